@@ -188,6 +188,8 @@ def on_integers(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     if len(moved.outputs) > 1 or no_integers(graph, moved, ranged=True) is not None:
         return Miss(f"{moved.kind} {moved.name} has no form on integers")
+    if moved.kind in ("MaxPool", "GlobalMaxPool") and op.outputs[0].type.dtype not in (INT8, UINT8):
+        return Miss(f"{moved.kind} compares floats and integers of 8 bits")
     if graph.users(moved.value) != [op]:
         return Miss(f"the float result of {moved.name} is read as well")
     if graph.type(operand(op, 1)).dims not in ((), (1,)) or op.attrs.block_size:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from optdnn.errors import UsageError
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.assign_precision import AssignPrecision
+from optdnn.passes.bags import Bags
 from optdnn.passes.base import Pass
 from optdnn.passes.bodies import OptimizeBodies
 from optdnn.passes.canonicalize import Canonicalize
@@ -35,6 +36,7 @@ from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
 from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.pack_weights import PackWeights
+from optdnn.passes.pad_heads import PadHeads
 from optdnn.passes.pad_rows import PadRows
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.pool_last import PoolLast
@@ -92,6 +94,7 @@ O2: tuple[Pass, ...] = (
 O2_GPU: tuple[Pass, ...] = (
     DeadCode(),  # as below, and
     FoldConstants(),  # trip counts and conditions become known
+    Bags(),  # before loops are unrolled: any number of bags becomes one reduction
     Unroll(),  # before all other passes, which then see through loops
     FoldConstants(),  # the number of an iteration is known now
     Unroll(),  # and so may be conditions in it
@@ -102,6 +105,7 @@ O2_GPU: tuple[Pass, ...] = (
     FuseL2Norm(),  # queries and keys of cosine attention, before attention; a GPU has a kernel for it
     FuseRotary(),  # the rotation of queries and keys, before attention
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
+    PadHeads(),  # behind attention; before views are hoisted and epilogues fused, which hide the projections of heads
     TakeRows(),  # behind attention, whose queries are rows; before epilogues, and before constants are folded
     FoldConstants(),  # sums of constant masks and biases; their rows
     RelativePositions(),  # biases of attention, before their views are hoisted and their arithmetic is fused

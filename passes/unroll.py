@@ -40,12 +40,12 @@ def _replaced(op: Op, build: Callable[[Patch], list[Value]]) -> Match:
 def unroll_loop(graph: Graph, op: Op) -> Match | Miss | None:
     """A Loop with a known trip count that nothing ends before."""
     body, carried = op.attrs.body, op.attrs.carried
-    trips = _number(graph, op.input(0))
+    trips = number_of(graph, op.input(0))
     if trips is None:
         return Miss("how often it runs is not known")
     going = op.input(1)
-    known = True if going is None else _number(graph, going)
-    if known is None or not _goes_on(body.graph):
+    known = True if going is None else number_of(graph, going)
+    if known is None or not goes_on(body.graph):
         return Miss("its condition depends on data")
     trips = max(trips, 0) if known else 0
     scans = len(body.outputs) - 1 - carried
@@ -104,7 +104,7 @@ def _scan_results(patch: Patch, op: Op, trips: int) -> list[Value]:
 @rule("known_branch", {"If"})
 def known_branch(graph: Graph, op: Op) -> Match | Miss | None:
     """An If whose condition is known."""
-    condition = _number(graph, op.inputs[0])
+    condition = number_of(graph, op.inputs[0])
     if condition is None:
         return Miss("its condition depends on data")
     a, first = op.attrs, 1 + op.attrs.then_captured
@@ -112,20 +112,22 @@ def known_branch(graph: Graph, op: Op) -> Match | Miss | None:
     return _replaced(op, lambda patch: _inline(patch, body.graph, captured))
 
 
-def _number(graph: Graph, value: Value | None) -> int | None:
+def number_of(graph: Graph, value: Value | None) -> int | None:
     """The one element of a known value."""
     known = graph.known(value)
     return None if known is None or known.dtype == object or known.size != 1 else int(known.reshape(-1)[0])
 
 
-def _goes_on(body: Graph) -> bool:
+def goes_on(body: Graph) -> bool:
     """Whether the body leaves the loop's condition true: it returns true, or its own operand."""
     value = body.op(body.outputs[0]).inputs[0]
     while value is not None and body.op(value).kind == "Identity":
         value = body.op(value).inputs[0]
     assert value is not None
-    known = body.constant_value(value)
-    return value == Value(body.inputs[1]) or (known is not None and known.size == 1 and bool(known.reshape(-1)[0]))
+    known = body.known(value)
+    return value == Value(body.inputs[1]) or (
+        known is not None and known.size == 1 and known.reshape(-1)[0] in (True, 1)
+    )
 
 
 def _too_much(body: GraphBody, trips: int) -> Miss | None:

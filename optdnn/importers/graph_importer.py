@@ -195,7 +195,7 @@ class GraphImporter(Emitter):
         if function is not None:
             return self._call(function, name, operands, attrs, outputs, place.depth)
         full = f"{domain}.{node.op_type}" if domain else node.op_type
-        if full not in SEQUENCES and any(isinstance(r, TensorList) for r in operands):
+        if full not in (*SEQUENCES, "Loop") and any(isinstance(r, TensorList) for r in operands):
             raise Unsupported("it takes a sequence of tensors")
         importer = IMPORTERS.get(full) or self.custom.get(full)
         rules = schema(node.op_type, domain, opset)

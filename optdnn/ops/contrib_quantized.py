@@ -8,10 +8,11 @@ import numpy as np
 
 from optdnn.errors import ShapeError
 from optdnn.ops.checks import emit, required
+from optdnn.ops.contrib_images import channels_first, channels_last
 from optdnn.ops.contrib_moe import mixture_of_experts, quantized_mixture
 from optdnn.ops.contrib_packed import gather_block_quantized, matmul_n_bits
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
-from optdnn.ops.restate import MICROSOFT, as_standard, needs, refuse_attributes
+from optdnn.ops.restate import MICROSOFT, as_standard, needs
 from optdnn.types import FP32
 
 
@@ -52,15 +53,19 @@ def _binary(kind: str) -> FromOnnx:
     return _qlinear(2, lambda node, e, xs: emit(e, kind, *xs))
 
 
+def _laid(node: NodeSpec, e: Emit, xs: list[Ref], write: Callable[[Ref], Ref]) -> Ref:
+    """``write`` of one operand, whose channels lie last where the node says so."""
+    (x,) = xs
+    return channels_last(e, write(channels_first(e, x))) if node.get("channels_last", 0) else write(x)
+
+
 def _pooled(node: NodeSpec, e: Emit, xs: list[Ref]) -> Ref:
-    refuse_attributes(node, "channels_last")
-    return emit(e, "GlobalAveragePool", *xs)
+    return _laid(node, e, xs, lambda x: emit(e, "GlobalAveragePool", x))
 
 
 def _average_pooled(node: NodeSpec, e: Emit, xs: list[Ref]) -> Ref:
-    refuse_attributes(node, "channels_last")
     own = {k: v for k, v in node.attrs.items() if k != "channels_last"}
-    return as_standard("AveragePool", node, e, inputs=tuple(xs), attrs=own)[0]
+    return _laid(node, e, xs, lambda x: as_standard("AveragePool", node, e, inputs=(x,), attrs=own)[0])
 
 
 def _softmaxed(node: NodeSpec, e: Emit, xs: list[Ref]) -> Ref:
@@ -116,6 +121,19 @@ def _matmul_integer_to_float(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return (_scaled_product(e, a, b, [node.input(4), node.input(5)], scale, node.input(6)),)
 
 
+def _dynamic_lstm(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """DynamicQuantizeLSTM: an LSTM of weights (directions, inputs, 4 hidden); what it reads stays floats."""
+    weights = []
+    for i, at in ((1, 8), (2, 10)):
+        w, scale, zero = needs(node, i, at, at + 1)
+        if len(e.type(scale).dims) < 3:
+            axes = np.array([1] if len(e.type(scale).dims) == 2 else [1, 2])
+            scale, zero = (emit(e, "Unsqueeze", x, axes) for x in (scale, zero))
+        apart = emit(e, "Sub", emit(e, "Cast", w, to=FP32), emit(e, "Cast", zero, to=FP32))
+        weights.append(emit(e, "Transpose", emit(e, "Mul", apart, scale), perm=(0, 2, 1)))
+    return as_standard("LSTM", node, e, inputs=(node.inputs[0], *weights, *node.inputs[3:8]))
+
+
 QUANTIZED: dict[str, FromOnnx] = {
     MICROSOFT + "QuantizeLinear": _standard("QuantizeLinear"),
     MICROSOFT + "DequantizeLinear": _standard("DequantizeLinear"),
@@ -132,6 +150,7 @@ QUANTIZED: dict[str, FromOnnx] = {
     MICROSOFT + "QLinearConcat": _qlinear_concat,
     MICROSOFT + "DynamicQuantizeMatMul": _dynamic_quantize_matmul,
     MICROSOFT + "MatMulIntegerToFloat": _matmul_integer_to_float,
+    MICROSOFT + "DynamicQuantizeLSTM": _dynamic_lstm,
     MICROSOFT + "MatMulNBits": matmul_n_bits,
     MICROSOFT + "GatherBlockQuantized": gather_block_quantized,
     MICROSOFT + "MoE": mixture_of_experts,

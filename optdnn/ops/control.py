@@ -19,6 +19,7 @@ from optdnn.ops.base import Attrs, Body, Call, Fresh, Result, Tol, Unsupported
 from optdnn.ops.checks import agree, emit, free
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, Subgraph
+from optdnn.ops.sequences import TensorList
 from optdnn.types import BOOL, INT64, TensorType, normalize_axis
 
 
@@ -260,10 +261,39 @@ def _import_loop(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         raise ShapeError("a carried value of Loop has no initial value")
     if body.inputs != 2 + len(initial):
         raise ShapeError(f"the body of Loop takes {body.inputs} values, 2 and {len(initial)} carried ones are fed")
+    if any(isinstance(v, TensorList) for v in initial):
+        return _repeated(node, e, body, initial)
     counter, flag = TensorType(INT64, ()), TensorType(BOOL, ())
     built, captured = _build_body(body, [counter, flag], [e.type(v) for v in initial], [], 1)
     attrs = LoopAttrs(built, len(initial))
     return e.op("Loop", [node.input(0), node.input(1), *initial, *captured], attrs, outputs=len(node.outputs))
+
+
+def _repeated(node: NodeSpec, e: Emit, body: Subgraph, state: list[Ref]) -> Sequence[Ref]:
+    """A Loop that carries sequences of tensors: its iterations one after the other, where their number is known."""
+    trips = None if node.input(0) is None else e.value(node.inputs[0])
+    if node.input(0) is not None and trips is None:
+        raise Unsupported("a Loop that carries a sequence of tensors must have a constant number of iterations")
+    most = None if trips is None else int(trips.reshape(-1)[0])
+    go_on: Ref = e.const(np.array(True)) if node.input(1) is None else node.inputs[1]
+    rows: list[list[Ref]] = [[] for _ in range(body.outputs - 1 - len(state))]
+    count = 0
+    while most is None or count < most:
+        known = e.value(go_on)
+        if known is None:
+            raise Unsupported("a Loop that carries a sequence of tensors must have a condition that is known")
+        if not known.reshape(-1)[0]:
+            break
+        if count == MOST_REPEATED:
+            raise Unsupported(f"a Loop that carries a sequence of tensors has more than {MOST_REPEATED} iterations")
+        go_on, *made = body.inline([e.const(np.array(count)), go_on, *state])
+        state = made[: len(state)]
+        for row, value in zip(rows, made[len(state) :], strict=True):
+            row.append(emit(e, "Unsqueeze", value, np.array([0])))
+        count += 1
+    if rows and not count:
+        raise Unsupported("a Loop that carries a sequence of tensors and has results of no iteration")
+    return [*state, *(emit(e, "Concat", *row, axis=0) for row in rows)]
 
 
 def _import_scan(node: NodeSpec, e: Emit) -> Sequence[Ref]:
@@ -293,6 +323,8 @@ def _import_scan(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return e.op("Scan", [*operands, *captured], attrs, outputs=len(node.outputs))
 
 
+MOST_REPEATED = 4096
+"""Iterations of a Loop that carries sequences of tensors."""
 MOST_ROWS = 64
 """Largest batch of a Scan of opset 8. Each row becomes a separate Scan."""
 

@@ -1,8 +1,8 @@
 """Sequences of tensors whose length is known while a model is imported.
 
 No graph holds a sequence: it is a :class:`TensorList` of values, and its operators pick, join and split these. That covers what
-exporters write for lists of tensors (``split``, ``chunk``, ``unbind``). Sequences that a Loop or Scan carries, and those that are
-inputs or outputs of the model, are refused.
+exporters write for lists of tensors (``split``, ``chunk``, ``unbind``). A Loop that carries one is written out. Sequences that a
+Scan carries, and those that are inputs or outputs of the model, are refused.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from onnxtext import model, sources
 import optdnn
 from optdnn.errors import ModelError, ShapeError, UnsupportedError
 from optdnn.importers.onnx import import_model
+from optdnn.ops import control
 
 X = np.arange(2 * 6 * 3, dtype=np.float32).reshape(2, 6, 3)
 
@@ -131,3 +132,46 @@ def test_a_position_may_be_computed_from_a_length() -> None:
         n = Neg(x)  s = SequenceConstruct(x, n)  l = SequenceLength(s)  one = Constant<value_int = 1>()
         k = Sub(l, one)  y = SequenceAt(s, k) }"""
     assert agrees(text) == ["Neg", "Sub"]
+
+
+SUMS = """g (float[2,6,3] x{inputs}) => (float[a,3] y, float[n,2,3] z)
+        <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64 most = {{{most}}},
+        int64 begin = {{0}}, int64 end = {{{end}}}, bool on = {{{on}}}> {{
+    empty = SequenceEmpty<dtype = 1>()
+    s, k, z = Loop<body = b (int64 i, bool go, seq(float[2,3]) held, int64 at)
+            => (bool c, seq(float[2,3]) more, int64 next, float[2,3] row) {{
+        j = Unsqueeze(at, zero)  e = Add(j, one)  cut = Slice(x, j, e, one)  row = Squeeze(cut, one)
+        more = SequenceInsert(held, row)  f = Squeeze(one, zero)  next = Add(at, f)  c = Less(next, {until})
+    }}>({trips}, on, empty, begin)
+    y = ConcatFromSequence<axis = 0>(s) }}"""
+
+
+def sums(trips: str = "most", until: str = "end", most: int = 9, end: int = 4, on: int = 1, inputs: str = "") -> str:
+    return SUMS.format(trips=trips, until=until, most=most, end=end, on=on, inputs=inputs)
+
+
+@pytest.mark.parametrize(("trips", "most", "rows"), [("most", 3, 3), ("most", 9, 4), ("", 0, 4)])
+def test_a_loop_that_carries_a_list_is_written_out(trips: str, most: int, rows: int) -> None:
+    """A trip count, a condition, or both end it; its other results are stacked."""
+    found = optdnn.build(model(sums(trips, most=most), 18), target="reference").run({"x": X})
+    np.testing.assert_array_equal(found["z"], X.transpose(1, 0, 2)[:rows])
+    np.testing.assert_array_equal(found["y"], X.transpose(1, 0, 2)[:rows].reshape(-1, 3))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (sums(trips="n", inputs=", int64 n"), "a constant number of iterations"),
+        (sums(until="n", inputs=", int64 n"), "a condition that is known"),
+        (sums(on=0), "results of no iteration"),
+    ],
+)
+def test_loops_that_carry_a_list_and_are_refused(text: str, why: str) -> None:
+    with pytest.raises(UnsupportedError, match=why):
+        import_model(model(text, 18))
+
+
+def test_a_loop_of_too_many_iterations_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MOST_REPEATED", 3)
+    with pytest.raises(UnsupportedError, match="more than 3 iterations"):
+        import_model(model(sums(), 18))

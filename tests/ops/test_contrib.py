@@ -337,7 +337,6 @@ BLOCKS = {"K": 16, "N": 1, "bits": 4, "block_size": 16}
 @pytest.mark.parametrize(
     ("op", "operands", "attrs", "error", "message"),
     [
-        ("FusedMatMul", [normal(3, 3), normal(3, 3)], {"transBatchA": 1}, UnsupportedError, "transBatchA=1"),
         ("FusedConv", [normal(1, 1, 3, 3), normal(1, 1, 1, 1)], {"activation": "Elu"}, UnsupportedError, "activation Elu"),
         ("Attention", [normal(1, 2, 4), normal(4, 13)], {"num_heads": 2}, ShapeError, "do not make query"),
         ("Attention", [normal(1, 2, 4), normal(4, 12)], {}, ShapeError, "num_heads"),
@@ -347,7 +346,6 @@ BLOCKS = {"K": 16, "N": 1, "bits": 4, "block_size": 16}
         ("RotaryEmbedding", [normal(1, 2, 4)], {}, ShapeError, "needs operand 1"),
         ("SkipLayerNormalization", [normal(1, 2, 4), normal(1, 2, 4)], {}, ShapeError, "needs operand 2"),
         ("QLinearConcat", [F(1), np.uint8(0), np.zeros(3, np.uint8)], {"axis": 0}, ShapeError, "1 operands after"),
-        ("QLinearGlobalAveragePool", [*q(np.uint8, 1, 2, 3, 3), F(1), np.uint8(0)], {"channels_last": 1}, UnsupportedError, "chan"),
         ("MatMulNBits", [normal(2, 16), np.zeros((1, 1, 6), np.uint8), np.ones(1, F)],
          {"K": 16, "N": 1, "bits": 3, "block_size": 16}, UnsupportedError, "3 bits"),
         ("MatMulNBits", [*PACKED, None, np.arange(16, dtype=np.int32)], BLOCKS, UnsupportedError, "n: .*operand g_idx"),

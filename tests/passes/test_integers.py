@@ -143,6 +143,11 @@ def test_pooling_between_equal_scales_is_of_integers(dtype: Any) -> None:
     assert done.of_kind("MaxPool")[0].outputs[0].type.dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [np.dtype(np.int16), np.dtype(np.uint16)])
+def test_pooling_of_wider_integers_stays_of_floats(dtype: Any) -> None:
+    check_refused(MOVE, pooled(dtype=dtype), because="integers of 8 bits")
+
+
 def test_a_concat_of_one_scale_is_of_integers() -> None:
     n = Net()
     a, b = n.input(1, 2, 4, name="a"), n.input(1, 3, 4, name="b")

@@ -21,6 +21,15 @@ from optdnn.types import TensorType, is_float
 
 TILE, DEPTH = 64, 16
 """Rows and columns of a block's tile, and its step along K; 256 threads compute 4 x 4 elements each."""
+THREADS = 256
+THIN = 8
+"""Rows or columns up to which a tile would be nearly empty: a thread computes one element."""
+LEAST_ELEMENTS = 8192
+"""Elements of thin products that keep a GPU's threads busy; fewer leave the sum along K to a tile."""
+LONGEST = 256
+"""Terms of the longest sum that one thread computes where there is a choice."""
+MOST_TILES = 65535
+"""The largest number of matrices of a grid of tiles."""
 
 
 class TiledMatMul(Tactic):
@@ -103,6 +112,11 @@ def emit_matmul(
         for a, p in wide.items():
             wide[a] = result.view(result.shape, _like(result, shape, p.strides))
     dims, merged = merge(batch, [result.strides[:-2], one, two, *(p.strides[:-2] for p in wide.values())])
+    matrices = math.prod(dims)
+    # The sums of a row that no size decides are the plain kernel's, and in the same order the thin one's.
+    tile = None if b.row_invariant else tile_of(left, right, m, n, k, merged[2], matrices, b.gpu)
+    thin = matrices > MOST_TILES or (tile is None and is_thin(m, n, k, matrices))
+    tile = None if thin else tile
     t, ty = arithmetic(left.dtype), CPP[out.dtype]
     names = ["y", "l", "r", *(f"e{a}" for a in used)]
     types: list[TensorType] = [TensorType(out.dtype, shape)]
@@ -119,12 +133,13 @@ def emit_matmul(
     ]  # fmt: skip
     fields = [f"{ty}* y; const {CPP[left.dtype]}* l; const {CPP[right.dtype]}* r;"]
     fields += [f"const {CPP[p.dtype]}* e{a};" for a, p in used.items()]
-    fields += [f"int m, n, k; u32 dims[{len(dims)}];", *(f"i64 s{x}[{len(dims)}], m{x}[2];" for x in names)]
+    fields += [
+        f"int m, n, k; u32 {'matrices, ' if thin else ''}dims[{len(dims)}];",
+        *(f"i64 s{x}[{len(dims)}], m{x}[2];" for x in names),
+    ]
     start = f"const {arithmetic(out.dtype)} v0 = {arithmetic(out.dtype)}({literal(scale, t)} * acc[i][j]);" if scale != 1.0 else (
         f"const {arithmetic(out.dtype)} v0 = {arithmetic(out.dtype)}(acc[i][j]);")  # fmt: skip
     final = value if stages else "v0"
-    # The sums of a row that no size decides are the plain kernel's.
-    tile = None if b.row_invariant else tile_of(left, right, m, n, k, merged[2], math.prod(dims), b.gpu)
     finish = f"""{start} {" ".join(loads)} {" ".join(lines)}
             p.y[by + row * p.my[0] + column * p.my[1]] = narrow<{ty}>({final});"""
     text = f"""struct Params {{ {" ".join(fields)} }};
@@ -133,17 +148,18 @@ extern "C" __global__ void __launch_bounds__({tile.threads if tile else 256}) ma
     launch_dependents();
     wait_for_predecessor();
     {" ".join(f"i64 b{x} = 0;" for x in names)}
-    {walk("q", "blockIdx.z", "dims", len(dims), [("b" + x, "s" + x) for x in names])}
-    {tiled(finish) if tile else _plain(t, finish)}
+    {_ELEMENT if thin else ""}
+    {walk("q", "element / area" if thin else "blockIdx.z", "dims", len(dims), [("b" + x, "s" + x) for x in names])}
+    {tiled(finish) if tile else _thin(t, finish) if thin else _plain(t, finish)}
 }}
 """
     placed = {"y": out, "l": left, "r": right, **{f"e{a}": p for a, p in used.items()}}
-    parameters = Parameters().pointer(*placed).i32(m, n, k).u32(*dims)
-    matrices = [result.strides[-2:], left.strides[-2:], right.strides[-2:], *(p.strides[-2:] for p in wide.values())]
-    for s, matrix in zip(merged, matrices, strict=True):
-        parameters.i64(*s, *matrix)
+    parameters = Parameters().pointer(*placed).i32(m, n, k).u32(*([matrices] if thin else []), *dims)
+    pitches = [result.strides[-2:], left.strides[-2:], right.strides[-2:], *(p.strides[-2:] for p in wide.values())]
+    for s, pitch in zip(merged, pitches, strict=True):
+        parameters.i64(*s, *pitch)
     rows, columns = (tile.rows, tile.columns) if tile is not None else (TILE, TILE)
-    grid = (-(-m // rows), -(-n // columns), math.prod(dims))
+    grid = (-(-m * n * matrices // THREADS), 1, 1) if thin else (-(-m // rows), -(-n // columns), matrices)
     if tile is None:
         launch = parameters.generated(b.arch, text, "matmul", grid, 256)
     else:
@@ -152,6 +168,31 @@ extern "C" __global__ void __launch_bounds__({tile.threads if tile else 256}) ma
             b.arch, text, "matmul", grid, tile.threads, shared=tile.shared_bytes, template="matmul_fp32.cu"
         )
     b.emit(op, launch, placed, kind, attrs, reads, [out])
+
+
+def is_thin(m: int, n: int, k: int, matrices: int) -> bool:
+    """Whether products of m rows, n columns and k terms suit a thread for each element."""
+    return min(m, n) <= THIN and k <= LONGEST and m * n * matrices >= LEAST_ELEMENTS
+
+
+_ELEMENT = f"""const u32 element = blockIdx.x * {THREADS}u + threadIdx.x, area = u32(p.m) * u32(p.n);"""
+
+
+def _thin(t: str, finish: str) -> str:
+    """C++ of one element a thread, columns side by side; ``finish`` as for :func:`_plain`."""
+    return f"""const u32 inside = element % area;
+    const int row = inside / u32(p.n), column = inside % u32(p.n), i = 0, j = 0;
+    if (element / area >= p.matrices) return;
+    {t} acc[1][1] = {{}};
+    for (int k0 = 0; k0 < p.k; k0 += {DEPTH}) {{
+        {t} part = {t}(0);
+        #pragma unroll
+        for (int k = 0; k < {DEPTH}; k++)
+            if (k0 + k < p.k)
+                part += {t}(widen(p.l[bl + row * p.ml[0] + (k0 + k) * p.ml[1]])) * {t}(widen(p.r[br + (k0 + k) * p.mr[0] + column * p.mr[1]]));
+        acc[i][j] += part;
+    }}
+    {finish}"""
 
 
 def _plain(t: str, finish: str) -> str:

@@ -1,0 +1,174 @@
+"""ONNX Runtime's attention operators in the terms of ONNX's: Attention, QAttention, MultiHeadAttention, RotaryEmbedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import ShapeError
+from optdnn.ops.attention import AttentionAttrs, RotaryAttrs, merge_heads, split_heads
+from optdnn.ops.base import Unsupported
+from optdnn.ops.checks import emit, require_rank, required
+from optdnn.ops.contrib_cache import unpacked
+from optdnn.ops.exchange import Emit, NodeSpec, Ref
+from optdnn.ops.index import SplitAttrs
+from optdnn.ops.restate import needs, refuse_attributes, refuse_operands
+from optdnn.types import FP32, INT64
+
+
+def _scalar(e: Emit, like: Ref, value: float) -> Any:
+    return np.asarray(value, e.type(like).dtype)
+
+
+def _fill(node: NodeSpec) -> float:
+    return float(node.get("mask_filter_value", -10000.0))
+
+
+def _score_mask(node: NodeSpec, e: Emit, mask: Ref | None, bias: Ref | None, like: Ref, keys: Any) -> Ref | None:
+    """What is added to the scores: a mask and a bias (·, ·, rows, keys).
+
+    The mask holds the length of each sequence (B), or ones and zeros: (B, keys) or (B, rows, keys).
+    """
+    added = None
+    if mask is not None:
+        t = e.type(mask)
+        if len(t.dims) == 1:
+            if not isinstance(keys, int):
+                raise Unsupported("a mask of lengths with an unknown number of keys")
+            column = emit(e, "Unsqueeze", emit(e, "Cast", mask, to=INT64), np.array([1]))
+            keep = emit(e, "Less", np.arange(keys), column)
+        elif len(t.dims) == 2 or len(t.dims) == 3:
+            keep = emit(e, "Cast", mask, to=np.dtype(bool))
+        else:
+            raise Unsupported(f"a mask {t}")
+        flags = emit(e, "Unsqueeze", keep, np.array([1] if len(t.dims) == 3 else [1, 2]))
+        added = emit(e, "Where", flags, _scalar(e, like, 0.0), _scalar(e, like, _fill(node)))
+    if bias is not None:
+        added = bias if added is None else emit(e, "Add", added, bias)
+    return added
+
+
+def _attend(
+    node: NodeSpec, e: Emit, heads: Sequence[Ref], mask: Ref | None, past: Sequence[Ref | None], outputs: int = 1
+) -> Sequence[Ref]:
+    scale = node.get("scale")
+    attrs = AttentionAttrs(float(scale) if scale else None, bool(node.get("unidirectional", 0)))
+    y, *present = e.op("Attention", [*heads, mask, *past], attrs, outputs=outputs)
+    return (merge_heads(e, y), *present)
+
+
+def attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """Attention: the projection of x, and attention over it, with the keys and values of former calls before its own."""
+    x, weights = needs(node, 0, 1)
+    return _projected_attention(node, e, emit(e, "MatMul", x, weights), weights, mask=3, past=4, bias=5, held=6)
+
+
+def quantized_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """QAttention: as Attention, with a projection of integers."""
+    x, weights, x_scale, w_scale = needs(node, 0, 1, 3, 4)
+    product = emit(e, "Cast", emit(e, "MatMulInteger", x, weights, node.input(6), node.input(7)), to=FP32)
+    packed = emit(e, "Mul", product, emit(e, "Mul", x_scale, w_scale))
+    return _projected_attention(node, e, packed, weights, mask=5, past=8, bias=9, held=10)
+
+
+def _projected_attention(
+    node: NodeSpec, e: Emit, packed: Ref, weights: Ref, *, mask: int, past: int, bias: int, held: int
+) -> Sequence[Ref]:
+    """Attention behind the projection ``packed``; the numbers are slots of operands."""
+    refuse_operands(node, past_sequence_length=held)
+    refuse_attributes(node, "do_rotary", "past_present_share_buffer")
+    heads = int(required(node, "num_heads"))
+    if node.input(2) is not None:
+        packed = emit(e, "Add", packed, node.inputs[2])
+    sizes = node.ints("qkv_hidden_sizes")
+    if not sizes:
+        width = e.type(weights).dims[1]
+        if not isinstance(width, int) or width % 3:
+            raise ShapeError(f"Attention weights {e.type(weights)} do not make query, key and value")
+        sizes = (width // 3,) * 3
+    parts = e.op("Split", [packed, np.asarray(sizes, np.int64)], SplitAttrs(axis=2), outputs=3)
+    q, k, v = (split_heads(e, part, heads) for part in parts)
+    former: list[Ref | None] = []
+    keys = e.type(k).dims[2]
+    if node.input(past) is not None:
+        require_rank(e.type(node.inputs[past]), 5, "past of Attention")
+        former = [emit(e, "Gather", node.inputs[past], np.asarray(i), axis=0) for i in (0, 1)]
+        keys = keys + e.type(former[0]).dims[2]
+    added = _score_mask(node, e, node.input(mask), node.input(bias), q, keys)
+    wanted = len(node.outputs) > 1 and bool(node.outputs[1])
+    y, *present = _attend(node, e, [q, k, v], added, former, 3 if wanted and former else 1)
+    if not wanted:
+        return (y,)
+    rows = [emit(e, "Unsqueeze", p, np.array([0])) for p in (present or (k, v))]
+    return (y, emit(e, "Concat", *rows, axis=0))
+
+
+def multi_head_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    if len(node.inputs) > 8 and any(v is not None for v in node.inputs[8:]):
+        raise Unsupported("past_sequence_length and cache_indirection")
+    if any(node.outputs[3:]):
+        raise Unsupported("the output qk")
+    heads = int(required(node, "num_heads"))
+    if node.input(2) is None:
+        if node.input(3) is not None:
+            raise Unsupported("a bias beside packed query, key and value")
+        q, kv = node.inputs[0], node.input(1)
+        operands = unpacked(e, q, 3) if kv is None else [q, *unpacked(e, kv, 2)]
+        if len(e.type(operands[0]).dims) == 3:
+            operands[0] = split_heads(e, operands[0], heads)
+    else:
+        operands = needs(node, 0, 1, 2)
+    if node.input(3) is not None:
+        operands = _biased(node, e, operands)
+    for i, name in enumerate(("query", "key", "value")):
+        rank = len(e.type(operands[i]).dims)
+        if rank == 3:
+            operands[i] = split_heads(e, operands[i], heads)
+        elif rank != 4 or (i == 0 and node.input(2) is not None):
+            raise Unsupported(f"a {name} {e.type(operands[i])}")
+    q, k, v = operands
+    keys = e.type(k).dims[2]
+    if node.input(6) is not None:
+        keys = keys + e.type(node.inputs[6]).dims[2]
+    mask = _score_mask(node, e, node.input(4), node.input(5), q, keys)
+    return _attend(node, e, [q, k, v], mask, node.inputs[6:8], len(node.outputs))
+
+
+def _biased(node: NodeSpec, e: Emit, operands: list[Ref]) -> list[Ref]:
+    """The bias of query, key and value lies in one vector."""
+    widths = []
+    for ref in operands:
+        require_rank(e.type(ref), 3, "MultiHeadAttention query, key and value beside a bias")
+        width = e.type(ref).dims[2]
+        if not isinstance(width, int):
+            raise Unsupported("a bias of an unknown width")
+        widths.append(width)
+    parts = e.op("Split", [node.inputs[3], np.asarray(widths, np.int64)], SplitAttrs(axis=0), outputs=3)
+    return [emit(e, "Add", ref, part) for ref, part in zip(operands, parts, strict=True)]
+
+
+def rotary_embedding(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    refuse_attributes(node, "is_packed_batching")
+    if float(node.get("scale", 1.0)) != 1.0:
+        raise Unsupported(f"scale={node.get('scale')}")
+    x, ids, cos, sin = needs(node, 0, 1, 2, 3)
+    flat = len(e.type(x).dims) == 3
+    size = int(node.get("rotary_embedding_dim", 0))
+    if flat:
+        width, half = e.type(x).dims[2], e.type(cos).dims[1]
+        heads = int(node.get("num_heads", 0))
+        if not heads and isinstance(width, int) and isinstance(half, int) and not size:
+            heads = width // (2 * half)
+        if heads < 1:
+            raise ShapeError("RotaryEmbedding needs num_heads")
+        x = split_heads(e, x, heads)
+    if len(e.type(ids).dims) == 1:  # where the first token is
+        length = e.type(x).dims[2]
+        if not isinstance(length, int):
+            raise Unsupported("one position for a sequence of unknown length")
+        ids = emit(e, "Unsqueeze", emit(e, "Add", ids, np.arange(length)), np.array([0]))
+    turns = [emit(e, "Gather", c, ids, axis=0) for c in (cos, sin)]
+    (y,) = e.op("RotaryEmbedding", [x, *turns], RotaryAttrs(bool(node.get("interleaved", 0)), size))
+    return (merge_heads(e, y) if flat else y,)

@@ -1,0 +1,195 @@
+"""What ONNX Runtime's tools fuse for transformers: embeddings, biases beside activations, relative positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import ShapeError
+from optdnn.ops.base import Unsupported
+from optdnn.ops.checks import emit, require_rank
+from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
+from optdnn.ops.index import SplitAttrs
+from optdnn.ops.restate import MICROSOFT, as_standard, needs
+from optdnn.types import BOOL, FP32, INT32, INT64
+
+
+def _standard(name: str, opset: int = 21) -> FromOnnx:
+    """The operator of ONNX of this name, as ``opset`` has it."""
+
+    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+        return as_standard(name, node, e, opset=opset)
+
+    return from_onnx
+
+
+# ---------------------------------------------------------------- biases
+
+
+def _bias_add(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    x, bias, skip = needs(node, 0, 1, 2)
+    return (emit(e, "Add", emit(e, "Add", x, bias), skip),)
+
+
+def _bias_dropout(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    x, bias = needs(node, 0, 1)
+    total = emit(e, "Add", x, bias)
+    training = node.input(4)
+    if training is not None and (e.value(training) is None or np.any(e.value(training))):
+        raise Unsupported("dropout of training")
+    y = total if node.input(2) is None else emit(e, "Add", total, node.inputs[2])
+    if len(node.outputs) > 1 and node.outputs[1]:
+        raise Unsupported("the output mask")
+    return (y,)
+
+
+def _bias_split_gelu(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """The first half of the features times Gelu of the second half, after the bias."""
+    total = emit(e, "Add", *needs(node, 0, 1))
+    width = e.type(total).dims[-1]
+    if not isinstance(width, int) or width % 2:
+        raise ShapeError(f"BiasSplitGelu of {e.type(total)}: its last dimension must be an even number")
+    half = np.array([width // 2, width // 2])
+    value, gate = e.op("Split", [total, half], SplitAttrs(axis=-1), outputs=2)
+    return (emit(e, "Mul", value, emit(e, "Gelu", gate, approximate="none")),)
+
+
+def _gemm_fast_gelu(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    y = emit(e, "MatMul", *needs(node, 0, 1))
+    if node.input(2) is not None:
+        y = emit(e, "Add", y, node.inputs[2])
+    return (emit(e, "Gelu", y, approximate="tanh"),)
+
+
+# ---------------------------------------------------------------- embeddings
+
+
+def _embedding(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """EmbedLayerNormalization: words, positions and segments, added and normalized; the length of each sequence."""
+    ids, words, positions, gamma, beta = needs(node, 0, 2, 3, 5, 6)
+    require_rank(e.type(ids), 2, "input_ids")
+    length = e.type(ids).dims[1]
+    given = node.input(8)
+    if given is not None:
+        rows = emit(e, "Gather", positions, given, axis=0)
+    elif isinstance(length, int):
+        rows = emit(e, "Gather", positions, np.arange(length), axis=0)
+    else:
+        ends = [np.array([k], np.int64) for k in (0, 1)]
+        rows = emit(e, "Slice", positions, ends[0], emit(e, "Shape", ids, start=1, end=2), ends[0], ends[1])
+    total = emit(e, "Add", emit(e, "Gather", words, ids, axis=0), rows)
+    if node.input(1) is not None:
+        (segments,) = needs(node, 4)
+        total = emit(e, "Add", total, emit(e, "Gather", segments, node.inputs[1], axis=0))
+    y = emit(e, "LayerNormalization", total, gamma, beta, axis=-1, epsilon=float(node.get("epsilon", 1e-12)))
+    outputs = [y, None, total][: len(node.outputs)]
+    if len(node.outputs) > 1 and node.outputs[1]:
+        outputs[1] = _lengths(e, ids, node.input(7))
+    return outputs
+
+
+def _lengths(e: Emit, ids: Ref, mask: Ref | None) -> Ref:
+    """How many ones each row of the mask has; zeros without a mask, as ONNX Runtime gives."""
+    if mask is None:
+        rows = emit(e, "Shape", ids, start=0, end=1)
+        return emit(e, "Expand", np.zeros(1, np.int32), rows)
+    ones = emit(e, "Cast", emit(e, "Cast", mask, to=BOOL), to=INT32)
+    return emit(e, "ReduceSum", ones, np.array([1], np.int64), keepdims=False)
+
+
+def _relative_positions(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """RelativePositionBias: T5's rows of a table, by the logarithm of the distance from query to key."""
+    table, queries, keys = needs(node, 0, 1, 2)
+    buckets = e.type(table).dims[0]
+    if not isinstance(buckets, int):
+        raise Unsupported("a bias table of unknown height")
+    both = bool(node.get("is_bidirectional", 0))
+    half = buckets // 2 if both else buckets
+    exact, reach = half // 2, int(node.get("max_distance", 128))
+    rows = emit(e, "Unsqueeze", _count(e, queries), np.array([1]))
+    distance = emit(e, "Sub", _count(e, keys), rows)
+    far = emit(e, "Abs", distance) if both else emit(e, "Max", emit(e, "Neg", distance), np.array(0))
+    near = emit(e, "Less", far, np.array(exact))
+    share = emit(e, "Div", emit(e, "Cast", emit(e, "Max", far, np.array(1)), to=FP32), np.float32(exact))
+    steps = emit(e, "Div", emit(e, "Log", share), np.float32(np.log(reach / exact)))
+    large = emit(e, "Cast", emit(e, "Mul", steps, np.float32(half - exact)), to=INT64)
+    large = emit(e, "Min", emit(e, "Add", large, np.array(exact)), np.array(half - 1))
+    bucket = emit(e, "Where", near, far, large)
+    if both:
+        after = emit(e, "Cast", emit(e, "Greater", distance, np.array(0)), to=INT64)
+        bucket = emit(e, "Add", bucket, emit(e, "Mul", after, np.array(half)))
+    bias = emit(e, "Transpose", emit(e, "Gather", table, bucket, axis=0), perm=(2, 0, 1))
+    return (emit(e, "Unsqueeze", bias, np.array([0])),)
+
+
+def _count(e: Emit, length: Ref) -> Ref:
+    """0, 1, ... below ``length``, of one element."""
+    known = e.value(length)
+    if known is not None and isinstance(known.reshape(-1)[0], int | np.integer):
+        return e.const(np.arange(int(known.reshape(-1)[0])))
+    end = emit(e, "Reshape", emit(e, "Cast", length, to=INT64), np.array([], np.int64))
+    return emit(e, "Range", np.asarray(0), end, np.asarray(1))
+
+
+# ---------------------------------------------------------------- small ones
+
+
+def _expand_dims(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    x, axis = needs(node, 0, 1)
+    known = e.value(axis)
+    if known is None:
+        raise Unsupported("an axis that is no constant")
+    return (emit(e, "Unsqueeze", x, np.asarray(known, np.int64).reshape(1)),)
+
+
+def _distances(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """CDist: between each row of A and each row of B."""
+    a, b = needs(node, 0, 1)
+    for x in (a, b):
+        require_rank(e.type(x), 2, "CDist operands")
+    apart = emit(e, "Sub", emit(e, "Unsqueeze", a, np.array([1])), emit(e, "Unsqueeze", b, np.array([0])))
+    total = emit(e, "ReduceSumSquare", apart, np.array([2], np.int64), keepdims=False)
+    metric = node.get("metric", "sqeuclidean")
+    if metric not in ("sqeuclidean", "euclidean"):
+        raise Unsupported(f"metric={metric!r}")
+    return (total if metric == "sqeuclidean" else emit(e, "Sqrt", total),)
+
+
+def _complex_product(conjugated: bool) -> FromOnnx:
+    """Products of pairs (real, imaginary) on the last axis."""
+
+    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+        a, b = needs(node, 0, 1)
+        (ar, ai), (br, bi) = (_parts(e, x) for x in (a, b))
+        if conjugated:
+            bi = emit(e, "Neg", bi)
+        real = emit(e, "Sub", emit(e, "Mul", ar, br), emit(e, "Mul", ai, bi))
+        imaginary = emit(e, "Add", emit(e, "Mul", ar, bi), emit(e, "Mul", ai, br))
+        return (emit(e, "Concat", real, imaginary, axis=-1),)
+
+    return from_onnx
+
+
+def _parts(e: Emit, x: Ref) -> tuple[Any, ...]:
+    return e.op("Split", [x, np.array([1, 1])], SplitAttrs(axis=-1), outputs=2)
+
+
+FUSED: dict[str, FromOnnx] = {
+    MICROSOFT + "BiasAdd": _bias_add,
+    MICROSOFT + "BiasDropout": _bias_dropout,
+    MICROSOFT + "BiasSplitGelu": _bias_split_gelu,
+    MICROSOFT + "GemmFastGelu": _gemm_fast_gelu,
+    MICROSOFT + "EmbedLayerNormalization": _embedding,
+    MICROSOFT + "RelativePositionBias": _relative_positions,
+    MICROSOFT + "ExpandDims": _expand_dims,
+    MICROSOFT + "CDist": _distances,
+    MICROSOFT + "ComplexMul": _complex_product(False),
+    MICROSOFT + "ComplexMulConj": _complex_product(True),
+    MICROSOFT + "Trilu": _standard("Trilu"),
+    MICROSOFT + "Range": _standard("Range"),
+    MICROSOFT + "GatherND": _standard("GatherND"),
+    MICROSOFT + "Pad": _standard("Pad"),
+}
+"""Operator -> import function."""

@@ -1,0 +1,95 @@
+"""Attention heads get a multiple of 8 features, as the kernels of 16-bit attention need.
+
+Zeros behind the features of queries and keys leave their products as they are, and zeros behind those of values are columns that
+nobody reads. The zeros belong to the weights of the projections that make the heads (columns) and that read them (rows): no launch
+is added. Where something else than a projection reads the heads, their first features are sliced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.rules.widths import Readers, Widths
+from optdnn.passes.support.facts import integers, operand
+from optdnn.types import FP32
+
+UNIT = 8
+WIDEST = 512
+"""Features of the widest heads that a kernel takes."""
+HALVES = 2
+"""Bytes of an element of attention in 16 bits."""
+
+
+def _wide(features: int) -> int:
+    return -(-features // UNIT) * UNIT
+
+
+@rule("pad_heads", {"Attention"})
+def pad_heads(graph: Graph, op: Op) -> Match | Miss | None:
+    """Attention over ``features`` features as attention over the next multiple of 8."""
+    shapes = [graph.type(operand(op, i)).shape for i in range(3)]
+    if any(s is None or len(s) != 4 or not all(isinstance(d, int) for d in s) for s in shapes):
+        return None
+    q, k, v = (tuple(int(d) for d in s) for s in shapes if s is not None)  # type: ignore[arg-type]
+    features, valued = q[3], v[3]
+    if not (features % UNIT or valued % UNIT) or not 0 < max(features, valued) <= WIDEST or k[2] == 0:
+        return None
+    if any(i is not None for i in op.inputs[4:6]) or any(
+        graph.users(Value(op.id, i)) for i in range(1, len(op.outputs))
+    ):
+        return Miss("its keys and values are results, too")
+    sources = [
+        Widths(graph, op, operand(op, i), 3, n, _wide(n), together=features == valued) if n % UNIT else None
+        for i, n in enumerate((features, features, valued))
+    ]
+    readers = Readers(graph, op, 3, valued) if valued % UNIT else None
+    if any(s.copied for s in sources if s is not None):
+        return Miss("no weights of a projection can hold the zeros")
+    scores = 2 * FP32.itemsize * math.prod((*q[:3], k[2]))  # written and read again
+    if readers is not None and readers.sink is None and 2 * HALVES * math.prod((*q[:3], valued)) > scores:
+        return Miss("a copy of its result would take longer than its scores")
+    return Match(_covered(op, sources, readers), lambda patch: _rewrite(patch, op, sources, readers))
+
+
+def _covered(op: Op, sources: Sequence[Widths | None], readers: Readers | None) -> tuple[Op, ...]:
+    found = {op.id: op}
+    found |= {o.id: o for s in sources if s is not None for o in s.traced}
+    if readers is not None:
+        found |= {o.id: o for o in readers.chain}
+    return tuple(found.values())
+
+
+def _rewrite(patch: Patch, op: Op, sources: Sequence[Widths | None], readers: Readers | None) -> None:
+    made: dict[tuple[Value, int], Value] = {}
+    inputs = list(op.inputs)
+    for i, source in enumerate(sources):
+        if source is not None:
+            inputs[i] = source.rebuilt(patch, made)
+    scale = op.attrs.scale
+    if scale is None:
+        scale = patch.graph.type(operand(op)).static_shape[-1] ** -0.5
+    y = patch.add_op("Attention", inputs, replace(op.attrs, scale=scale)).value
+    if readers is None:
+        patch.replace(op.value, y)
+    elif readers.sink is None:
+        limits = [integers(patch, [n], "features") for n in (0, readers.size, 3)]
+        patch.replace(op.value, patch.add("Slice", [y, *limits]))
+    else:
+        patch.replace(readers.sink.value, readers.rebuilt(patch, y, _wide(readers.size)))
+
+
+class PadHeads(RulePass):
+    name = "pad_heads"
+    rules = (pad_heads,)
+
+    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
+        """Attention in fp32 has no kernel that needs it."""
+        sixteen = any(
+            graph.type(v).dtype.itemsize == HALVES for op in graph.of_kind("Attention") for v in op.inputs[:1] if v
+        )
+        return self.rules if sixteen or context.plan is not None or context.precision not in ("fp32", "fp64") else ()

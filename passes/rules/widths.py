@@ -1,0 +1,348 @@
+"""Where the features of an axis come from, and who reads them: zeros between groups of features, put into constant weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.shape import ReshapeAttrs
+from optdnn.passes.support.facts import integers, ints, operand, reshape_target
+from optdnn.types import Array, Shape, normalize_axis, product
+
+
+def widened(x: Array, axis: int, size: int, wide: int) -> Array:
+    """Zeros behind each group of ``size`` elements of an axis, which then has ``wide``."""
+    axis = axis % x.ndim
+    groups = x.shape[axis] // size
+    split = x.reshape(*x.shape[:axis], groups, size, *x.shape[axis + 1 :])
+    pads = [(0, 0)] * split.ndim
+    pads[axis + 1] = (0, wide - size)
+    return np.pad(split, pads).reshape(*x.shape[:axis], groups * wide, *x.shape[axis + 1 :])
+
+
+def other_axis(after: Shape, axis: int, before: Shape, size: int) -> int | None:
+    """The axis of ``before`` that holds the features of an axis of ``after``, which a Reshape makes of it."""
+    behind = product(after[axis + 1 :])
+    found = 1
+    if not isinstance(behind, int):
+        return None
+    for i in reversed(range(len(before))):
+        d = before[i]
+        if not isinstance(d, int):
+            return None
+        if found == behind and d % size == 0:
+            return i
+        found *= d
+    return None
+
+
+class Widths:
+    """How the value ``x``, an operand of ``reader``, gets ``wide`` features in place of ``size`` on an axis.
+
+    ``traced``: the operators that are made anew. ``copied``: the values that no weights can widen. ``together``: the reader's other
+    operands get as many features, and may come from the same operators.
+    """
+
+    def __init__(self, graph: Graph, reader: Op, x: Value, axis: int, size: int, wide: int, *, together: bool):
+        self.graph, self.x, self.axis, self.size, self.wide = graph, x, axis, size, wide
+        self.together = together
+        self._blocked: set[int] = set()
+        while True:
+            self._ways: dict[tuple[Value, int], bool] = {}
+            self._walk(x, axis)
+            self.traced = list(
+                {v.op: graph.op(v) for (v, _), whole in self._ways.items() if whole and not self._constant(v)}.values()
+            )
+            inside = {op.id for op in self.traced} | {reader.id}
+            shared = {op.id for op in self.traced if not self._own(op, inside, reader)}
+            if not shared:
+                break
+            self._blocked |= shared
+        self.copied = self._leaves(x, axis)
+
+    def _own(self, op: Op, inside: set[int], reader: Op) -> bool:
+        """Whether nothing but this value reads the operator; readers that share a source widen it alike."""
+        return all(
+            user.id in inside or (self.together and self._leads(user, reader))
+            for i in range(len(op.outputs))
+            for user in self.graph.users(Value(op.id, i))
+        )
+
+    def _leads(self, user: Op, reader: Op, depth: int = 8) -> bool:
+        """Whether all that reads ``user`` is ``reader``, through views and factors."""
+        if depth == 0 or user.kind not in (*_VIEWS, "Mul", "LpNormalization"):
+            return False
+        users = [u for i in range(len(user.outputs)) for u in self.graph.users(Value(user.id, i))]
+        return bool(users) and all(u.id == reader.id or self._leads(u, reader, depth - 1) for u in users)
+
+    def _constant(self, x: Value) -> bool:
+        return self.graph.constant_value(x) is not None
+
+    def _walk(self, x: Value, axis: int) -> bool:
+        """Whether ``x`` can be made with wider features from operators before it."""
+        key = (x, axis)
+        if key not in self._ways:
+            self._ways[key] = False
+            op = self.graph.op(x)
+            if self._constant(x):
+                self._ways[key] = True
+            elif op.id not in self._blocked:
+                step = _STEPS.get(op.kind)
+                before = step(self.graph, op, axis, self.size) if step else None
+                self._ways[key] = before is not None and all(self._walk(v, a) or self._single(v, a) for v, a in before)
+        return self._ways[key]
+
+    def _single(self, x: Value, axis: int) -> bool:
+        return self.graph.type(x).dims[axis] == self.size
+
+    def _leaves(self, x: Value, axis: int) -> list[Value]:
+        if not self._ways[(x, axis)]:
+            return [x]
+        op = self.graph.op(x)
+        if self._constant(x):
+            return []
+        before = _STEPS[op.kind](self.graph, op, axis, self.size) or ()
+        return [leaf for v, a in before for leaf in self._leaves(v, a)]
+
+    def rebuilt(self, patch: Patch, made: dict[tuple[Value, int], Value]) -> Value:
+        """The wider value. ``made`` holds what other operands have made already."""
+        return self._made(patch, self.x, self.axis, made)
+
+    def _made(self, patch: Patch, x: Value, axis: int, made: dict[tuple[Value, int], Value]) -> Value:
+        key = (x, axis)
+        if key in made:
+            return made[key]
+        if (known := self.graph.constant_value(x)) is not None:
+            made[key] = patch.constant(widened(known, axis, self.size, self.wide), "widened")
+            return made[key]
+        op = self.graph.op(x)
+        before = _STEPS[op.kind](self.graph, op, axis, self.size) or ()
+        new = [self._made(patch, v, a, made) for v, a in before]
+        outputs = _BUILD.get(op.kind, _as_before)(patch, op, axis, new, self.size, self.wide)
+        for i, y in enumerate(outputs):
+            made[(Value(op.id, i), axis)] = y
+        return made[key]
+
+
+# ---------------------------------------------------------------- operators before the value
+
+_VIEWS = ("Reshape", "Transpose", "Split", "Slice", "Gather")
+Sources = Sequence[tuple[Value, int]] | None
+
+
+def _of_reshape(graph: Graph, op: Op, axis: int, size: int) -> Sources:
+    before = graph.type(operand(op)).dims
+    found = other_axis(op.outputs[0].type.dims, axis, before, size)
+    return None if found is None else [(operand(op), found)]
+
+
+def _of_split(graph: Graph, op: Op, axis: int, size: int) -> Sources:
+    if normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)) != axis:
+        return [(operand(op), axis)]
+    sizes = ints(graph, op.input(1))
+    return [(operand(op), axis)] if sizes is not None and not any(n % size for n in sizes) else None
+
+
+def _of_slice(graph: Graph, op: Op, axis: int, size: int) -> Sources:
+    axes = ints(graph, op.input(3))
+    rank = len(op.outputs[0].type.dims)
+    return [(operand(op), axis)] if axes is not None and all(a % rank != axis for a in axes) else None
+
+
+def _of_gather(graph: Graph, op: Op, axis: int, size: int) -> Sources:
+    rank = len(graph.type(operand(op)).dims)
+    at, added = normalize_axis(op.attrs.axis, rank), len(graph.type(operand(op, 1)).dims)
+    if at <= axis < at + added:
+        return None
+    return [(operand(op), axis if axis < at else axis - added + 1)]
+
+
+def _of_arithmetic(graph: Graph, op: Op, axis: int, size: int) -> Sources:
+    """A factor of one element per head is as it was; what is added must have features of its own."""
+    rank = len(op.outputs[0].type.dims)
+    first, second = operand(op), operand(op, 1)
+    if graph.constant_value(first) is not None:
+        first, second = second, first
+    c = graph.constant_value(second)
+    if (
+        c is None
+        or len(graph.type(first).dims) != rank
+        or graph.type(first).dims[axis] != op.outputs[0].type.dims[axis]
+    ):
+        return None
+    own = axis - rank + c.ndim
+    if own < 0 or c.shape[own] == 1:
+        return [(first, axis)] if op.kind == "Mul" else None
+    return [(first, axis)]
+
+
+def _of_norm(graph: Graph, op: Op, axis: int, size: int) -> Sources:
+    dims = op.outputs[0].type.dims
+    return [(operand(op), axis)] if normalize_axis(op.attrs.axis, len(dims)) == axis and dims[axis] == size else None
+
+
+def _of_product(graph: Graph, op: Op, axis: int, size: int) -> Sources:
+    """Nothing lies before a product: its weights are made wider."""
+    weights = graph.constant_value(op.input(1))
+    if weights is None or weights.ndim != 2 or axis != len(op.outputs[0].type.dims) - 1 or staged(op):
+        return None
+    bias = graph.constant_value(op.input(2)) if op.kind == "Gemm" else None
+    if op.kind == "Gemm" and op.input(2) is not None and (bias is None or bias.ndim == 0 or bias.shape[-1] % size):
+        return None
+    return []
+
+
+def _of_convolution(graph: Graph, op: Op, axis: int, size: int) -> Sources:
+    bias = op.input(2)
+    constant = graph.constant_value(op.input(1)) is not None
+    fits = bias is None or graph.constant_value(bias) is not None
+    return [] if constant and fits and axis == 1 and op.attrs.group == 1 and not staged(op) else None
+
+
+def staged(op: Op) -> bool:
+    return bool(op.attrs.prologue or op.attrs.epilogue or op.attrs.factors)
+
+
+_STEPS: dict[str, Callable[[Graph, Op, int, int], Sources]] = {
+    "Transpose": lambda graph, op, axis, size: [(operand(op), op.attrs.perm[axis])],
+    "Reshape": _of_reshape,
+    "Split": _of_split,
+    "Slice": _of_slice,
+    "Gather": _of_gather,
+    "Add": _of_arithmetic,
+    "Mul": _of_arithmetic,
+    "LpNormalization": _of_norm,
+    "MatMul": _of_product,
+    "Gemm": _of_product,
+    "Conv": _of_convolution,
+}
+"""Kind -> the operands, and their axes, that hold the features of an axis of its result; None where that is not known."""
+
+
+def _as_before(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wide: int) -> Sequence[Value]:
+    made = patch.add_op(
+        op.kind, [*new, *op.inputs[len(new) :]], op.attrs, outputs=len(op.outputs), names=[""] * len(op.outputs)
+    )
+    return [Value(made.id, i) for i in range(len(op.outputs))]
+
+
+def _reshape(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wide: int) -> Sequence[Value]:
+    return [reshaped_to(patch, new[0], op.outputs[0].type.dims, axis, size, wide)]
+
+
+def reshaped_to(patch: Patch, x: Value, after: Shape, axis: int, size: int, wide: int) -> Value:
+    dims = [*after]
+    dims[axis] = int(dims[axis]) // size * wide  # type: ignore[arg-type]
+    target = reshape_target(patch.type(x).dims, tuple(dims))
+    assert target is not None
+    return patch.add("Reshape", [x, integers(patch, target, "shape")], ReshapeAttrs())
+
+
+def _split(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wide: int) -> Sequence[Value]:
+    if normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)) == axis:
+        sizes = ints(patch.graph, op.input(1))
+        assert sizes is not None
+        new = [*new, integers(patch, [n // size * wide for n in sizes], "sizes")]
+    return _as_before(patch, op, axis, new, size, wide)
+
+
+def _arithmetic(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wide: int) -> Sequence[Value]:
+    rank = len(op.outputs[0].type.dims)
+    slot = 0 if patch.graph.constant_value(operand(op)) is not None else 1
+    c = patch.graph.constant_value(operand(op, slot))
+    assert c is not None
+    own = axis - rank + c.ndim
+    other = (
+        operand(op, slot) if own < 0 or c.shape[own] == 1 else patch.constant(widened(c, own, size, wide), "widened")
+    )
+    return [patch.add(op.kind, [other, new[0]] if slot == 0 else [new[0], other], op.attrs)]
+
+
+def _product(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wide: int) -> Sequence[Value]:
+    weights, at = constant_of(patch.graph, op, 1), 1
+    if op.kind == "Conv" or (op.kind == "Gemm" and op.attrs.transB):
+        at = 0
+    inputs: list[Any] = [*op.inputs]
+    inputs[1] = patch.constant(widened(weights, at, size, wide), "widened")
+    if op.input(2) is not None:
+        inputs[2] = patch.constant(widened(constant_of(patch.graph, op, 2), -1, size, wide), "widened")
+    return [patch.add(op.kind, inputs, op.attrs)]
+
+
+def constant_of(graph: Graph, op: Op, slot: int) -> Array:
+    found = graph.constant_value(operand(op, slot))
+    assert found is not None
+    return found
+
+
+_BUILD = {
+    "Reshape": _reshape,
+    "Split": _split,
+    "Add": _arithmetic,
+    "Mul": _arithmetic,
+    **dict.fromkeys(("MatMul", "Gemm", "Conv"), _product),
+}
+
+
+# ---------------------------------------------------------------- readers of the value
+
+
+class Readers:
+    """The views between ``op`` and the product (``sink``) that alone reads its features; None where there is no such product."""
+
+    def __init__(self, graph: Graph, op: Op, axis: int, size: int):
+        self.graph, self.size, self.start = graph, size, axis
+        self.chain: list[Op] = []
+        self.sink: Op | None = None
+        at = op
+        while (user := graph.sole_user(at.value)) is not None and self.sink is None:
+            if _is_sink(graph, user, at.value, axis):
+                self.sink = user
+            else:
+                after = _axis_behind(user, graph, axis, size)
+                if after is None:
+                    break
+                axis = after
+            self.chain.append(user)
+            at = user
+        if self.sink is None:
+            self.chain = []
+
+    def rebuilt(self, patch: Patch, y: Value, wide: int) -> Value:
+        """What the product gives, of the wider value ``y``."""
+        axis = self.start
+        for op in self.chain:
+            if op is self.sink:
+                at = 1 if op.kind == "Conv" or (op.kind == "Gemm" and op.attrs.transB) else 0
+                weights = widened(constant_of(self.graph, op, 1), at, self.size, wide)
+                return patch.add(op.kind, [y, patch.constant(weights, "widened"), *op.inputs[2:]], op.attrs)
+            after = _axis_behind(op, self.graph, axis, self.size)
+            assert after is not None
+            if op.kind == "Transpose":
+                y = patch.add("Transpose", [y], op.attrs)
+            else:
+                y = reshaped_to(patch, y, op.outputs[0].type.dims, after, self.size, wide)
+            axis = after
+        return y
+
+
+def _axis_behind(op: Op, graph: Graph, axis: int, size: int) -> int | None:
+    if op.kind == "Transpose":
+        return list(op.attrs.perm).index(axis)
+    if op.kind == "Reshape":
+        return other_axis(graph.type(operand(op)).dims, axis, op.outputs[0].type.dims, size)
+    return None
+
+
+def _is_sink(graph: Graph, op: Op, x: Value, axis: int) -> bool:
+    weights = graph.constant_value(op.input(1)) if op.kind in ("MatMul", "Gemm", "Conv") else None
+    if weights is None or op.inputs[0] != x or op.inputs[1] == x or staged(op):
+        return False
+    if op.kind == "Conv":
+        return axis == 1 and op.attrs.group == 1
+    last = axis == len(graph.type(x).dims) - 1
+    return last and weights.ndim == 2 and not (op.kind == "Gemm" and op.attrs.transA)

@@ -1,0 +1,102 @@
+"""Products of few rows or columns, and of very many matrices: a thread for each element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernels.test_generated import compare_steps
+from support.host import WHY_NOT
+from support.needs import why_no_hopper
+from support.net import Net
+from support.simulated import feeds_of, lowered
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.gemm.matmul import is_thin
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.recipes import recipe_of
+from optdnn.runtime.cuda.runner import CudaRunner
+from optdnn.runtime.cuda.trials.check import check_steps
+from optdnn.runtime.program import Kernel, Program
+from optdnn.runtime.steps.executor import LoadOptions
+
+
+def rows(n: Net) -> Value:
+    """Each pixel's queries with its own lambda, which the heads share."""
+    left = n.op("Transpose", n.input(2, 4, 1, 40, 64, name="a"), attrs=TransposeAttrs((0, 1, 4, 2, 3)))
+    right = n.op("Transpose", n.input(2, 1, 64, 32, 40, name="b"), attrs=TransposeAttrs((0, 1, 2, 4, 3)))
+    return n.op("Relu", n.op("Add", n.op("MatMul", left, right), n.input(32, name="r")))
+
+
+def columns(n: Net) -> Value:
+    return n.op("MatMul", n.input(3, 1100, 17, name="a"), n.input(3, 17, 5, name="b"))
+
+
+def many(n: Net) -> Value:
+    """More matrices than a grid has layers of tiles."""
+    return n.op("MatMul", n.input(70000, 2, 3, name="a"), n.input(70000, 3, 9, name="b"))
+
+
+def many_tiles(n: Net) -> Value:
+    return n.op("MatMul", n.input(65600, 9, 2, name="a"), n.input(65600, 2, 10, name="b"))
+
+
+NETS: dict[str, Callable[[Net], Value]] = {"rows": rows, "columns": columns, "many": many, "many_tiles": many_tiles}
+
+
+def graph_of(name: str) -> Graph:
+    n = Net()
+    return n.done(NETS[name](n))
+
+
+def product(program: Program) -> Kernel:
+    (kernel,) = (k for k in program.kernels if k.function == "matmul")
+    return kernel
+
+
+def is_on_threads(kernel: Kernel) -> bool:
+    return any("p.matrices" in text for text in kernel.generated.values())
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", NETS)
+def test_a_thread_computes_each_element(name: str, tmp_path: Path) -> None:
+    graph = graph_of(name)
+    program = lowered(graph, "fp32")
+    assert is_on_threads(product(program))
+    assert all(max(s.params["launch"]["grid"][1:]) <= 65535 for s in program.steps if s.params.get("launch"))
+    assert compare_steps(program, feeds_of(graph), 2e-6, tmp_path) >= 1
+
+
+def test_sums_do_not_depend_on_the_batch() -> None:
+    """Both kernels add up in the same order, so that engines whose rows do not depend on the batch may have either."""
+    assert is_on_threads(product(lowered(graph_of("rows"), "fp32", row_invariant=True)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "thin"),
+    [((1, 64, 16, 16384), True), ((8, 8, 256, 128), True), ((9, 9, 16, 16384), False), ((1, 64, 257, 16384), False),
+     ((1, 64, 16, 127), False)],
+)  # fmt: skip
+def test_which_products_are_thin(shape: tuple[int, int, int, int], thin: bool) -> None:
+    assert is_thin(*shape) == thin
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.nvrtc
+def test_it_compiles_without_spills(precision: str) -> None:
+    kernel = product(lowered(graph_of("rows"), precision, target="cuda:sm_80", no_cubins=True))
+    assert nvrtc.resources(recipe_of(kernel))["matmul"].spill_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_on_a_gpu_it_gives_what_it_means(name: str, precision: str) -> None:
+    graph = graph_of(name)
+    context: Any = CudaRunner(lowered(graph, precision, target="cuda:sm_90a"), LoadOptions()).context()
+    assert max(e.error for e in check_steps(context, feeds_of(graph))) < (2e-3 if precision == "fp16" else 2e-6)

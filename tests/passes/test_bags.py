@@ -1,0 +1,116 @@
+"""bags: a Loop over embedding bags of one size becomes one Gather and one reduction."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from importers.onnxtext import model
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+
+from optdnn.importers.onnx import import_model
+from optdnn.ir.graph import Graph
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.passes.bags import Bags
+from optdnn.passes.base import PassContext
+from optdnn.passes.dce import DeadCode
+from optdnn.passes.fold_constants import FoldConstants
+
+GPU = PassContext(target="cuda:sm_90a")
+
+DEPENDS = "t = ReduceMax(found)  n = Cast<to = 9>(t)  c = Squeeze(n)"
+"""A condition that depends on data."""
+
+
+def loop(
+    starts: str = "0, 3, 6, 9", ends: str = "3, 6, 9, 12", reduce: str = "ReduceMean", step: int = 1, axis: int = 0, keep: int = 0,
+    going: str = "c = Identity(true)", count: int = 12, trips: int = 4,
+) -> Graph:  # fmt: skip
+    """As torch's exporter writes EmbeddingBag; the table is 20 rows of x."""
+    more = "1, " if keep else ""
+    text = f"""g (float[20,6] x, int64[{count}] at) => (float[{trips},{more}6] y)
+        <int64 trips = {{{trips}}}, bool true = {{1}}, int64[4] starts = {{{starts}}}, int64[4] ends = {{{ends}}}> {{
+        y = Loop<body = b (int64 i, bool go) => (bool c, float[r] v) <int64[1] zero = {{0}}, int64[1] axes = {{{axis}}},
+                int64[1] step = {{{step}}}> {{
+            p = Gather(starts, i)  q = Gather(ends, i)  s = Unsqueeze(p, zero)  e = Unsqueeze(q, zero)
+            rows = Slice(at, s, e, zero, step)  found = Gather(x, rows)  v = {reduce}<keepdims = {keep}>(found, axes)  {going}
+        }}>(trips, true) }}"""
+    graph = import_model(model(text, 18))
+    FoldConstants()(graph)
+    DeadCode()(graph)
+    return graph
+
+
+@pytest.mark.parametrize("reduce", ["ReduceSum", "ReduceMean", "ReduceMax"])
+@pytest.mark.parametrize("keep", [0, 1])
+def test_bags_of_one_size_are_rows(reduce: str, keep: int) -> None:
+    after, _ = check_pass(Bags(), loop(reduce=reduce, keep=keep), changes=1, context=GPU)
+    assert {k: n for k, n in after.kinds().items() if k not in ("Constant", "Input", "Output")} == {
+        "Gather": 1, reduce: 1, "Reshape": 1,
+    }  # fmt: skip
+
+
+def test_a_part_of_the_indices() -> None:
+    after, _ = check_pass(Bags(), loop(starts="1, 3, 5, 7", ends="3, 5, 7, 9"), changes=1, context=GPU)
+    assert after.kinds()["Slice"] == 1
+    check_pass(Bags(), loop(ends="3, 6, 9, 99"), changes=1, context=GPU)  # an end behind the last index
+
+
+@pytest.mark.parametrize(
+    "bounds", [("0, 3, 6, 9", "3, 6, 9, 11"), ("0, 3, 6, 8", "3, 6, 9, 11"), ("0, 0, 0, 0", "0, 0, 0, 0")]
+)
+def test_bags_of_different_sizes_stay(bounds: tuple[str, str]) -> None:
+    check_refused(Bags(), loop(*bounds), because="different sizes", context=GPU)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [loop(step=2), loop(axis=1), loop(reduce="ReduceMin"), loop(going=DEPENDS)],
+    ids=["step", "axis", "reduction", "condition"],
+)  # fmt: skip
+def test_other_loops_stay(graph: Graph) -> None:
+    check_untouched(Bags(), graph, GPU)
+
+
+def parts(
+    bounds: list[tuple[int, int]], kinds: list[str], other: bool = False, twelve: float = 3.0, axes: bool = True
+) -> Graph:
+    """Reductions side by side, as the importer writes out a loop that carries a sequence."""
+    n = Net(np.float64)
+    x = n.op("Relu", n.input(12, 6))
+    rows = []
+    for k, ((start, end), kind) in enumerate(zip(bounds, kinds, strict=True)):
+        source = n.op("Neg", x) if other and k == 0 else x
+        cut = n.op("Slice", source, n.ints(start), n.ints(end), *([n.ints(0)] if axes else []))
+        y = n.op("ReduceSum" if kind == "Div" else kind, cut, n.ints(0), attrs=ReduceAttrs(keepdims=True))
+        rows.append(n.op("Div", y, n.const([twelve])) if kind == "Div" else y)
+    return n.done(n.op("Concat", *rows, attrs=ConcatAttrs(0)))
+
+
+THREES = [(0, 3), (3, 6), (6, 9)]
+
+
+@pytest.mark.parametrize("axes", [True, False])
+@pytest.mark.parametrize("kind", ["ReduceSum", "ReduceMean", "ReduceMax"])
+def test_reductions_side_by_side(kind: str, axes: bool) -> None:
+    after, _ = check_pass(Bags(), parts(THREES, [kind] * 3, axes=axes), changes=1, context=GPU)
+    assert after.kinds()[kind] == 1
+
+
+def test_a_sum_over_its_count_is_a_mean() -> None:
+    check_pass(Bags(), parts([*THREES, (9, 12)], ["ReduceMean"] * 3 + ["Div"]), changes=1, context=GPU)
+
+
+def test_parts_that_stay() -> None:
+    sums = ["ReduceSum"] * 3
+    check_refused(Bags(), parts([(0, 3), (3, 6), (6, 8)], sums), because="different sizes", context=GPU)
+    check_refused(
+        Bags(), parts(THREES, ["ReduceSum", "ReduceMax", "ReduceSum"]), because="different values", context=GPU
+    )
+    check_refused(Bags(), parts(THREES, sums, other=True), because="different values", context=GPU)
+    check_untouched(Bags(), parts(THREES, ["ReduceMean", "ReduceMean", "Div"], twelve=4.0), GPU)
+
+
+def test_cpus_run_loops() -> None:
+    check_untouched(Bags(), loop())
