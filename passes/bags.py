@@ -177,8 +177,9 @@ def _bag(graph: Graph, value: Value | None) -> _Bag | None:
     op = None if value is None else graph.op(value)
     count = None
     if op is not None and op.kind == "Div":
-        count = scalar(graph, op.input(1))
-        op = None if count is None or op.inputs[0] is None else graph.op(op.inputs[0])
+        count, total = scalar(graph, op.input(1)), op.inputs[0]
+        same = shape_of(graph, total) == op.outputs[0].type.shape  # not of the divisor's rank
+        op = None if count is None or total is None or not same else graph.op(total)
     if op is None or op.kind not in REDUCTIONS or not op.attrs.keepdims or ints(graph, op.input(1)) != (0,):
         return None
     cut = graph.op(op.inputs[0])  # type: ignore[arg-type]

@@ -112,5 +112,17 @@ def test_parts_that_stay() -> None:
     check_untouched(Bags(), parts(THREES, ["ReduceMean", "ReduceMean", "Div"], twelve=4.0), GPU)
 
 
+def test_a_divisor_may_add_axes() -> None:
+    n = Net(np.float64)
+    x = n.op("Relu", n.input(12, 6))
+    rows = []
+    for start, end in THREES:
+        total = n.op(
+            "ReduceSum", n.op("Slice", x, n.ints(start), n.ints(end)), n.ints(0), attrs=ReduceAttrs(keepdims=True)
+        )
+        rows.append(n.op("Div", total, n.const([[[3.0]]])))
+    check_untouched(Bags(), n.done(n.op("Concat", *rows, attrs=ConcatAttrs(0))), GPU)
+
+
 def test_cpus_run_loops() -> None:
     check_untouched(Bags(), loop())
