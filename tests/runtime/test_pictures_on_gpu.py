@@ -283,16 +283,6 @@ def test_what_decodes_for_an_engine_is_kept_for_the_next_call(
     assert [p.program for p in on_gpu._ready[made]] == [made.program]
 
 
-def test_an_engine_that_is_not_on_the_gpu_counts_as_such_after_it_was_refused(
-    one_size: optdnn.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nvimgcodec, "installed", lambda: True)
-    port = PicturePort.of(one_size)
-    with pytest.raises(UsageError, match="which this one does not"):
-        next(on_gpu.gpu_runs(one_size, port, write_pictures(tmp_path, [SIZE]), 1))
-    assert not GpuPictures.usable(one_size, port)
-
-
 def test_each_picture_goes_to_the_first_decoder_that_takes_it(one_size: optdnn.Engine, tmp_path: Path) -> None:
     jpegs = write_pictures(tmp_path / "j", [SIZE] * 4, "jpg")
     pngs = write_pictures(tmp_path / "p", [SIZE] * 3 + [(40, 60)])
