@@ -16,11 +16,11 @@ from optdnn.ops.restate import MICROSOFT, as_standard, needs
 from optdnn.types import BOOL, FP32, INT32, INT64
 
 
-def _standard(name: str, opset: int = 21) -> FromOnnx:
-    """The operator of ONNX of this name, as ``opset`` has it."""
+def _standard(name: str) -> FromOnnx:
+    """The operator of ONNX of this name."""
 
     def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        return as_standard(name, node, e, opset=opset)
+        return as_standard(name, node, e)
 
     return from_onnx
 
@@ -144,6 +144,21 @@ def _expand_dims(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return (emit(e, "Unsqueeze", x, np.asarray(known, np.int64).reshape(1)),)
 
 
+def _range(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """ONNX's, in steps of 1 where the third operand is absent."""
+    start, limit = needs(node, 0, 1)
+    step = e.const(np.ones((), e.type(start).dtype)) if node.input(2) is None else node.inputs[2]
+    return as_standard("Range", node, e, inputs=(start, limit, step))
+
+
+def _pad(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """ONNX's, whose numbers of elements may be a matrix of one row."""
+    x, pads = needs(node, 0, 1)
+    if len(e.type(pads).dims) == 2:
+        pads = emit(e, "Reshape", pads, np.array([-1]))
+    return as_standard("Pad", node, e, inputs=(x, pads, *node.inputs[2:]))
+
+
 def _distances(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     """CDist: between each row of A and each row of B."""
     a, b = needs(node, 0, 1)
@@ -188,8 +203,8 @@ FUSED: dict[str, FromOnnx] = {
     MICROSOFT + "ComplexMul": _complex_product(False),
     MICROSOFT + "ComplexMulConj": _complex_product(True),
     MICROSOFT + "Trilu": _standard("Trilu"),
-    MICROSOFT + "Range": _standard("Range"),
+    MICROSOFT + "Range": _range,
     MICROSOFT + "GatherND": _standard("GatherND"),
-    MICROSOFT + "Pad": _standard("Pad"),
+    MICROSOFT + "Pad": _pad,
 }
 """Operator -> import function."""
