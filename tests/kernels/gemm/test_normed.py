@@ -165,7 +165,6 @@ def _huge_scale(n: Net) -> Value:
 
 
 @pytest.mark.usefixtures("wanted")
-@pytest.mark.filterwarnings("error:overflow:RuntimeWarning", "error:invalid:RuntimeWarning")
 @pytest.mark.parametrize(
     ("build", "options", "because"),
     [
