@@ -118,8 +118,8 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
             with np.errstate(over="ignore", invalid="ignore"):  # no number is no small error
                 exact = weight[:, :, 0, 0].astype(np.float32) * scale
                 lost = np.linalg.norm(exact - exact.astype(weight.dtype).astype(np.float32), axis=1)
-            whole = np.maximum(np.linalg.norm(exact, axis=1), np.float32(1e-30))
-            return np.asarray((lost / whole).max(keepdims=True))
+                whole = np.maximum(np.linalg.norm(exact, axis=1), np.float32(1e-30))
+                return np.asarray((lost / whole).max(keepdims=True))
 
         limit = ROUNDING if weight.dtype == FP16 else 8 * ROUNDING
         fits = b.kept.once(("scaled matrix rounded",), [weight, scale], error)[0] <= limit
