@@ -108,6 +108,8 @@ def _relative_positions(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     both = bool(node.get("is_bidirectional", 0))
     half = buckets // 2 if both else buckets
     exact, reach = half // 2, int(node.get("max_distance", 128))
+    if not 0 < exact < reach:
+        raise Unsupported(f"{buckets} buckets of distances up to {reach}")
     rows = emit(e, "Unsqueeze", _count(e, queries), np.array([1]))
     distance = emit(e, "Sub", _count(e, keys), rows)
     far = emit(e, "Abs", distance) if both else emit(e, "Max", emit(e, "Neg", distance), np.array(0))

@@ -262,6 +262,8 @@ def test_samples_of_a_grid(mode: str) -> None:
         ("Attention", [normal(1, 2, 4), normal(4, 12), None, None, normal(2, 1, 2, 2)], {"num_heads": 2}, ShapeError, "past of"),
         ("Attention", [normal(1, 2, 4), normal(4, 12), None, np.array([2, 0], np.int32)], {"num_heads": 2}, UnsupportedError,
          "more than the length of each sequence"),
+        ("RelativePositionBias", [normal(1, 2), np.array([3]), np.array([3])], {"max_distance": 8}, UnsupportedError, "1 buckets"),
+        ("RelativePositionBias", [normal(8, 2), np.array([3]), np.array([3])], {"max_distance": 4}, UnsupportedError, "up to 4"),
     ],
 )  # fmt: skip
 def test_what_is_refused(
