@@ -232,7 +232,7 @@ class NormedGemm(TakesNorm, HopperGemm):
         columns, depth = c.out.shape[1], c.feed.x.shape[1]
         weights = operands["weights"].view((columns, depth), (depth, 1))
         sums, bias = (operands[n].view((columns,), (1,)) for n in ("columns", "channel"))
-        kind, attrs = "NormedProduct", {**_norm_attrs(problem), "epilogue": plain_stages(c.ep.stages)}
+        kind, attrs = "NormedProduct", {**_norm_attrs(problem), "epilogue": plain_stages(c.ep.stages), "beside": ()}
         if told is not None:
             problem, operands["moments"] = replace(problem, moments=True), told
             kind, attrs = hopper_launch.with_moments(kind, attrs)
