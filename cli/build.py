@@ -36,7 +36,7 @@ BENCH_SECONDS = 2.0
 @option("--locked", type=FILE, group=RESULTS, metavar="FILE",
         help="Build the same bytes as with --lock FILE, or report what differs and write nothing.")  # fmt: skip
 @json_option
-@option("-v", "--verbose", is_flag=True, group=INSIDE, help="Tell what each pass did and refused.")
+@option("-v", "--verbose", is_flag=True, group=INSIDE, help="Show what each pass did and refused.")
 @option("--dump", type=click.Path(path_type=Path, file_okay=False), group=INSIDE, metavar="FOLDER",
         help="Write numbered graph dumps here.")  # fmt: skip
 @option("--stop-after", metavar="PASS", group=INSIDE, help="Run the pipeline up to this pass only.")

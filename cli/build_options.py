@@ -57,7 +57,7 @@ TARGET_OPTIONS = [
     option("--row-invariant", is_flag=True, gpu=True, group=TUNING, help="The same bits for a row, whatever the batch."),
     option("--workspace", type=SIZE, gpu=True, group=TUNING, metavar="BYTES",
            help="Bound the scratch memory of kernels; 512M and 4G are understood."),
-    option("--no-cubins", is_flag=True, gpu=True, group=TUNING, help="Keep the recipes of kernels alone in the engine."),
+    option("--no-cubins", is_flag=True, gpu=True, group=TUNING, help="Store recipes of kernels, but no compiled code."),
     option("--nearest-tactics/--no-nearest-tactics", default=True, gpu=True, group=TUNING,
            help="Later plans take tactics of the plan for the nearest size, or only the cost model's."),
 ]  # fmt: skip
@@ -127,7 +127,7 @@ def load_options(command: F) -> F:
         option("--devices", type=click.IntRange(min=1), group="Loading", metavar="N",
                help="Refuse an engine for another number of GPUs."),
         option("--recompile", is_flag=True, gpu=True, group="Loading",
-               help="Compile kernels anew, from this version's templates."),
+               help="Compile kernels again, from this version's templates."),
     ):  # fmt: skip
         command = decorate(command)
     return command

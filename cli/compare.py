@@ -74,7 +74,7 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
     except ValueError:
         value = -1.0
     if not 0 <= value < 10:
-        raise UsageError(f"--fail-if-slower {text!r} is no share of the time", hint="--fail-if-slower 3%")
+        raise UsageError(f"--fail-if-slower {text!r} is not a share of the time", hint="--fail-if-slower 3%")
     return value
 
 
@@ -86,8 +86,8 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
     group=RACE,
     multiple=True,
     metavar="A,B,…",
-    help="onnxruntime, openvino[:bf16], reference, or engine files; on a GPU also own, cudnn (the same network on our kernels, "
-    "or the libraries', alone) and onnxruntime-cuda.  [default: what is installed]",
+    help="onnxruntime, openvino[:bf16], reference, or engine files; on a GPU also own, cudnn (the same network with only our "
+    "kernels, or only the libraries') and onnxruntime-cuda.  [default: what is installed]",
 )
 @option(
     "--torch",
@@ -197,7 +197,7 @@ def command(ctx: click.Context, /, file: Path, new: Path | None, **given: Any) -
 def _against_old(old: Path, new: Path, asked: Asked) -> Asked:
     """The settings of a race of NEW against an old engine. The old one is the baseline, and the reference of errors."""
     if not is_engine(old):
-        raise UsageError(f"{old} is no engine: NEW races against an engine", hint=f"optdnn build {old}")
+        raise UsageError(f"{old} is not an engine: NEW races against an engine", hint=f"optdnn build {old}")
     from optdnn.compare.comparison import rival_name
 
     name = rival_name(str(old), [new.name] if is_engine(new) else [])

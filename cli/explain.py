@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.argument("node")
 @json_option
 def command(engine: Path, node: str, json_file: Path | None) -> None:
-    """Say what became of a NODE of the ONNX model in an ENGINE, and why.
+    """Show what became of a NODE of the ONNX model in an ENGINE, and why.
 
     In which step it runs, which rewrites it took part in and which were refused, its precision and the reason, the tactic that
     runs it and what that beat. NODE is an ONNX node's name; * and ? stand for anything, and more than 8 nodes are listed.

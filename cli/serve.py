@@ -30,7 +30,7 @@ PACKAGES = ("grpc", "httptools", "orjson", "prometheus_client", "starlette", "tr
 @option("--workers", type=int, default=1, show_default=True, metavar="N", group="Workers",
         help="Processes per model, each with the engine; 0: threads of the server.")  # fmt: skip
 @option("--instances", type=int, default=1, show_default=True, metavar="N", group="Workers",
-        help="Batches that a worker runs at once.")  # fmt: skip
+        help="Batches that a worker runs concurrently.")  # fmt: skip
 @option("--frontends", type=int, metavar="N",
         help="Processes that handle HTTP and gRPC; 0: the server.  [default: half of the cores up to 8, 0 below 4]")  # fmt: skip
 @option(

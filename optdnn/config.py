@@ -173,7 +173,7 @@ class BuildOptions:
             raise UsageError("locked builds take the times of their lockfile", hint="leave --timing-cache out")
         if self.images is not None and self.preprocess:
             raise UsageError(
-                "images says how pictures are prepared outside of the engine, and preprocess inside of it",
+                "images describes how pictures are prepared outside of the engine, and preprocess inside of it",
                 hint="leave --images out: calibration prepares pictures as the engine does",
             )
 

@@ -93,7 +93,7 @@ def custom_op(
     defaults = dict(attributes or {})
     for key, value in defaults.items():
         if not plain(value):
-            raise UsageError(f"custom operator {name}: attribute {key}={value!r} is no number, text or list of them")
+            raise UsageError(f"custom operator {name}: attribute {key}={value!r} is not a number, text or list of them")
     parts: list[Any] = [name, version, json.dumps(defaults, sort_keys=True), _source(infer), _source(reference)]
     if cuda is not None:
         parts += [cuda.source, cuda.function, _source(cuda.launch), "" if cuda.refuse is None else _source(cuda.refuse)]

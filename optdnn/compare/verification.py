@@ -258,7 +258,7 @@ class _Case:
     def steps(self) -> Found:
         if self.simulated:
             return not_checked(
-                "simulate runs the meanings of the steps: there is no other computation to hold them against"
+                "simulate runs the meanings of the steps: there is no other computation to compare them with"
             )
         if not isinstance(self.context, Context):
             return checks.launches(self.context, self.own, self.engine.precision)

@@ -232,7 +232,7 @@ class Generator:
                 raise InputError(f"prompt {b} holds token {wrong[0]}{known}")
             total = before + len(prompt) + most - 1
             if self._most is not None and total > self._most:
-                behind = f" behind {before} held" if before else ""
+                behind = f" after {before} earlier ones" if before else ""
                 raise InputError(
                     f"prompt {b} of {len(prompt)} tokens{behind} and {most} new ones need {total} positions; the caches have "
                     f"{self._most}",

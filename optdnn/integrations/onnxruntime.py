@@ -309,7 +309,7 @@ def _of_options(options: Any) -> dict[str, Any]:
     level = getattr(options, "graph_optimization_level", 99)
     number = int(getattr(level, "value", level))
     if number not in _LEVELS:
-        raise UsageError(f"graph_optimization_level {level!r} is none of onnxruntime's")
+        raise UsageError(f"graph_optimization_level {level!r} is not one of onnxruntime's")
     if getattr(options, "enable_profiling", False):
         raise UsageError(
             "optdnn.InferenceSession writes no profile",

@@ -116,7 +116,7 @@ class Predictor:
                     list(picture_answers(self.engine, [file]))
                 except InputError as error:
                     which = f"row {k}" if paths is None else paths[k]
-                    hint = "Ray's DataContext.max_errored_blocks lets a job go on without the blocks of such files"
+                    hint = "Ray's DataContext.max_errored_blocks lets a job continue without the blocks of such files"
                     raise InputError(f"{which}: {error.message}", hint=hint) from error
             raise
         found: Columns = {n: _plain(_stacked([a.outputs[n] for a in answers])) for n in answers[0].outputs}

@@ -31,7 +31,7 @@ class ServeSettings:
     workers: int = 1
     """Processes per model. 0: threads of the server's process."""
     instances: int = 1
-    """Batches that a worker runs at once."""
+    """Batches that a worker runs concurrently."""
     gpus: Sequence[int] = ()
     """The GPUs that the workers of a model are spread over. Empty: the environment's GPU."""
     queue: int = 256
