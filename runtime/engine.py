@@ -70,7 +70,7 @@ class Engine:
 
     @property
     def profiles(self) -> tuple[Profile, ...]:
-        """The sizes of symbolic dimensions that it takes: those inside of any of these (all, where there are none)."""
+        """The ranges of sizes that it takes, one for each profile. Without profiles it takes all sizes."""
         return self._runner.signature.profiles
 
     @property
@@ -98,11 +98,11 @@ class Engine:
 
     @property
     def report(self) -> Mapping[str, Plain] | None:
-        """The work and measurements of the build, with wall times and the machine; None for an engine that was loaded."""
+        """The steps and measurements of the build, with wall times and the machine; None for an engine that was loaded."""
         return None if self.account is None else Report(self.account(self))
 
     def keep(self, custom_ops: Sequence[CustomOp]) -> None:
-        """Note the user's own operators that the program runs: it is not loaded without them."""
+        """Keep the custom operators that the program runs: it does not load without them."""
         self._custom = tuple(custom_ops)
         requirements = [op.requirement for op in self._custom]
         self.program.requires = (*(r for r in self.program.requires if r not in requirements), *requirements)
@@ -270,11 +270,11 @@ def load(
     An engine for a GPU and ranges of shapes makes plans for further shapes by ``planner`` (default: where the compiler is
     installed, by it, when such inputs are first seen; None: not at all). So does one with shape inputs, for
     their values; without a planner it runs them all by its own program.
-    ``examine`` judges the networks for CPU libraries before these see them (default:
-    :mod:`optdnn.lowering.cpu.examine`). None: an engine that hands them anything is refused.
-    ``custom_ops`` are the operators of the user's own that the engine was built with (:func:`optdnn.custom_op`).
+    ``examine`` checks the networks for CPU libraries before the libraries see them (default:
+    :mod:`optdnn.lowering.cpu.examine`). None: an engine that gives them a network is refused.
+    ``custom_ops`` are the custom operators that the engine was built with (:func:`optdnn.custom_op`).
     ``signed_by``: the file is refused unless PATH.sig is its signature by this signer: a PEM file with a public key or with root
-    certificates, or "sigstore:IDENTITY,ISSUER". The environment variable OPTDNN_SIGNED_BY asks the same of every engine file that
+    certificates, or "sigstore:IDENTITY,ISSUER". The environment variable OPTDNN_SIGNED_BY requires the same of every engine file that
     the process reads. A signed file is read into memory (``mmap`` has no effect). It is trusted as with ``trust_cubins=True``.
     An engine for several GPUs starts a process for each but the first, unless a launcher such as torchrun has started them
     (:mod:`optdnn.runtime.ranks`). ``devices`` refuses an engine for another number of them.
