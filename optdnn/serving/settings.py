@@ -27,7 +27,7 @@ class ServeSettings:
     batch_delay_ms: float = 0.0
     """How long a request waits for others to share a batch with."""
     max_batch: int | None = None
-    """Most rows of a batch. None: as many as the engine has plans for."""
+    """Largest number of rows of a batch. None: as many as the engine has plans for."""
     workers: int = 1
     """Processes per model. 0: threads of the server's process."""
     instances: int = 1
