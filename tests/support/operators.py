@@ -20,7 +20,7 @@ Which code runs each operator of ONNX {version} (opset {opset}), according to ON
 `python -m benchmarks operators`, checked by `tests/test_backend_suite.py`. All of them run on `reference`.
 
 - **versions**: the opsets that gave the operator a (new) meaning; all of them import.
-- **cases**: backend tests of only this operator. Operators that ONNX defines by a function of others are inlined, and run as these do.
+- **cases**: backend tests of only this operator. Operators that ONNX defines as functions of others are inlined, and run as those.
 - **cpu**: OpenVINO or ONNX Runtime, or our NumPy kernel if neither takes the case.
 - **GPU**: our kernels (`cuda`, `simulate`), or the CPU between CUDA graphs (`optdnn check` shows which before a build).
 
