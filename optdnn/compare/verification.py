@@ -283,7 +283,7 @@ class _Case:
             context.run(self.other)
             runs.append({n: a.copy() for n, a in context.run(self.feeds).items()})
         return same_bits(
-            runs, self.want, f"{len(runs)} runs between others are the same bits", "differ from run to run"
+            runs, self.want, f"{len(runs)} runs, with others in between, give the same bits", "differ from run to run"
         )
 
     def memory(self) -> Found:

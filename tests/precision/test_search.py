@@ -251,7 +251,7 @@ def test_what_margins_let_expect_declines_where_no_sample_was_lost(monkeypatch: 
         cells[-1] == "on the front, expected to be beyond the bound" or cells[-1] == "expected to be beyond the bound"
     )
     assert any(
-        "fp32 has 100 % of these samples right: where it was trained on them" in text for text in sentences(plain)
+        "fp32 has 100 % of these samples right: if it was trained on them" in text for text in sentences(plain)
     )
 
 
