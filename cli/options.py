@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,11 +24,11 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 class Size(click.IntRange):
     """A number of bytes: "1048576", or with a unit of 1024: "1M", "4GiB"."""
 
-    _TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+    _TEXT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         match = self._TEXT.fullmatch(str(value).strip())
-        found = 0 if match is None else int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
+        found = 0 if match is None else int(Fraction(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
         if found < 1:
             self.fail(f"{value!r} is not a number of bytes, such as 1048576, 512M or 4G", param, ctx)
         return found

@@ -96,9 +96,7 @@ def _bags(graph: Graph, op: Op, trips: int) -> _Bags | None:
     cut = _producer(body, gather.input(1))
     if cut is None or cut.kind != "Slice":
         return None
-    steps = None if cut.input(4) is None else ints(body, cut.input(4))
-    axes = None if cut.input(3) is None else ints(body, cut.input(3))
-    if steps not in (None, (1,)) or axes not in (None, (0,)):
+    if any(v is not None and _ints(graph, op, v) != only for v, only in ((cut.input(3), (0,)), (cut.input(4), (1,)))):
         return None
     starts, ends = (_each(graph, op, cut.input(i), trips) for i in (1, 2))
     return None if starts is None or ends is None else _Bags(reduce, gather, cut, starts, ends)
@@ -114,6 +112,12 @@ def _outer(op: Op, value: Value | None) -> Value | None:
     places = {Value(i): k for k, i in enumerate(body.inputs)}
     at = None if value is None else places.get(value)
     return None if at is None or at < 2 else op.inputs[at]
+
+
+def _ints(graph: Graph, op: Op, value: Value) -> tuple[int, ...] | None:
+    """The integers that the body reads as ``value``, its own or those of outside; None where they are not known."""
+    found = ints(op.attrs.body.graph, value)
+    return ints(graph, _outer(op, value)) if found is None else found
 
 
 def _each(graph: Graph, op: Op, value: Value | None, trips: int) -> Array | None:
@@ -177,8 +181,9 @@ def _bag(graph: Graph, value: Value | None) -> _Bag | None:
     op = None if value is None else graph.op(value)
     count = None
     if op is not None and op.kind == "Div":
-        count = scalar(graph, op.input(1))
-        op = None if count is None or op.inputs[0] is None else graph.op(op.inputs[0])
+        count, total = scalar(graph, op.input(1)), op.inputs[0]
+        same = shape_of(graph, total) == op.outputs[0].type.shape  # not of the divisor's rank
+        op = None if count is None or total is None or not same else graph.op(total)
     if op is None or op.kind not in REDUCTIONS or not op.attrs.keepdims or ints(graph, op.input(1)) != (0,):
         return None
     cut = graph.op(op.inputs[0])  # type: ignore[arg-type]

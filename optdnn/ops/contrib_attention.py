@@ -37,6 +37,8 @@ def _score_mask(node: NodeSpec, e: Emit, mask: Ref | None, bias: Ref | None, lik
         if len(t.dims) == 1:
             if not isinstance(keys, int):
                 raise Unsupported("a mask of lengths with an unknown number of keys")
+            if isinstance(t.dims[0] - e.type(like).dims[0], int) and t.dims[0] != e.type(like).dims[0]:
+                raise Unsupported(f"a mask {t}, which has more than the length of each sequence")
             column = emit(e, "Unsqueeze", emit(e, "Cast", mask, to=INT64), np.array([1]))
             keep = emit(e, "Less", np.arange(keys), column)
         elif len(t.dims) == 2 or len(t.dims) == 3:

@@ -16,11 +16,11 @@ from optdnn.ops.restate import MICROSOFT, as_standard, needs
 from optdnn.types import BOOL, FP32, INT32, INT64
 
 
-def _standard(name: str, opset: int = 21) -> FromOnnx:
-    """The operator of ONNX of this name, as ``opset`` has it."""
+def _standard(name: str) -> FromOnnx:
+    """The operator of ONNX of this name."""
 
     def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        return as_standard(name, node, e, opset=opset)
+        return as_standard(name, node, e)
 
     return from_onnx
 
@@ -108,6 +108,8 @@ def _relative_positions(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     both = bool(node.get("is_bidirectional", 0))
     half = buckets // 2 if both else buckets
     exact, reach = half // 2, int(node.get("max_distance", 128))
+    if not 0 < exact < reach:
+        raise Unsupported(f"{buckets} buckets of distances up to {reach}")
     rows = emit(e, "Unsqueeze", _count(e, queries), np.array([1]))
     distance = emit(e, "Sub", _count(e, keys), rows)
     far = emit(e, "Abs", distance) if both else emit(e, "Max", emit(e, "Neg", distance), np.array(0))
@@ -142,6 +144,21 @@ def _expand_dims(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if known is None:
         raise Unsupported("an axis that is no constant")
     return (emit(e, "Unsqueeze", x, np.asarray(known, np.int64).reshape(1)),)
+
+
+def _range(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """ONNX's, in steps of 1 where the third operand is absent."""
+    start, limit = needs(node, 0, 1)
+    step = e.const(np.ones((), e.type(start).dtype)) if node.input(2) is None else node.inputs[2]
+    return as_standard("Range", node, e, inputs=(start, limit, step))
+
+
+def _pad(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """ONNX's, whose numbers of elements may be a matrix of one row."""
+    x, pads = needs(node, 0, 1)
+    if len(e.type(pads).dims) == 2:
+        pads = emit(e, "Reshape", pads, np.array([-1]))
+    return as_standard("Pad", node, e, inputs=(x, pads, *node.inputs[2:]))
 
 
 def _distances(node: NodeSpec, e: Emit) -> Sequence[Ref]:
@@ -188,8 +205,8 @@ FUSED: dict[str, FromOnnx] = {
     MICROSOFT + "ComplexMul": _complex_product(False),
     MICROSOFT + "ComplexMulConj": _complex_product(True),
     MICROSOFT + "Trilu": _standard("Trilu"),
-    MICROSOFT + "Range": _standard("Range"),
+    MICROSOFT + "Range": _range,
     MICROSOFT + "GatherND": _standard("GatherND"),
-    MICROSOFT + "Pad": _standard("Pad"),
+    MICROSOFT + "Pad": _pad,
 }
 """Operator -> import function."""

@@ -191,7 +191,8 @@ def _of_product(graph: Graph, op: Op, axis: int, size: int) -> Sources:
     if weights is None or weights.ndim != 2 or axis != len(op.outputs[0].type.dims) - 1 or staged(op):
         return None
     bias = graph.constant_value(op.input(2)) if op.kind == "Gemm" else None
-    if op.kind == "Gemm" and op.input(2) is not None and (bias is None or bias.ndim == 0 or bias.shape[-1] % size):
+    columns = op.outputs[0].type.dims[-1]
+    if op.kind == "Gemm" and op.input(2) is not None and (bias is None or bias.shape[-1:] != (columns,)):
         return None
     return []
 

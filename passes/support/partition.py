@@ -1,7 +1,7 @@
 """How a part of an operator's result follows from parts of its operands: the rules of tensor parallelism.
 
 A rank holds a part of a tensor (:mod:`optdnn.passes.support.tensor_parts`): some places along one axis. A rule gives the
-operands that an operator needs to compute a part of its result, and for the attributes and constants that change with it. It
+operands that an operator needs to compute a part of its result, and the attributes and constants that change with it. It
 raises :class:`Whole` where the operator needs its operands whole.
 """
 

@@ -265,8 +265,7 @@ _ready: WeakKeyDictionary[Engine, deque[GpuPictures]] = WeakKeyDictionary()
 
 def gpu_runs(engine: Engine, port: PicturePort, files: Sequence[File], batch: int) -> Iterator[Run]:
     """:meth:`GpuPictures.runs`, by one that a call before has left, if there is one."""
-    ready = _ready.setdefault(engine, deque())
-    found: GpuPictures | None = None
+    ready, found = _ready.get(engine, deque()), None
     while found is None or found.program is not engine.program:  # a refit has made the engine another one meanwhile
         try:
             found = ready.pop()
@@ -274,4 +273,4 @@ def gpu_runs(engine: Engine, port: PicturePort, files: Sequence[File], batch: in
             found = GpuPictures(engine, port)
             break
     yield from found.runs(files, batch)
-    ready.append(found)  # not after an error: a run may still be under way
+    _ready.setdefault(engine, ready).append(found)  # not after an error: a run may still be under way

@@ -98,10 +98,14 @@ class Group:
 
     def begin(self) -> None:
         """Before work in which all ranks take part. Raises RankError where one is lost, or has left."""
-        if self._left is not None:
-            self.fail(self._left)  # others may have begun, and wait for this rank
-        self.check()
-        self._begun += 1
+        self._begun += 1  # first: a rank that leaves from here on finds this work
+        try:
+            if self._left is not None:
+                self.fail(self._left)  # others may have begun, and wait for this rank
+            self.check()
+        except RankError:
+            self.end()
+            raise
 
     def end(self) -> None:
         """The work that was begun has ended, in whichever way."""

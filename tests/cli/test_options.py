@@ -85,13 +85,22 @@ def test_an_option_of_trtexec_gets_advice(cli: Cli, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("1", 1), ("4096", 4096), ("1k", 1024), ("1.5M", 1536 * 1024), ("4GiB", 2**32), ("2 tb", 2**41)]
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("4096", 4096),
+        ("1k", 1024),
+        ("1.5M", 1536 * 1024),
+        ("4GiB", 2**32),
+        ("2 tb", 2**41),
+        ("9007199254740993", 2**53 + 1),
+    ],
 )
 def test_sizes_have_units(text: str, size: int) -> None:
     assert SIZE.convert(text, None, None) == size
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "4X", "G", "", "0.1", "1e9", "nan"])
+@pytest.mark.parametrize("text", ["0", "-1", "4X", "G", "", "0.1", "1e9", "nan", "9" * 400])
 def test_what_is_no_size(cli: Cli, text: str) -> None:
     code, _, err = cli("build", "m.onnx", "--workspace", text)
     assert code == 2

@@ -138,6 +138,10 @@ def test_distances(metric: str) -> None:
 def test_operators_of_older_exporters() -> None:
     check("ExpandDims", [normal(2, 3), np.array(1, np.int32)])
     check("Trilu", [normal(4, 5), np.array(1)], upper=0)
+    check("Range", [np.array(1), np.array(5)], fed=0)
+    check("Range", [np.array(1, F), np.array(3, F), np.array(0.5, F)], fed=0)
+    for pads in ([-1, 0, 0, 2], [[1, 0, 0, 2]]):
+        check("Pad", [normal(2, 3), np.array(pads), F(2)], mode="constant")
     a, b = normal(3, 4, 2), normal(3, 4, 2, seed=1)
     z, w = (x[..., 0] + 1j * x[..., 1] for x in (a, b))
     for name, y in (("ComplexMul", z * w), ("ComplexMulConj", z * w.conj())):
@@ -256,6 +260,10 @@ def test_samples_of_a_grid(mode: str) -> None:
         ("QAttention", [integers(np.uint8, 1, 2, 4), integers(np.int8, 4, 13), normal(13), F(1), F(1)], {"num_heads": 2},
          ShapeError, "do not make query"),
         ("Attention", [normal(1, 2, 4), normal(4, 12), None, None, normal(2, 1, 2, 2)], {"num_heads": 2}, ShapeError, "past of"),
+        ("Attention", [normal(1, 2, 4), normal(4, 12), None, np.array([2, 0], np.int32)], {"num_heads": 2}, UnsupportedError,
+         "more than the length of each sequence"),
+        ("RelativePositionBias", [normal(1, 2), np.array([3]), np.array([3])], {"max_distance": 8}, UnsupportedError, "1 buckets"),
+        ("RelativePositionBias", [normal(8, 2), np.array([3]), np.array([3])], {"max_distance": 4}, UnsupportedError, "up to 4"),
     ],
 )  # fmt: skip
 def test_what_is_refused(

@@ -25,14 +25,15 @@ DEPENDS = "t = ReduceMax(found)  n = Cast<to = 9>(t)  c = Squeeze(n)"
 
 def loop(
     starts: str = "0, 3, 6, 9", ends: str = "3, 6, 9, 12", reduce: str = "ReduceMean", step: int = 1, axis: int = 0, keep: int = 0,
-    going: str = "c = Identity(true)", count: int = 12, trips: int = 4,
+    going: str = "c = Identity(true)", count: int = 12, trips: int = 4, fed: str = "",
 ) -> Graph:  # fmt: skip
-    """As torch's exporter writes EmbeddingBag; the table is 20 rows of x."""
+    """As torch's exporter writes EmbeddingBag; the table is 20 rows of x. ``fed``: an input, "zero" (the cut's axis) or "step"."""
     more = "1, " if keep else ""
-    text = f"""g (float[20,6] x, int64[{count}] at) => (float[{trips},{more}6] y)
+    fixed = "".join(f"int64[1] {n} = {{{v}}}, " for n, v in (("zero", 0), ("step", step)) if n != fed)
+    also = f", int64[1] {fed}" if fed else ""
+    text = f"""g (float[20,6] x, int64[{count}] at{also}) => (float[{trips},{more}6] y)
         <int64 trips = {{{trips}}}, bool true = {{1}}, int64[4] starts = {{{starts}}}, int64[4] ends = {{{ends}}}> {{
-        y = Loop<body = b (int64 i, bool go) => (bool c, float[r] v) <int64[1] zero = {{0}}, int64[1] axes = {{{axis}}},
-                int64[1] step = {{{step}}}> {{
+        y = Loop<body = b (int64 i, bool go) => (bool c, float[r] v) <{fixed}int64[1] axes = {{{axis}}}> {{
             p = Gather(starts, i)  q = Gather(ends, i)  s = Unsqueeze(p, zero)  e = Unsqueeze(q, zero)
             rows = Slice(at, s, e, zero, step)  found = Gather(x, rows)  v = {reduce}<keepdims = {keep}>(found, axes)  {going}
         }}>(trips, true) }}"""
@@ -66,8 +67,10 @@ def test_bags_of_different_sizes_stay(bounds: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "graph",
-    [loop(step=2), loop(axis=1), loop(reduce="ReduceMin"), loop(going=DEPENDS)],
-    ids=["step", "axis", "reduction", "condition"],
+    [
+        loop(step=2), loop(axis=1), loop(reduce="ReduceMin"), loop(going=DEPENDS), loop(fed="step"), loop(fed="zero"),
+    ],
+    ids=["step", "axis", "reduction", "condition", "unknown step", "unknown axis"],
 )  # fmt: skip
 def test_other_loops_stay(graph: Graph) -> None:
     check_untouched(Bags(), graph, GPU)
@@ -110,6 +113,18 @@ def test_parts_that_stay() -> None:
     )
     check_refused(Bags(), parts(THREES, sums, other=True), because="different values", context=GPU)
     check_untouched(Bags(), parts(THREES, ["ReduceMean", "ReduceMean", "Div"], twelve=4.0), GPU)
+
+
+def test_a_divisor_may_add_axes() -> None:
+    n = Net(np.float64)
+    x = n.op("Relu", n.input(12, 6))
+    rows = []
+    for start, end in THREES:
+        total = n.op(
+            "ReduceSum", n.op("Slice", x, n.ints(start), n.ints(end)), n.ints(0), attrs=ReduceAttrs(keepdims=True)
+        )
+        rows.append(n.op("Div", total, n.const([[[3.0]]])))
+    check_untouched(Bags(), n.done(n.op("Concat", *rows, attrs=ConcatAttrs(0))), GPU)
 
 
 def test_cpus_run_loops() -> None:

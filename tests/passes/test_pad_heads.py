@@ -13,6 +13,7 @@ from support.simulated import check_simulated
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.gemm import GemmAttrs
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.norm import LpNormAttrs
 from optdnn.ops.shape import TransposeAttrs
@@ -145,6 +146,24 @@ def test_a_projection_with_other_readers_stays() -> None:
     y = merged(n, attend(n, *(heads(n, p) for p in (q, k, v))))
     graph = n.done(n.matmul(y, C), n.op("Tanh", k))
     check_refused(PadHeads(), graph, because="no weights of a projection", context=HALF)
+
+
+@pytest.mark.parametrize("width", [1, C])
+def test_a_bias_of_one_element_is_none_of_features(width: int) -> None:
+    """Of heads of one feature each, its last axis would be a whole number of heads."""
+    n = Net(np.float64)
+    x = n.op("Reshape", tokens(n), n.ints(B * N, C))
+    parts = []
+    for _ in range(3):
+        y = n.op("Gemm", x, n.random(C, C), n.random(width), attrs=GemmAttrs())
+        y = n.op("Reshape", y, n.ints(B, N, C, 1))
+        parts.append(n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 1, 3))))
+    y = n.op("Transpose", attend(n, *parts), attrs=TransposeAttrs((0, 2, 1, 3)))
+    graph = n.done(n.matmul(n.op("Reshape", y, n.ints(B, N, C)), C))
+    if width == C:
+        check_pass(PadHeads(), graph, changes=1, context=HALF)
+    else:
+        check_refused(PadHeads(), graph, because="no weights of a projection", context=HALF)
 
 
 def test_attention_between_channels_has_tokens_for_features() -> None:

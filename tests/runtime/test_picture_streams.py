@@ -14,7 +14,9 @@ import optdnn
 from optdnn.answer_spec import AnswerSpec
 from optdnn.errors import EngineError, InputError, UsageError
 from optdnn.image_spec import ImageSpec
+from optdnn.runtime.pictures import nvimgcodec
 from optdnn.runtime.pictures.files import Placement, decoded, placed
+from optdnn.runtime.pictures.on_gpu import GpuPictures, gpu_runs
 from optdnn.runtime.pictures.port import PicturePort
 
 SPEC = {"resize": 14, "crop": 12}
@@ -190,3 +192,13 @@ def test_an_engine_whose_account_is_malformed(account: dict[str, Any]) -> None:
     engine = SimpleNamespace(meta={"options": account}, inputs=(), profiles=())
     with pytest.raises(EngineError, match="the engine's account of its pictures is malformed"):
         PicturePort.of(engine)  # type: ignore[arg-type]
+
+
+def test_an_engine_that_is_not_on_the_gpu_counts_as_such_after_it_was_refused(
+    one_size: optdnn.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvimgcodec, "installed", lambda: True)
+    port = PicturePort.of(one_size)
+    with pytest.raises(UsageError, match="which this one does not"):
+        next(gpu_runs(one_size, port, write_pictures(tmp_path, [SIZE]), 1))
+    assert not GpuPictures.usable(one_size, port)

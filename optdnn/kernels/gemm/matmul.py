@@ -30,6 +30,8 @@ LONGEST = 256
 """Terms of the longest sum that one thread computes where there is a choice."""
 MOST_TILES = 65535
 """The largest number of matrices of a grid of tiles."""
+MOST_ELEMENTS = 1 << 32
+"""The most elements of a result that threads of one element each count."""
 
 
 class TiledMatMul(Tactic):
@@ -38,6 +40,11 @@ class TiledMatMul(Tactic):
     name = "matmul_tiled"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
+        shape = op.outputs[0].type.static_shape
+        rows, columns = (len(b.graph.type(v).dims) != 1 for v in op.inputs[:2] if v is not None)
+        matrices = math.prod(shape[: len(shape) - rows - columns])
+        if matrices > MOST_TILES and math.prod(shape) > MOST_ELEMENTS:
+            return f"{matrices} matrices with more than {MOST_ELEMENTS} elements exceed a grid"
         return None
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:

@@ -115,11 +115,11 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
         weight, scale = c.feed.weight, _scale(b, found.norm)
 
         def error() -> Array:
-            exact = weight[:, :, 0, 0].astype(np.float32) * scale
-            with np.errstate(over="ignore"):
+            with np.errstate(over="ignore", invalid="ignore"):  # no number is no small error
+                exact = weight[:, :, 0, 0].astype(np.float32) * scale
                 lost = np.linalg.norm(exact - exact.astype(weight.dtype).astype(np.float32), axis=1)
-            whole = np.maximum(np.linalg.norm(exact, axis=1), np.float32(1e-30))
-            return np.asarray((lost / whole).max(keepdims=True))
+                whole = np.maximum(np.linalg.norm(exact, axis=1), np.float32(1e-30))
+                return np.asarray((lost / whole).max(keepdims=True))
 
         limit = ROUNDING if weight.dtype == FP16 else 8 * ROUNDING
         fits = b.kept.once(("scaled matrix rounded",), [weight, scale], error)[0] <= limit
@@ -260,7 +260,7 @@ class NormedPair(TakesNorm, PairedGemm):
     def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Any) -> None:
         operands = self.operands(b, op, c, problem)
         reads = [_rows(c.feed.x), operands["given"]]
-        for part in halves(problem, operands["weights"], operands["columns"], operands["channel"]):
+        for part in halves(problem, c.feed.x.shape[1], *(operands[n] for n in ("weights", "columns", "channel"))):
             reads += part
         self.emit_pair(
             b,

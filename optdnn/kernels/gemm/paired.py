@@ -130,7 +130,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         weights, bias = hopper_launch.packed_weights(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
         operands = {"weights": weights, "channel": bias, "output": out, **hopper_launch.pixels(c.feeds)}
         reads = [x.view(x.shape[:2], x.strides[:2])]
-        for part in halves(problem, weights, bias):
+        for part in halves(problem, x.shape[1], weights, bias):
             reads += part
         self.emit_pair(b, op, c, problem, config, operands, ("PairedProduct", self.stages(b, op), reads))
 
@@ -150,10 +150,11 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         hopper_launch.emit(b, op, made, problem, config, {**operands, "output": written}, meaning)
 
 
-def halves(problem: conv_problem.Problem, weights: TensorView, *channels: TensorView) -> list[list[TensorView]]:
-    """The packed weights of each product, and its part of each row of ``channels``."""
+def halves(
+    problem: conv_problem.Problem, inside: int, weights: TensorView, *channels: TensorView
+) -> list[list[TensorView]]:
+    """The packed weights of each product, of ``inside`` features, and its part of each row of ``channels``."""
     depth, columns = problem.k_steps * problem.block, problem.channels // 2
-    inside = problem.sources[0].channels
     return [  # of sixteen rows of the packed weights, each product has eight
         [
             weights.view((columns // 8, 8, inside), (16 * depth, depth, 1), 8 * depth * k),

@@ -149,10 +149,19 @@ def _added(n: Net) -> Value:
     return n.op("Add", n.op("MatMul", _norm(n, n.op("MatMul", x, n.random(64, 128)), 128), n.random(128, 64)), x)
 
 
-def _tiny_scale(n: Net) -> Value:
+def _scaled(n: Net, scale: float) -> Value:
     rows = n.op("MatMul", n.input(40, 64), n.random(64, 128))
-    normed = n.op("LayerNormalization", rows, n.const(np.full(128, 1e-6)), n.random(128), attrs=LayerNormAttrs())
+    normed = n.op("LayerNormalization", rows, n.const(np.full(128, scale)), n.random(128), attrs=LayerNormAttrs())
     return n.op("MatMul", normed, n.random(128, 64))
+
+
+def _tiny_scale(n: Net) -> Value:
+    return _scaled(n, 1e-6)
+
+
+def _huge_scale(n: Net) -> Value:
+    """Beyond fp32, too."""
+    return _scaled(n, 3e38)
 
 
 @pytest.mark.usefixtures("wanted")
@@ -164,6 +173,7 @@ def _tiny_scale(n: Net) -> Value:
         (_odd, {}, "rows of 72 channels are not whole groups of 64"),
         (_added, {}, "its stages read other tensors"),
         (_tiny_scale, {}, "the matrix times the norm's scale does not fit 16 bits"),
+        (_huge_scale, {"precision": "bf16"}, "the matrix times the norm's scale does not fit 16 bits"),
         (mean_square, {"precision": "tf32"}, "it is for 16-bit floats"),
         (
             mean_square,

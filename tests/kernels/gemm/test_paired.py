@@ -39,7 +39,15 @@ def both_activated(n: Net) -> Value:
     return n.op("Relu", n.op("Mul", one, other))
 
 
-NETS: dict[str, Callable[[Net], Value]] = {f.__name__: f for f in (swish_unit, with_biases, both_activated)}
+def of_few_features(n: Net) -> Value:
+    """Rows whose features do not come in eights: the packed weights have zeros behind them."""
+    x = n.op("Relu", n.input(36, 12))
+    return n.op("Mul", n.op("Swish", n.op("MatMul", x, n.random(12, 24))), n.op("MatMul", x, n.random(12, 24)))
+
+
+NETS: dict[str, Callable[[Net], Value]] = {
+    f.__name__: f for f in (swish_unit, with_biases, both_activated, of_few_features)
+}
 
 
 def tactics(program: Program) -> list[str]:

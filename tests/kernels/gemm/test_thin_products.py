@@ -61,6 +61,15 @@ def is_on_threads(kernel: Kernel) -> bool:
     return any("p.matrices" in text for text in kernel.generated.values())
 
 
+@pytest.mark.parametrize(("rows", "refused"), [(512, False), (513, True)])
+def test_elements_that_threads_cannot_count_are_refused(rows: int, refused: bool) -> None:
+    n = Net()
+    graph = n.done(n.op("MatMul", n.input(1 << 17, rows, 1, name="a"), n.input(1 << 17, 1, 64, name="b")))
+    program = lowered(graph, "fp32", no_cubins=True)
+    reasons = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ())]
+    assert ("131072 matrices with more than 4294967296 elements exceed a grid" in reasons) == refused
+
+
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("name", NETS)
 def test_a_thread_computes_each_element(name: str, tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ class Draw:
 
     def weights(self, *shape: int, fan_in: int = 1, offset: float = 0.0) -> Value:
         """Uniform numbers of variance 1 / fan_in around ``offset``."""
-        high = math.sqrt(3 / fan_in)
+        high = math.sqrt(3 / max(1, fan_in))
         return self.const(self.random.array(np.float32, shape, offset - high, offset + high))
 
     def positive(self, *shape: int) -> Value:

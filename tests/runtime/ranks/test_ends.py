@@ -115,6 +115,29 @@ def test_a_rank_that_leaves_ends_what_waits_for_it(leaves: int, monkeypatch: pyt
     stays.close()
 
 
+def test_a_rank_that_leaves_while_work_begins_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Group):
+        """Reads ``_left`` before the other rank has left, and goes on after that."""
+
+        @property
+        def _left(self) -> str | None:
+            if not self.__dict__.get("left"):
+                threading.Thread(target=self._without, args=(1,), daemon=True).start()
+                time.sleep(0.3)
+            return None
+
+        @_left.setter
+        def _left(self, value: str | None) -> None:
+            self.__dict__["left"] = value
+
+    monkeypatch.setattr(groups, "LEFT_S", 0.6)
+    slow, aborted = Slow(0, 2, [], []), threading.Event()
+    slow.when_lost(aborted.set)
+    slow.begin()
+    assert aborted.wait(5)
+    slow.close()
+
+
 def test_work_that_ends_is_no_failure_where_another_rank_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "LEFT_S", 1.0)
     first, second = two()
