@@ -29,7 +29,7 @@ def table() -> str:
         lines.append(f"| {title} | {', '.join(names)} |")
     count = len(IMPORTERS) - len(classic.REFUSALS) - len(leftovers.IMPORTERS)
     lines += ["", f"{count} ONNX operators in all; those that ONNX defines by a function of others import too.", ""]
-    lines += ["Not done, of the newest opset:", "", "| why | operators |", "|---|---|"]
+    lines += ["Not supported, of the newest opset:", "", "| reason | operators |", "|---|---|"]
     lines += [f"| {why} | {', '.join(names)} |" for why, names in missing().items()]
     return "\n".join(lines)
 
@@ -39,11 +39,11 @@ NOT_DONE: Mapping[str, str] = {
     "Regex*": "text is not computed",
     "TfIdf*": "text is not computed",
     "ai.onnx.ml.CategoryMapper": "text is not computed",
-    "SequenceMap": "sequences, optionals and maps are no tensors",
-    "Optional*": "sequences, optionals and maps are no tensors",
-    "ai.onnx.ml.ZipMap": "sequences, optionals and maps are no tensors",
-    "ai.onnx.ml.CastMap": "sequences, optionals and maps are no tensors",
-    "ai.onnx.ml.DictVectorizer": "sequences, optionals and maps are no tensors",
+    "SequenceMap": "sequences, optionals and maps are not tensors",
+    "Optional*": "sequences, optionals and maps are not tensors",
+    "ai.onnx.ml.ZipMap": "sequences, optionals and maps are not tensors",
+    "ai.onnx.ml.CastMap": "sequences, optionals and maps are not tensors",
+    "ai.onnx.ml.DictVectorizer": "sequences, optionals and maps are not tensors",
     "Random*": "random: a compiled network gives the same result for the same input",
     "Bernoulli": "random: a compiled network gives the same result for the same input",
     "Multinomial": "random: a compiled network gives the same result for the same input",

@@ -65,9 +65,9 @@ MEASURING, DETAIL = "Measuring", "Detail"
 @option("--threads", type=click.IntRange(min=1), group=MEASURING,
         help="Threads of each instance.  [default: the build's; with --instances, the cores shared out]")  # fmt: skip
 @option("--streams", type=click.IntRange(1, 256), default=1, show_default=True, group=MEASURING,
-        help="Threads that call each instance at once (not on GPUs).")  # fmt: skip
+        help="Threads that call each instance concurrently (not on GPUs).")  # fmt: skip
 @option("--instances", type=click.IntRange(1, 256), default=1, show_default=True, group=MEASURING,
-        help="Copies of the engine that run at once, each with its own threads (not on GPUs).")  # fmt: skip
+        help="Copies of the engine that run concurrently, each with its own threads (not on GPUs).")  # fmt: skip
 @option("--profile", is_flag=True, group=DETAIL, help="Also time each step, and each layer of a CPU library.")
 @option("--html", type=FILE, group=DETAIL, metavar="FILE",
         help="Write a report with the network, timed step by step, as one HTML file.")  # fmt: skip

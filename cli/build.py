@@ -24,19 +24,19 @@ BENCH_SECONDS = 2.0
 @output_option("The engine.  [default: MODEL.engine next to the model]")
 @option("--bench", is_flag=True, group=RESULTS, help="Measure the engine when it is built, as optdnn bench does.")
 @option(
-    "--check/--no-check", default=True, group=RESULTS, help="Hold the engine's outputs against the model's in NumPy."
+    "--check/--no-check", default=True, group=RESULTS, help="Compare the engine's outputs with the model's in NumPy."
 )
 @option("--precision-report", type=FILE, group=RESULTS, metavar="FILE",
-        help="Write the account of precision auto: .html or .md.")  # fmt: skip
+        help="Write a report on precision auto: .html or .md.")  # fmt: skip
 @option("--html", type=FILE, group=RESULTS, metavar="FILE",
         help="Write a report with the network, its fusions and times, as one HTML file.")  # fmt: skip
 @option("--refit", is_flag=True, group=RESULTS,
         help="Keep the model in the engine: optdnn refit then needs only the weights that change.")  # fmt: skip
-@option("--lock", type=FILE, group=RESULTS, metavar="FILE", help="Write all that decided the build here.")
+@option("--lock", type=FILE, group=RESULTS, metavar="FILE", help="Write everything that the build depends on here.")
 @option("--locked", type=FILE, group=RESULTS, metavar="FILE",
         help="Build the same bytes as with --lock FILE, or report what differs and write nothing.")  # fmt: skip
 @json_option
-@option("-v", "--verbose", is_flag=True, group=INSIDE, help="Tell what each pass did and refused.")
+@option("-v", "--verbose", is_flag=True, group=INSIDE, help="Show what each pass did and refused.")
 @option("--dump", type=click.Path(path_type=Path, file_okay=False), group=INSIDE, metavar="FOLDER",
         help="Write numbered graph dumps here.")  # fmt: skip
 @option("--stop-after", metavar="PASS", group=INSIDE, help="Run the pipeline up to this pass only.")

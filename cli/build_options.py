@@ -23,13 +23,13 @@ NETWORK_OPTIONS = [
     option("--shape", "shape", multiple=True, group=NETWORK, metavar="NAME=1x3x224x224",
            help="Fix an input's shape; ? leaves a dimension symbolic, MIN..OPT..MAX is a range. Repeat for another profile."),
     option("--value", "value", multiple=True, group=NETWORK, metavar="NAME=1,2",
-           help="What an input always is: sizes follow from it."),
+           help="The constant value of an input; sizes follow from it."),
     option("--sample", group=NETWORK, metavar="OUTPUT",
            help="Sample the next token from this output of logits inside of the engine."),
     option("--preprocess", "preprocess", multiple=True, group=NETWORK, metavar="NAME=SPEC",
            help="The input takes pictures, which the engine prepares: JSON of an ImageSpec, or a file of it."),
     option("--postprocess", "postprocess", multiple=True, group=NETWORK, metavar="NAME=STEPS",
-           help="What becomes of an output: softmax+top-k:5,labels=FILE, argmax or boxes:xyxy."),
+           help="Steps on an output: softmax+top-k:5,labels=FILE, argmax or boxes:xyxy."),
     option("--io-dtype", default="model", group=NETWORK, metavar="DTYPE", shell_complete=words(*IO_DTYPES),
            help="Element type of inputs and outputs: fp32, fp16, bf16, or the model's own."),
     option("--opt-level", "-O", type=click.IntRange(0, 3), default=3, show_default=True, group=NETWORK,
@@ -51,13 +51,13 @@ TARGET_OPTIONS = [
     option("--devices", type=click.IntRange(1, DEVICES_LIMIT), default=1, show_default=True, group=TUNING, metavar="N",
            help="GPUs that run the engine together, each with a part of the weights."),
     option("--split", default="auto", show_default=True, group=TUNING, metavar="WHAT", shell_complete=words(*SPLITS),
-           help="What each of several GPUs has a part of: weights, batch, or the one predicted to be faster (auto)."),
+           help="What to split over several GPUs: weights, batch, or the one predicted to be faster (auto)."),
     option("--memory-limit", type=SIZE, gpu=True, group=TUNING, metavar="BYTES",
            help="Refuse an engine that needs more memory on a GPU; 512M and 4G are understood."),
-    option("--row-invariant", is_flag=True, gpu=True, group=TUNING, help="The same bits for a row, whatever the batch."),
+    option("--row-invariant", is_flag=True, gpu=True, group=TUNING, help="Give a row the same bits for any batch size."),
     option("--workspace", type=SIZE, gpu=True, group=TUNING, metavar="BYTES",
            help="Bound the scratch memory of kernels; 512M and 4G are understood."),
-    option("--no-cubins", is_flag=True, gpu=True, group=TUNING, help="Keep the recipes of kernels alone in the engine."),
+    option("--no-cubins", is_flag=True, gpu=True, group=TUNING, help="Store recipes of kernels, but no compiled code."),
     option("--nearest-tactics/--no-nearest-tactics", default=True, gpu=True, group=TUNING,
            help="Later plans take tactics of the plan for the nearest size, or only the cost model's."),
 ]  # fmt: skip
@@ -67,7 +67,7 @@ PRECISION_OPTIONS = [
            help="fp32, tf32, bf16, fp16, int8, fp8, w8, w4 (packed weights), int8+fp16 …, or auto: per node, within a bound."),
     option("--pin", multiple=True, group=PRECISION, metavar="NODES=P",
            help="Another precision for some nodes: --pin 'head*=fp32'."),
-    option("--strict-precision", is_flag=True, group=PRECISION, help="Fail where a node does not run in the requested precision."),
+    option("--strict-precision", is_flag=True, group=PRECISION, help="Fail if a node does not run in the requested precision."),
 ]  # fmt: skip
 CALIBRATION_OPTIONS = [
     option("--calib", group=CALIBRATION, metavar="DATA", help="Calibration data: .npz, .npy, or a folder of pictures."),
@@ -81,9 +81,9 @@ AUTOMATIC_OPTIONS = [
            help="top1, mse, cosine or PKG.MODULE:F."),
     option("--max-drop", type=click.FloatRange(min=0), group=AUTO, metavar="X",
            help="The largest loss, in the metric's unit.  [default: 0.5 points for top1]"),
-    option("--labels", type=FILE, group=AUTO, metavar="FILE.npy", help="Labels of --calib, where they are not in it."),
+    option("--labels", type=FILE, group=AUTO, metavar="FILE.npy", help="Labels, if --calib does not hold them."),
     option("--candidates", group=AUTO, metavar="P,P",
-           help="What it may choose from besides fp32.  [default: all but tf32]"),
+           help="Precisions that auto may choose besides fp32.  [default: all but tf32]"),
 ]  # fmt: skip
 
 
@@ -120,14 +120,14 @@ def load_options(command: F) -> F:
     for decorate in (
         option("--signed-by", group="Loading", metavar="PEM|sigstore:WHO,ISSUER",
                help="Refuse it, before anything else, unless ENGINE.sig is its signature by this public key, by a certificate "
-                    "of this root, or by this identity.  [default: $OPTDNN_SIGNED_BY, which counts besides]"),
+                    "of this root, or by this identity.  [default: $OPTDNN_SIGNED_BY, which always applies]"),
         option("--simulate", is_flag=True, gpu=True, group="Loading", help="Run it in NumPy, on any machine."),
         option("--trust-cubins", is_flag=True, gpu=True, group="Loading",
-               help="Run the GPU code in the file, whatever it is: you trust who made it."),
+               help="Run the compiled code in the file unchecked: you trust its author."),
         option("--devices", type=click.IntRange(min=1), group="Loading", metavar="N",
                help="Refuse an engine for another number of GPUs."),
         option("--recompile", is_flag=True, gpu=True, group="Loading",
-               help="Compile kernels anew, from this version's templates."),
+               help="Compile kernels again, from this version's templates."),
     ):  # fmt: skip
         command = decorate(command)
     return command

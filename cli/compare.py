@@ -74,7 +74,7 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
     except ValueError:
         value = -1.0
     if not 0 <= value < 10:
-        raise UsageError(f"--fail-if-slower {text!r} is no share of the time", hint="--fail-if-slower 3%")
+        raise UsageError(f"--fail-if-slower {text!r} is not a share of the time", hint="--fail-if-slower 3%")
     return value
 
 
@@ -86,8 +86,8 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
     group=RACE,
     multiple=True,
     metavar="A,B,…",
-    help="onnxruntime, openvino[:bf16], reference, or engine files; on a GPU also own, cudnn (the same network on our kernels, "
-    "or the libraries', alone) and onnxruntime-cuda.  [default: what is installed]",
+    help="onnxruntime, openvino[:bf16], reference, or engine files; on a GPU also own, cudnn (the same network with only our "
+    "kernels, or only the libraries') and onnxruntime-cuda.  [default: what is installed]",
 )
 @option(
     "--torch",
@@ -106,7 +106,7 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
 @size_option
 @seed_option
 @option(
-    "--rounds", group=RACE, type=click.IntRange(min=1), default=10, show_default=True, help="Turns that each one gets."
+    "--rounds", group=RACE, type=click.IntRange(min=1), default=10, show_default=True, help="Turns of each candidate."
 )
 @option(
     "--duration",
@@ -115,12 +115,12 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
     default=2.5,
     show_default=True,
     metavar="S",
-    help="Seconds to measure each one, over all rounds.",
+    help="Seconds to measure each candidate, over all rounds.",
 )
 @option("--energy", group=RACE, is_flag=True, help="Also the energy of an inference, by NVML on GPUs and by RAPL.")
-@option("--baseline", group=RACE, metavar="NAME", help="What speedups are over.  [default: the first of --against]")
+@option("--baseline", group=RACE, metavar="NAME", help="The baseline of speedups.  [default: the first of --against]")
 @option(
-    "--error-reference", group=ACCURACY, metavar="NAME", help="What errors are against.  [default: NumPy in float64]"
+    "--error-reference", group=ACCURACY, metavar="NAME", help="The reference of errors.  [default: NumPy in float64]"
 )
 @option(
     "--layers",
@@ -147,7 +147,7 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
 )
 @option(
     "--fail-if-slower", group=BOUNDS, metavar="P%", callback=_percent,
-    help="Fail where it takes more than this longer than the baseline, by the race's 95 % interval: 3%.",
+    help="Fail if it is slower than the baseline by more than this, by the 95 % interval: 3%.",
 )  # fmt: skip
 @option("--html", group=RESULTS, metavar="FILE", type=FILE, help="Write a self-contained HTML report.")
 @option("--markdown", group=RESULTS, metavar="FILE", type=FILE, help="Write a Markdown report.")
@@ -197,7 +197,7 @@ def command(ctx: click.Context, /, file: Path, new: Path | None, **given: Any) -
 def _against_old(old: Path, new: Path, asked: Asked) -> Asked:
     """The settings of a race of NEW against an old engine. The old one is the baseline, and the reference of errors."""
     if not is_engine(old):
-        raise UsageError(f"{old} is no engine: NEW races against an engine", hint=f"optdnn build {old}")
+        raise UsageError(f"{old} is not an engine: NEW races against an engine", hint=f"optdnn build {old}")
     from optdnn.compare.comparison import rival_name
 
     name = rival_name(str(old), [new.name] if is_engine(new) else [])

@@ -192,6 +192,6 @@ def _judge(facts: Mapping[str, Any]) -> None:
             missed.append(f"{n['name']}: {n['error']}")
     difference = facts["resnet50"]["input_difference"]
     if difference is not None and difference < 100 * MAX_ERROR:
-        missed.append(f"resnet50: another picture changes the outputs by {difference:.1g} alone")
+        missed.append(f"resnet50: another picture changes the outputs by only {difference:.1g}")
     if missed:
         raise NotMet("\n  ".join(["the demo did not go as it should:", *missed]))

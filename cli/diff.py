@@ -38,9 +38,9 @@ def command(
     html: Path | None,
     json_file: Path | None,
 ) -> None:
-    """Say what differs between two engines or models: network, weights, fusions, precisions, tactics, sizes, times, outputs.
+    """Show the differences between two engines or models: network, weights, fusions, precisions, tactics, sizes, times, outputs.
 
-    A model runs in NumPy, for its outputs. Equal files have exit code 0 as others have: the command reports and does not judge
+    A model runs in NumPy, for its outputs. The exit code is 0 whether or not they differ: the command reports and does not judge
     (optdnn compare OLD NEW --fail-if-slower 3% does).
     """
     from optdnn.compare.difference import TABLES, difference

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 @click.argument("node")
 @json_option
 def command(engine: Path, node: str, json_file: Path | None) -> None:
-    """Say what became of a NODE of the ONNX model in an ENGINE, and why.
+    """Show what became of a NODE of the ONNX model in an ENGINE, and why.
 
-    In which step it runs, which rewrites it took part in and which were refused, its precision and the reason, the tactic that
-    runs it and what that beat. NODE is an ONNX node's name; * and ? stand for anything, and more than 8 nodes are listed.
+    Shows the step that runs it, its rewrites and the refused ones, its precision with the reason, and the tactic that runs it
+    with the tactics that it beat. NODE is an ONNX node's name; * and ? stand for anything, and more than 8 nodes are listed.
     """
     if not is_engine(engine):
         raise UsageError(f"{engine} is not an engine", hint="optdnn build MODEL, then optdnn explain MODEL.engine NODE")

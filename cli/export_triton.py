@@ -15,7 +15,7 @@ from optdnn.cli.options import Command, engine_argument, json_option, option
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @option("--instances", type=click.IntRange(1, 64), default=1, show_default=True, help="Instances that Triton starts.")
 @option("--trust-cubins", is_flag=True, gpu=True, group="Loading",
-        help="Run the GPU code in the file, whatever it is: you trust who made it.")  # fmt: skip
+        help="Run the compiled code in the file unchecked: you trust its author.")  # fmt: skip
 @json_option
 def command(engine: Path, folder: Path, instances: int, trust_cubins: bool, json_file: Path | None) -> None:
     """Write ENGINE as a model in FOLDER, a model repository of NVIDIA's Triton server, for its Python backend."""

@@ -52,8 +52,8 @@ OTHER_WORDS: Mapping[str, str] = {
 """Option name in other programs -> our option."""
 
 ADVICE: Mapping[str, str] = {
-    "--onnx": "The model stands without an option: optdnn build MODEL.onnx",
-    "--loadengine": "The engine stands without an option: optdnn bench ENGINE",
+    "--onnx": "The model needs no option: optdnn build MODEL.onnx",
+    "--loadengine": "The engine needs no option: optdnn bench ENGINE",
     "--usedlacore": "There is no target for the DLA; optdnn env lists the targets",
     "--allowgpufallback": "There is no target for the DLA; optdnn env lists the targets",
     "--usecudagraph": "Leave it out: on a GPU, an engine always runs as a CUDA graph",
@@ -63,8 +63,8 @@ ADVICE: Mapping[str, str] = {
     ),
     "--dumplayerinfo": "optdnn inspect ENGINE shows the steps",
     "--exportlayerinfo": "optdnn inspect ENGINE --json FILE.json writes the steps",
-    "--plugins": "Operators of your own are given in Python: optdnn.custom_op",
-    "--dynamicplugins": "Operators of your own are given in Python: optdnn.custom_op",
+    "--plugins": "Custom operators are passed in Python: optdnn.custom_op",
+    "--dynamicplugins": "Custom operators are passed in Python: optdnn.custom_op",
     "--versioncompatible": "An engine belongs to the version of optdnn that built it; build it again for another",
     "--hardwarecompatibilitylevel": "An engine is for one architecture: --target cuda:ARCH; build one for each",
 }

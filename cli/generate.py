@@ -18,7 +18,7 @@ CHOICE, PROMPT = "Choice of tokens", "Prompt"
 
 @click.command("generate", cls=Command)
 @engine_argument
-@option("--prompt", group=PROMPT, metavar="TEXT", help="The text to go on with; needs --tokenizer.")
+@option("--prompt", group=PROMPT, metavar="TEXT", help="The text to continue; needs --tokenizer.")
 @option("--prompt-ids", group=PROMPT, metavar="1,2,3", help="The same as tokens.")
 @option(
     "--tokenizer", type=FILE, group=PROMPT, metavar="FILE", help="A tokenizer.json: turns text into tokens, and back."

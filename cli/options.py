@@ -150,7 +150,7 @@ seed_option = option(
 config_option = option(
     "--config", group=GENERAL, metavar="FILE.toml", is_eager=True, expose_value=False, callback=read_config,
     type=FILE,
-    help="Take options from a TOML file: its keys are their names without dashes in front. The command line wins.",
+    help="Take options from a TOML file: its keys are their names without leading dashes. The command line overrides it.",
 )  # fmt: skip
 
 

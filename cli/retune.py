@@ -12,7 +12,9 @@ from optdnn.cli.options import Command, engine_argument, json_option, option
 
 @click.command("retune", cls=Command)
 @engine_argument
-@option("--budget", type=click.FloatRange(min=0, min_open=True), default=None, metavar="SECONDS", help="Bound it.")
+@option(
+    "--budget", type=click.FloatRange(min=0, min_open=True), default=None, metavar="SECONDS", help="Bound the tuning."
+)
 @option("--tactics", default=None, metavar="T", help="auto, or of own,cudnn,cublaslt.  [default: the build's]")
 @option("--timing-cache", type=click.Path(path_type=Path), default=None, help="Keep measured times here.")
 @json_option

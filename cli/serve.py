@@ -24,13 +24,13 @@ PACKAGES = ("grpc", "httptools", "orjson", "prometheus_client", "starlette", "tr
 @option("--batch-delay", type=float, default=0.0, show_default=True, metavar="MS", group="Batches",
         help="How long a request waits for others to share its batch.")  # fmt: skip
 @option("--max-batch", type=int, metavar="N", group="Batches",
-        help="Most rows of a batch.  [default: as many as the engine has plans for, else its range]")  # fmt: skip
+        help="Largest number of rows of a batch.  [default: as many as the engine has plans for, else its range]")  # fmt: skip
 @option("--queue", type=int, default=256, show_default=True, metavar="N", group="Batches",
-        help="Most requests of a model that wait; further ones are refused.")  # fmt: skip
+        help="Largest number of waiting requests per model; further ones are refused.")  # fmt: skip
 @option("--workers", type=int, default=1, show_default=True, metavar="N", group="Workers",
         help="Processes per model, each with the engine; 0: threads of the server.")  # fmt: skip
 @option("--instances", type=int, default=1, show_default=True, metavar="N", group="Workers",
-        help="Batches that a worker runs at once.")  # fmt: skip
+        help="Batches that a worker runs concurrently.")  # fmt: skip
 @option("--frontends", type=int, metavar="N",
         help="Processes that handle HTTP and gRPC; 0: the server.  [default: half of the cores up to 8, 0 below 4]")  # fmt: skip
 @option(

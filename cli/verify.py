@@ -37,7 +37,7 @@ from optdnn.errors import NotMet
 @option(
     "--tolerance",
     type=click.FloatRange(min=0),
-    help="Of the difference that another input makes, for --model.  [default: 1e-4; fp16 0.01, bf16 0.1, int8 0.25]",
+    help="For --model: largest error, relative to what another input changes.  [default: 1e-4; fp16 0.01, bf16 0.1, int8 0.25]",
 )
 @option("--threads", type=click.IntRange(min=1), default=None, help="Threads of an engine for cpu.")
 @load_options
@@ -57,7 +57,7 @@ def command(
     """Check ENGINE on this machine: its signature (--signed-by), its steps, its use of memory, its repeatability, and (--model) its
     results.
 
-    Ends with exit code 7 where a check fails. An engine for ranges of shapes is checked at the minimum, optimum and maximum of
+    Ends with exit code 7 if a check fails. An engine for ranges of shapes is checked at the minimum, optimum and maximum of
     each profile.
     """
     import optdnn

@@ -57,23 +57,24 @@ class BuildOptions:
     """Everything that shapes an engine. Raises UsageError for a value that no build can have.
 
     ``shapes`` maps an input's name to its dimensions (None leaves one symbolic), or to ranges of them
-    (:func:`optdnn.ranges.input_shapes` lists the forms); ``io_dtype`` is the element type of the
-    floating-point inputs and outputs ("model": their own); ``threads`` None lets the build measure; ``timing_cache``, ``dump``
-    (a folder) and ``emit_onnx`` are paths, given as text or path objects; ``stop_after`` names the last pass to run;
-    ``workspace`` bounds the scratch memory of GPU kernels in bytes (the libraries of the cpu target have no such bound);
-    ``budget`` bounds tuning in seconds; ``debug`` verifies the graph after every pass. For GPUs,
-    ``tactics="heuristic"`` trusts the cost model; "own", "cudnn" or "cublaslt" (or several, separated by commas) restrict to
-    those kernels, "heuristic,cudnn" without measuring them; ``row_invariant`` restricts to those that give a row of a batch the
-    same bits for any batch size; ``no_cubins`` keeps only the recipes of kernels, and ``strict`` refuses a network that would
-    need steps on the CPU; ``streams`` is on how many streams independent steps may run side by side: 1, more (wherever that is
-    predicted to gain), or "auto" (where tuning measures that the network is faster so; untuned, where a clear gain is predicted).
-    ``nearest_tactics`` gives plans for further sizes, made later, the tactics of the engine's plan for the nearest size (a tuned
-    one, where there is one) as far as the cost model does not disagree; without it only the cost model chooses.
+    (:func:`optdnn.ranges.input_shapes` lists the forms). ``io_dtype`` is the element type of the floating-point inputs and
+    outputs ("model": their own). With ``threads`` None, the build measures the best number. ``timing_cache``, ``dump`` (a folder)
+    and ``emit_onnx`` are paths, given as text or path objects. ``stop_after`` names the last pass to run. ``workspace`` bounds
+    the scratch memory of GPU kernels in bytes (the libraries of the cpu target have no such bound). ``budget`` bounds tuning in
+    seconds. ``debug`` verifies the graph after every pass.
 
-    ``devices``: the engine runs on so many GPUs together. ``split`` is what is divided among them: "weights"
+    For GPUs: ``tactics="heuristic"`` uses the cost model without measuring. "own", "cudnn" or "cublaslt" (or several, separated by
+    commas) restrict to those kernels; "heuristic,cudnn" does so without measuring. ``row_invariant`` restricts to kernels that
+    give a row of a batch the same bits for any batch size. ``no_cubins`` keeps only the recipes of kernels. ``strict`` refuses a
+    network that would need steps on the CPU. ``streams`` is the number of streams on which independent steps may run side by
+    side: 1, more (wherever that is predicted to gain), or "auto" (if tuning measures that the network is faster; untuned, if a
+    clear gain is predicted). With ``nearest_tactics``, later plans for further sizes take the tactics of the engine's plan for the
+    nearest size (a tuned one, if there is one), unless the cost model disagrees. Without it, only the cost model chooses.
+
+    ``devices`` is the number of GPUs that run the engine together. ``split`` says what is split among them: "weights"
     (:mod:`optdnn.passes.tensor_parallel`), "batch" (:mod:`optdnn.passes.batch_parallel`), or "auto": the one that is predicted to
-    be faster. ``memory_limit``: the most bytes that the engine may take on a GPU for weights and one context; NotMet where it needs
-    more.
+    be faster. ``memory_limit`` is the largest number of bytes that the engine may take on a GPU for weights and one context;
+    NotMet if it needs more.
 
     ``values`` maps input names to constant values: the engine has no such inputs, and sizes that depend on them are known.
     ``sample`` names the output of a language model that holds logits: the engine samples the next token from them, and gives that
@@ -84,19 +85,19 @@ class BuildOptions:
 
     For int8 and fp8: ``calib`` is the calibration data (see :func:`optdnn.calibration.data.open_data`), ``calibrator`` how ranges
     are chosen from it, ``calib_cache`` a JSON file that keeps them, ``images`` how pictures are prepared (JSON text, or a file
-    of it). ``precision_map`` gives single nodes another precision (names or patterns, ``{"head*": "fp32"}``);
-    ``strict_precision`` makes it an error (NotMet) where a node does not run in the requested precision.
+    of it). ``precision_map`` gives single nodes another precision (names or patterns, ``{"head*": "fp32"}``).
+    With ``strict_precision`` it is an error (NotMet) if a node does not run in the requested precision.
 
     For ``precision="auto"`` (the fastest engine within a bound on accuracy, :mod:`optdnn.precision.search`): ``calib`` is the data,
-    split into a part to search on and one to verify by; ``labels`` its labels, where they are not in it; ``metric`` "top1", "mse",
-    "cosine", "PKG.MODULE:F" or a function of outputs and labels; ``max_drop`` the largest loss in it that is allowed, in the
-    metric's own unit (None: the metric's usual one); ``precision_map`` holds the pins; ``candidates`` are the precisions that it
+    split into a part to search on and one to verify by; ``labels`` its labels, if it does not hold them; ``metric`` "top1", "mse",
+    "cosine", "PKG.MODULE:F" or a function of outputs and labels; ``max_drop`` the largest loss that is allowed, in the
+    metric's own unit (None: the metric's default); ``precision_map`` holds the pins; ``candidates`` are the precisions that it
     may choose from besides fp32 (None: all that the target has but tf32, which is used only where it is requested);
     ``budget`` bounds the search in seconds.
 
     ``refit`` keeps the model in the engine, so that single weights can be changed later without it (:meth:`Engine.refit`).
-    ``lock`` is a lockfile to write: all that decided the build. ``locked`` is one to build by: NotMet where the engine would not
-    have the same bytes (:mod:`optdnn.lockfile`).
+    ``lock`` is a lockfile to write: it records everything that the build depends on. ``locked`` is a lockfile to build by: NotMet
+    if the engine would not have the same bytes (:mod:`optdnn.lockfile`).
     """
 
     target: str = "auto"
@@ -173,7 +174,7 @@ class BuildOptions:
             raise UsageError("locked builds take the times of their lockfile", hint="leave --timing-cache out")
         if self.images is not None and self.preprocess:
             raise UsageError(
-                "images says how pictures are prepared outside of the engine, and preprocess inside of it",
+                "images describes how pictures are prepared outside of the engine, and preprocess inside of it",
                 hint="leave --images out: calibration prepares pictures as the engine does",
             )
 

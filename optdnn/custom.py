@@ -41,9 +41,9 @@ class CudaKernel:
 
     ``source`` is CUDA C++ with the function ``extern "C" __global__ void FUNCTION(const __grid_constant__ Params p)``, where it
     declares ``struct Params``: a pointer per operand, then per result, then the scalars of the launch, in C's layout. ``X0``,
-    ``X1``, … and ``Y0``, … are the element types, general.cuh's helpers are available; tensors are dense, in row-major order.
-    ``launch(inputs, outputs, attributes)`` gives the launch for these types; ``refuse``, with the same arguments, may return
-    why the kernel is not for them (the operator then runs on the CPU).
+    ``X1``, … and ``Y0``, … are the element types. The helpers of general.cuh are available. Tensors are dense, in row-major order.
+    ``launch(inputs, outputs, attributes)`` gives the launch for these types. ``refuse``, with the same arguments, may return a
+    reason why the kernel does not take them. The operator then runs on the CPU.
     """
 
     source: str
@@ -54,7 +54,7 @@ class CudaKernel:
 
 @dataclass(frozen=True, eq=False)
 class CustomOp:
-    """One operator of the user's. Make it with :func:`custom_op`."""
+    """A custom operator. Make it with :func:`custom_op`."""
 
     name: str
     infer: Callable[..., Any]
@@ -93,7 +93,7 @@ def custom_op(
     defaults = dict(attributes or {})
     for key, value in defaults.items():
         if not plain(value):
-            raise UsageError(f"custom operator {name}: attribute {key}={value!r} is no number, text or list of them")
+            raise UsageError(f"custom operator {name}: attribute {key}={value!r} is not a number, text or list of them")
     parts: list[Any] = [name, version, json.dumps(defaults, sort_keys=True), _source(infer), _source(reference)]
     if cuda is not None:
         parts += [cuda.source, cuda.function, _source(cuda.launch), "" if cuda.refuse is None else _source(cuda.refuse)]

@@ -62,7 +62,7 @@ class Lockfile:
         tables = [data.get(k) if isinstance(data, dict) else None for k in ("facts", "timings", "engine")]
         known = isinstance(data, dict) and (data.get("format"), data.get("version")) == (FORMAT, VERSION)
         if not known or not all(isinstance(t, dict) for t in tables):
-            raise UsageError(f"{path} is not a lockfile of version {VERSION}", hint="write it anew with --lock")
+            raise UsageError(f"{path} is not a lockfile of version {VERSION}", hint="write it again with --lock")
         return cls(*tables)  # type: ignore[arg-type]
 
     def write(self, path: Path) -> None:
@@ -93,7 +93,8 @@ def _refuse(what: str, lines: list[str]) -> None:
     if lines:
         more = [] if len(lines) <= SHOWN else [f"and {len(lines) - SHOWN} more"]
         raise NotMet(
-            "\n  ".join([f"{what}:", *lines[:SHOWN], *more]), hint="write the lockfile anew with --lock, or mend these"
+            "\n  ".join([f"{what}:", *lines[:SHOWN], *more]),
+            hint="write the lockfile again with --lock, or restore these",
         )
 
 

@@ -25,7 +25,7 @@ from optdnn.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class DimRange:
-    """The sizes ``min`` to ``max`` (both included) of a dimension; ``opt`` is the one to be fastest at."""
+    """The sizes ``min`` to ``max`` (both included) of a dimension; ``opt`` is the size to optimize for."""
 
     min: int
     opt: int

@@ -113,7 +113,7 @@ class PrologueGate(_Prologue):
                 f"{name} has a kernel of {'x'.join(map(str, kernel))}: it would apply the gate once for each tap"
             )
         if group != 1:
-            return Miss(f"{name} has {group} groups: too little work to hide the gate behind")
+            return Miss(f"{name} has {group} groups: too little work to hide the gate")
         return super()._refusal(graph, linear, op, x, value)
 
 

@@ -1,8 +1,8 @@
-"""An average pool before a 1x1 convolution moves behind it, where it has fewer channels, and becomes a depthwise convolution.
+"""An average pool before a 1x1 convolution moves after it, where it has fewer channels, and becomes a depthwise convolution.
 
 Both are linear and one works within channels, the other across them: they may change places (the pool branches of Inception).
 The bias follows the pool, which would count padding with it otherwise. As a depthwise convolution the pool takes in the bias and
-the activation behind it.
+the activation after it.
 """
 
 from __future__ import annotations

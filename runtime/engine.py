@@ -70,7 +70,7 @@ class Engine:
 
     @property
     def profiles(self) -> tuple[Profile, ...]:
-        """The sizes of symbolic dimensions that it takes: those inside of any of these (all, where there are none)."""
+        """The ranges of sizes that it takes, one for each profile. Without profiles it takes all sizes."""
         return self._runner.signature.profiles
 
     @property
@@ -98,11 +98,11 @@ class Engine:
 
     @property
     def report(self) -> Mapping[str, Plain] | None:
-        """The work and measurements of the build, with wall times and the machine; None for an engine that was loaded."""
+        """The steps and measurements of the build, with wall times and the machine; None for an engine that was loaded."""
         return None if self.account is None else Report(self.account(self))
 
     def keep(self, custom_ops: Sequence[CustomOp]) -> None:
-        """Note the user's own operators that the program runs: it is not loaded without them."""
+        """Keep the custom operators that the program runs: it does not load without them."""
         self._custom = tuple(custom_ops)
         requirements = [op.requirement for op in self._custom]
         self.program.requires = (*(r for r in self.program.requires if r not in requirements), *requirements)
@@ -267,20 +267,20 @@ def load(
     optdnn's generated kernels (:mod:`optdnn.runtime.cuda.kernel_text.check` describes its guarantees) or belong to one of
     ``custom_ops``. ``trust_cubins=True`` takes the compiled code in the file, and any source, unchecked: for files whose author may
     run code on this machine. ``recompile`` compiles even where this version's templates differ from those of the build.
-    An engine for a GPU and ranges of shapes makes plans for further shapes by ``planner`` (default: where the compiler is
-    installed, by it, when such inputs are first seen; None: not at all). So does one with shape inputs, for
-    their values; without a planner it runs them all by its own program.
-    ``examine`` judges the networks for CPU libraries before these see them (default:
-    :mod:`optdnn.lowering.cpu.examine`). None: an engine that hands them anything is refused.
-    ``custom_ops`` are the operators of the user's own that the engine was built with (:func:`optdnn.custom_op`).
+    An engine for a GPU and ranges of shapes makes plans for further shapes with ``planner`` (default: the compiler, if it is
+    installed, when such inputs are first seen; None: no further plans). An engine with shape inputs does so for their values;
+    without a planner, its own program runs for all values.
+    ``examine`` checks the networks for CPU libraries before the libraries see them (default:
+    :mod:`optdnn.lowering.cpu.examine`). None: an engine that gives them a network is refused.
+    ``custom_ops`` are the custom operators that the engine was built with (:func:`optdnn.custom_op`).
     ``signed_by``: the file is refused unless PATH.sig is its signature by this signer: a PEM file with a public key or with root
-    certificates, or "sigstore:IDENTITY,ISSUER". The environment variable OPTDNN_SIGNED_BY asks the same of every engine file that
-    the process reads. A signed file is read into memory (``mmap`` has no effect). It is trusted as with ``trust_cubins=True``.
-    An engine for several GPUs starts a process for each but the first, unless a launcher such as torchrun has started them
-    (:mod:`optdnn.runtime.ranks`). ``devices`` refuses an engine for another number of them.
-    Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine, that is not signed as
-    asked (see ``signed_by``), or whose kernels are
-    refused (EngineStale: whose kernels this version would make otherwise), and MissingDependency for an absent library.
+    certificates, or "sigstore:IDENTITY,ISSUER". With the environment variable OPTDNN_SIGNED_BY, this holds for every engine file
+    that the process reads. A signed file is read into memory (``mmap`` has no effect). It is trusted as with ``trust_cubins=True``.
+    An engine for several GPUs starts one process for each further GPU, unless a launcher such as torchrun has started them
+    (:mod:`optdnn.runtime.ranks`). ``devices`` refuses an engine for another number of GPUs.
+    Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine, that lacks the required
+    signature, or whose kernels are refused. Raises EngineStale if this version would make other kernels, and MissingDependency
+    for a library that is not installed.
     """
     from optdnn.runtime.file.format import read
 

@@ -159,7 +159,7 @@ def compiled(rows: Sequence[Row]) -> str:
     )
     said = f"optdnn ran by the cost model, untuned. {resumed}"
     how = (
-        "torch.compile: frozen weights, channels last, in a CUDA graph, beside eager (an nn.LSTM stays cuDNN's). Several rows may "
+        "torch.compile: frozen weights, channels last, in a CUDA graph, with eager (an nn.LSTM stays cuDNN's). Several rows may "
         "have compiled at once, hence the long times."
     )
     return table(lines, said, how=how, rows=mine)
@@ -205,5 +205,5 @@ def growth(rows: Sequence[Row]) -> str:
     if not mine:
         return ""
     said = ""
-    how = "fp16, by the cost model, beside PyTorch eager in a CUDA graph; sequences at batch 1."
+    how = "fp16, by the cost model, compared with PyTorch eager in a CUDA graph; sequences at batch 1."
     return table(lines, said, how=how, rows=mine)

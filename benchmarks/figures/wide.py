@@ -55,7 +55,7 @@ def page(rows: Sequence[Row]) -> str:
         "Goals": named(pairs),
         f"Under {GOAL:g} times torch.compile": slow(pairs),
         "Every pair": every(pairs),
-        "Beside max-autotune": most_tuned(mine),
+        "Compared with max-autotune": most_tuned(mine),
         "Slow steps": cliffs(pairs),
     }
     return "\n\n".join(f"## {head}\n\n{text}" if head else text for head, text in parts.items() if text)
@@ -108,7 +108,7 @@ def _summary(pairs: Pairs, rows: Sequence[Row]) -> str:
         said.append(_apart(pairs))
     if eager:
         said.append(
-            f"Beside eager PyTorch it is {geometric(eager):.2f} times as fast in geometric mean of {len(eager)} pairs, "
+            f"Compared with eager PyTorch, it is {geometric(eager):.2f} times as fast in geometric mean of {len(eager)} pairs, "
             f"{min(eager):.2f} at least."
         )
     if wrong := [workload(r).label for r in pairs.rows if "wrong" in r.get("checks", {}).get("ours", {})]:

@@ -178,7 +178,7 @@ def _array(given: Any, what: str) -> Array:
     try:
         return np.asarray(given)
     except (TypeError, ValueError) as error:  # rows of different lengths, for one
-        raise InputError(f"{what}, the given value is no array: {error}") from None
+        raise InputError(f"{what}, the given value is not an array: {error}") from None
 
 
 def _digest(arrays: Mapping[str, Rows]) -> str:

@@ -32,7 +32,7 @@ class StoredArray:
         self.shape, fortran, self.dtype = _header(stream)
         self.ndim, self.size = len(self.shape), math.prod(self.shape)
         if self.dtype.hasobject:
-            raise ValueError(f"{name} is no array of plain numbers")
+            raise ValueError(f"{name} is not an array of plain numbers")
         self._stream = stream
         self._row = self.dtype.itemsize * math.prod(self.shape[1:])
         # Columns first: a row lies all over the array.

@@ -365,7 +365,7 @@ def rows(
             wrong += sum(got[name][i].tobytes() != a[row].tobytes() for i, row in enumerate(order))
             far = max(far, errors_between([got[name]], [a[order]])[1])
     if not wrong:
-        return passed(f"{sum(map(len, orders))} rows are the same bits in other places and batches")
+        return passed(f"{sum(map(len, orders))} rows give the same bits in other places and batches")
     if exact is not None:
         one, two = exact(feeds), exact(picked(orders[0]))
         if any(errors_between([two[n]], [one[n][::-1]])[1] > 1e-9 for n in one):

@@ -150,7 +150,7 @@ def load_subject(path: Path, model: Path | None, threads: int | None, **data: An
     if "preprocess" in made or "postprocess" in made:
         raise UsageError(
             f"{path} takes pictures or gives answers, which its rivals do not",
-            hint="compare an engine of the model alone",
+            hint="compare an engine of the model only",
         )
     account = {**engine.meta, "cliffs": expected_cliffs(engine.program)}
     if model is None:

@@ -258,7 +258,7 @@ class _Case:
     def steps(self) -> Found:
         if self.simulated:
             return not_checked(
-                "simulate runs the meanings of the steps: there is no other computation to hold them against"
+                "simulate runs the meanings of the steps: there is no other computation to compare them with"
             )
         if not isinstance(self.context, Context):
             return checks.launches(self.context, self.own, self.engine.precision)
@@ -283,7 +283,7 @@ class _Case:
             context.run(self.other)
             runs.append({n: a.copy() for n, a in context.run(self.feeds).items()})
         return same_bits(
-            runs, self.want, f"{len(runs)} runs between others are the same bits", "differ from run to run"
+            runs, self.want, f"{len(runs)} runs, with others in between, give the same bits", "differ from run to run"
         )
 
     def memory(self) -> Found:

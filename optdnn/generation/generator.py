@@ -39,11 +39,11 @@ class HostCaches(UserWarning):
 
 
 class Generator:
-    """Generates text with the engine of a language model: reads prompts, and draws one token after another.
+    """Generates text with the engine of a language model: reads prompts, and samples one token after another.
 
     It holds the caches of a batch of sequences. Forms of models: exports of onnxruntime-genai and Optimum (``input_ids``,
     ``attention_mask``, ``position_ids``, ``past_key_values.N.key`` and ``present.N.key``), and others whose inputs are named here.
-    Tokens are numbers; text is the business of a tokenizer. One thread at a time uses a generator.
+    Tokens are numbers; a tokenizer turns them into text. One thread at a time uses a generator.
 
     ``Generator(engine, *, capacity=None, tokens=None, mask=None, positions=None, held=None, logits=None, state=None)``: ``engine``
     is an engine or the path of one. ``capacity`` bounds the positions of caches whose size the engine leaves open (None: they
@@ -232,7 +232,7 @@ class Generator:
                 raise InputError(f"prompt {b} holds token {wrong[0]}{known}")
             total = before + len(prompt) + most - 1
             if self._most is not None and total > self._most:
-                behind = f" behind {before} held" if before else ""
+                behind = f" after {before} earlier ones" if before else ""
                 raise InputError(
                     f"prompt {b} of {len(prompt)} tokens{behind} and {most} new ones need {total} positions; the caches have "
                     f"{self._most}",

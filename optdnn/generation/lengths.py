@@ -38,7 +38,7 @@ class StepLengths:
         if room < 1:
             raise InputError(
                 "the caches have no room to pad the shorter prompts of a batch",
-                hint="generate the longest prompt alone",
+                hint="generate the longest prompt by itself",
             )
         most = min(self.most or LONGEST_STEP, room)
         length = min(left, most)

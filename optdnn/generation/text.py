@@ -17,7 +17,7 @@ def read_tokenizer(path: str | os.PathLike[str]) -> Any:
     try:
         return Tokenizer.from_file(os.fspath(path))
     except Exception as error:  # the package raises plain Exceptions
-        raise UsageError(f"{path} is no tokenizer: {error}", hint="it is the tokenizer.json next to a model") from error
+        raise UsageError(f"{path} is not a tokenizer: {error}", hint="use the tokenizer.json of the model") from error
 
 
 class TextStream:

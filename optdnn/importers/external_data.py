@@ -49,7 +49,9 @@ class ExternalData:
         offset = _number(entries, "offset", 0, where)
         length = _number(entries, "length", nbytes, where)
         if length != nbytes:
-            raise ModelError(f"{where} needs {nbytes} bytes for its shape and type, its external data says {length}")
+            raise ModelError(
+                f"{where} needs {nbytes} bytes for its shape and type, its external data declares {length}"
+            )
         if not nbytes:
             return np.zeros(0, np.uint8)
         data = self._map(location, where)

@@ -50,7 +50,7 @@ def import_model(
 def custom_importers(custom_ops: Sequence[CustomOp]) -> dict[str, FromOnnx]:
     """Operator -> import function of the user's own operators. Raises UsageError for a name that ONNX or optdnn has."""
     if taken := sorted(op.name for op in custom_ops if op.name in IMPORTERS or op.name.startswith("ai.onnx.")):
-        raise UsageError(f"the custom operator {taken[0]} has a name that is taken", hint="use a domain of your own")
+        raise UsageError(f"the custom operator {taken[0]} has a name that is taken", hint="use your own domain")
     return {op.name: importer_of(op) for op in custom_ops}
 
 
@@ -75,7 +75,7 @@ def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec]) -> Graph:
     if importer.unsupported:
         count = len(importer.unsupported)
         custom = any(node.reason == UNKNOWN_CUSTOM for node in importer.unsupported)
-        advice = "declare operators of your own in Python: optdnn.build(..., custom_ops=[optdnn.custom_op(...)])"
+        advice = "declare custom operators in Python: optdnn.build(..., custom_ops=[optdnn.custom_op(...)])"
         raise UnsupportedError(
             f"{name} holds {count} thing{'s' * (count != 1)} that optdnn does not support:",
             importer.unsupported,

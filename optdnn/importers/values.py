@@ -70,7 +70,7 @@ def _fitting(port: onnx.ValueInfoProto, given: Any) -> Array:
         fits = bool((exact.astype(dtype).astype(np.float64) == exact.astype(np.float64)).all())
     array = exact.astype(dtype) if fits else exact
     if not fits:
-        raise UsageError(f"{given!r} is no value of {dtype_name(dtype)} for input {port.name!r}")
+        raise UsageError(f"{given!r} is not a value of {dtype_name(dtype)} for input {port.name!r}")
     if t.HasField("shape"):
         dims = [d.dim_value if d.HasField("dim_value") else None for d in t.shape.dim]
         if (len(dims) == 1 and not array.ndim) or (not dims and array.size == 1):

@@ -144,7 +144,7 @@ class InferenceSession:
 
     @property
     def engine(self) -> Engine:
-        """The engine behind it."""
+        """The engine that the session runs."""
         return self._engine
 
     def get_inputs(self) -> list[NodeArg]:
@@ -164,11 +164,11 @@ class InferenceSession:
         return self._options
 
     def get_provider_options(self) -> dict[str, dict[str, str]]:
-        """No options for each provider: what they said went into the build."""
+        """No options for each provider: the build has used them."""
         return {name: {} for name in self._providers}
 
     def get_modelmeta(self) -> ModelMetadata:
-        """The model's own facts; of an engine file the name alone, which is all that it holds of them."""
+        """The model's metadata; for an engine file only the name, because the file holds no more of it."""
         return self._metadata
 
     def disable_fallback(self) -> None:
@@ -309,7 +309,7 @@ def _of_options(options: Any) -> dict[str, Any]:
     level = getattr(options, "graph_optimization_level", 99)
     number = int(getattr(level, "value", level))
     if number not in _LEVELS:
-        raise UsageError(f"graph_optimization_level {level!r} is none of onnxruntime's")
+        raise UsageError(f"graph_optimization_level {level!r} is not one of onnxruntime's")
     if getattr(options, "enable_profiling", False):
         raise UsageError(
             "optdnn.InferenceSession writes no profile",

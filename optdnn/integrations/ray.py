@@ -43,7 +43,7 @@ class Predictor:
     A batch may have any number of rows. They are run in the sizes that the engine has plans for; the last ones are padded, and
     the padding is cut off. Large batches, of several hundred rows, are the fastest: on a GPU, the copies of one run are made while
     another one computes. An engine that takes pictures also takes a column with the bytes of their files (JPEG, PNG and the like).
-    Where an output is of classes, the columns ``label`` and ``score`` tell the most likely one.
+    Where an output is of classes, the columns ``label`` and ``score`` hold the most likely one.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Predictor:
                     list(picture_answers(self.engine, [file]))
                 except InputError as error:
                     which = f"row {k}" if paths is None else paths[k]
-                    hint = "Ray's DataContext.max_errored_blocks lets a job go on without the blocks of such files"
+                    hint = "Ray's DataContext.max_errored_blocks lets a job continue without the blocks of such files"
                     raise InputError(f"{which}: {error.message}", hint=hint) from error
             raise
         found: Columns = {n: _plain(_stacked([a.outputs[n] for a in answers])) for n in answers[0].outputs}

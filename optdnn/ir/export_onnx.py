@@ -60,7 +60,7 @@ class ExportedModel:
         if self.weights:
             declared = {t.name: t for t in self.proto.graph.initializer if t.data_location == TensorProto.EXTERNAL}
             if declared.keys() != self.weights.keys():
-                raise UsageError("a model whose weights are inputs cannot be saved as a file of its own")
+                raise UsageError("a model whose weights are inputs cannot be saved as a separate file")
             position = 0
             pieces: list[bytes | memoryview] = []
             for name, array in self.weights.items():

@@ -86,7 +86,7 @@ def infer_attention(call: Call) -> Result:
         for t, own, name in ((call.type(4), k, "past_key"), (call.type(5), v, "past_value")):
             wanted = (*own.dims[:2], past, own.dims[3])
             for d, w in zip(t.dims, wanted, strict=True):
-                agree(d, w, f"Attention {name} is {t} beside {own}")
+                agree(d, w, f"Attention {name} is {t} with {own}")
         total = past + cols
     if call.has(3):
         _check_mask(call.type(3), (batch, heads, rows, total), q)

@@ -115,7 +115,7 @@ def multi_head_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     heads = int(required(node, "num_heads"))
     if node.input(2) is None:
         if node.input(3) is not None:
-            raise Unsupported("a bias beside packed query, key and value")
+            raise Unsupported("a bias with packed query, key and value")
         q, kv = node.inputs[0], node.input(1)
         operands = unpacked(e, q, 3) if kv is None else [q, *unpacked(e, kv, 2)]
         if len(e.type(operands[0]).dims) == 3:
@@ -142,7 +142,7 @@ def _biased(node: NodeSpec, e: Emit, operands: list[Ref]) -> list[Ref]:
     """The bias of query, key and value lies in one vector."""
     widths = []
     for ref in operands:
-        require_rank(e.type(ref), 3, "MultiHeadAttention query, key and value beside a bias")
+        require_rank(e.type(ref), 3, "MultiHeadAttention query, key and value with a bias")
         width = e.type(ref).dims[2]
         if not isinstance(width, int):
             raise Unsupported("a bias of an unknown width")

@@ -62,7 +62,7 @@ def _check_parameter(call: Call, i: int, name: str, x: TensorType, like: TensorT
     if like is not None and t.dims in ((), (1,)) and like.dims in ((), (1,)):
         return t  # one number either way
     if like is not None:
-        require_rank(t, len(like.dims), f"{what} beside a scale {like}: it")
+        require_rank(t, len(like.dims), f"{what} with a scale {like}: it")
         for d, s in zip(t.dims, like.dims, strict=True):
             agree(d, s, f"{what} does not have the shape of the scale {like}")
         return t
@@ -92,7 +92,7 @@ def _check_scale(call: Call, i: int, *, divides: bool) -> None:
         rule = "positive and finite" if divides else "finite"
         raise ShapeError(
             f"{call.kind} scale {odd[0]:g}{many} must be {rule}",
-            hint="quantize the model anew; an all-zero tensor takes any positive scale, 1 for instance",
+            hint="quantize the model again; an all-zero tensor takes any positive scale, 1 for instance",
         )
 
 

@@ -115,7 +115,7 @@ def reshaped(dims: Shape, target: Sequence[DimLike], allowzero: bool = False) ->
             right.remove(d)
     have, want = product(left), product(right)
     if want == 0:
-        raise ShapeError(f"{what}: -1 beside an empty dimension could be anything")
+        raise ShapeError(f"{what}: -1 next to an empty dimension could be anything")
     rest = mod(have, want)
     if isinstance(rest, int) and rest != 0:
         raise ShapeError(f"{what}: {have} is not a multiple of {want}")

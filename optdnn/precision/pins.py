@@ -25,7 +25,7 @@ def check_pins(pins: Iterable[str], graph: Graph, known: Iterable[str] = ()) -> 
             close = get_close_matches(pattern.strip("*"), sorted(names), SHOWN, 0.5) or sorted(
                 n for n in names if pattern.strip("*").lower() in n.lower()
             )
-            what = "is like " + ", ".join(map(repr, close[:SHOWN])) if close else "is none of the model's node names"
+            what = "is like " + ", ".join(map(repr, close[:SHOWN])) if close else "is not one of the model's node names"
             raise UsageError(
                 f"--pin {pattern!r} fits no node; it {what}",
                 hint="names of nodes are those of the ONNX model (* and ? stand for anything): optdnn inspect MODEL --nodes",

@@ -48,7 +48,7 @@ def with_weights(model: Model, weights: Mapping[str, Any]) -> Model:
         t, array = known.get(name), np.asarray(given)
         if t is None:
             meant = did_you_mean(str(name), known)
-            wrong.append(f"{name!r} is no initializer of {model.name}" + (f"; {meant}" if meant else ""))
+            wrong.append(f"{name!r} is not an initializer of {model.name}" + (f"; {meant}" if meant else ""))
             continue
         dtype = element_type(t.data_type)
         if array.dtype != dtype or array.shape != tuple(t.dims):
@@ -87,7 +87,7 @@ def with_adapters(model: Model, adapters: Mapping[str, Sequence[Any]]) -> Model:
         t = known.get(name)
         if t is None:
             meant = did_you_mean(str(name), known)
-            wrong.append(f"{name!r} is no initializer of {model.name}" + (f"; {meant}" if meant else ""))
+            wrong.append(f"{name!r} is not an initializer of {model.name}" + (f"; {meant}" if meant else ""))
             continue
         weight = to_array(t, model.external, model.name)
         try:

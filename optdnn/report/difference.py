@@ -26,7 +26,7 @@ def sentences(report: Mapping[str, Any]) -> list[str]:
     if report["same_bytes"]:
         lines.append("The files are the same, byte for byte.")
     elif not report["tables"]:
-        lines.append("Nothing that the files tell differs.")
+        lines.append("The files record no difference.")
     if (out := report["outputs"]) is not None:
         same = out["max_abs_err"] == 0
         said = "are equal to the bit" if same else f"differ by {error_text(out['max_rel_err'])} of the largest element"

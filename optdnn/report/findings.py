@@ -201,7 +201,7 @@ def _whole(report: _Row) -> Iterable[Finding]:
     if "h2d_ms" in gpu:
         copies = gpu["h2d_ms"]["median"] + gpu["d2h_ms"]["median"]
         if copies > 0.1 * gpu["gpu_compute_ms"]["median"]:
-            text = f"Copies to and from the GPU take {copies:.3g} ms beside {gpu['gpu_compute_ms']['median']:.3g} ms on it."
+            text = f"Copies to and from the GPU take {copies:.3g} ms, its own work {gpu['gpu_compute_ms']['median']:.3g} ms."
             yield Finding(text, "Keep arrays on the GPU between calls: context.bind.", 1e3 * copies)
 
 
@@ -244,6 +244,6 @@ def slower_steps(rows: Sequence[_Row], net: Network) -> list[Finding]:
         a, b = row["a"], row["b"]
         if a is not None and b is not None and b > a:
             text = f"{row['name']} takes {b:.4g} µs in B and {a:.4g} µs in A."
-            advice = "Select it to see its tactic in B; the table of tactics says what A ran."
+            advice = "Select it to see its tactic in B; the table of tactics shows what A ran."
             found.append(Finding(text, advice, b - a, tuple(by_name.get(row["name"], ()))))
     return sorted(found, key=lambda f: -(f.gain_us or 0.0))

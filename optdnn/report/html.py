@@ -50,7 +50,7 @@ def to_html(report: _Report, drawing: Drawing | None = None) -> str:
         report["model"] or report["subject"],
         drawing,
         r=report,
-        subtitle=f"{subject['name']} beside {others}, on {report['machine'].get('cpu')}, {threads}",
+        subtitle=f"{subject['name']} compared with {others}, on {report['machine'].get('cpu')}, {threads}",
         figures=_compared(report),
         subject=subject,
         sentences=words.sentences(report),

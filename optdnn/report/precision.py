@@ -127,8 +127,8 @@ def _expectation(auto: Mapping[str, Any]) -> list[str]:
     right = auto["samples"].get("right")
     if right is not None and right >= KNOWN:
         found.append(
-            f"fp32 has {right:.4g} % of these samples right: where it was trained on them, new ones lie nearer to the border and "
-            "more may be lost than is expected; give samples that training has not seen"
+            f"fp32 has {right:.4g} % of these samples right: if it was trained on them, new samples have smaller margins, and "
+            "more may be lost than expected; give samples that were not in the training data"
         )
     return found
 

@@ -104,7 +104,7 @@ def why_rows_depend(engine: Engine, symbol: str, plans: Sequence[Shapes]) -> str
     """ "" where the rows of a batch do not depend on one another, else what the trial showed."""
     ranges = [p[symbol] for p in engine.profiles if symbol in p]
     if ranges and max(r.max for r in ranges) < 2:
-        return "the engine takes batches of one row alone"
+        return "the engine takes only batches of one row"
     held = {shapes[0][0] for shapes in plans if shapes[0][0] > 1}
     rows = min(held) if held else max(2, ranges[0].min) if ranges else 2
     try:

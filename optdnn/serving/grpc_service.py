@@ -63,7 +63,7 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
     async def RepositoryModelLoad(self, request: Any, context: Any) -> Any:
         async def load() -> Any:
             if request.parameters:
-                raise Refusal("a model is loaded from its file alone: load takes no parameters")
+                raise Refusal("a model is loaded only from its file: load takes no parameters")
             await self._service.load(request.model_name)
             return pb.RepositoryModelLoadResponse()
 

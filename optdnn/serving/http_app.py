@@ -129,7 +129,7 @@ class HttpEnds:
     async def load(self, request: Request) -> Response:
         parameters = read_json(await body_of(request) or memoryview(b"{}")).get("parameters")
         if parameters:
-            raise Refusal("a model is loaded from its file alone: load takes no parameters")
+            raise Refusal("a model is loaded only from its file: load takes no parameters")
         await self._service.load(request.path_params["model"])
         return Response()
 

@@ -19,7 +19,7 @@ def bytes_of_list(name: str, kind: str, data: list[Any], shape: Sequence[Any]) -
     Raises Refusal where it is none, or does not fit its datatype ``kind``."""
     dtype = DTYPE_OF.get(kind)
     if dtype is None:
-        raise Refusal(f"input {name!r} is {kind!r:.40}, which is no datatype of numbers")
+        raise Refusal(f"input {name!r} is {kind!r:.40}, which is not a datatype of numbers")
     if not all(type(d) is int for d in shape):
         raise Refusal(f"the shape of input {name!r} is not one")
     try:

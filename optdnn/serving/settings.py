@@ -27,11 +27,11 @@ class ServeSettings:
     batch_delay_ms: float = 0.0
     """How long a request waits for others to share a batch with."""
     max_batch: int | None = None
-    """Most rows of a batch. None: as many as the engine has plans for."""
+    """Largest number of rows of a batch. None: as many as the engine has plans for."""
     workers: int = 1
     """Processes per model. 0: threads of the server's process."""
     instances: int = 1
-    """Batches that a worker runs at once."""
+    """Batches that a worker runs concurrently."""
     gpus: Sequence[int] = ()
     """The GPUs that the workers of a model are spread over. Empty: the environment's GPU."""
     queue: int = 256

@@ -17,7 +17,7 @@ from optdnn.types import BF16, TensorSpec
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 DELAY_MICROSECONDS = 100
 """How long Triton's batcher waits for further requests."""
-MODEL_CODE = '''"""The engine beside this file, for the Python backend of NVIDIA's Triton server. optdnn must be installed there."""
+MODEL_CODE = '''"""The engine in this folder, for the Python backend of NVIDIA's Triton server. optdnn must be installed there."""
 
 from pathlib import Path
 
@@ -93,7 +93,7 @@ def export_triton(engine: Path, folder: Path, *, instances: int = 1, trust_cubin
     name = engine.stem
     if not NAME.fullmatch(name):
         raise UsageError(
-            f"{name!r} is no name for a model of Triton", hint="rename the engine file: letters, digits, _ - ."
+            f"{name!r} is not a name for a model of Triton", hint="rename the engine file: letters, digits, _ - ."
         )
     loaded = load(engine, trust_cubins=trust_cubins)
     specs = (*loaded.inputs, *loaded.outputs)

@@ -55,7 +55,7 @@ class PrecisionPlan:
             if precision not in PRECISIONS:
                 raise UsageError(f"precision {precision!r} of {name} is not one of {', '.join(PRECISIONS)}")
         if self.base in OF_PRODUCTS:
-            raise UsageError(f"the float precision beside {self.default} cannot be {self.base}")
+            raise UsageError(f"the float precision with {self.default} cannot be {self.base}")
 
     @classmethod
     def of_option(cls, text: str, nodes: Mapping[str, str] | None = None) -> PrecisionPlan:

@@ -136,7 +136,7 @@ def capability_of(arch: str) -> tuple[int, int]:
     """The compute capability of an NVRTC architecture ("sm_90a", "sm_120f"). Raises InternalError for other text."""
     digits = arch.removeprefix("sm_").rstrip("af")
     if not arch.startswith("sm_") or not digits.isdigit() or len(digits) < 2:
-        raise InternalError(f"{arch!r} is no architecture of a GPU")
+        raise InternalError(f"{arch!r} is not an architecture of a GPU")
     return int(digits[:-1]), int(digits[-1])
 
 

@@ -328,7 +328,7 @@ class CudaContext(BaseContext):
                 outputs[spec.name] = None  # a placeholder that keeps the order
                 continue
             if array is None:
-                cupy = import_cupy("to hold results on the GPU; or give arrays of your own as out=")
+                cupy = import_cupy("to hold results on the GPU; or pass your own arrays as out=")
                 array = cupy.empty(spec.shape, spec.dtype)
             given[i] = pointer_of(array, spec, f"the buffer for output {spec.name!r}", writable=True)
             outputs[spec.name] = array

@@ -195,7 +195,7 @@ def _refusal(engine: str, signer: Signer, bundle: dict[str, Any], contents: Cont
     """The error with the reason why a signature is invalid."""
     if not contents.hashed:
         why = str(error) or type(error).__name__
-        return EngineError(f"{signature_path(engine)} is no valid signature by {signer.text}: {why}")
+        return EngineError(f"{signature_path(engine)} is not a valid signature by {signer.text}: {why}")
     # From here on the statement is the signer's own.
     statement = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
     name, plain = statement["subject"][0]["name"], statement.get("predicate", {}).get("serialization", {})

@@ -36,7 +36,7 @@ class PicturePort:
         if len(inputs) != 1 or inputs[0].name not in specs:
             had = ", ".join(map(str, inputs))
             raise UsageError(
-                f"the engine does not take pictures, or not alone: its inputs are {had}",
+                f"pictures are not the engine's only input: its inputs are {had}",
                 hint="build it with --preprocess NAME=SPEC for its only input",
             )
         if len(inputs[0].shape) != 4:

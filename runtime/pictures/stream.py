@@ -53,7 +53,7 @@ def picture_answers(
 
     ``pictures`` is a file, a folder, or paths and bytes of files (JPEG, PNG and the like). They are decoded in ``workers`` threads
     (default: a thread per core) while the engine runs the batch before; ``batch`` pictures go together where the engine takes any
-    number. A picture of another size than the engine's is brought to it on the CPU. ``decoder`` is "cpu" (Pillow, extra
+    number. A picture of another size is converted to the engine's size on the CPU. ``decoder`` is "cpu" (Pillow, extra
     ``images``), "gpu" (nvJPEG and nvImageCodec, extra ``images-gpu``, for engines on GPUs) or "auto": gpu where
     they are installed and can decode for this engine.
 

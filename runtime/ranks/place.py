@@ -39,7 +39,9 @@ def place_of(env: Mapping[str, str] | None = None) -> Place | None:
             local = int(env.get(local_name, rank))
             port = int(env.get("MASTER_PORT", "29500")) + 1
         except ValueError as error:
-            raise UsageError(f"{rank_name}, {world_name}, {local_name} or MASTER_PORT is no number: {error}") from error
+            raise UsageError(
+                f"{rank_name}, {world_name}, {local_name} or MASTER_PORT is not a number: {error}"
+            ) from error
         if world == 1:
             return None
         if not 0 <= rank < world or local < 0:

@@ -46,7 +46,7 @@ class ProcessTeam:
 
     def __init__(self, program: Program, ranks: Ranks, options: LoadOptions):
         if options.custom_ops:
-            raise UsageError("operators of your own do not run on several GPUs", hint="build the engine for one device")
+            raise UsageError("custom operators do not run on several GPUs", hint="build the engine for one device")
         if on_gpu(program, options):
             from optdnn.runtime.cuda.collectives.communicator import check_gpus
 

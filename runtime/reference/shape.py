@@ -30,7 +30,7 @@ def _reshape(x: Array, shape: Array, allowzero: bool) -> tuple[Array, ...]:
                 left.remove(d)
                 right.remove(d)
         if 0 in right:
-            raise ValueError(f"-1 beside an empty dimension in the target shape {dims} could be anything")
+            raise ValueError(f"-1 next to an empty dimension in the target shape {dims} could be anything")
         dims[dims.index(-1)] = math.prod(left) // math.prod(right)
     return (x.reshape(dims),)
 

@@ -176,7 +176,7 @@ def test_a_pair_without_slow_steps_is_explained_by_its_kinds_of_steps(monkeypatc
 
 def test_pages_say_what_there_are_rows_for() -> None:
     beside_eager = wide.page([row(MIXER, times=ms(ours=1.0, eager=3.0)), *wide_rows()[-1:]])
-    assert "Beside eager PyTorch it is 3.00 times as fast in geometric mean of 1 pairs" in beside_eager
+    assert "Compared with eager PyTorch, it is 3.00 times as fast in geometric mean of 1 pairs" in beside_eager
     for absent in ("torch.compile (default mode)", "## Under", "## Slow steps", "## Beside"):
         assert absent not in beside_eager
     shaken = row(MIXER, times=ms(ours=1.0, eager=3.0), disturbed=True) | {"checks": {"ours": {"wrong": "inf"}}}

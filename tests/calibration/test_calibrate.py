@@ -329,8 +329,8 @@ def test_bad_data(tmp_path: Path) -> None:
         (tmp_path / "empty", UsageError, "holds no pictures"),
         (3, UsageError, "int is not calibration data"),
         (lambda: 3, UsageError, "the function that makes calibration data gave int"),
-        ({"x": [[1.0], [2.0, 3.0]]}, InputError, "'x', the given value is no array"),
-        ([{"x": [[1.0], [2.0, 3.0]]}], InputError, "batch 0: input x.*, the given value is no array"),
+        ({"x": [[1.0], [2.0, 3.0]]}, InputError, "'x', the given value is not an array"),
+        ([{"x": [[1.0], [2.0, 3.0]]}], InputError, "batch 0: input x.*, the given value is not an array"),
         ([{"x": "abc"}], InputError, r"the array has shape \[\]"),
         ([None], InputError, r"the array has shape \[\]"),
     ]

@@ -140,7 +140,7 @@ def test_without_the_extra_the_demo_names_it_and_recommends_what_works(
         ("good", {"right": 28}, "good gets 28 of 40 right, less than 75.00%"),
         ("good", {"max_rel_err": None}, "good: outputs differ from ONNX Runtime's by None, allowed is 0.0001"),
         ("resnet50", {"max_rel_err": 2e-4}, "resnet50: outputs differ from ONNX Runtime's by 0.0002"),
-        ("resnet50", {"input_difference": 1e-5}, "another picture changes the outputs by 1e-05 alone"),
+        ("resnet50", {"input_difference": 1e-5}, "another picture changes the outputs by only 1e-05"),
     ],
 )
 def test_what_is_missed_fails_the_demo(

@@ -73,7 +73,7 @@ def test_text(cli: Cli, engine: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
     code, _, err = cli("generate", str(engine), "--tokenizer", str(tmp_path / "bad.json"), "--prompt", "w3")
     assert code == 2
-    assert "is no tokenizer" in err
+    assert "is not a tokenizer" in err
 
 
 def test_characters_of_several_tokens_are_held_back() -> None:

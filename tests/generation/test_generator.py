@@ -160,7 +160,9 @@ def test_a_full_cache_refuses_before_anything_is_written() -> None:
     steps: Any = generator._steps
     before = {n: a.copy() for n, a in steps._caches.items()}
     for prompt, count in (([1] * (CAPACITY - 6), 1), ([1], CAPACITY - 6)):
-        with pytest.raises(InputError, match=rf"behind 7 held and {count} new ones need {CAPACITY + 1} positions"):
+        with pytest.raises(
+            InputError, match=rf"after 7 earlier ones and {count} new ones need {CAPACITY + 1} positions"
+        ):
             generator.generate(prompt, max_new_tokens=count, extend=True)
     assert all((before[n] == a).all() for n, a in steps._caches.items())
     assert generator.generate([1], max_new_tokens=2, extend=True) == expected("llama", [*PROMPTS[0], *first, 1], 2)

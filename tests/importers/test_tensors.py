@@ -154,7 +154,7 @@ def test_external_data_is_mapped(stored):
         ({"offset": "9"}, r"wants bytes 9 to 57 of 'weights/w\.bin', which has 56"),
         ({"offset": "-8"}, "offset '-8' is not a non-negative integer"),
         ({"offset": "8 "}, "offset '8 ' is not a non-negative integer"),
-        ({"length": "47"}, "needs 48 bytes for its shape and type, its external data says 47"),
+        ({"length": "47"}, "needs 48 bytes for its shape and type, its external data declares 47"),
         ({"length": "1" * 30}, "is not a non-negative integer"),
     ],
 )

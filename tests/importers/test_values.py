@@ -52,8 +52,8 @@ def test_which_inputs_say_sizes() -> None:
     ("values", "message"),
     [
         ({"nothing": 1}, r"no input 'nothing' to give a value\n.*its inputs are 'x', 'axes'"),
-        ({"axes": [1.5]}, r"\[1.5\] is no value of int64 for input 'axes'"),
-        ({"axes": "one"}, "is no value of int64"),
+        ({"axes": [1.5]}, r"\[1.5\] is not a value of int64 for input 'axes'"),
+        ({"axes": "one"}, "is not a value of int64"),
         ({"axes": [1, 2]}, r"the value of input 'axes' has shape \[2\], the input \[1\]"),
     ],
 )

@@ -162,7 +162,7 @@ def test_an_unknown_operator_is_named() -> None:
     [
         ({"name": "Shrink"}, "is called DOMAIN.TYPE"),
         ({"reference": None}, "must be functions"),
-        ({"attributes": {"w": np.zeros(3)}}, "attribute w=.* is no number, text or list"),
+        ({"attributes": {"w": np.zeros(3)}}, "attribute w=.* is not a number, text or list"),
     ],
 )
 def test_declarations_that_are_refused(change: dict[str, Any], because: str) -> None:

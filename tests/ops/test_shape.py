@@ -374,7 +374,7 @@ REFUSED = [
     ("Reshape", [tensor(FP32, 2, 3), [4, -1]], None, "6 is not a multiple of 4"),
     ("Reshape", [tensor(FP32, 2, 3), [-1, -1]], None, "more than one -1"),
     ("Reshape", [tensor(FP32, 2), [1, 0]], None, "a 0 copies a dimension that is not there"),
-    ("Reshape", [tensor(FP32, 2), [0, -1]], ReshapeAttrs(True), "-1 beside an empty dimension"),
+    ("Reshape", [tensor(FP32, 2), [0, -1]], ReshapeAttrs(True), "-1 next to an empty dimension"),
     ("Reshape", [tensor(FP32, N, 4), [N, 3]], None, "elements against"),
     ("Reshape", [tensor(FP32, 2), tensor(FP32, 1)], None, "integers as operand 1"),
     ("Reshape", [tensor(FP32, 2), [[2]]], None, "1-D tensor as operand 1"),
@@ -410,7 +410,7 @@ def test_an_empty_batch_reshapes_as_any_other() -> None:
 
 
 def test_kernels_refuse_at_run_time() -> None:
-    with pytest.raises(RunError, match="-1 beside an empty dimension"):
+    with pytest.raises(RunError, match="-1 next to an empty dimension"):
         run_kernel("Reshape", [np.zeros((2, 3), np.float32), ints(0, -1)], {"allowzero": True})
     with pytest.raises(RunError, match="copies a dimension that operand 0 lacks"):
         run_kernel("Reshape", [X, ints(2, 3, 4, 0)], {"allowzero": False})

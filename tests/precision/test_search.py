@@ -250,9 +250,7 @@ def test_what_margins_let_expect_declines_where_no_sample_was_lost(monkeypatch: 
     assert (
         cells[-1] == "on the front, expected to be beyond the bound" or cells[-1] == "expected to be beyond the bound"
     )
-    assert any(
-        "fp32 has 100 % of these samples right: where it was trained on them" in text for text in sentences(plain)
-    )
+    assert any("fp32 has 100 % of these samples right: if it was trained on them" in text for text in sentences(plain))
 
 
 def test_other_metrics_expect_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

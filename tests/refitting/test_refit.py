@@ -225,7 +225,7 @@ def test_arrays_that_do_not_fit_are_named(built: Any) -> None:
     said = refused(built, UsageError, weights=wrong)
     assert "'w1' is fp32[24, 48] in the network, the given array float32[24, 47]" in said
     assert "'w2' is fp32[48, 10] in the network, the given array float64[48, 10]" in said
-    assert "'w3' is no initializer" in said
+    assert "'w3' is not an initializer" in said
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_arrays_that_do_not_fit_are_named(built: Any) -> None:
 )
 def test_adapters_that_do_not_fit_are_named(built: Any, adapter: Any) -> None:
     assert "'w1'" in refused(built, UsageError, adapters={"w1": adapter})
-    assert "'w9' is no initializer" in refused(built, UsageError, adapters={"w9": (1, 1)})
+    assert "'w9' is not an initializer" in refused(built, UsageError, adapters={"w9": (1, 1)})
 
 
 def test_an_adapter_of_integers_is_refused() -> None:

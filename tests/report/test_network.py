@@ -190,7 +190,7 @@ def test_whole_runs_refusals_and_precisions_are_found_in_order_of_the_gain() -> 
     texts = [f.text for f in found]
     assert texts[0].startswith("Int8 is slower than fp32")
     assert texts[1] == "other is 1.50× as fast: it takes 1 ms."
-    assert texts[2] == "Copies to and from the GPU take 0.3 ms beside 0.1 ms on it."
+    assert texts[2] == "Copies to and from the GPU take 0.3 ms, its own work 0.1 ms."
     assert texts[3] == "1 operator stays in fp32 to keep the accuracy: 40.0 µs."
     assert texts[4] == "1 rewrite by p/r refused, at operators that take 60.0% of the run."
     assert found[4].advice == "The reason: it is used twice."

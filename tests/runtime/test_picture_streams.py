@@ -154,7 +154,7 @@ def test_what_is_no_picture_and_what_takes_none(
     with pytest.raises(UsageError, match="holds no pictures"):
         list(optdnn.picture_answers(any_size, tmp_path / "empty"))
     plain = optdnn.build(classifier(), target="reference")
-    with pytest.raises(UsageError, match="does not take pictures, or not alone: its inputs are"):
+    with pytest.raises(UsageError, match="not the engine's only input: its inputs are"):
         list(optdnn.picture_answers(plain, small))
     cropped = _engine(preprocess={"x": {"resize": None, "crop": 12}})
     with pytest.raises(InputError, match="4x3 is smaller than the crop 12x12"):

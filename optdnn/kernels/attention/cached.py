@@ -112,7 +112,7 @@ class CachedAttention(ProblemTactic):
         if q[2] != 1 or b.graph.type(step.values.inputs[1]).static_shape[2] != 1:  # type: ignore[arg-type]
             return f"it is for one new position, not {q[2]}"
         if v[3] != q[3] or 0 in q or 0 in k:
-            return f"values of {v[3]} features beside queries of {q[3]}"
+            return f"values of {v[3]} features with queries of {q[3]}"
         if op.attrs.softmax_precision is not None and op.attrs.softmax_precision == FP64:
             return "its softmax is fp32"
         whole = (op.inputs[LENGTHS], step.keys.input(2))

@@ -120,7 +120,7 @@ def refusal(b: Builder, op: Op) -> str | None:
     if (why := no_kernels(b.arch)) is not None:
         return why
     if op.outputs[0].type.dtype != FP32:
-        return f"its operands are fp32, not {op.outputs[0].type.dtype.name}"
+        return f"the kernel takes fp32, not {op.outputs[0].type.dtype.name}"
     return None
 
 

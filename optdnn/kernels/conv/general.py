@@ -124,7 +124,7 @@ def refusal(b: Builder, op: Op) -> str | None:
     if (why := no_kernels(b.arch)) is not None:
         return why
     if products(b, op) not in ("float16", "bfloat16", "tfloat32"):
-        return f"its operands are 16-bit floats, or of fp32, tf32 where that was asked for, not {products(b, op)}"
+        return f"the kernel takes 16-bit floats, or tf32 where that was requested, not {products(b, op)}"
     return None
 
 

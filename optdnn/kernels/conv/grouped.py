@@ -69,7 +69,7 @@ class GroupedConv(MakesMeans, ConvolutionKernel):
         if op.outputs[0].type.dtype not in (FP16, BF16):
             return "it is for 16-bit floats"
         if weight.shape[0] != a.group * weight.shape[1] or weight.shape[1] == 1:
-            return "its groups have as many channels in as out, and more than one"
+            return "the kernel takes groups with as many channels in as out, and more than one"
         if together(a.group, weight.shape[1]) is None:
             return "no few of its groups have channels in eights"
         if plan_epilogue(b.graph, op, channel_axis=1).residual is not None:

@@ -44,7 +44,7 @@ def refuse(arch: str, dtype: str, feeds: Sequence[Geometry]) -> str | None:
     if not arch.startswith("sm_90"):
         return f"it needs Hopper's wgmma and TMA (sm_90a), not {arch}"
     if dtype not in render.WGMMA_KINDS:
-        return f"its operands are 16-bit floats or of 8 bits (of fp32, tf32 where that was asked for), not {dtype}"
+        return f"the kernel takes operands of 16 or 8 bits, or tf32 where that was requested, not {dtype}"
     for kernel, strides, pads, dilations in feeds:
         if max(strides) > 8:
             return f"TMA walks in steps of at most 8, not {max(strides)}"

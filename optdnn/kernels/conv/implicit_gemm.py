@@ -203,7 +203,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if problem.prologue and (config.alternate or config.sharers > 1 or config.wide):
         return "a prologue is for blocks of their own whose warpgroups share a tile, of up to 128 sums a thread"
     if problem.norm is not None and config.wide:
-        return "rows are normalized behind up to 128 sums a thread"
+        return "rows are normalized after up to 128 sums a thread"
     threads = config.threads + problem.helpers
     limit = WIDE_REGISTERS if config.wide else register_limit(threads, config.blocks)
     needed = (

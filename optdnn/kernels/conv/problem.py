@@ -248,7 +248,7 @@ class Problem:
         if any(n % MOMENT_CHANNELS for n in told):
             raise InternalError(f"moments are of {MOMENT_CHANNELS} channels each")
         if self.norm is not None and self.residual:
-            raise InternalError("rows that are normalized behind their products take no residual")
+            raise InternalError("rows that are normalized after their products take no residual")
 
     @property
     def rows_alone(self) -> bool:

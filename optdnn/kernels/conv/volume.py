@@ -163,7 +163,7 @@ class VolumeConv(HopperConv):
         copied = sum(copy_seconds(b, v) for o in (op, self._other(b, op)) if o and (v := volume_of(b.graph, o)))
         if together >= (apart or 0.0) + copied:
             return (
-                f"{together * 1e6:.1f} us are predicted, {(apart or 0.0) * 1e6:.1f} behind copies of its frames, "
+                f"{together * 1e6:.1f} us are predicted, {(apart or 0.0) * 1e6:.1f} after copies of its frames, "
                 f"which take {copied * 1e6:.1f}"
             )
         return None

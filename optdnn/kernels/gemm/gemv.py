@@ -40,7 +40,7 @@ class Gemv(MatrixProduct):
         if not b.arch.startswith("sm_"):
             return f"it is for CUDA GPUs, not {b.arch}"
         if products(b, op) not in ("float16", "bfloat16"):
-            return f"its operands are 16-bit floats, not {products(b, op)}"
+            return f"the kernel takes 16-bit floats, not {products(b, op)}"
         if (why := product_refusal(b, op)) is not None:
             return why
         shape, weight = op.outputs[0].type.static_shape, b.weights(op)

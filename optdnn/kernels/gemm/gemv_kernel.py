@@ -63,7 +63,7 @@ def refuse(problem: Problem, config: Config) -> str | None:
     if problem.depth % 8:
         return f"16-byte loads need a depth that is a multiple of 8, not {problem.depth}"
     if problem.dtype not in ("float16", "bfloat16"):
-        return f"its operands are 16-bit floats, not {problem.dtype}"
+        return f"the kernel takes 16-bit floats, not {problem.dtype}"
     if (
         config.columns * problem.matrices * config.ahead > 16
         or config.columns * problem.rows > 32 * config.warps

@@ -98,7 +98,7 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
     def _unplaced(self, b: Builder, op: Op, found: _Around) -> str | None:
         """Why the launches do not meet in the rows as they lie."""
         if not isinstance(b.chosen.get(found.maker.id), HopperGemm):
-            return f"{found.maker.name} runs by a tactic that tells no moments"
+            return f"{found.maker.name} runs by a tactic that gives no moments"
         x = rows_of(b.source(found.rows))
         if x is None or self._order(b, op) != tuple(range(len(op.outputs[0].type.static_shape))):
             return "its rows do not lie one after the other"

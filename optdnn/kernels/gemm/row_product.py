@@ -58,7 +58,7 @@ class TakesAround(Tactic):
         if around.other is not None and (why := alone(b, around.other)) is not None:
             return f"the other product {around.other.name}: {why}"
         if not around.before:
-            return norm_refusal(b, op, None) or "nothing stands around it"
+            return norm_refusal(b, op, None) or "there is no norm and no other product around it"
         return "its stages have constants" if plan_epilogue(b.graph, op, channel_axis=-1).constants else None
 
 

@@ -347,7 +347,7 @@ class KernelCache:
             payload = blob[head:]
             if blob[: len(_MAGIC)] == _MAGIC and blob[len(_MAGIC) : head] == hashlib.sha256(payload).digest():
                 return payload
-            warnings.warn(f"{path} is damaged; it is compiled anew", CacheWarning, stacklevel=3)
+            warnings.warn(f"{path} is damaged; it is compiled again", CacheWarning, stacklevel=3)
         return None
 
     def _write(self, key: str, cubin: bytes) -> None:

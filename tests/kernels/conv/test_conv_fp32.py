@@ -72,7 +72,7 @@ def refusals(program: Program) -> list[str]:
 @pytest.mark.parametrize(
     ("build", "precision", "reason"),
     [
-        (lambda n: n.conv(n.input(2, 16, 9, 7), 16), "fp16", "its operands are fp32, not float16"),
+        (lambda n: n.conv(n.input(2, 16, 9, 7), 16), "fp16", "the kernel takes fp32, not float16"),
         (lambda n: n.conv(n.input(2, 16, 9, 7), 16, group=4), "fp32", "a group of 4 filters"),
         (lambda n: n.conv(n.input(2, 4, 9, 7), 20, group=2), "fp32", "do not come in fours, but are 10"),
         (weights_over_three_axes, "fp32", "not of one or two spatial axes"),

@@ -257,7 +257,7 @@ def test_a_volume_is_read_where_it_lies(name: str) -> None:
         ),
         (lambda n: volume(n, n.input(1, 16, 30, 8, 8), 16, (3, 1, 3), (9, 1, 1)), "steps of at most 8"),
         (lambda n: volume(n, n.input(1, 32, 5, 7, 6), 64, (3, 3, 3), group=2), "not made of the frames"),
-        (lambda n: volume(n, n.input(2, 3, 8, 32, 32), 64, (3, 7, 7)), "behind copies of its frames"),
+        (lambda n: volume(n, n.input(2, 3, 8, 32, 32), 64, (3, 7, 7)), "after copies of its frames"),
     ],
 )
 def test_volumes_that_are_copied(build: Callable[[Net], Value], reason: str) -> None:

@@ -44,7 +44,7 @@ def test_other_architectures_are_unknown() -> None:
         of_arch("sm_75")
     with pytest.raises(InternalError, match="'t4' are not known"):
         named("t4")
-    with pytest.raises(InternalError, match="'hopper' is no architecture"):
+    with pytest.raises(InternalError, match="'hopper' is not an architecture"):
         gpu_facts.capability_of("hopper")
 
 

@@ -128,7 +128,7 @@ def forge_name(bundle: dict[str, Any]) -> None:
 
 
 NOT = "is not a signature in the OpenSSF"
-INVALID = "is no valid signature by"
+INVALID = "is not a valid signature by"
 DAMAGE = {
     "empty": (lambda data: b"", NOT),
     "binary": (lambda data: b"\xff\x00" + data, NOT),

@@ -246,7 +246,7 @@ def test_places() -> None:
     mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OPTDNN_RENDEZVOUS": "/shared/at"}
     assert place_of(mpi) == Place(1, 2, 1, "/shared/at")
     for wrong, said in (
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "is no number"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "is not a number"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK is 2 and WORLD_SIZE 2"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "nothing says where rank 0 is"),
     ):
