@@ -15,6 +15,12 @@ import pytest
 MAIN = "from optdnn.cli.main import main; main()"
 
 
+def _signals_by_default() -> None:
+    """In the child: a shell or nohup may have started the tests with ignored signals, which children inherit."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.mark.usefixtures("_libraries")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_build_that_is_ended_leaves_no_folder(model: Path, tmp_path: Path, number: signal.Signals) -> None:
@@ -22,7 +28,8 @@ def test_a_build_that_is_ended_leaves_no_folder(model: Path, tmp_path: Path, num
     temporary.mkdir()
     command = [sys.executable, "-c", MAIN, "build", model, "--target", "cpu", "-o", tmp_path / "out.engine"]
     env = os.environ | {"TMPDIR": str(temporary)}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, preexec_fn=_signals_by_default)
     end = time.monotonic() + 60
     while not list(temporary.glob("optdnn-trial-*")) and process.poll() is None and time.monotonic() < end:
         time.sleep(0.01)

@@ -78,7 +78,7 @@ def test_refusals() -> None:
     ok = [((3, 3), (1, 1), (1, 1, 1, 1), (1, 1))]
     assert hopper_launch.refuse("sm_90a", "float16", ok) is None
     assert "wgmma" in str(hopper_launch.refuse("sm_80", "float16", ok))
-    assert "16-bit" in str(hopper_launch.refuse("sm_90a", "float32", ok))
+    assert "16 or 8 bits" in str(hopper_launch.refuse("sm_90a", "float32", ok))
     assert "steps of at most 8" in str(hopper_launch.refuse("sm_90a", "float16", [((3, 3), (9, 1), (0,) * 4, (1, 1))]))
     assert "corners" in str(hopper_launch.refuse("sm_90a", "float16", [((3, 3), (1, 1), (0,) * 4, (70, 70))]))
 

@@ -101,7 +101,7 @@ def test_an_error_is_that_of_its_own_request(exported: tuple[Any, str]) -> None:
 def test_what_export_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     opset = '<ir_version: 8, opset_import: ["" : 13]>'
     for kind, name, said in (
-        ("float", "a b", "no name for a model"),
+        ("float", "a b", "not a name for a model"),
         ("bfloat16", "narrow", "no bf16"),
         ("complex64", "wide", "has no name for"),
     ):
