@@ -17,7 +17,7 @@ from optdnn.passes.support.facts import operand, producer
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.precision import SHARES_SCALE, no_integers
-from optdnn.types import FP32, INT8, UINT8
+from optdnn.types import FP32, INT8, UINT8, is_float
 
 WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _MOVES = frozenset({"Transpose", "Reshape", "Unsqueeze", "Squeeze"})
@@ -188,7 +188,8 @@ def on_integers(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     if len(moved.outputs) > 1 or no_integers(graph, moved, ranged=True) is not None:
         return Miss(f"{moved.kind} {moved.name} has no form on integers")
-    if moved.kind in ("MaxPool", "GlobalMaxPool") and op.outputs[0].type.dtype not in (INT8, UINT8):
+    narrow = op.outputs[0].type.dtype
+    if moved.kind in ("MaxPool", "GlobalMaxPool") and narrow not in (INT8, UINT8) and not is_float(narrow):
         return Miss(f"{moved.kind} compares floats and integers of 8 bits")
     if graph.users(moved.value) != [op]:
         return Miss(f"the float result of {moved.name} is read as well")

@@ -236,9 +236,8 @@ def on_cpu(name):
         listed = LISTED["by_numpy"].get(name, [])
         if bytes_saturate() and set(by_numpy) <= {*listed, *INTEGER_PRODUCTS}:
             return  # no library sums these exactly
-        assert by_numpy == listed, (
-            f"{', '.join(by_numpy) or 'nothing'} runs in NumPy: correct the list (other libraries?)"
-        )
+        # A newer library may run more: ONNX Runtime 1.32 shifts 16-bit integers, 1.31 did not.
+        assert set(by_numpy) <= set(listed), f"{', '.join(by_numpy)} runs in NumPy: correct the list (other libraries?)"
 
 
 @groups("expanded")
