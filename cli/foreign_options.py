@@ -72,7 +72,7 @@ ADVICE: Mapping[str, str] = {
 
 
 def about_foreign(name: str, known: Collection[str]) -> str | None:
-    """What is said of an option that a command lacks, where it is one of another program. ``known``: the command's options."""
+    """The advice for an option of another program. ``known``: the command's options."""
     word = name.lower()
     if word in ADVICE:
         return f"No such option {name!r}. {ADVICE[word]}."

@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def take_any_text(stream: Any) -> None:
-    """Let a stream whose encoding lacks the signs of our tables (→, ×, µ) write ? for what it lacks, and not fail."""
+    """Let a stream write ? for a sign of our tables (→, ×, µ) that its encoding lacks, and not fail."""
     if hasattr(stream, "reconfigure"):
         try:
             "→×µ".encode(stream.encoding)

@@ -1,4 +1,4 @@
-"""Temporary folders and files, whose absence is told as what it is: a machine without a place for them."""
+"""Temporary folders and files, with one error for a machine that has no place for them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
-from optdnn.passes.support.facts import integers, ints, reshaped, scalar, shape_of
+from optdnn.passes.support.facts import integers, ints, producer, reshaped, scalar, shape_of
 from optdnn.passes.unroll import goes_on, number_of
 from optdnn.types import Array, normalize_axis
 
@@ -57,7 +57,7 @@ def loop_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
         or not isinstance(length[0], int)
     ):
         return None
-    count = length[0]
+    listed, count = indices, length[0]
     starts, ends = (np.clip(np.where(x < 0, x + count, x), 0, count) for x in (bags.starts, bags.ends))
     size = int(ends[0] - starts[0])
     if (
@@ -68,11 +68,7 @@ def loop_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("its bags are of different sizes, or do not lie side by side")
 
     def build(patch: Patch) -> None:
-        first, rest = int(starts[0]), indices
-        if size * trips != count:
-            limits = [integers(patch, [n], "bags") for n in (first, first + size * trips, 0)]
-            rest = patch.add("Slice", [indices, *limits])
-        rows = reshaped(patch, rest, (trips, size))
+        rows = reshaped(patch, _part(patch, listed, int(starts[0]), size * trips, count), (trips, size))
         weights = patch.constant(own, "table") if own is not None else table
         found = patch.add("Gather", [weights, rows], bags.gather.attrs)
         y = patch.add(bags.reduce.kind, [found, integers(patch, [1], "axes")], bags.reduce.attrs)
@@ -83,27 +79,19 @@ def loop_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
 
 def _bags(graph: Graph, op: Op, trips: int) -> _Bags | None:
     body = op.attrs.body.graph
-    reduce = _producer(body, body.op(body.outputs[1]).inputs[0])
-    if reduce is None or reduce.kind not in REDUCTIONS or ints(body, reduce.input(1)) != (0,):
+    reduce = producer(body, body.op(body.outputs[1]).inputs[0], REDUCTIONS)
+    if reduce is None or ints(body, reduce.input(1)) != (0,):
         return None
-    gather = _producer(body, reduce.input(0))
-    if (
-        gather is None
-        or gather.kind != "Gather"
-        or normalize_axis(gather.attrs.axis, len(body.type(gather.inputs[0]).dims))
-    ):
+    gather = producer(body, reduce.input(0), {"Gather"})
+    if gather is None or normalize_axis(gather.attrs.axis, len(body.type(gather.inputs[0]).dims)):
         return None
-    cut = _producer(body, gather.input(1))
-    if cut is None or cut.kind != "Slice":
+    cut = producer(body, gather.input(1), {"Slice"})
+    if cut is None:
         return None
     if any(v is not None and _ints(graph, op, v) != only for v, only in ((cut.input(3), (0,)), (cut.input(4), (1,)))):
         return None
     starts, ends = (_each(graph, op, cut.input(i), trips) for i in (1, 2))
     return None if starts is None or ends is None else _Bags(reduce, gather, cut, starts, ends)
-
-
-def _producer(body: Graph, value: Value | None) -> Op | None:
-    return None if value is None else body.op(value)
 
 
 def _outer(op: Op, value: Value | None) -> Value | None:
@@ -125,14 +113,21 @@ def _each(graph: Graph, op: Op, value: Value | None, trips: int) -> Array | None
     body = op.attrs.body.graph
     while value is not None and body.op(value).kind in ("Unsqueeze", "Reshape", "Squeeze"):
         value = body.op(value).inputs[0]
-    gather = _producer(body, value)
-    if gather is None or gather.kind != "Gather" or gather.inputs[1] != Value(body.inputs[0]):
+    gather = producer(body, value, {"Gather"})
+    if gather is None or gather.inputs[1] != Value(body.inputs[0]):
         return None
     source = gather.inputs[0]
     known = body.constant_value(source)
     if known is None and (outer := _outer(op, source)) is not None:
         known = graph.constant_value(outer)
     return None if known is None or known.ndim != 1 or known.size < trips else known[:trips].astype(np.int64)
+
+
+def _part(patch: Patch, rows: Value, start: int, count: int, length: int) -> Value:
+    """``count`` of ``length`` rows, from ``start`` on."""
+    if count == length:
+        return rows
+    return patch.add("Slice", [rows, *(integers(patch, [n], "bags") for n in (start, start + count, 0))])
 
 
 # ---------------------------------------------------------------- iterations that the importer wrote out
@@ -165,12 +160,9 @@ def concat_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("its bags are of different sizes, or do not lie side by side")
 
     def build(patch: Patch) -> Value:
-        rows = first.source
-        dims = [int(d) for d in graph.type(rows).static_shape]
-        if size * len(bags) != dims[0]:
-            limits = [integers(patch, [n], "bags") for n in (first.start, bags[-1].end, 0)]
-            rows = patch.add("Slice", [rows, *limits])
-        split = reshaped(patch, rows, (len(bags), size, *dims[1:]))
+        length, *dims = (int(d) for d in graph.type(first.source).static_shape)
+        rows = _part(patch, first.source, first.start, size * len(bags), length)
+        split = reshaped(patch, rows, (len(bags), size, *dims))
         return patch.add(first.kind, [split, integers(patch, [1], "axes")], ReduceAttrs(keepdims=False))
 
     return Match((op,), build)

@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -193,10 +194,9 @@ class InferenceSession:
     ) -> list[Any]:
         """:meth:`run` with onnxruntime's OrtValues as inputs and as results, in the host's memory."""
         results = self.run(output_names, input_dict_ort_values, run_options)
-        kind = next((type(v) for v in input_dict_ort_values.values()), None)
-        if kind is None:
-            from onnxruntime import OrtValue as kind  # type: ignore[import-untyped, no-redef, unused-ignore]
-        return [kind.ortvalue_from_numpy(a) for a in results]  # type: ignore[union-attr]
+        given = next(iter(input_dict_ort_values.values()), None)
+        kind: Any = import_module("onnxruntime").OrtValue if given is None else type(given)
+        return [kind.ortvalue_from_numpy(a) for a in results]
 
     def run_async(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from optdnn.errors import ShapeError
 from optdnn.ops.attention import RotaryAttrs
@@ -169,25 +169,14 @@ class StackedRNNAttrs(Attrs):
 
 
 @dataclass(frozen=True)
-class QuantizedAttrs(NestedAttrs):
-    """The operator ``of`` with its attributes ``own``, and how its first result becomes 8 bits.
-
-    The result is rounded to ``through``, multiplied by ``factor``, bounded, rounded and shifted by ``zero``. ``kept``: the result
-    as rounded to ``through`` is a result, too.
-    """
+class HeldAttrs(NestedAttrs):
+    """The operator ``of`` with its attributes ``own``. A step holds them next to the further fields, and their names as ``own``."""
 
     of: str
     own: Attrs
-    through: DType
-    factor: float
-    low: float = -128.0
-    high: float = 127.0
-    zero: int = 0
-    narrow: DType = INT8
-    kept: bool = False
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> QuantizedAttrs:
+    def read(cls, given: Mapping[str, Any]) -> Self:
         names = given["own"]
         own = held_attrs(given["of"], {name: given[name] for name in names})
         return cls(**without(given, "own", *names), own=own)
@@ -198,22 +187,27 @@ class QuantizedAttrs(NestedAttrs):
 
 
 @dataclass(frozen=True)
-class RowMomentsAttrs(NestedAttrs):
+class QuantizedAttrs(HeldAttrs):
+    """The operator ``of`` with its attributes ``own``, and how its first result becomes 8 bits.
+
+    The result is rounded to ``through``, multiplied by ``factor``, bounded, rounded and shifted by ``zero``. ``kept``: the result
+    as rounded to ``through`` is a result, too.
+    """
+
+    through: DType
+    factor: float
+    low: float = -128.0
+    high: float = 127.0
+    zero: int = 0
+    narrow: DType = INT8
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class RowMomentsAttrs(HeldAttrs):
     """The operator ``of`` with its attributes ``own``, and moments of each ``together`` channels of a row of its result."""
 
-    of: str
-    own: Attrs
     together: int
-
-    @classmethod
-    def read(cls, given: Mapping[str, Any]) -> RowMomentsAttrs:
-        names = given["own"]
-        own = held_attrs(given["of"], {name: given[name] for name in names})
-        return cls(**without(given, "own", *names), own=own)
-
-    def plain(self) -> dict[str, Any]:
-        own = plain_held(self.of, self.own)
-        return {"own": tuple(sorted(own)), **own, **without(attrs_dict(self), "own")}
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ class _Asker:
         return found
 
     def close(self) -> None:
-        """End the thread, after what it does now."""
+        """End the thread after its present work."""
         self._works.put(None)
 
 

@@ -45,7 +45,7 @@ class _Around:
 
     @property
     def rows(self) -> Value:
-        """What is normalized."""
+        """The rows before the norm."""
         found = self.norm.inputs[0]
         assert found is not None
         return found

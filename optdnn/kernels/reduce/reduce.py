@@ -63,6 +63,24 @@ def _together(x: TensorView, width: int, strides: Sequence[int]) -> int:
     return next(fits, 1)
 
 
+def _terms(runs: int, count: int) -> list[str]:
+    """The numbers of the terms that a thread loads together. Beyond the last of ``count`` terms, the last is read again."""
+    batch = max(1, min(BATCH, -(-count // runs)))
+    if batch == 1:
+        return ["i + 0u"]
+    return [f"(i + {k * runs}u < {count}u ? i + {k * runs}u : {count - 1}u)" for k in range(batch)]
+
+
+def _loop(loads: Sequence[tuple[str, str]], step: str, runs: int, count: int) -> str:
+    """All terms of a thread. ``loads``: for each term of a batch, the way to it and its load; ``step``: for the one of number #."""
+    before = "".join(f"i64 o{k} = base; {{ {way} }}\n        {load}\n        " for k, (way, load) in enumerate(loads))
+    after = ""
+    for k in range(len(loads)):
+        guard = f"if (i + {k * runs}u < {count}u) " if len(loads) > 1 else ""
+        after += f"{guard}{step.replace('#', str(k))}\n        "
+    return f"for (u32 i = run; i < {count}u; i += {runs * len(loads)}) {{\n        {before}{after}}}"
+
+
 def emit_reduce(
     b: Builder, op: Op, how: str, x: TensorView, axes: Sequence[int], out: TensorView, *, kind: str, attrs: dict[str, Any],
     reads: Sequence[TensorView | None],
@@ -98,20 +116,16 @@ def emit_reduce(
 
     tx, ty = CPP[x.dtype], CPP[out.dtype]
     each = f"for (int j = 0; j < {vec}; j++)"
-    batch = max(1, min(BATCH, -(-count // runs)))
 
     def loop(step: str) -> str:
-        """``step`` for each element v of each of the thread's terms. A batch of terms is on its way at once; beyond the last one, the
-        last is read again."""
-        loads, steps = "", ""
-        for k in range(batch):
-            at = f"i + {k * runs}u"
-            term = at if batch == 1 else f"({at} < {count}u ? {at} : {count - 1}u)"
-            loads += f"i64 o{k} = base; {{ {walk('r', term, 'inner', len(inner), [(f'o{k}', 'rx')])} }}\n        "
-            loads += f"{load_channels(tx, vec, f'p.x + o{k}', f'found{k}')}\n        "
-            guard = f"if ({at} < {count}u) " if batch > 1 else ""
-            steps += f"{guard}{each} {{ const {t} v = widen(found{k}.lane[j]); {step} }}\n        "
-        return f"for (u32 i = run; i < {count}u; i += {runs * batch}) {{\n        {loads}{steps}}}"
+        loads = [
+            (
+                walk("r", term, "inner", len(inner), [(f"o{k}", "rx")]),
+                load_channels(tx, vec, f"p.x + o{k}", f"found{k}"),
+            )
+            for k, term in enumerate(_terms(runs, count))
+        ]
+        return _loop(loads, f"{each} {{ const {t} v = widen(found#.lane[j]); {step} }}", runs, count)
 
     tree = f"""{each} {sum_of("run")} = s[j];
     __syncthreads();
