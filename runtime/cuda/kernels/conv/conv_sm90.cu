@@ -52,11 +52,12 @@ constexpr u32 BARRIER_BYTES = 1024;
 constexpr int PIXEL_PART = BN / SHARE_CHANNELS, WEIGHT_PART = TILE_CHANNELS / SHARE_PIXELS;
 constexpr int PEERS = SHARE_CHANNELS + SHARE_PIXELS - 1;   // blocks that load what this one multiplies, itself among them
 using Direct = DirectStore<MT, BN, SPLIT>;
-// Lanes of a warp that hand a stage back. One does, behind the others' reads; but racecheck sees each thread's own arrivals alone.
+// Lanes of a warp that hand a stage back, and that hand over rows' factors; threads of a warpgroup that hand those back. One does, behind
+// the others' accesses; but racecheck sees each thread's own arrivals alone.
 #ifdef RACECHECK
-constexpr int RELEASERS = SHARERS == 1 ? 32 : 1;
+constexpr int RELEASERS = SHARERS == 1 ? 32 : 1, TELLERS = 32, READERS = NORMED ? 128 : 1;
 #else
-constexpr int RELEASERS = 1;
+constexpr int RELEASERS = 1, TELLERS = 1, READERS = 1;
 #endif
 
 #include "conv_loads.cuh"
@@ -123,8 +124,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         barrier_init(weights_full, 1);
         barrier_init(reduced, 1);
         for (int i = 0; i < OUT_BUFFERS * TURNS; i++) {
-            barrier_init(residual_full + 8 * i, NORMED ? FACTOR_WARPS : 1);
-            barrier_init(residual_empty + 8 * i, TILE_GROUPS);
+            barrier_init(residual_full + 8 * i, NORMED ? FACTOR_WARPS * TELLERS : 1);
+            barrier_init(residual_empty + 8 * i, TILE_GROUPS * READERS);
         }
         barrier_init_fence();
         async_proxy_fence();
@@ -212,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             if (issued >= BUFFERS) barrier_wait(residual_empty + 8 * buffer, parity);
             row_factors<TILE_PIXELS>(p, factors + buffer * TILE_PIXELS * 8, pixel, threadIdx.x - CONSUMERS - 32);
             __syncwarp();
-            if (lane == 0) barrier_arrive(residual_full + 8 * buffer);
+            if (lane < TELLERS) barrier_arrive(residual_full + 8 * buffer);
             if (++buffer == BUFFERS) buffer = 0, parity ^= 1;
         }
         __syncwarp();
@@ -406,6 +407,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             };
             async_proxy_fence();
             named_barrier(1 + warp / 4, 128);
+            if (NORMED && threadIdx.x % 128 < READERS) barrier_arrive(residual_empty + residual);      // all warps have applied the factors
             if (quarter == 0 && elect_one()) {           // always the same lane: bulk groups belong to a thread
                 const Batch batch = batch_at(p, tile);
                 #pragma unroll
@@ -415,7 +417,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                     else tma_store_2d(&p.output, own + m * OUT_BYTES, channel, pixel);
                 }
                 tma_store_commit();
-                if (NORMED) barrier_arrive(residual_empty + residual);       // all warps have applied the factors
                 if (HAS_RESIDUAL && !MOMENTS) hand_back();
             }
 #if MOMENTS
