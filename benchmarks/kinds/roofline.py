@@ -33,9 +33,9 @@ MOST = 400
 WORDS = (
     ("attention", ("Attention",), ("attention",)),
     ("recurrence", ("Recurrence",), ("rnn",)),
+    ("products", ("MatMul", "Product"), ("gem",)),
     ("norms", ("Norm", "Moments", "Softmax"), ("norm", "rows", "group_norm")),
     ("depthwise convolutions", (), ("depthwise",)),
-    ("products", ("MatMul", "Product"), ("gem",)),
     ("convolutions", ("Conv",), ("conv", "subpixel", "separable")),
     ("reductions", ("Reduce", "Pool", "Arg", "TopK"), ()),
     ("pointwise", ("Pointwise",), ("pointwise",)),

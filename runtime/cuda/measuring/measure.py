@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from optdnn.runtime.cuda.launches.chain import Chain
@@ -252,6 +252,8 @@ def remarks(report: Mapping[str, Any], clocks: Sequence[ClockSample]) -> list[st
 
 PROFILE_S = 15.0
 """About the longest that the profile of a run may take, in seconds of the GPU."""
+MEASURED_TWICE = 8
+"""As many of the longest steps of a profile are measured twice."""
 
 
 @dataclass(frozen=True)
@@ -321,26 +323,55 @@ def profile_gpu(
 def _added_times(context: CudaContext, repeats: int, inner: int) -> list[float]:
     """Microseconds that each launch adds to the graph of the launches before it. Long runs are repeated less often."""
     launches, stream = context.launches({}), context.stream
-    whole = Graph(launches, stream, context.runner.waits)
+    if not launches:
+        return []
+
+    def prefix(count: int) -> Graph:
+        return Graph(launches[:count], stream, context.runner.waits)
+
+    whole = prefix(len(launches))
     once = statistics.median(time_runs(partial(whole.replay, stream), stream, warmup=2, repeats=3)) / 1e3
     whole.close()
     affordable = int(PROFILE_S / max(1e-9, once * len(launches)))
     inner = max(1, min(inner, affordable // repeats))
     repeats = max(5, min(repeats, affordable))
-    ends, shorter = [0.0], Graph([], stream)
-    for k in range(1, len(launches) + 1):
-        graph = Graph(launches[:k], stream, context.runner.waits)
+
+    def difference(shorter: Graph, graph: Graph) -> tuple[float, float]:
+        """What ``graph`` takes longer than ``shorter``, and what it takes."""
         times = in_turns(partial(shorter.replay, stream), partial(graph.replay, stream), stream, repeats, inner)
-        ends.append(ends[-1] + statistics.median(longer - less for less, longer in times) * 1e3)
+        added = statistics.median(longer - less for less, longer in times)
+        return added * 1e3, statistics.median(longer for _, longer in times) * 1e3
+
+    added, total, shorter = [], 0.0, Graph([], stream)
+    for k in range(1, len(launches) + 1):
+        graph = prefix(k)
+        us, total = difference(shorter, graph)
+        added.append(us)
         shorter.close()
         shorter = graph
     shorter.close()
-    if not launches:
-        return []
+
+    def again(k: int) -> float:
+        shorter, graph = prefix(k), prefix(k + 1)
+        us, _ = difference(shorter, graph)
+        shorter.close()
+        graph.close()
+        return us
+
+    added = shorter_of_two(added, again)
     # A prefix never takes longer than the whole. Differences below the clock's noise are 0; the others are adjusted.
-    ends = _rising(ends)
-    scale = statistics.median(longer for _, longer in times) * 1e3 / max(ends[-1], 1e-9)
+    ends = _rising([0.0, *accumulate(added)])
+    scale = total / max(ends[-1], 1e-9)
     return [(end - begin) * scale for begin, end in pairwise(ends)]
+
+
+def shorter_of_two(times: Sequence[float], again: Callable[[int], float]) -> list[float]:
+    """``times`` with the longest ones measured once more; the shorter of both counts.
+
+    A delay of the host, or a change of the GPU's clock, looks like a long step.
+    """
+    longest = sorted(range(len(times)), key=lambda k: -times[k])[:MEASURED_TWICE]
+    return [min(us, again(k)) if k in longest else us for k, us in enumerate(times)]
 
 
 def in_turns(

@@ -110,6 +110,19 @@ def test_a_change_of_the_clock_does_not_become_a_slow_step(monkeypatch: pytest.M
     assert statistics.median(b - a for a, b in times) <= 2.0
 
 
+def test_a_long_step_must_be_long_twice() -> None:
+    first = [1.0, 200.0, 3.0, 50.0, *[2.0] * measure.MEASURED_TWICE]
+    second = {1: 2.5, 3: 51.0}
+    asked = []
+
+    def again(k: int) -> float:
+        asked.append(k)
+        return second.get(k, 9.0)
+
+    assert measure.shorter_of_two(first, again) == [1.0, 2.5, 3.0, 50.0, *[2.0] * measure.MEASURED_TWICE]
+    assert len(asked) == measure.MEASURED_TWICE and {1, 2, 3} <= set(asked) and 0 not in asked
+
+
 def test_rising() -> None:
     assert _rising([0.0, 2.0, 1.0, 3.0]) == [0.0, 1.5, 1.5, 3.0]
     assert _rising([0.0, 3.0, 2.0, 1.0]) == [0.0, 2.0, 2.0, 2.0]
