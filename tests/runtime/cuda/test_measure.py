@@ -120,7 +120,9 @@ def test_a_long_step_must_be_long_twice() -> None:
         return second.get(k, 9.0)
 
     assert measure.shorter_of_two(first, again) == [1.0, 2.5, 3.0, 50.0, *[2.0] * measure.MEASURED_TWICE]
-    assert len(asked) == measure.MEASURED_TWICE and {1, 2, 3} <= set(asked) and 0 not in asked
+    assert len(asked) == measure.MEASURED_TWICE
+    assert {1, 2, 3} <= set(asked)
+    assert 0 not in asked
 
 
 def test_rising() -> None:
