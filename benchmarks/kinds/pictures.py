@@ -89,6 +89,7 @@ def measured(files: Sequence[Path], options: argparse.Namespace) -> Iterator[Row
         "the pipeline's decoders alone": lambda: decoders_seconds(whole, files),
         "files to classes, decoded on the GPU": lambda: pipeline_seconds(whole, files, "gpu"),
         "files to classes, decoded on the CPU": lambda: pipeline_seconds(whole, files, "cpu"),
+        "files to classes, decoded by DALI on the GPU": lambda: dali_seconds(whole, files),
         "torchvision's decoder alone": lambda: torch_seconds(None, files, options.batch),
         "torchvision on the GPU, torch.compile": lambda: torch_seconds(options.network, files, options.batch),
     }
@@ -172,6 +173,30 @@ def pipeline_seconds(engine: optdnn.Engine, files: Sequence[Path], decoder: str)
     count = sum(1 for _ in optdnn.picture_answers(engine, files, decoder=decoder))
     assert count == len(files)
     return time.perf_counter() - start
+
+
+def dali_seconds(engine: optdnn.Engine, files: Sequence[Path]) -> float:
+    """Files to classes: a pipeline of DALI's decodes on the GPU, and the engine runs on its stream. The second epoch counts."""
+    from nvidia.dali import fn, pipeline_def, types
+
+    from optdnn.integrations.dali import DaliBatches
+
+    (port,) = engine.inputs
+
+    @pipeline_def(batch_size=int(port.shape[0]), num_threads=8, device_id=0)  # type: ignore[untyped-decorator]
+    def pictures() -> Any:
+        data, _ = fn.readers.file(files=[str(f) for f in files], name="files")
+        return fn.decoders.image(data, device="mixed", output_type=types.RGB)
+
+    batches, context = DaliBatches(pictures(), [port.name], reader="files"), engine.context()
+    seconds = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        for batch in batches:
+            context.run(batch.feeds(engine), stream=batches.stream)
+        batches.stream.synchronize()
+        seconds = time.perf_counter() - start
+    return seconds
 
 
 def torch_seconds(network: str | None, files: Sequence[Path], batch: int) -> float:
