@@ -81,7 +81,7 @@ class DaliBatches:
         done = 0
         while self.samples is None or done < self.samples:
             try:
-                outputs = self.pipeline.run() if self._on_host() else self.pipeline.run(cuda_stream=self.stream)
+                outputs = self.pipeline.run() if self._on_host() else self.pipeline.run(self.stream)
             except StopIteration:
                 self.pipeline.reset()
                 return
