@@ -8,7 +8,9 @@ such a value stay fp32. There are two ways to find them:
   do the readers of its results, up to an operator that bounds them. A plain layer with a known number of steps is run alone, on
   made-up inputs: where its state hardly grows, it may be fp16.
 * One run of the network on made-up inputs shows which values are beyond 65504. The run is in NumPy and costs a fraction of a
-  second: networks of more than ``TRIAL_FLOPS`` are not tried, and the report of the build names them.
+  second: networks of more than ``TRIAL_FLOPS`` are not tried, and the report of the build names them. A network that multiplies
+  computed matrices by one another without a softmax (linear attention) is tried up to ``LONG_TRIAL``: sums of such products over
+  many tokens grow without a bound.
 
 A value that is large because of a large constant (the fill of a mask) does not belong here: it saturates.
 """
@@ -31,6 +33,8 @@ from optdnn.types import FP32, Array
 TRIAL_FLOPS = 1e8
 TRIAL_ELEMENTS = 1e7
 """A network is tried up to this many operations, and this many elements of all results together."""
+LONG_TRIAL = 40.0
+"""These limits are so many times as high where computed matrices are multiplied by one another without a bound."""
 NOT_TRIED = frozenset({"Custom", "If", "Loop", "Scan"})
 """Kinds whose cost is not known."""
 
@@ -66,6 +70,7 @@ def _largest(a: Array) -> float:
 
 def _is_small(graph: Graph) -> bool:
     work = elements = 0.0
+    most = LONG_TRIAL if any(_is_unbounded_product(graph, op) for op in graph.of_kind("MatMul")) else 1.0
     for op in graph.ops():
         types = [o.type for o in op.outputs]
         if op.kind in NOT_TRIED or not all(t.is_static for t in types):
@@ -77,9 +82,15 @@ def _is_small(graph: Graph) -> bool:
         call = Call(op.kind, op.attrs, operands, known, len(op.outputs), graph.fresh_symbol)
         work += flops(op.definition, call, Result(tuple(types)))
         elements += sum(math.prod(t.static_shape) for t in types)
-        if work > TRIAL_FLOPS or elements > TRIAL_ELEMENTS:
+        if work > TRIAL_FLOPS * most or elements > TRIAL_ELEMENTS * most:
             return False
     return True
+
+
+def _is_unbounded_product(graph: Graph, op: Op) -> bool:
+    """Whether both factors are computed from inputs, and neither is the result of an operator that bounds it."""
+    factors = [v for v in op.inputs[:2] if v is not None]
+    return all(graph.constant_value(v) is None and graph.op(v.op).kind not in BOUNDS for v in factors)
 
 
 BOUNDED = frozenset({"HardSigmoid", "ScaledTanh", "Sigmoid", "Softsign", "Tanh"})

@@ -131,6 +131,27 @@ def test_the_fill_of_a_mask_is_no_reason(fill: float) -> None:
     assert refused(n.done(n.op("Softmax", masked))) == {}
 
 
+def test_linear_attention_is_tried_up_to_a_higher_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attention() -> Graph:
+        n = Net()
+        q, k, v = n.input(1, 64, 32), n.input(1, 32, 64), n.input(1, 64, 32)
+        scores = n.op("MatMul", q, k)
+        return n.done(n.op("MatMul", scores, v))
+
+    work = 2 * 64 * 64 * 32 * 2
+    monkeypatch.setattr(overflows, "TRIAL_FLOPS", work / 10)
+    assert largest_values(attention()) is not None
+    monkeypatch.setattr(overflows, "LONG_TRIAL", 5.0)
+    assert largest_values(attention()) is None
+
+
+def test_a_product_with_probabilities_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    n = Net()
+    graph = n.done(n.op("MatMul", n.op("Softmax", n.input(1, 64, 64)), n.input(1, 64, 32)))
+    monkeypatch.setattr(overflows, "TRIAL_FLOPS", 1e4)
+    assert largest_values(graph) is None
+
+
 def test_networks_that_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest_values(powers()) is not None
     monkeypatch.setattr(overflows, "TRIAL_FLOPS", 10.0)
