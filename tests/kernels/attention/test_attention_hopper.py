@@ -32,7 +32,9 @@ PROBLEMS: dict[str, Problem] = {
     "a narrow window": merged(40, 4, 333, 32, causal=True, reach=5),
     "a window before a position": merged(20, 4, 700, 128, reach=130, dtype="bfloat16"),
     "a window and a mask": merged(9, 18, 333, 64, reach=40, causal=True, mask=(0, 0, 333)),
-    "a window from the end of a cache": apart(12, 8, 150, 700, 64, 2, causal=True, lengths=True, from_end=True, reach=90),
+    "a window from the end of a cache": apart(
+        12, 8, 150, 700, 64, 2, causal=True, lengths=True, from_end=True, reach=90
+    ),
     "bytes": merged(20, 12, 197, 64, narrow="int8"),
 }
 
