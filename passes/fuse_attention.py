@@ -196,8 +196,8 @@ def _parts(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) -> At
     constant = constant_sum(graph, scores.biases, lead)
     sight = None if constant is None else window(constant, rows, keys)
     causal, before, after = sight or (False, -1, -1)
-    scale = _written(scale, q.shape[3])
-    attrs = AttentionAttrs(scale, causal, scores.softcap, left_window_size=before, right_window_size=after)
+    written = _written(scale, q.shape[3])
+    attrs = AttentionAttrs(written, causal, scores.softcap, left_window_size=before, right_window_size=after)
     known = constant is not None or not scores.biases
     says_more = constant is not None and constant.any() and sight is None
     return AttentionParts(q, k, v, lead, attrs, constant if says_more else None, known)

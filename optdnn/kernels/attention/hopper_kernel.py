@@ -26,8 +26,8 @@ PRODUCT_REGISTERS = 26
 """Registers of a thread, in addition to the scores, that ptxas needs for a product at the block's initial registers."""
 ENDS = 2200
 """Cycles of a block's first loads and last store."""
-TURNS = 0.95
-"""Cycles of a tile where warpgroups issue their products in turn, of those where they do not."""
+TURNS, IDLE_TURNS = 0.96, 1.02
+"""Cycles of a tile where warpgroups issue their products in turn, of those where they do not; and where that gains nothing."""
 SAMPLED = 64
 """Items of a head whose tiles the model counts."""
 _BARRIER_BYTES = 1024
@@ -376,8 +376,10 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     if config.stages == 1 and tiles > 1:  # nothing is loaded while it multiplies
         alone += 1000
     slack = 1.03 if config.stages == 2 and tiles > 32 else 1.0
+    if config.stages == 2 < min(tiles, config.warpgroups):  # a stage is free when the last one of many has read it
+        slack = 1.05
     groups = config.warpgroups * min(resident, -(-items // device.multiprocessors))
-    tile = max(groups * max(multiply, scores) * (TURNS if config.turns else 1.0), alone) / groups
+    tile = max(groups * max(multiply, scores), alone) / groups * _turns(problem, config, resident)
     waves = items / (device.multiprocessors * resident)
     waves = math.ceil(waves) if waves < 3 else waves + 0.5
     block = groups * seen * tile * slack
@@ -389,6 +391,15 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     loads = traffic * share / 5.5e12
     besides = 0.25 * min(compute, loads) if share > 1 else 0.0
     return 0.8e-6 + max(compute, problem.bytes / MEMORY, loads) + besides
+
+
+def _turns(problem: Problem, config: Config, resident: int) -> float:
+    """Cycles of a tile, of those without turns. Warpgroups of other blocks take none; in causal order warpgroups differ in tiles;
+    and a bias of factors leaves little time between products."""
+    if not config.turns:
+        return 1.0
+    even = not problem.causal or problem.reach >= 0
+    return TURNS if resident == 1 and even and problem.factors is None else IDLE_TURNS
 
 
 def sector_share(problem: Problem) -> float:

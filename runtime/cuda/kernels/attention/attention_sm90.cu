@@ -37,8 +37,10 @@ constexpr int QUERY_PLACES = PERSISTENT ? 2 : 1;
 constexpr u32 BARRIER_BYTES = 1024;
 constexpr u32 TURN_BARRIER = 1 + WARPGROUPS;       // of the first warpgroup; those before order a warpgroup's stores
 constexpr float LOG2_E = 1.4426950408889634f;
-// A row's maximum is kept until scores exceed it by this power of two: weights stay small, and results need no rescaling.
+// With columns in registers, a row's maximum is kept until scores exceed it by this power of two: weights stay small, and results need
+// no rescaling (each row of keys has an offset of its own, so that maxima often grow a little). Elsewhere the question costs what it saves.
 constexpr float ENOUGH = 8.0f;
+constexpr bool KEEPS_MAXIMUM = FACTORS == 1;
 
 struct Params {
     TensorMap queries, keys, values, output;       // (feature, position, head, batch)
@@ -199,7 +201,7 @@ DEVICE void soften(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PA
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
         most = fmaxf(maximum[i], most + offset[i]);
-        if (!((most - maximum[i]) * factor > ENOUGH)) most = maximum[i];
+        if (KEEPS_MAXIMUM && !((most - maximum[i]) * factor > ENOUGH)) most = maximum[i];
         // A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
         const float shift = most == __int_as_float(0xff800000) ? 0.0f : most * factor;
         rescale[i] = exp2_fast(maximum[i] * factor - shift);
@@ -312,7 +314,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
             wgmma_wait<0>();
             settle(out);
             if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * stage);
-            if (__any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+            if (!KEEPS_MAXIMUM || __any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
                 #pragma unroll
                 for (int j = 0; j < HEAD / 2; j++) out[j] *= rescale[j / 2 % 2];
             }
