@@ -389,7 +389,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     traffic = items * (2 * config.keys * loaded + 128 * config.warpgroups) * problem.head * 2
     compute, share = cycles / CLOCK, sector_share(problem)
     loads = traffic * share / 5.5e12
-    besides = 0.25 * min(compute, loads) if share > 1 else 0.0
+    besides = 0.25 * min(compute, loads) if share > 1 or problem.reach >= 0 else 0.0
     return 0.8e-6 + max(compute, problem.bytes / MEMORY, loads) + besides
 
 
