@@ -5,7 +5,8 @@ The rule matches the computation in many forms: the scale on q, on k, on both or
 axes (Swin adds its window's mask in five dimensions) or written as a Where; heads as a separate axis or merged with the
 batch; keys and values repeated for groups of queries (Llama); softcap (Gemma 2); softmax in a wider type; PyTorch's guard
 against rows without keys (``where(isnan(p), 0, p)``). Reshapes and transposes of heads stay outside as views of the operands and
-the result. A constant mask that hides the future becomes ``is_causal``; a mask of zeros disappears. Rotary embeddings and
+the result. A constant mask that hides the future, or what lies outside of a window, becomes ``is_causal`` and
+``left_window_size`` or ``right_window_size``; a mask of zeros disappears. Rotary embeddings and
 projections stay in front of the op.
 
 A query whose every key is masked by -inf gives zeros, as ONNX Attention has it; without the guard, its decomposition gives NaN.
@@ -29,7 +30,7 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.input_sizes import can_reshape, reshaped_to
-from optdnn.passes.support.attention_mask import added, constant_sum, is_causal, refuse, rounded
+from optdnn.passes.support.attention_mask import added, constant_sum, refuse, rounded, window
 from optdnn.passes.support.attention_scores import DEPTH, Scores, factor_of, find_scores, staged
 from optdnn.passes.support.facts import RESHAPES, exchange_last, operand, producer, shape_of
 from optdnn.passes.support.facts import scalar as constant_scalar
@@ -193,10 +194,12 @@ def _parts(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) -> At
         if reason is not None:
             return Miss(reason)
     constant = constant_sum(graph, scores.biases, lead)
-    causal = constant is not None and is_causal(constant, rows, keys)
-    attrs = AttentionAttrs(scale=_written(scale, q.shape[3]), softcap=scores.softcap, is_causal=causal)
+    sight = None if constant is None else window(constant, rows, keys)
+    causal, before, after = sight or (False, -1, -1)
+    written = _written(scale, q.shape[3])
+    attrs = AttentionAttrs(written, causal, scores.softcap, left_window_size=before, right_window_size=after)
     known = constant is not None or not scores.biases
-    says_more = constant is not None and constant.any() and not causal
+    says_more = constant is not None and constant.any() and sight is None
     return AttentionParts(q, k, v, lead, attrs, constant if says_more else None, known)
 
 

@@ -124,11 +124,22 @@ def rounded(array: Array, dtype: DType) -> Array:
     return np.where(np.isfinite(array), np.clip(array, -top, top), array).astype(dtype)
 
 
-def is_causal(array: Array, rows: DimLike, keys: DimLike) -> bool:
+def window(array: Array, rows: DimLike, keys: DimLike) -> tuple[bool, int, int] | None:
+    """What Attention says about the keys that a constant mask hides: (``is_causal``, ``left_window_size``, ``right_window_size``).
+
+    None where the mask does more, or where some query does not see its own position.
+    """
     if rows != keys or not isinstance(rows, int) or rows < 2 or array.shape[-2:] != (rows, keys):
-        return False
-    ahead = np.triu(np.ones((rows, rows), bool), 1)
-    return bool((array[..., ~ahead] == 0).all() and (array[..., ahead] <= HIDDEN).all())
+        return None
+    shown = array == 0
+    behind = np.arange(rows)[:, None] - np.arange(rows)
+    seen = shown.reshape(-1, rows, rows)[0]
+    if not seen.diagonal().all() or not (shown | (array <= HIDDEN)).all():
+        return None
+    left, right = int(behind[seen].max()), int(-behind[seen].min())
+    if (shown != ((behind <= left) & (-behind <= right))).any():
+        return None
+    return right == 0, -1 if left == rows - 1 else left, -1 if right in (0, rows - 1) else right
 
 
 def added(patch: Patch, biases: Sequence[Bias], lead: Shape, dtype: DType) -> Value:

@@ -164,10 +164,52 @@ def test_a_constant_mask_of_what_lies_ahead_is_causal_order(low: float) -> None:
     assert attention(graph).attrs.is_causal
 
 
-@pytest.mark.parametrize("array", [triangle(-4.0), np.tril(np.full((L, L), -1e9), -1), triangle(-1e9) + 0.5])
+def band(left: int, right: int, low: float = -np.inf) -> Any:
+    """Hides keys that lie more than ``left`` before or ``right`` after a query."""
+    behind = np.arange(L)[:, None] - np.arange(L)
+    return np.where((behind <= left) & (-behind <= right), 0.0, low)
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (band(1, 2), (False, 1, 2)),
+        (band(2, 0), (True, 2, -1)),
+        (band(0, L - 1), (False, 0, -1)),
+        (band(L - 1, 1), (False, -1, 1)),
+        (np.stack([band(1, 1, -1e9)] * H)[None], (False, 1, 1)),
+    ],
+)
+def test_a_constant_mask_of_what_lies_outside_of_a_window_is_a_window(
+    array: Any, expected: tuple[bool, int, int]
+) -> None:
+    """As of ModernBERT's local layers. Kernels skip what it hides, and read no mask."""
+    graph, _ = check_pass(FuseAttention(), net(mask=added(array)), changes=1, kinds=ONE)
+    a = attention(graph).attrs
+    assert (a.is_causal, a.left_window_size, a.right_window_size) == expected
+
+
+def holed() -> Any:
+    array = band(2, 2)
+    array[3, 2] = -np.inf
+    return array
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        triangle(-4.0),
+        triangle(-1e9) + 0.5,
+        holed(),
+        np.tril(np.full((L, L), -1e9)) * (1 - np.eye(L, k=1 - L)),
+        np.stack([band(1, 1), *[band(2, 2)] * (H - 1)])[None],
+    ],
+    ids=["finite", "lifted", "a hole", "queries that do not see themselves", "heads of their own"],
+)
 def test_other_triangles_stay_masks(array: Any) -> None:
     graph, _ = check_pass(FuseAttention(), net(mask=added(array)), changes=1)
-    assert not attention(graph).attrs.is_causal
+    a = attention(graph).attrs
+    assert (a.is_causal, a.left_window_size, a.right_window_size) == (False, -1, -1)
     assert len(attention(graph).inputs) == 4
 
 

@@ -117,8 +117,8 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     "image, odd rows": (lambda: attention_of_image(size=(14, 7)), "attention_sm90"),
     "image, bias read again": (lambda: attention_of_image(readers=2), "attention_sm90"),
     "softcap": (lambda: attention(softcap=2.0, mask="full"), "attention_sm80"),
-    "window": (lambda: attention(left_window_size=3, right_window_size=2), "attention_sm80"),
-    "causal lengths": (lambda: attention(lengths=True, is_causal=True, left_window_size=9), "attention_sm80"),
+    "window": (lambda: attention(left_window_size=3, right_window_size=2), "attention_sm90"),
+    "causal lengths": (lambda: attention(lengths=True, is_causal=True, left_window_size=9), "attention_sm90"),
     "short mask": (lambda: attention(mask="short"), "attention_sm90"),
     "weights": (lambda: attention(outputs=4, mask="bool", qk_matmul_output_mode=3), "attention_steps"),
     "raw scores": (lambda: attention(outputs=4, count=4, shared=2, softcap=1.0), "attention_steps"),
@@ -128,10 +128,10 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     "heads of 264": (lambda: attention(size=264, count=1, mask="full", softcap=3.0), "attention_sm80"),
     "wider heads": (lambda: attention(size=520, count=1), "attention_steps"),
     "right window": (lambda: attention(right_window_size=2), "attention_sm90"),
-    "left window": (lambda: attention(left_window_size=4, length=40), "attention_sm80"),
+    "left window": (lambda: attention(left_window_size=4, length=40), "attention_sm90"),
     "causal window of the past": (
         lambda: attention(past=8, is_causal=True, length=16, left_window_size=5),
-        "attention_sm80",
+        "attention_sm90",
     ),
     "short mask, lengths": (lambda: attention(mask="short", lengths=True), "attention_steps"),
 }

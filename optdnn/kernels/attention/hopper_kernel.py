@@ -7,7 +7,7 @@ joint projection and the result in [batch, position, head, feature] order withou
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from optdnn.errors import InternalError
 from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
@@ -26,6 +26,10 @@ PRODUCT_REGISTERS = 26
 """Registers of a thread, in addition to the scores, that ptxas needs for a product at the block's initial registers."""
 ENDS = 2200
 """Cycles of a block's first loads and last store."""
+TURNS, IDLE_TURNS = 0.96, 1.02
+"""Cycles of a tile where warpgroups issue their products in turn, of those where they do not; and where that gains nothing."""
+SAMPLED = 64
+"""Items of a head whose tiles the model counts."""
 _BARRIER_BYTES = 1024
 
 
@@ -138,16 +142,19 @@ class Problem:
 @dataclass(frozen=True, order=True)
 class Config:
     """``warpgroups`` x 64 queries per item, tiles of ``keys`` keys in a ring of ``stages``; ``blocks`` per multiprocessor that
-    registers must allow. ``persistent``: as many blocks as run at a time take items in turn; otherwise a block takes one."""
+    registers must allow. ``persistent``: as many blocks as run at a time take items in turn; otherwise a block takes one. ``turns``: a
+    block's warpgroups issue their products in turn."""
 
     warpgroups: int
     keys: int
     stages: int
     blocks: int = 1
     persistent: bool = False
+    turns: bool = False
 
     def __str__(self) -> str:
-        return f"attn{self.warpgroups}n{self.keys}s{self.stages}b{self.blocks}{'p' if self.persistent else ''}"
+        flags = "p" * self.persistent + "t" * self.turns
+        return f"attn{self.warpgroups}n{self.keys}s{self.stages}b{self.blocks}{flags}"
 
 
 def loader(problem: Problem, config: Config) -> int:
@@ -192,8 +199,8 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
     """Why the configuration cannot run the problem, or None."""
-    if problem.softcap or problem.reach >= 0:
-        return "it has no softcap and no windows before a position"
+    if problem.softcap:
+        return "it has no softcap"
     if (why := _no_factors(problem)) is not None:
         return why
     if problem.value_features not in (0, problem.features):
@@ -211,6 +218,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if config.warpgroups not in (1, 2, 3, 4) or config.keys % 16 or not 16 <= config.keys <= 256 or config.stages < 1:
         return "not a tile of this kernel"
     tiles = -(-problem.keys // config.keys)
+    if config.turns and (config.warpgroups == 1 or tiles == 1):
+        return "turns of one warpgroup or of one tile"
     if config.stages > (8 if config.persistent else min(tiles, 8)):
         return f"{config.stages} stages for {tiles} tiles"
     if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
@@ -266,8 +275,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     defines = {
         "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages,
         "LOADER": loader(problem, config), "ONE_TILE": int(problem.keys <= config.keys),
-        "PERSISTENT": int(config.persistent), "REGISTERS": register_limit(problem, config),
-        "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "FROM_END": int(problem.from_end), "HAS_LENGTHS": int(problem.lengths),
+        "PERSISTENT": int(config.persistent), "TURNS": int(config.turns), "REGISTERS": register_limit(problem, config),
+        "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "REACH": int(problem.reach >= 0), "FROM_END": int(problem.from_end), "HAS_LENGTHS": int(problem.lengths),
         "MASK": mask_width(problem), "MASK_ROWS": mask_rows(problem),
         "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config),
     }  # fmt: skip
@@ -304,6 +313,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     parameters.i32(problem.queries, problem.keys, problem.heads, problem.heads // key_heads, problem.causal_offset)
     rows = row_items(problem, config)
     items = rows * problem.heads * problem.batch
+    parameters.i32(max(0, problem.reach))
     parameters.i32(problem.mask_period or problem.batch, items, rows)
     parameters.f32(problem.scale * math.log2(math.e))
     (narrow or QuantizedStore()).put(parameters)
@@ -326,9 +336,26 @@ def order_of_sums(config: Config) -> tuple[int, ...]:
     return (config.keys,)
 
 
+def tiles_seen(problem: Problem, config: Config) -> float:
+    """Tiles of keys that an item's queries see, on average, where all keys are filled."""
+    tiles = -(-problem.keys // config.keys)
+    if problem.reach < 0:
+        square = problem.causal and problem.queries == problem.keys
+        return tiles * (min(1.0, 0.5 + 0.5 * config.keys / problem.keys) if square else 1.0)
+    ahead = problem.causal_offset + (problem.keys - problem.queries if problem.from_end else 0)
+    rows, count = 64 * config.warpgroups, row_items(problem, config)
+    seen, sampled = 0, range(0, count, -(-count // SAMPLED))
+    for item in sampled:
+        end = min(problem.keys, max(0, (item + 1) * rows + ahead)) if problem.causal else problem.keys
+        last = -(-end // config.keys)
+        seen += last - min(last, max(0, item * rows + ahead - problem.reach) // config.keys)
+    return seen / len(sampled)
+
+
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     tiles = -(-problem.keys // config.keys)
+    seen = tiles_seen(problem, config)
     items = row_items(problem, config) * problem.heads * problem.batch
     by_shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
     registers = min(255, (config.keys + problem.head) // 2 + 60)
@@ -349,19 +376,30 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     if config.stages == 1 and tiles > 1:  # nothing is loaded while it multiplies
         alone += 1000
     slack = 1.03 if config.stages == 2 and tiles > 32 else 1.0
+    if config.stages == 2 < min(tiles, config.warpgroups):  # a stage is free when the last one of many has read it
+        slack = 1.05
     groups = config.warpgroups * min(resident, -(-items // device.multiprocessors))
-    tile = max(groups * max(multiply, scores), alone) / groups
+    tile = max(groups * max(multiply, scores), alone) / groups * _turns(problem, config, resident)
     waves = items / (device.multiprocessors * resident)
     waves = math.ceil(waves) if waves < 3 else waves + 0.5
-    seen = 0.5 + 0.5 * config.keys / problem.keys if problem.causal and problem.queries == problem.keys else 1.0
-    block = groups * tiles * min(1.0, seen) * tile * slack
+    block = groups * seen * tile * slack
     # Loads of persistent blocks run ahead: between items, a block waits only for its last products.
     cycles = waves * (block + 500) + ENDS if config.persistent else waves * (block + ENDS)
-    traffic = items * (2 * config.keys * tiles + 128 * config.warpgroups) * problem.head * 2
+    loaded = tiles if problem.reach < 0 else seen
+    traffic = items * (2 * config.keys * loaded + 128 * config.warpgroups) * problem.head * 2
     compute, share = cycles / CLOCK, sector_share(problem)
     loads = traffic * share / 5.5e12
-    besides = 0.25 * min(compute, loads) if share > 1 else 0.0
+    besides = 0.25 * min(compute, loads) if share > 1 or problem.reach >= 0 else 0.0
     return 0.8e-6 + max(compute, problem.bytes / MEMORY, loads) + besides
+
+
+def _turns(problem: Problem, config: Config, resident: int) -> float:
+    """Cycles of a tile, of those without turns. Warpgroups of other blocks take none; in causal order warpgroups differ in tiles;
+    and a bias of factors leaves little time between products."""
+    if not config.turns:
+        return 1.0
+    even = not problem.causal or problem.reach >= 0
+    return TURNS if resident == 1 and even and problem.factors is None else IDLE_TURNS
 
 
 def sector_share(problem: Problem) -> float:
@@ -389,6 +427,11 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
                 for blocks in (4, 3, 2, 1):  # the most that the registers allow: fewer would not change anything
                     config = Config(warpgroups, keys, stages, blocks, persistent)
                     if refuse(problem, config, shared=device.shared_per_block) is None:
-                        found.append((estimate(problem, config, device), config))
+                        found += [(estimate(problem, c, device), c) for c in (config, *_in_turn(config, tiles))]
                         break
-    return varied(found, lambda c: (c.warpgroups, c.keys, c.persistent), limit)
+    return varied(found, lambda c: (c.warpgroups, c.keys, c.persistent, c.turns), limit)
+
+
+def _in_turn(config: Config, tiles: int) -> list[Config]:
+    """The configuration whose warpgroups issue their products in turn, where there are several of them, and several tiles."""
+    return [replace(config, turns=True)] if config.warpgroups > 1 and tiles > 1 else []

@@ -81,14 +81,11 @@ DEVICE void add_bias(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         offset[i] = unpack1(bias.factors[0][i][tile]) * LOG2_E;
-        const bool none = offset[i] == __int_as_float(0xff800000);
         #pragma unroll
         for (int j = 0; j < BLOCK_KEYS / 8; j++) {
             #pragma unroll
-            for (int k = 4 * j + 2 * i; k < 4 * j + 2 * i + 2; k++)
-                s[k] = none ? __int_as_float(0xff800000) : fmaf(s[k], p.scale_log2, bias.columns[k]);
+            for (int k = 4 * j + 2 * i; k < 4 * j + 2 * i + 2; k++) s[k] = fmaf(s[k], p.scale_log2, bias.columns[k]);
         }
-        if (none) offset[i] = 0.0f;
     }
 #elif FACTORS == 2
     #pragma unroll

@@ -11,11 +11,15 @@
 // PERSISTENT: a block takes items (64 * WARPGROUPS queries of one head) in turn. Queries have two places then, so the loading warp
 // brings the next item's operands while this one's are multiplied.
 //
+// TURNS: warpgroups issue their products in turn (FlashAttention-3's ping-pong), so that one's softmax runs beside another's products.
+// Without it they wait for the same tile, and tensor cores and exponentials are busy one after the other.
+//
 // A head of HEAD features (a multiple of 16; TMA fills what the tensor lacks with zeros) lies in shared memory as subtiles of
 // SPAN bytes per row. k is K-major; v is read across: its rows are keys, so it is wgmma's MN-major operand.
 //
 // generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (whether a warp of its own loads), ONE_TILE (all keys fit one), PERSISTENT
-// (LOADER is 1, then), REGISTERS (of a persistent block's multiplying threads), HEAD, SPAN, MIN_BLOCKS, CAUSAL, FROM_END (positions of queries count from the
+// (LOADER is 1, then), TURNS, REGISTERS (of a persistent block's multiplying threads), HEAD, SPAN, MIN_BLOCKS, CAUSAL, REACH (a query
+// sees a number of keys before its position only: tiles before them are neither loaded nor multiplied), FROM_END (positions of queries count from the
 // end of the keys), HAS_LENGTHS, MASK (0 none;
 // else elements per load: 1 or 2), MASK_ROWS (2 where queries have masks of their own, else 1), FACTORS (0: none; key k = KEY_WIDTH *
 // row + column gets rows[query][row] + columns[query][column]. 1: KEY_WIDTH is BLOCK_KEYS, so that columns stay in registers; 2: any even
@@ -31,7 +35,12 @@ constexpr u32 QUERY_SUBTILE = 64 * SPAN, QUERY_BYTES = SUBTILES * QUERY_SUBTILE;
 constexpr u32 KEY_SUBTILE = BLOCK_KEYS * SPAN, KEY_BYTES = SUBTILES * KEY_SUBTILE;
 constexpr int QUERY_PLACES = PERSISTENT ? 2 : 1;
 constexpr u32 BARRIER_BYTES = 1024;
+constexpr u32 TURN_BARRIER = 1 + WARPGROUPS;       // of the first warpgroup; those before order a warpgroup's stores
 constexpr float LOG2_E = 1.4426950408889634f;
+// With columns in registers, a row's maximum is kept until scores exceed it by this power of two: weights stay small, and results need
+// no rescaling (each row of keys has an offset of its own, so that maxima often grow a little). Elsewhere the question costs what it saves.
+constexpr float ENOUGH = 8.0f;
+constexpr bool KEEPS_MAXIMUM = FACTORS == 1;
 
 struct Params {
     TensorMap queries, keys, values, output;       // (feature, position, head, batch)
@@ -40,6 +49,7 @@ struct Params {
     long long mask_batch, mask_head, mask_query;   // strides in elements
     int query_count, key_count, heads, group;      // group: query heads per key head
     int causal_offset;                             // query i sees keys <= i + causal_offset (FROM_END: positions count from the end of the keys)
+    int reach;                                     // with REACH, query i sees keys from i + causal_offset - reach on
     int mask_period;                               // batch entry n has mask n % mask_period
     int items, row_items;                          // of the launch, and of one head
     float scale_log2;                              // the scale times log2(e)
@@ -80,13 +90,21 @@ DEVICE Item item_at(const Params& p, int index) {
 // Query i sees keys up to i and this.
 DEVICE int seen_ahead(const Params& p, int key_count) { return p.causal_offset + (FROM_END ? key_count - p.query_count : 0); }
 
-// Keys of the item's batch, and the tiles that hold those which any of its queries sees.
-DEVICE int key_tiles(const Params& p, const Item& item, int& key_count) {
-    key_count = p.key_count;
-    if (HAS_LENGTHS) key_count = min(key_count, max(p.lengths[item.batch], 0));
-    int last = key_count;
-    if (CAUSAL) last = max(0, min(last, item.first + WARPGROUPS * 64 + seen_ahead(p, key_count)));
-    return (last + BLOCK_KEYS - 1) / BLOCK_KEYS;
+struct Tiles {                                     // of keys: from first to last - 1
+    int first, last;
+};
+
+// Tiles of those keys that any of ``count`` queries from ``query`` on sees.
+DEVICE Tiles seen_tiles(const Params& p, int query, int count, int key_count) {
+    const int ahead = seen_ahead(p, key_count);
+    const int end = CAUSAL ? max(0, min(key_count, query + count + ahead)) : key_count;
+    const int last = (end + BLOCK_KEYS - 1) / BLOCK_KEYS;
+    return {REACH ? min(last, max(0, query + ahead - p.reach) / BLOCK_KEYS) : 0, last};
+}
+
+// Keys of the item's batch.
+DEVICE int keys_of(const Params& p, const Item& item) {
+    return HAS_LENGTHS ? min(p.key_count, max(p.lengths[item.batch], 0)) : p.key_count;
 }
 
 // An MN-major operand: each key is a row of SPAN bytes, eight rows are one swizzle atom, subtiles follow each other.
@@ -110,15 +128,14 @@ DEVICE void load_items(const Params& p, const Room& at) {
     int stage = 0, parity = 1, loads = 0, place = 0, place_parity = 1;
     for (int index = own_first(); index < own_end(p); index += gridDim.x) {
         const Item item = item_at(p, index);
-        int key_count;
-        const int tiles = key_tiles(p, item, key_count);
+        const Tiles tiles = seen_tiles(p, item.first, WARPGROUPS * 64, keys_of(p, item));
         const u32 queries = at.queries + place * WARPGROUPS * QUERY_BYTES, query_full = at.query_full + 8 * place;
         if (PERSISTENT) barrier_wait(at.query_empty + 8 * place, place_parity);
         barrier_expect(query_full, WARPGROUPS * QUERY_BYTES);
         for (int j = 0; j < WARPGROUPS * SUBTILES; j++)
             tma_load_4d(queries + j * QUERY_SUBTILE, &p.queries, query_full, j % SUBTILES * (SPAN / 2), item.first + j / SUBTILES * 64,
                         item.head, item.batch);
-        for (int tile = 0; tile < tiles; tile++, loads++) {
+        for (int tile = tiles.first; tile < tiles.last; tile++, loads++) {
             const u32 key_full = at.key_full + 8 * stage, value_full = at.value_full + 8 * stage;
             if (LOADER && loads >= STAGES) barrier_wait(at.key_empty + 8 * stage, parity);
             barrier_expect(key_full, KEY_BYTES);
@@ -162,25 +179,29 @@ DEVICE void soften(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PA
     float offset[2];
     add_bias(p, bias, pairs, tile, column, s, offset);
     const int first_row = row - lane / 4, ahead = seen_ahead(p, key_count);    // the row: of the warp
-    const bool cut = (tile + 1) * BLOCK_KEYS > key_count || (CAUSAL && (tile + 1) * BLOCK_KEYS > first_row + ahead + 1);
+    const bool cut = (tile + 1) * BLOCK_KEYS > key_count || (CAUSAL && (tile + 1) * BLOCK_KEYS > first_row + ahead + 1) ||
+                     (REACH && tile * BLOCK_KEYS < first_row + 15 + ahead - p.reach);
     if (cut) {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int limit = (CAUSAL ? min(key_count, row + 8 * i + ahead + 1) : key_count) - column;
+            const int least = row + 8 * i + ahead - p.reach - column;
             #pragma unroll
             for (int j = 0; j < BLOCK_KEYS / 8; j++) {
-                if (8 * j >= limit) s[4 * j + 2 * i] = __int_as_float(0xff800000);
-                if (8 * j + 1 >= limit) s[4 * j + 2 * i + 1] = __int_as_float(0xff800000);
+                if (8 * j >= limit || (REACH && 8 * j < least)) s[4 * j + 2 * i] = __int_as_float(0xff800000);
+                if (8 * j + 1 >= limit || (REACH && 8 * j + 1 < least)) s[4 * j + 2 * i + 1] = __int_as_float(0xff800000);
             }
         }
     }
     #pragma unroll
     for (int i = 0; i < 2; i++) {
-        float most = maximum[i] - offset[i];
+        float most = fmaxf(s[2 * i], s[2 * i + 1]);
         #pragma unroll
-        for (int j = 0; j < BLOCK_KEYS / 8; j++) most = fmaxf(most, fmaxf(s[4 * j + 2 * i], s[4 * j + 2 * i + 1]));
+        for (int j = 1; j < BLOCK_KEYS / 8; j++) most = fmaxf(most, fmaxf(s[4 * j + 2 * i], s[4 * j + 2 * i + 1]));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2)) + offset[i];
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+        most = fmaxf(maximum[i], most + offset[i]);
+        if (KEEPS_MAXIMUM && !((most - maximum[i]) * factor > ENOUGH)) most = maximum[i];
         // A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
         const float shift = most == __int_as_float(0xff800000) ? 0.0f : most * factor;
         rescale[i] = exp2_fast(maximum[i] * factor - shift);
@@ -200,11 +221,10 @@ DEVICE void soften(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PA
 DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn, bool first, int warp, int lane) {
     const int group = warp / 4, quarter = warp % 4;
     const int row = item.first + group * 64 + quarter * 16 + lane / 4;  // this thread's queries: row and row + 8
-    int key_count;
-    const int tiles = key_tiles(p, item, key_count);
-    // Tiles that a query of this warpgroup sees.
-    int own_tiles = item.first + group * 64 < p.query_count ? tiles : 0;
-    if (CAUSAL) own_tiles = min(own_tiles, max(0, item.first + group * 64 + 63 + seen_ahead(p, key_count) + BLOCK_KEYS) / BLOCK_KEYS);
+    const int key_count = keys_of(p, item);
+    const Tiles tiles = seen_tiles(p, item.first, WARPGROUPS * 64, key_count);
+    Tiles own = seen_tiles(p, item.first + group * 64, 64, key_count);  // of this warpgroup
+    if (item.first + group * 64 >= p.query_count || own.first >= own.last) own = {tiles.first, tiles.first};
     // The place of the item before: its result has been read when its store has left shared memory.
     auto leave_place = [&] {
         if (PERSISTENT && !first && quarter == 0 && elect_one()) {
@@ -222,6 +242,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     int behind = 0, behind_parity = 0;             // the stage whose values come next
     auto multiply_keys = [&] {
         barrier_wait(at.key_full + 8 * turn.stage, turn.parity);
+        if (TURNS) named_barrier(TURN_BARRIER + group, 256);
         wgmma_fence();
         #pragma unroll
         for (int i = 0; i < SUBTILES; i++) {
@@ -247,25 +268,42 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
         behind = turn.stage, behind_parity = turn.parity;
         turn.next_stage();
     };
+    auto pass_turn = [&] {
+        if (TURNS) named_barrier_arrive(TURN_BARRIER + (group + 1) % WARPGROUPS, 256);
+    };
+    auto pass_tiles = [&](int from, int to) {      // other warpgroups' tiles
+        for (int tile = from; tile < to; tile++) {
+            barrier_wait(at.key_full + 8 * turn.stage, turn.parity);
+            if (LOADER && lane == 0) barrier_arrive(at.key_empty + 8 * turn.stage);
+            if (TURNS) named_barrier(TURN_BARRIER + group, 256);
+            pass_turn();
+            barrier_wait(at.value_full + 8 * turn.stage, turn.parity);
+            if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * turn.stage);
+            turn.next_stage();
+        }
+    };
     auto pack_weights = [&] {
         #pragma unroll
         for (int i = 0; i < BLOCK_KEYS / 4; i++) weights[i] = pack2(s[2 * i], s[2 * i + 1]);
     };
     barrier_wait(at.query_full + 8 * turn.place, turn.place_parity);
-    if (own_tiles > 0) {
+    if (REACH) pass_tiles(tiles.first, own.first);
+    if (own.first < own.last) {
         multiply_keys();
-        load_mask(p, bias, 0, lane, pairs);
+        pass_turn();
+        load_mask(p, bias, own.first, lane, pairs);
         leave_place();
         __syncwarp();
         wgmma_wait<0>();
         keys_done();
-        soften(p, bias, pairs, row, 0, key_count, lane, s, maximum, sum, rescale);
+        soften(p, bias, pairs, row, own.first, key_count, lane, s, maximum, sum, rescale);
         pack_weights();
         #pragma unroll 1
-        for (int tile = 1; !ONE_TILE && tile < own_tiles; tile++) {
+        for (int tile = own.first + 1; !ONE_TILE && tile < own.last; tile++) {
             const int stage = behind;
             multiply_keys();
             multiply_values();
+            pass_turn();
             load_mask(p, bias, tile, lane, pairs);
             wgmma_wait<1>();
             keys_done();
@@ -276,8 +314,10 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
             wgmma_wait<0>();
             settle(out);
             if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * stage);
-            #pragma unroll
-            for (int j = 0; j < HEAD / 2; j++) out[j] *= rescale[j / 2 % 2];
+            if (!KEEPS_MAXIMUM || __any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+                #pragma unroll
+                for (int j = 0; j < HEAD / 2; j++) out[j] *= rescale[j / 2 % 2];
+            }
             pack_weights();
         }
         multiply_values();
@@ -287,13 +327,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     } else {
         leave_place();
     }
-    for (int tile = own_tiles; tile < tiles; tile++) {  // other warpgroups' tiles
-        barrier_wait(at.key_full + 8 * turn.stage, turn.parity);
-        if (LOADER && lane == 0) barrier_arrive(at.key_empty + 8 * turn.stage);
-        barrier_wait(at.value_full + 8 * turn.stage, turn.parity);
-        if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * turn.stage);
-        turn.next_stage();
-    }
+    pass_tiles(own.last, tiles.last);
 
     #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -373,8 +407,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
     if (LOADER && warp >= WARPGROUPS * 4) return;
     __syncwarp();
     if (PERSISTENT) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+    if (TURNS && warp >= WARPGROUPS * 4 - 4) named_barrier_arrive(TURN_BARRIER, 256);
     Turn turn;
     for (int index = own_first(); index < own_end(p); index += gridDim.x)
         attend(p, at, item_at(p, index), turn, index == own_first(), warp, lane);
+    if (TURNS && warp < 4) named_barrier(TURN_BARRIER, 256);
     if (warp % 4 == 0 && elect_one()) tma_store_wait_read<0>();
 }
