@@ -67,8 +67,18 @@ def of_heads(n: Net) -> Value:
     return n.op("MatMul", heads(n, n.input(2, 24, 3 * 64), 3), n.input(2, 3, 64, 80, name="y"))
 
 
+def constant_left(n: Net) -> Value:
+    x = n.op("MatMul", n.random(40, 36), n.input(3, 36, 64))
+    return n.op("Add", x, n.input(3, 40, 64, name="z"))
+
+
+def constant_left_of_one(n: Net) -> Value:
+    return n.op("MatMul", n.random(128, 256), n.input(1, 256, 96))
+
+
 NETS: dict[str, Callable[[Net], Value]] = {
-    f.__name__: f for f in (plain, two_matrices, odd_sizes, with_epilogue, with_bias, transposed, both_turned, of_heads)
+    f.__name__: f for f in (plain, two_matrices, odd_sizes, with_epilogue, with_bias, transposed, both_turned, of_heads,
+                             constant_left, constant_left_of_one)
 }
 
 
@@ -103,7 +113,10 @@ def test_what_it_refuses_is_done_by_another() -> None:
     def broadcast(n: Net) -> Value:
         return n.op("MatMul", n.input(4, 20, 64), n.input(1, 64, 72, name="y"))
 
-    for build, precision in ((plain, "fp32"), (plain, "tf32"), (broadcast, "fp16")):
+    def large(n: Net) -> Value:
+        return n.op("MatMul", n.random(1024, 1024), n.input(5, 1024, 8))
+
+    for build, precision in ((plain, "fp32"), (plain, "tf32"), (broadcast, "fp16"), (large, "fp16")):
         n = Net()
         program = lowered(n.done(build(n)), precision)
         assert products(program) == ["matmul_tiled"], precision
