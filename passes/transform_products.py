@@ -216,7 +216,8 @@ def _comes_by_parts(graph: Graph, x: Value, axis: int) -> bool:
     """Whether the parts of the signal lie further apart in memory than its numbers: another transform's, or joined ones."""
     made = graph.op(x)
     if made.kind == "Transpose":
-        return bool(made.attrs.perm[-1] < made.attrs.perm[axis])
+        perm = made.attrs.perm or tuple(reversed(range(len(graph.type(x).dims))))
+        return bool(perm[-1] < perm[axis])
     return _joined(graph, x) is not None
 
 

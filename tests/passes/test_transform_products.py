@@ -51,6 +51,13 @@ def test_any_batch() -> None:
     check_pass(PASS, graph, changes=1, sizes={"n": 3})
 
 
+@pytest.mark.parametrize("perm", [None, (0, 2, 1), (1, 0, 2)])
+def test_a_transposed_signal(perm: tuple[int, ...] | None) -> None:
+    n = Net()
+    x = n.op("Transpose", n.input(2, 2, 2), attrs=TransposeAttrs(perm))
+    check_pass(PASS, n.done(n.op("DFT", x, attrs=DFTAttrs(1))), changes=1)
+
+
 def fnet(select: str) -> Graph:
     """Two transforms of a real signal that is written as a complex one; the real part is read."""
     n = Net()
@@ -118,7 +125,7 @@ def test_refusals() -> None:
     n = Net()
     y = n.op("DFT", n.input(2, 6, 2), None, n.input(1, name="axis", dtype=np.int64))
     check_refused(PASS, n.done(y), because="its axis is not known")
-    graph = transform((symbol("a"), symbol("b"), 8, symbol("c"), 2), 2)
+    graph = transform((8, symbol("b"), symbol("c"), 2), 0)
     check_refused(PASS, graph, because="more than one of its sizes is not known")
 
 
