@@ -17,7 +17,7 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.signal import DFTAttrs, STFTAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.pipelines import PIPELINE
-from optdnn.passes.support.precision import no_integers
+from optdnn.passes.support.precision import PrecisionPlan, asks_packed, no_integers
 from optdnn.passes.transform_products import TransformProducts
 
 PASS = TransformProducts()
@@ -182,6 +182,7 @@ def test_the_matrix_is_not_quantized(graph: Graph) -> None:
     PASS(graph)
     (op,) = [*graph.of_kind("MatMul"), *graph.of_kind("Conv")]
     assert no_integers(graph, op) == "its matrix is that of a Fourier transform, which stays floating point"
+    assert not asks_packed(graph, PrecisionPlan.of_option("w4"), op)
 
 
 def test_neighbours() -> None:
