@@ -23,7 +23,7 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import integers, ints, is_filled, operand, reshape_target, reshaped, same_shape, scalar
-from optdnn.types import Array, normalize_axis
+from optdnn.types import Array, Shape, normalize_axis
 
 MOST = 1 << 24
 """Elements of the largest matrix: a one-sided transform of 4,096 real numbers, a transform of 2,048 complex ones."""
@@ -67,15 +67,16 @@ def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
     x = _source(graph, operand(before[-1] if before else op))
     dims, last = graph.type(x).dims, len(graph.type(x).dims) - 1
     readers = _readers_of_parts(graph, end)
-    parts = sorted({p for _, p in readers}) or list(range(int(op.outputs[0].type.dims[-1])))
-    size = found.taken * found.bins * int(dims[-1]) * len(parts)
+    parts = sorted({p for _, p in readers}) or list(range(_parts(op.outputs[0].type.dims)))
+    taken_parts = _parts(dims)
+    size = found.taken * taken_parts * found.bins * len(parts)
     if size > MOST:
         return Miss(f"its matrix would have {size} elements, more than {MOST}")
     walk = _walk(graph, x, end, found.axis, bool(readers))
     sizes = list(dims)
     sizes[found.axis], sizes[last] = found.bins, len(parts)
     behind = math.prod(dims[i] for i in walk.behind)
-    rows = (*(dims[i] for i in walk.lead), found.taken * int(dims[last]), *((behind,) if walk.behind else ()))
+    rows = (*(dims[i] for i in walk.lead), found.taken * taken_parts, *((behind,) if walk.behind else ()))
     taken = [found.taken if i == found.axis else d for i, d in enumerate(dims)]
     packed = reshape_target(tuple(taken[i] for i in walk.before), rows)
     results = (*rows[: len(walk.lead)], found.bins * len(parts), *rows[len(walk.lead) + 1 :])
@@ -88,7 +89,7 @@ def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
         signal = _signal(patch, x, walk.before)
         if dims[found.axis] != found.taken:
             signal = _sliced(patch, signal, walk.before.index(found.axis), 0, found.taken)
-        matrix = scale * found.matrix(dims[-1] == 2, parts)
+        matrix = scale * found.matrix(taken_parts == 2, parts)
         product = _product(patch, reshaped(patch, signal, packed), matrix, walk)
         spectrum = reshaped(patch, product, unpacked)
         if not readers:
@@ -120,6 +121,11 @@ def _transform(graph: Graph, op: Op) -> Transform | Miss:
     taken = min(points, length // 2 + 1 if spectrum else length)
     bins = length // 2 + 1 if a.onesided and not a.inverse else length
     return Transform(axis, taken, length, bins, a.inverse, a.onesided)
+
+
+def _parts(dims: Shape) -> int:
+    """2 of a complex value, 1 of a real one."""
+    return 2 if dims[-1] == 2 else 1
 
 
 def _source(graph: Graph, x: Value) -> Value:
@@ -159,7 +165,9 @@ def _readers_of_parts(graph: Graph, op: Op) -> list[tuple[Op, int]]:
     if op.outputs[0].type.dims[-1] != 2:
         return []
     found = [(graph.op(use.op), _part(graph, graph.op(use.op))) for use in graph.uses(op.value)]
-    return [(reader, part) for reader, part in found if part is not None] if all(p is not None for _, p in found) else []
+    return (
+        [(reader, part) for reader, part in found if part is not None] if all(p is not None for _, p in found) else []
+    )
 
 
 def _part(graph: Graph, reader: Op) -> int | None:
@@ -276,17 +284,18 @@ def _product(patch: Patch, rows: Value, matrix: Array, walk: Walk) -> Value:
 def stft_to_conv(graph: Graph, op: Op) -> Match | Miss | None:
     """A convolution over blocks of samples: their size divides frames and steps, and is the number of channels."""
     x = operand(op)
-    dims, out = graph.type(x).dims, op.outputs[0].type.dims
+    dims, (_, frames, bins, _) = graph.type(x).dims, op.outputs[0].type.dims
     step, given = ints(graph, op.input(1)), ints(graph, op.input(3))
     window = graph.constant_value(op.input(2))
     if not step or (op.input(2) is not None and window is None) or (op.input(3) is not None and not given):
         return Miss("its window, its frames' length or their distance is not known")
-    if not all(isinstance(d, int) for d in (dims[1], *out[1:])) or 0 in out:
+    if not isinstance(frames, int) or not isinstance(bins, int) or not isinstance(dims[1], int):
         return Miss("its number of samples is not known")
+    if frames < 1 or dims[0] == 0:
+        return Miss("it has no elements")
     if len(dims) == 3 and dims[2] != 1:
         return Miss("its signal is complex")
     length = given[0] if given else len(window) if window is not None else 0
-    bins, frames = int(out[2]), int(out[1])
     if 2 * bins * length > MOST:
         return Miss(f"its filters would have {2 * bins * length} elements, more than {MOST}")
     block = math.gcd(step[0], length)

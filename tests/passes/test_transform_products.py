@@ -121,7 +121,9 @@ def test_both_parts_read_apart_and_together() -> None:
 def test_refusals() -> None:
     check_refused(PASS, transform((2, symbol("n"), 1), 1), because="its length is not known")
     check_refused(PASS, transform((2, 0, 1), 1, 4), because="it has no elements")
-    check_refused(PASS, transform((1, 4096, 2), 1), because="its matrix would have 67108864 elements, more than 16777216")
+    check_refused(
+        PASS, transform((1, 4096, 2), 1), because="its matrix would have 67108864 elements, more than 16777216"
+    )
     n = Net()
     y = n.op("DFT", n.input(2, 6, 2), None, n.input(1, name="axis", dtype=np.int64))
     check_refused(PASS, n.done(y), because="its axis is not known")
@@ -167,6 +169,7 @@ def test_blocks_of_samples_are_channels() -> None:
 
 def test_refused_frames() -> None:
     check_refused(PASS, frames(symbol("n")), because="its number of samples is not known")
+    check_refused(PASS, frames(0, 8, 20), because="it has no elements")
     check_refused(PASS, frames(parts=(2,), onesided=False), because="its signal is complex")
     check_refused(PASS, frames(9000, 4096, 8192), because="its filters would have 67125248 elements")
     n = Net()

@@ -82,8 +82,19 @@ def constant_left_of_one(n: Net) -> Value:
 
 
 NETS: dict[str, Callable[[Net], Value]] = {
-    f.__name__: f for f in (plain, two_matrices, odd_sizes, with_epilogue, with_bias, transposed, both_turned, of_heads,
-                             constant_left, constant_left_of_one)
+    f.__name__: f
+    for f in (
+        plain,
+        two_matrices,
+        odd_sizes,
+        with_epilogue,
+        with_bias,
+        transposed,
+        both_turned,
+        of_heads,
+        constant_left,
+        constant_left_of_one,
+    )
 }
 
 
