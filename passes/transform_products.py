@@ -27,6 +27,8 @@ from optdnn.types import Array, Shape, normalize_axis
 
 MOST = 1 << 24
 """Elements of the largest matrix: a one-sided transform of 4,096 real numbers, a transform of 2,048 complex ones."""
+LEAST = 1 << 16
+"""Fewest multiplications of a product. A kernel that sums in float64 takes less than one launch's latency more for fewer."""
 LEAST_BEHIND = 16
 """Elements behind the axis from which on the matrix multiplies from the left."""
 
@@ -58,7 +60,7 @@ class Transform:
 
 @rule("dft_to_matmul", {"DFT"})
 def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
-    """Refuses lengths and axes that are not known, and matrices of more than ``MOST`` elements."""
+    """Refuses lengths and axes that are not known, matrices of more than ``MOST`` elements, and small transforms."""
     found = _transform(graph, op)
     if isinstance(found, Miss):
         return found
@@ -72,6 +74,9 @@ def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
     size = found.taken * taken_parts * found.bins * len(parts)
     if size > MOST:
         return Miss(f"its matrix would have {size} elements, more than {MOST}")
+    work = size * math.prod(d for i, d in enumerate(dims[:last]) if i != found.axis)
+    if isinstance(work, int) and work < LEAST:
+        return Miss(f"{work} multiplications are too few for a product")
     walk = _walk(graph, x, end, found.axis, bool(readers))
     sizes = list(dims)
     sizes[found.axis], sizes[last] = found.bins, len(parts)

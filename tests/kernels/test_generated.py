@@ -56,14 +56,6 @@ def test_kernels(family: str, precision: str, tmp_path: Path) -> None:
     compare_steps(program, feeds_of(graph), tolerance, tmp_path)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
-def test_transforms_that_no_pass_made_products(tmp_path: Path) -> None:
-    graph = graph_of("spectra")
-    program = lowered(graph, "fp32", opt_level=1)
-    assert sum(s.params.get("op", {}).get("kind") == "DFT" for s in program.steps) == 7  # two of the eight are equal
-    assert compare_steps(program, feeds_of(graph), 3e-6, tmp_path)
-
-
 def compare_steps(program: Program, feeds: dict[str, Any], tolerance: float, folder: Path) -> int:
     """Run every generated kernel of the program on what precedes it; returns how many were compared."""
     runner = SimulateRunner(program)

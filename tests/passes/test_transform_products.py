@@ -15,12 +15,19 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.signal import DFTAttrs, STFTAttrs
+from optdnn.passes import transform_products
 from optdnn.passes.base import PassContext
 from optdnn.passes.pipelines import PIPELINE
 from optdnn.passes.support.precision import PrecisionPlan, asks_packed, no_integers
 from optdnn.passes.transform_products import TransformProducts
 
 PASS = TransformProducts()
+LEAST = transform_products.LEAST
+
+
+@pytest.fixture(autouse=True)
+def _small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transform_products, "LEAST", 0)
 
 
 def transform(shape: tuple[Any, ...], axis: int, length: int | None = None, **options: bool) -> Graph:
@@ -129,6 +136,13 @@ def test_refusals() -> None:
     check_refused(PASS, n.done(y), because="its axis is not known")
     graph = transform((8, symbol("b"), symbol("c"), 2), 0)
     check_refused(PASS, graph, because="more than one of its sizes is not known")
+
+
+def test_small_transforms_are_summed_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transform_products, "LEAST", LEAST)
+    check_refused(PASS, transform((31, 32, 1), 1), because="63488 multiplications are too few for a product")
+    check_pass(PASS, transform((32, 32, 1), 1), changes=1)
+    check_pass(PASS, transform((symbol("n"), 32, 1), 1), changes=1, sizes={"n": 2})
 
 
 # ---------------------------------------------------------------- frames
