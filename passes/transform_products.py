@@ -28,7 +28,7 @@ from optdnn.types import Array, Shape, normalize_axis
 MOST = 1 << 24
 """Elements of the largest matrix: a one-sided transform of 4,096 real numbers, a transform of 2,048 complex ones."""
 LEAST = 1 << 16
-"""Fewest multiplications of a product. A kernel that sums in float64 takes less than one launch's latency more for fewer."""
+"""Fewest multiplications of a product. Smaller transforms stay sums in float64, which are more precise."""
 LEAST_BEHIND = 16
 """Elements behind the axis from which on the matrix multiplies from the left."""
 
@@ -77,7 +77,7 @@ def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
     work = size * math.prod(d for i, d in enumerate(dims[:last]) if i != found.axis)
     if isinstance(work, int) and work < LEAST:
         return Miss(f"{work} multiplications are too few for a product")
-    walk = _walk(graph, x, end, found.axis, bool(readers))
+    walk = _walk(graph, x, end, found.axis, bool(readers), size)
     sizes = list(dims)
     sizes[found.axis], sizes[last] = found.bins, len(parts)
     behind = math.prod(dims[i] for i in walk.behind)
@@ -211,13 +211,16 @@ class Walk:
         return tuple(self.after.index(i) for i in range(len(self.after)))
 
 
-def _walk(graph: Graph, x: Value, end: Op, axis: int, by_parts: bool) -> Walk:
-    """The orders for a signal ``x`` and a spectrum that ``end`` makes."""
+def _walk(graph: Graph, x: Value, end: Op, axis: int, by_parts: bool, matrix: int) -> Walk:
+    """The orders for a signal ``x``, a spectrum that ``end`` makes and a matrix of so many elements.
+
+    A matrix on the left is repeated for each element of ``lead``: not beyond ``MOST`` elements in all."""
     dims = graph.type(x).dims
     last = len(dims) - 1
     lead, behind = tuple(range(axis)), tuple(range(axis + 1, last))
     size: DimLike = math.prod(dims[i] for i in behind)
-    if isinstance(size, int) and size < LEAST_BEHIND:
+    repeated = matrix * math.prod(dims[i] for i in lead)
+    if (isinstance(size, int) and size < LEAST_BEHIND) or (isinstance(repeated, int) and repeated > MOST):
         lead, behind = lead + behind, ()
     pairs = ((axis, last), (last, axis))
     first = pairs[_comes_by_parts(graph, x, axis)]

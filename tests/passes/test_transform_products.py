@@ -58,6 +58,15 @@ def test_any_batch() -> None:
     check_pass(PASS, graph, changes=1, sizes={"n": 3})
 
 
+def test_a_matrix_is_not_repeated_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = transform((3, 8, 16, 1), 1)
+    result, _ = check_pass(PASS, graph, changes=1)
+    assert result.constant_value(result.of_kind("MatMul")[0].inputs[0]) is not None
+    monkeypatch.setattr(transform_products, "MOST", 3 * 8 * 16 - 1)
+    result, _ = check_pass(PASS, graph, changes=1)
+    assert result.constant_value(result.of_kind("MatMul")[0].inputs[1]) is not None
+
+
 @pytest.mark.parametrize("perm", [None, (0, 2, 1), (1, 0, 2)])
 def test_a_transposed_signal(perm: tuple[int, ...] | None) -> None:
     n = Net()

@@ -30,7 +30,7 @@ from optdnn.types import BF16, FP16, Array, Shape
 
 UNIT = 8
 """Elements in 16 bytes, which TMA addresses."""
-REPEATED = 1 << 22
+REPEATED = 1 << 24
 """Most elements of a constant matrix that is repeated."""
 
 
