@@ -135,7 +135,7 @@ def _sides(graph: Graph, op: Op) -> Sides:
         return Sides(_PLAIN, _PLAIN)
     own: Side = op.id
     if op.kind == "Transpose":
-        to_last, from_last = _permutations(op)
+        to_last, from_last = _permutations(graph, op)
         return Sides(own if to_last else _PLAIN, own if from_last else _PLAIN)
     first, rank = op.input(0), op.outputs[0].type.rank
     pointwise = op.definition.traits.pointwise
@@ -146,11 +146,16 @@ def _sides(graph: Graph, op: Op) -> Sides:
     return Sides(own, own) if free and ranked and not drops_axes and not indices else Sides(_PLAIN, _PLAIN)
 
 
-def _permutations(op: Op) -> tuple[bool, bool]:
-    """Whether a Transpose puts channels last (of a channels-last value it moves nothing), or back to the second axis."""
+def _permutations(graph: Graph, op: Op) -> tuple[bool, bool]:
+    """Whether a Transpose puts channels last (of a channels-last value it moves nothing), or back to the second axis.
+
+    Of three axes, one permutation is both: it puts them back where a convolution reads the result."""
     perm, rank = tuple(op.attrs.perm or ()), op.outputs[0].type.rank
     if rank not in CHANNELS_LAST or len(perm) != rank:
         return False, False
+    if rank == 3 and perm == channels_to_last(rank):
+        back = any(user.kind in PREFER for user in graph.users(op.value))
+        return not back, back
     return perm == channels_to_last(rank), perm == channels_from_last(rank)
 
 

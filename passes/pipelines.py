@@ -44,6 +44,7 @@ from optdnn.passes.relative_positions import RelativePositions
 from optdnn.passes.split_products import SplitProducts
 from optdnn.passes.support.stages import ANCHORS
 from optdnn.passes.take_rows import TakeRows
+from optdnn.passes.transform_products import TransformProducts
 from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
 from optdnn.passes.unrolled_scans import UnrolledScans
@@ -98,6 +99,7 @@ O2_GPU: tuple[Pass, ...] = (
     Unroll(),  # before all other passes, which then see through loops
     FoldConstants(),  # the number of an iteration is known now
     Unroll(),  # and so may be conditions in it
+    TransformProducts(),  # before all that knows products, and merges the views around them
     *FOLDED,
     MaskedRows(),  # sizes that depend on data: with the operators as they are, before fusions need to know of rows
     PadRows(),  # the sizes that are left

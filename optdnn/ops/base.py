@@ -61,7 +61,8 @@ class FusedAttrs(Attrs):
     """Attributes of a kind that can hold stages. ``prologue`` transforms operand 0, ``epilogue`` the result.
 
     The operands that stages read follow the kind's own operands (``OpDef.arity`` of them). ``factors``: what fp32 operands may be
-    rounded to before they are multiplied ("tf32"; "": they are not), which only assign_precision decides.
+    rounded to before they are multiplied ("tf32"; "": they are not), which only assign_precision decides; or "float" where the
+    model has no weights there, so that they are not quantized: the matrix of a Fourier transform.
     """
 
     prologue: tuple[Stage, ...] = field(default=(), kw_only=True)

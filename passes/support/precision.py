@@ -132,7 +132,7 @@ class PrecisionPlan:
 
 def asks_packed(graph: Graph, plan: PrecisionPlan, op: Op) -> bool:
     """Whether a plan asks an op for packed weights: by name, or as a product with constant weights."""
-    weighted = op.kind in WEIGHTED and graph.constant_value(op.input(1)) is not None
+    weighted = op.kind in WEIGHTED and op.attrs.factors != "float" and graph.constant_value(op.input(1)) is not None
     return plan.of(op) in PACKED_WEIGHTS and (plan.named(op) or weighted)
 
 
@@ -152,6 +152,8 @@ def no_integers(graph: Graph, op: Op, target: str = "", *, ranged: bool = False)
     """
     if (reason := _no_eight_bits(target, "int8")) is not None:
         return reason
+    if getattr(op.attrs, "factors", "") == "float":
+        return "its matrix is that of a Fourier transform, which stays floating point"
     on_gpu = TargetName.parse(target).on_gpu
     if op.kind == "ConvTranspose" and on_gpu:
         return "there is no kernel for it on integers"

@@ -226,8 +226,8 @@ def structural(graph: Graph, op: Op) -> str | None:
         if users and all(u.kind == "QuantizeLinear" for u in users):
             stored = graph.op(data[0]).inputs[0]
             return _EIGHT.get(graph.type(stored).dtype)  # type: ignore[arg-type]
-    if getattr(op.attrs, "factors", ""):
-        return str(op.attrs.factors)
+    if getattr(op.attrs, "factors", "") == "tf32":
+        return "tf32"
     return next((_FLOATS[o.type.dtype] for o in op.outputs if o.type.dtype in _FLOATS), None)
 
 

@@ -50,6 +50,8 @@ RULES: Mapping[str, str] = {
     "add_before_turn": "residuals added before Transposes",
     "whole_unit": "convolutions of some channels made convolutions of all",
     "shuffle_into_weights": "channel shuffles made orders of weights",
+    "dft_to_matmul": "Fourier transforms made products of matrices",
+    "stft_to_conv": "Fourier transforms of frames made convolutions",
     "split_columns": "products split by columns over several devices",
     "split_rows": "products split by rows over several devices",
     "split_batch": "batches split over several devices",

@@ -117,6 +117,17 @@ def test_channels_last_code_of_convnext_moves_nothing() -> None:
     assert from_last.outputs[0].type.layout == "nhwc"
 
 
+def test_transposes_around_a_convolution_of_sequences_move_nothing() -> None:
+    """Of three axes, one permutation puts channels last and puts them back."""
+    n = Net(np.float64)
+    x = n.op("Transpose", n.op("Relu", n.input(1, 40, 8)), attrs=TransposeAttrs((0, 2, 1)))
+    y = n.op("Transpose", n.conv(x, 8), attrs=TransposeAttrs((0, 2, 1)))
+    graph, _ = assign(n.done(n.matmul(y, 4)), last=3, convert=0)
+    first, second = graph.of_kind("Transpose")
+    assert (graph.type(first.inputs[0]).layout, first.outputs[0].type.layout) == ("", "nwc")  # type: ignore[arg-type]
+    assert (graph.type(second.inputs[0]).layout, second.outputs[0].type.layout) == ("nwc", "")  # type: ignore[arg-type]
+
+
 def test_another_transpose_is_plain() -> None:
     n = Net(np.float64)
     x = n.op("Transpose", n.conv(n.conv(n.input(1, 4, 8, 8), 4), 4), attrs=TransposeAttrs((0, 1, 3, 2)))

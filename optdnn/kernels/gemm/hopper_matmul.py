@@ -1,14 +1,21 @@
-"""Products of two stacks of computed matrices on Hopper's kernel: the implicit GEMM whose weights are another tensor."""
+"""Products of two stacks of matrices on Hopper's kernel: the implicit GEMM whose weights are another tensor.
+
+The second stack is computed. The first one may be a constant matrix, as that of a Fourier transform of columns: it is repeated for
+each matrix of the stack.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
-from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, unmade, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.conv.problem import Problem, Source
@@ -19,10 +26,12 @@ from optdnn.kernels.pointwise.strides import broadcast, merge
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.launches.plan import TensorMap
-from optdnn.types import BF16, FP16
+from optdnn.types import BF16, FP16, Array, Shape
 
 UNIT = 8
 """Elements in 16 bytes, which TMA addresses."""
+REPEATED = 1 << 24
+"""Most elements of a constant matrix that is repeated."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,7 @@ class Stacks:
 
 
 class HopperMatMul(hopper_launch.HopperTactic):
-    """MatMul of two computed stacks of 16-bit matrices: tiles of one product each, with the epilogue in the kernel."""
+    """MatMul of two stacks of 16-bit matrices: tiles of one product each, with the epilogue in the kernel."""
 
     name = "matmul_sm90"
 
@@ -95,8 +104,12 @@ class HopperMatMul(hopper_launch.HopperTactic):
             return "its matrices are not all of fp16 or all of bf16"
         if any(len(t.static_shape) < 2 or 0 in t.static_shape for t in types):
             return "it is not a product of matrices"
-        if any(t.static_shape[:-2] != out.static_shape[:-2] for t in types):
+        stack = out.static_shape[:-2]
+        matrix = b.graph.constant_value(op.inputs[0])
+        if types[1].static_shape[:-2] != stack or (types[0].static_shape[:-2] != stack and matrix is None):
             return "one of its stacks is broadcast"
+        if matrix is not None and (size := math.prod((*stack, *matrix.shape[-2:]))) > REPEATED:
+            return f"its constant matrices would have {size} elements, more than {REPEATED}"
         if op.attrs.prologue:
             return "it has a prologue"
         return hopper_launch.refuse(b.arch, map_dtype(out.dtype), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
@@ -119,7 +132,8 @@ class HopperMatMul(hopper_launch.HopperTactic):
         ep = plan_epilogue(b.graph, op, channel_axis=-1)
         target = b.result(op.value, self._strides(op))
         shape = target.shape
-        given = [b.source(v) for v in (*op.inputs[:2], ep.residual) if v is not None]
+        given = [_repeated(b, op.inputs[0], shape[:-2])]
+        given += [b.source(v) for v in (op.inputs[1], ep.residual) if v is not None]
         copies = [copied_later(b, op, x, name, padded_rows(x.shape)) for x, name in zip(given, NAMES, strict=False)]
         apart = b.later(f"{op.outputs[0].name}.product", target.dtype, shape, padded_rows(shape))
         out = apart if ep.rest or not walkable(target) else target
@@ -177,6 +191,22 @@ def emit_stacks(b: Builder, op: Op, s: Stacks, config: Any) -> None:
         operands["residual"] = residual
     made = hopper_launch.launch_on(problem, config, b.gpu, maps, operands)
     hopper_launch.emit(b, op, made, problem, config, operands, ("MatMul", attrs, reads))
+
+
+def _repeated(b: Builder, value: Value | None, stack: Shape) -> TensorView:
+    """The first factor; a constant as a matrix for each of the stack, with rows at multiples of 16 bytes."""
+    matrix = b.graph.constant_value(value)
+    if matrix is None:
+        return b.source(value)
+    rows, columns = matrix.shape[-2:]
+    shape = (*stack, rows, columns)
+
+    def make() -> int:
+        made: Array = np.zeros((*stack, rows, up(columns, UNIT)), matrix.dtype)
+        made[..., :columns] = matrix
+        return b.constant(made, "left").buffer
+
+    return unmade(matrix.dtype, shape, padded_rows(shape), make)
 
 
 def _leading(x: TensorView) -> TensorView:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import TOLERANCE, feeds_of, lowered, simulate
 
@@ -21,7 +23,10 @@ from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.runner import CudaRunner
+from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
 
 
 def heads(n: Net, x: Value, count: int) -> Value:
@@ -67,8 +72,29 @@ def of_heads(n: Net) -> Value:
     return n.op("MatMul", heads(n, n.input(2, 24, 3 * 64), 3), n.input(2, 3, 64, 80, name="y"))
 
 
+def constant_left(n: Net) -> Value:
+    x = n.op("MatMul", n.random(40, 36), n.input(3, 36, 64))
+    return n.op("Add", x, n.input(3, 40, 64, name="z"))
+
+
+def constant_left_of_one(n: Net) -> Value:
+    return n.op("MatMul", n.random(128, 256), n.input(1, 256, 96))
+
+
 NETS: dict[str, Callable[[Net], Value]] = {
-    f.__name__: f for f in (plain, two_matrices, odd_sizes, with_epilogue, with_bias, transposed, both_turned, of_heads)
+    f.__name__: f
+    for f in (
+        plain,
+        two_matrices,
+        odd_sizes,
+        with_epilogue,
+        with_bias,
+        transposed,
+        both_turned,
+        of_heads,
+        constant_left,
+        constant_left_of_one,
+    )
 }
 
 
@@ -92,6 +118,16 @@ def test_products_of_computed_stacks(name: str) -> None:
     assert float(np.abs(got - want).max()) <= TOLERANCE["fp16"] * float(np.abs(want).max())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("name", ["constant_left", "constant_left_of_one"])
+def test_constant_matrices_on_a_gpu(name: str) -> None:
+    graph, program = program_of(name, target="cuda:sm_90a")
+    assert products(program) == ["matmul_sm90"]
+    context: Any = CudaRunner(program, LoadOptions()).context()
+    assert max(e.error for e in check_steps(context, feeds_of(graph))) < TOLERANCE["fp16"]
+
+
 def test_the_stages_after_a_product_are_in_its_kernel() -> None:
     for name, stages in (("with_epilogue", 4), ("with_bias", 1)):
         _, program = program_of(name)
@@ -103,7 +139,10 @@ def test_what_it_refuses_is_done_by_another() -> None:
     def broadcast(n: Net) -> Value:
         return n.op("MatMul", n.input(4, 20, 64), n.input(1, 64, 72, name="y"))
 
-    for build, precision in ((plain, "fp32"), (plain, "tf32"), (broadcast, "fp16")):
+    def large(n: Net) -> Value:
+        return n.op("MatMul", n.random(1024, 1024), n.input(17, 1024, 8))
+
+    for build, precision in ((plain, "fp32"), (plain, "tf32"), (broadcast, "fp16"), (large, "fp16")):
         n = Net()
         program = lowered(n.done(build(n)), precision)
         assert products(program) == ["matmul_tiled"], precision

@@ -1,0 +1,334 @@
+"""Fourier transforms of known length become products with constant matrices, and transforms of frames convolutions.
+
+A DFT of n numbers is a product with a matrix of cosines and sines. Tensor cores compute it faster than a GPU sums it number by
+number, and up to some thousand points the matrix is small. The pairs (real, imaginary) of a complex signal are further rows of the
+matrix, those of the spectrum further columns; where only one of them is read, the columns of the other one are left out.
+An axis with many others behind it is multiplied from the left, so that two transforms in a row need no copies between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.dim import DimLike
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import integers, ints, is_filled, operand, reshape_target, reshaped, same_shape, scalar
+from optdnn.types import Array, Shape, normalize_axis
+
+MOST = 1 << 24
+"""Elements of the largest matrix: a one-sided transform of 4,096 real numbers, a transform of 2,048 complex ones."""
+LEAST = 1 << 16
+"""Fewest multiplications of a product. Smaller transforms stay sums in float64, which are more precise."""
+LEAST_BEHIND = 16
+"""Elements behind the axis from which on the matrix multiplies from the left."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A DFT: ``taken`` numbers along ``axis`` to ``bins``, of period ``length``."""
+
+    axis: int
+    taken: int
+    length: int
+    bins: int
+    inverse: bool
+    onesided: bool
+
+    def matrix(self, complex_input: bool, parts: Sequence[int]) -> Array:
+        """In float64: (taken, 1 or 2, bins, parts); ``parts``: 0 for real, 1 for imaginary results."""
+        angle = 2 * np.pi / self.length * (np.outer(np.arange(self.taken), np.arange(self.bins)) % self.length)
+        cos, sin = np.cos(angle), np.sin(angle) if self.inverse else -np.sin(angle)
+        if self.inverse:
+            weight = np.full((self.taken, 1), 1 / self.length)
+            if self.onesided:  # each bin but the first and the middle one stands for two
+                j = np.arange(self.taken)
+                weight[(j > 0) & (2 * j != self.length)] *= 2
+            cos, sin = cos * weight, sin * weight
+        rows = [[cos, sin], [-sin, cos]][: 1 + complex_input]
+        return np.stack([np.stack([row[p] for p in parts], axis=-1) for row in rows], axis=1)
+
+
+@rule("dft_to_matmul", {"DFT"})
+def dft_to_matmul(graph: Graph, op: Op) -> Match | Miss | None:
+    """Refuses lengths and axes that are not known, matrices of more than ``MOST`` elements, and small transforms."""
+    found = _transform(graph, op)
+    if isinstance(found, Miss):
+        return found
+    scale, before, after = _scales(graph, op)
+    end = after[-1] if after else op
+    x = _source(graph, operand(before[-1] if before else op))
+    dims, last = graph.type(x).dims, len(graph.type(x).dims) - 1
+    readers = _readers_of_parts(graph, end)
+    parts = sorted({p for _, p in readers}) or list(range(_parts(op.outputs[0].type.dims)))
+    taken_parts = _parts(dims)
+    size = found.taken * taken_parts * found.bins * len(parts)
+    if size > MOST:
+        return Miss(f"its matrix would have {size} elements, more than {MOST}")
+    work = size * math.prod(d for i, d in enumerate(dims[:last]) if i != found.axis)
+    if isinstance(work, int) and work < LEAST:
+        return Miss(f"{work} multiplications are too few for a product")
+    walk = _walk(graph, x, end, found.axis, bool(readers), size)
+    sizes = list(dims)
+    sizes[found.axis], sizes[last] = found.bins, len(parts)
+    behind = math.prod(dims[i] for i in walk.behind)
+    rows = (*(dims[i] for i in walk.lead), found.taken * taken_parts, *((behind,) if walk.behind else ()))
+    taken = [found.taken if i == found.axis else d for i, d in enumerate(dims)]
+    packed = reshape_target(tuple(taken[i] for i in walk.before), rows)
+    results = (*rows[: len(walk.lead)], found.bins * len(parts), *rows[len(walk.lead) + 1 :])
+    unpacked = reshape_target(results, tuple(sizes[i] for i in walk.after))
+    targets = [reshape_target((*sizes[:-1], 1), r.outputs[0].type.dims) for r, _ in readers]
+    if packed is None or unpacked is None or None in targets:
+        return Miss("more than one of its sizes is not known")
+
+    def build(patch: Patch) -> Value | None:
+        signal = _signal(patch, x, walk.before)
+        if dims[found.axis] != found.taken:
+            signal = _sliced(patch, signal, walk.before.index(found.axis), 0, found.taken)
+        matrix = scale * found.matrix(taken_parts == 2, parts)
+        product = _product(patch, reshaped(patch, signal, packed), matrix, walk)
+        spectrum = reshaped(patch, product, unpacked)
+        if not readers:
+            return _turned(patch, spectrum, walk.back)
+        at = walk.after.index(last)
+        for (reader, part), target in zip(readers, targets, strict=True):
+            one = spectrum if len(parts) == 1 else _sliced(patch, spectrum, at, part, part + 1)
+            assert target is not None
+            patch.replace(reader.value, reshaped(patch, _turned(patch, one, walk.back), target))
+        return None
+
+    return Match((op, *before, *after, *(r for r, _ in readers)), build, end.value)
+
+
+def _transform(graph: Graph, op: Op) -> Transform | Miss:
+    """What a DFT computes, if that is known."""
+    dims, a = graph.type(operand(op)).dims, op.attrs
+    at = ints(graph, op.input(2))
+    if op.input(2) is not None and not at:
+        return Miss("its axis is not known")
+    axis = normalize_axis(at[0] if at else a.axis, len(dims))
+    given, points = ints(graph, op.input(1)), dims[axis]
+    if not isinstance(points, int) or (op.input(1) is not None and not given):
+        return Miss("its length is not known")
+    spectrum = a.inverse and a.onesided  # of a real signal
+    length = given[0] if given else 2 * (points - 1) if spectrum else points
+    if length < 1 or 0 in dims:
+        return Miss("it has no elements")
+    taken = min(points, length // 2 + 1 if spectrum else length)
+    bins = length // 2 + 1 if a.onesided and not a.inverse else length
+    return Transform(axis, taken, length, bins, a.inverse, a.onesided)
+
+
+def _parts(dims: Shape) -> int:
+    """2 of a complex value, 1 of a real one."""
+    return 2 if dims[-1] == 2 else 1
+
+
+def _source(graph: Graph, x: Value) -> Value:
+    """The real part alone, where the imaginary part is 0."""
+    joined = _joined(graph, x)
+    return operand(joined) if joined is not None and is_filled(graph.known(joined.inputs[1]), 0) else x
+
+
+def _scales(graph: Graph, op: Op) -> tuple[float, list[Op], list[Op]]:
+    """The factor of the ops before and after a DFT that multiply by numbers, which its matrix can do; each has one reader."""
+    scale, before, after = 1.0, list[Op](), list[Op]()
+    made = graph.op(operand(op))
+    while _scaled(graph, made) and graph.sole_user(made.value) is not None:
+        before.append(made)
+        made = graph.op(operand(made))
+    reader = graph.sole_user(op.value)
+    while reader is not None and _scaled(graph, reader):
+        after.append(reader)
+        reader = graph.sole_user(reader.value)
+    for one in (*before, *after):
+        number = scalar(graph, one.inputs[1])
+        assert number is not None
+        scale = scale * number if one.kind == "Mul" else scale / number
+    return scale, before, after
+
+
+def _scaled(graph: Graph, op: Op) -> bool:
+    """Whether an op multiplies or divides operand 0 by a number other than 0."""
+    return op.kind in ("Mul", "Div") and (scalar(graph, op.inputs[1]) or 0.0) != 0.0 and same_shape(graph, op)
+
+
+# ---------------------------------------------------------------- readers
+
+
+def _readers_of_parts(graph: Graph, op: Op) -> list[tuple[Op, int]]:
+    """The readers and the part that each of them takes; empty where one of them takes more."""
+    if op.outputs[0].type.dims[-1] != 2:
+        return []
+    found = [(graph.op(use.op), _part(graph, graph.op(use.op))) for use in graph.uses(op.value)]
+    return (
+        [(reader, part) for reader, part in found if part is not None] if all(p is not None for _, p in found) else []
+    )
+
+
+def _part(graph: Graph, reader: Op) -> int | None:
+    """0 or 1 for a Slice or Gather of real or imaginary parts."""
+    if reader.kind not in ("Slice", "Gather"):
+        return None
+    last = len(graph.type(operand(reader)).dims) - 1
+    if reader.kind == "Gather":
+        at = ints(graph, reader.input(1))
+        own = normalize_axis(reader.attrs.axis, last + 1) == last
+        return at[0] % 2 if own and at is not None and len(at) == 1 else None
+    starts, ends, axes, steps = (ints(graph, reader.input(i)) for i in range(1, 5))
+    if starts is None or ends is None or axes is None or len(axes) != 1 or steps not in (None, (1,)):
+        return None
+    taken = range(2)[starts[0] : ends[0]]
+    return taken[0] if normalize_axis(axes[0], last + 1) == last and len(taken) == 1 else None
+
+
+# ---------------------------------------------------------------- orders of axes
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Orders of the axes around the product: the signal's ``before`` it, the spectrum's ``after`` it.
+
+    The axis and the parts stand between ``lead`` and ``behind``; where nothing is behind, the matrix is the second factor."""
+
+    lead: tuple[int, ...]
+    behind: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @property
+    def back(self) -> tuple[int, ...]:
+        """The permutation from the spectrum's order to that of the DFT."""
+        return tuple(self.after.index(i) for i in range(len(self.after)))
+
+
+def _walk(graph: Graph, x: Value, end: Op, axis: int, by_parts: bool, matrix: int) -> Walk:
+    """The orders for a signal ``x``, a spectrum that ``end`` makes and a matrix of so many elements.
+
+    A matrix on the left is repeated for each element of ``lead``: not beyond ``MOST`` elements in all."""
+    dims = graph.type(x).dims
+    last = len(dims) - 1
+    lead, behind = tuple(range(axis)), tuple(range(axis + 1, last))
+    size: DimLike = math.prod(dims[i] for i in behind)
+    repeated = matrix * math.prod(dims[i] for i in lead)
+    if (isinstance(size, int) and size < LEAST_BEHIND) or (isinstance(repeated, int) and repeated > MOST):
+        lead, behind = lead + behind, ()
+    pairs = ((axis, last), (last, axis))
+    first = pairs[_comes_by_parts(graph, x, axis)]
+    second = pairs[by_parts or _goes_by_parts(graph, end, axis, bool(behind))]
+    return Walk(lead, behind, (*lead, *first, *behind), (*lead, *second, *behind))
+
+
+def _comes_by_parts(graph: Graph, x: Value, axis: int) -> bool:
+    """Whether the parts of the signal lie further apart in memory than its numbers: another transform's, or joined ones."""
+    made = graph.op(x)
+    if made.kind == "Transpose":
+        perm = made.attrs.perm or tuple(reversed(range(len(graph.type(x).dims))))
+        return bool(perm[-1] < perm[axis])
+    return _joined(graph, x) is not None
+
+
+def _joined(graph: Graph, x: Value) -> Op | None:
+    """The Concat of a real and an imaginary part."""
+    made, last = graph.op(x), len(graph.type(x).dims) - 1
+    joins = made.kind == "Concat" and len(made.inputs) == 2 and normalize_axis(made.attrs.axis, last + 1) == last
+    return made if joins and graph.type(x).dims[-1] == 2 else None
+
+
+def _goes_by_parts(graph: Graph, end: Op, axis: int, from_left: bool) -> bool:
+    """Whether the parts of the spectrum are to lie further apart than its numbers, as the next transform reads them."""
+    reader = graph.sole_user(end.value)
+    if reader is None or reader.kind != "DFT":
+        return from_left
+    at = ints(graph, reader.input(2))
+    return normalize_axis(at[0] if at else reader.attrs.axis, len(reader.outputs[0].type.dims)) < axis
+
+
+# ---------------------------------------------------------------- building
+
+
+def _turned(patch: Patch, x: Value, order: tuple[int, ...]) -> Value:
+    return x if order == tuple(range(len(order))) else patch.add("Transpose", [x], TransposeAttrs(order))
+
+
+def _sliced(patch: Patch, x: Value, axis: int, start: int, end: int) -> Value:
+    return patch.add("Slice", [x, *(integers(patch, [n], "bounds") for n in (start, end, axis))])
+
+
+def _signal(patch: Patch, x: Value, order: tuple[int, ...]) -> Value:
+    """``x`` with its axes in this order. Two parts are joined in this order, not moved after they are joined."""
+    joined = _joined(patch.graph, x)
+    if joined is None:
+        return _turned(patch, x, order)
+    parts = [_turned(patch, operand(joined, i), order) for i in range(2)]
+    return patch.add("Concat", parts, ConcatAttrs(order.index(len(order) - 1)))
+
+
+def _product(patch: Patch, rows: Value, matrix: Array, walk: Walk) -> Value:
+    """``rows`` (…, taken x parts[, behind]) times the matrix of (taken, parts, bins, parts)."""
+    if walk.before.index(len(walk.before) - 1) < len(walk.lead) + 1:
+        matrix = matrix.transpose(1, 0, 2, 3)
+    if walk.after.index(len(walk.after) - 1) < len(walk.lead) + 1:
+        matrix = matrix.transpose(0, 1, 3, 2)
+    flat = matrix.reshape(math.prod(matrix.shape[:2]), -1)
+    flat = np.ascontiguousarray(flat.T if walk.behind else flat).astype(patch.type(rows).dtype)
+    factor = patch.constant(flat, "dft.matrix")
+    return patch.add("MatMul", [factor, rows] if walk.behind else [rows, factor], MatMulAttrs(factors="float"))
+
+
+# ---------------------------------------------------------------- frames
+
+
+@rule("stft_to_conv", {"STFT"})
+def stft_to_conv(graph: Graph, op: Op) -> Match | Miss | None:
+    """A convolution over blocks of samples: their size divides frames and steps, and is the number of channels."""
+    x = operand(op)
+    dims, (_, frames, bins, _) = graph.type(x).dims, op.outputs[0].type.dims
+    step, given = ints(graph, op.input(1)), ints(graph, op.input(3))
+    window = graph.constant_value(op.input(2))
+    if not step or (op.input(2) is not None and window is None) or (op.input(3) is not None and not given):
+        return Miss("its window, its frames' length or their distance is not known")
+    if not isinstance(frames, int) or not isinstance(bins, int) or not isinstance(dims[1], int):
+        return Miss("its number of samples is not known")
+    if frames < 1 or dims[0] == 0:
+        return Miss("it has no elements")
+    if len(dims) == 3 and dims[2] != 1:
+        return Miss("its signal is complex")
+    length = given[0] if given else len(window) if window is not None else 0
+    if 2 * bins * length > MOST:
+        return Miss(f"its filters would have {2 * bins * length} elements, more than {MOST}")
+    block = math.gcd(step[0], length)
+    used = (frames - 1) * step[0] + length
+    blocks = reshape_target((dims[0], used), (dims[0], used // block, block))
+    spectrum = reshape_target((dims[0], frames, 2 * bins), (dims[0], frames, 2, bins))
+    assert blocks is not None
+    assert spectrum is not None
+    filters = Transform(1, length, length, bins, False, True).matrix(False, (0, 1))[:, 0]  # length, bins, parts
+    filters = filters if window is None else filters * window.astype(filters.dtype)[:, None, None]
+    weight = filters.transpose(2, 1, 0).reshape(2 * bins, length // block, block).transpose(0, 2, 1)
+    attrs = ConvAttrs((step[0] // block,), (0, 0), (1,), 1, factors="float")
+
+    def build(patch: Patch) -> Value:
+        signal = x if dims[1] == used else _sliced(patch, x, 1, 0, used)
+        image = patch.add("Transpose", [reshaped(patch, signal, blocks)], TransposeAttrs((0, 2, 1)))
+        constant = patch.constant(np.ascontiguousarray(weight).astype(graph.type(x).dtype), "stft.filters")
+        rows = patch.add("Transpose", [patch.add("Conv", [image, constant], attrs)], TransposeAttrs((0, 2, 1)))
+        return patch.add("Transpose", [reshaped(patch, rows, spectrum)], TransposeAttrs((0, 1, 3, 2)))
+
+    return Match((op,), build)
+
+
+class TransformProducts(RulePass):
+    """Before all passes that look for products; on the CPU, NumPy's fast transform is as quick and more precise."""
+
+    name = "transform_products"
+    rules = (dft_to_matmul, stft_to_conv)
