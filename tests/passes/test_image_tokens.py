@@ -12,6 +12,7 @@ from support.simulated import check_simulated
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.norm import GroupNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.image_tokens import ImageTokens
@@ -174,8 +175,8 @@ def heads(n: Net, image: Value, count: int, size: int, *, batch: bool = True) ->
 
 def cascaded(n: Net, batch: int) -> Graph:
     """Attention of EfficientViT's kind: heads are parts of an image's channels, their results are put together again."""
-    qkv = n.op("Split", n.conv(n.input(batch, 8, 4, 5), 48), n.ints(16, 16, 16), outputs=3, attrs=SplitAttrs(axis=1))
-    q, k, v = (heads(n, Value(qkv.op, port), 2, 8) for port in range(3))
+    parts = n.op("Split", n.conv(n.input(batch, 8, 4, 5), 48), n.ints(16, 16, 16), outputs=3, attrs=SplitAttrs(axis=1))
+    q, k, v = (heads(n, part, 2, 8) for part in parts)
     scores = n.op("MatMul", q, n.op("Transpose", k, attrs=TransposeAttrs((0, 1, 3, 2))))
     mixed = n.op("Transpose", n.op("MatMul", scores, v), attrs=TransposeAttrs((0, 1, 3, 2)))
     image = n.op("Reshape", mixed, n.ints(batch, 16, 4, 5))
