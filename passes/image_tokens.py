@@ -115,12 +115,16 @@ def _ordered(patch: Patch, value: Value, perm: tuple[int, ...]) -> Value:
     return value if perm == tuple(range(len(perm))) else patch.add("Transpose", [value], TransposeAttrs(perm))
 
 
-def _reads_image(graph: Graph, op: Op, value: Value) -> bool:
-    """Whether a user of ``value`` works on images, adds one to it, or makes tokens of one."""
+def _reads_image(graph: Graph, op: Op, value: Value, within: int = _BETWEEN) -> bool:
+    """Whether a user of ``value`` works on images, puts one beside it, or makes tokens of one; or a reader of its result does,
+    ``within`` so many activations and parts."""
     if op.kind in OF_IMAGES | NORMS or _turns(op):
         return True
     if op.kind in ("Add", "Concat") and any(v is not None and v != value and _is_image(graph, v) for v in op.inputs):
         return True
+    if within and op.kind in PARTS | ACTIVATIONS:
+        results = [Value(op.id, port) for port in range(len(op.outputs))]
+        return any(_reads_image(graph, user, y, within - 1) for y in results for user in graph.users(y))
     user = graph.sole_user(op.value) if op.kind in RESHAPES else None
     return user is not None and user.kind == "Transpose" and (user.attrs.perm or (0,))[-1] == 1
 

@@ -196,6 +196,13 @@ def test_a_batch_of_one_may_be_gone_from_the_tokens() -> None:
     assert kinds(done) == ["Conv", "Transpose", "Reshape"]
 
 
+def test_what_becomes_an_image_behind_an_activation_and_a_concatenation() -> None:
+    n = Net(np.float64)
+    parts = [n.op("Relu", to_image(n, n.input(2, 20, 8), 0, 8, 4, 5)) for _ in range(2)]
+    both = n.op("Concat", *parts, attrs=ConcatAttrs(1))
+    check_pass(ImageTokens(), n.done(n.conv(both, 4)), changes=2, rules={"tokens_to_image": 2})
+
+
 def test_on_a_gpu_heads_of_an_image_are_views() -> None:
     program = check_simulated(cascaded(Net(), 2), "fp16")
     inputs, last = ["Copy", "Copy"], ["Copy", "Conv", "Pointwise"]  # a part of the Concat is written twice
