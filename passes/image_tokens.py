@@ -3,13 +3,15 @@
 Transformers with convolutions between their layers (SegFormer: Xie et al., 2021; PVT, CvT) write an image (B, C, H, W) as tokens by
 a Reshape to (B, C, H * W) and a Transpose, and back in the opposite order. That form needs the image in plain order. With the
 Transpose on the image's side, a channels-last image is its tokens in memory, and nothing moves. Where the Reshape splits the image
-into windows (MaxViT: Tu et al., 2022), a second Transpose orders these, and moves whole rows of channels.
+into windows (MaxViT: Tu et al., 2022) or the channels into heads (EfficientViT: Cai et al., 2022), a second Transpose orders
+these, and keeps rows of channels whole.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from optdnn.dim import Dim
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
@@ -27,30 +29,35 @@ from optdnn.passes.support.facts import (
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.stages import ACTIVATIONS
+from optdnn.types import Shape
 
 OF_IMAGES = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "Resize"})
 """Kinds that write or read images in channels-last order as well."""
 NORMS = frozenset({"GroupNormalization", "InstanceNormalization"})
 """Kinds that run in either order, and may be in between as well."""
+PARTS = frozenset({"Concat", "Split", "Slice"})
+"""Kinds that put images together from parts, or take parts of them, in either order."""
 _BETWEEN = 4
-"""Pointwise operators and norms that may be between such a kind and the Reshape."""
+"""Pointwise operators, norms and parts that may be between such a kind and the Reshape."""
 _INEXPRESSIBLE = Miss("no constant target can express its shape")
 
 
 @pattern_rule("image_to_tokens", node("Transpose", node(RESHAPES, Var("image"), name="flat", alone=True)))
 def image_to_tokens(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """A Reshape of an image to (B, C, positions...) and a Transpose that puts C last: C is moved first."""
-    image, flat, perm = found["image"], found["flat"], root.attrs.perm
-    before, after = shape_of(graph, image), flat.outputs[0].type.shape
-    if before is None or after is None or len(before) < 4 or len(after) < 3 or before[:2] != after[:2]:
+    """A Reshape of an image to (B, C, positions...) and a Transpose that puts C, or its last part, last: C is moved first."""
+    image, flat = found["image"], found["flat"]
+    before, after, perm = shape_of(graph, image), flat.outputs[0].type.shape, root.attrs.perm
+    channels = _channels(before, after)
+    if before is None or after is None or channels is None or not _is_image(graph, image):
         return None
-    if perm is None or perm[0] != 0 or perm[-1] != 1 or not _is_image(graph, image):
+    if perm is None or perm[-1] != channels.stop - 1:
         return None
-    target = reshape_target((before[0], *before[2:], before[1]), (after[0], *after[2:], after[1]))
+    last = (*(k for k in range(len(after)) if k not in channels), *channels)
+    target = reshape_target((before[0], *before[2:], before[1]), tuple(after[k] for k in last))
     if target is None:
         return _INEXPRESSIBLE
     turn = TransposeAttrs(channels_to_last(len(before)))
-    order = (0, *(p - 1 for p in perm[1:-1]), len(perm) - 1)
+    order = tuple(last.index(p) for p in perm)
 
     def build(patch: Patch) -> Value:
         return _ordered(patch, reshaped(patch, patch.add("Transpose", [image], turn), target), order)
@@ -60,20 +67,22 @@ def image_to_tokens(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
 
 @pattern_rule("tokens_to_image", node(RESHAPES, node("Transpose", Var("tokens"), name="swap", alone=True)))
 def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """A Transpose of tokens (B, positions..., C) that puts C second, and a Reshape to an image: C is moved last."""
+    """A Transpose of tokens (B, positions..., C) that puts C before the positions, and a Reshape to an image: C is moved last."""
     tokens, perm = found["tokens"], found["swap"].attrs.perm
     before, after = found["swap"].outputs[0].type.shape, root.outputs[0].type.shape
-    if before is None or after is None or len(before) < 3 or len(after) < 4 or before[:2] != after[:2]:
+    channels = _channels(after, before)
+    if before is None or after is None or channels is None:
         return None
-    if perm is None or perm[:2] != (0, len(perm) - 1):
+    if perm is None or perm[channels.stop - 1] != len(perm) - 1:
         return None
     if not any(_reads_image(graph, user, root.value) for user in graph.users(root.value)):
         return Miss("nothing that works on images reads it")
-    target = reshape_target((before[0], *before[2:], before[1]), (after[0], *after[2:], after[1]))
+    last = (*(k for k in range(len(before)) if k not in channels), *channels)
+    target = reshape_target(tuple(before[k] for k in last), (after[0], *after[2:], after[1]))
     if target is None:
         return _INEXPRESSIBLE
     turn = TransposeAttrs(channels_from_last(len(after)))
-    order = (0, *perm[2:], len(perm) - 1)
+    order = tuple(perm[k] for k in last)
 
     def build(patch: Patch) -> Value:
         return patch.add("Transpose", [reshaped(patch, _ordered(patch, tokens, order), target)], turn)
@@ -81,17 +90,41 @@ def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
     return Match((root, found["swap"]), build)
 
 
+def _channels(image: Shape | None, tokens: Shape | None) -> range | None:
+    """The axes of ``tokens`` that hold the channels of an ``image`` (B, C, positions...), which a Reshape leaves between its
+    batch and its positions: C itself, or C split into parts. None where the shapes are no such pair."""
+    if image is None or tokens is None or len(image) < 4:
+        return None
+    first = 1 if tokens[:1] == image[:1] else _end(tokens, 0, image[0])
+    end = None if first is None else _end(tokens, first, image[1])
+    return None if first is None or end in (None, first) else range(first, end)
+
+
+def _end(shape: Shape, start: int, size: int | Dim) -> int | None:
+    """The first axis after ``start`` up to which ``shape`` holds ``size`` elements."""
+    held: int | Dim = 1
+    for end in range(start, len(shape) + 1):
+        if held == size:
+            return end
+        held = held * shape[end] if end < len(shape) else held
+    return None
+
+
 def _ordered(patch: Patch, value: Value, perm: tuple[int, ...]) -> Value:
     """``value`` transposed; as it is where nothing moves."""
     return value if perm == tuple(range(len(perm))) else patch.add("Transpose", [value], TransposeAttrs(perm))
 
 
-def _reads_image(graph: Graph, op: Op, value: Value) -> bool:
-    """Whether a user of ``value`` works on images, adds one to it, or makes tokens of one."""
+def _reads_image(graph: Graph, op: Op, value: Value, within: int = _BETWEEN) -> bool:
+    """Whether a user of ``value`` works on images, puts one beside it, or makes tokens of one; or a reader of its result does,
+    ``within`` so many activations and parts."""
     if op.kind in OF_IMAGES | NORMS or _turns(op):
         return True
-    if op.kind == "Add" and any(v is not None and v != value and _is_image(graph, v) for v in op.inputs):
+    if op.kind in ("Add", "Concat") and any(v is not None and v != value and _is_image(graph, v) for v in op.inputs):
         return True
+    if within and op.kind in PARTS | ACTIVATIONS:
+        results = [Value(op.id, port) for port in range(len(op.outputs))]
+        return any(_reads_image(graph, user, y, within - 1) for y in results for user in graph.users(y))
     user = graph.sole_user(op.value) if op.kind in RESHAPES else None
     return user is not None and user.kind == "Transpose" and (user.attrs.perm or (0,))[-1] == 1
 
@@ -132,7 +165,7 @@ def _is_image(graph: Graph, value: Value) -> bool:
             return True
         if op.kind in STRUCTURAL or op.input(0) is None:
             return False
-        if op.kind not in NORMS and not op.definition.traits.pointwise:
+        if op.kind not in NORMS | PARTS and not op.definition.traits.pointwise:
             return False
         value = operand(op)
     return False

@@ -12,6 +12,7 @@ from support.simulated import check_simulated
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.norm import GroupNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.image_tokens import ImageTokens
@@ -164,3 +165,54 @@ def test_other_orders_of_windows_stay() -> None:
     turns = [n.op("Transpose", split, attrs=TransposeAttrs(perm)) for perm in ((2, 0, 4, 3, 5, 1), (0, 1, 2, 4, 3, 5))]
     check_untouched(ImageTokens(), n.done(turns[0]))  # the batch is not first
     check_untouched(ImageTokens(), n.done(turns[1]))  # channels stay second
+
+
+def heads(n: Net, image: Value, count: int, size: int, *, batch: bool = True) -> Value:
+    """Tokens of each head from an image of count * size channels; without ``batch``, of one head and without the axis of 1."""
+    shape, perm = ((0, count, size, -1), (0, 1, 3, 2)) if batch else ((size, -1), (1, 0))
+    return n.op("Transpose", n.op("Reshape", image, n.ints(*shape)), attrs=TransposeAttrs(perm))
+
+
+def cascaded(n: Net, batch: int) -> Graph:
+    """Attention of EfficientViT's kind: heads are parts of an image's channels, their results are put together again."""
+    parts = n.op("Split", n.conv(n.input(batch, 8, 4, 5), 48), n.ints(16, 16, 16), outputs=3, attrs=SplitAttrs(axis=1))
+    q, k, v = (heads(n, part, 2, 8) for part in parts)
+    scores = n.op("Softmax", n.op("MatMul", q, n.op("Transpose", k, attrs=TransposeAttrs((0, 1, 3, 2)))))
+    mixed = n.op("Transpose", n.op("MatMul", scores, v), attrs=TransposeAttrs((0, 1, 3, 2)))
+    image = n.op("Reshape", mixed, n.ints(batch, 16, 4, 5))
+    return n.done(n.conv(n.op("Concat", image, n.conv(n.input(batch, 8, 4, 5), 16), attrs=ConcatAttrs(1)), 8))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_heads_are_split_from_channels_that_were_moved_last(batch: int) -> None:
+    rules = {"image_to_tokens": 3, "tokens_to_image": 1}
+    check_pass(ImageTokens(), cascaded(Net(np.float64), batch), changes=4, rules=rules)
+
+
+def test_a_batch_of_one_may_be_gone_from_the_tokens() -> None:
+    n = Net(np.float64)
+    graph = n.done(heads(n, n.conv(n.input(1, 3, 4, 5), 6), 1, 6, batch=False))
+    done, _ = check_pass(ImageTokens(), graph, changes=1)
+    assert kinds(done) == ["Conv", "Transpose", "Reshape"]
+
+
+def test_what_becomes_an_image_behind_an_activation_and_a_concatenation() -> None:
+    n = Net(np.float64)
+    parts = [n.op("Relu", to_image(n, n.input(2, 20, 8), 0, 8, 4, 5)) for _ in range(2)]
+    both = n.op("Concat", *parts, attrs=ConcatAttrs(1))
+    check_pass(ImageTokens(), n.done(n.conv(both, 4)), changes=2, rules={"tokens_to_image": 2})
+
+
+def test_on_a_gpu_heads_of_an_image_are_views() -> None:
+    program = check_simulated(cascaded(Net(), 2), "fp16")
+    inputs, last = ["Copy", "Copy"], ["Copy", "Conv", "Pointwise"]  # a part of the Concat is written twice
+    assert [s.params["op"]["kind"] for s in program.steps] == [*inputs, "Conv", "Conv", "Attention", *last]
+
+
+def test_channels_that_are_not_whole_stay() -> None:
+    n = Net(np.float64)
+    across = n.op("Reshape", n.conv(n.input(1, 3, 4, 5), 6), n.ints(4, 30))  # parts hold channels and positions
+    check_untouched(ImageTokens(), n.done(n.op("Transpose", across, attrs=TransposeAttrs((1, 0)))))
+    n = Net(np.float64)
+    first = n.op("Reshape", n.conv(n.input(2, 3, 4, 5), 6), n.ints(0, 2, 3, -1))
+    check_untouched(ImageTokens(), n.done(n.op("Transpose", first, attrs=TransposeAttrs((0, 2, 3, 1)))))  # heads last
