@@ -46,6 +46,7 @@ from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, QuantizedRows
 from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
+from optdnn.kernels.norm.rows_grid import RowsGrid
 from optdnn.kernels.norm.short_rows import ShortRows
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.row_product import PackedRowProduct, PackedSplitPair
@@ -150,12 +151,21 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **dict.fromkeys(COLLECTIVES, (Collect(),)),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
-    **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),
-    "LayerNormalization": (QuantizedRows(), NormAcross(), HalfRows(), RowTiles(), ShortRows(), Rows(), CudnnNorm()),
-    "RMSNormalization": (QuantizedRows(), NormAcross(), HalfRows(), ShortRows(), Rows(), CudnnNorm()),
-    **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), Rows())),
-    "LpNormalization": (ShortRows(), Rows()),
-    "MeanVarianceNormalization": (Rows(),),
+    **dict.fromkeys(OPERATIONS, (HalfRows(), RowsGrid(), Rows())),
+    "LayerNormalization": (
+        QuantizedRows(),
+        NormAcross(),
+        HalfRows(),
+        RowTiles(),
+        ShortRows(),
+        RowsGrid(),
+        Rows(),
+        CudnnNorm(),
+    ),
+    "RMSNormalization": (QuantizedRows(), NormAcross(), HalfRows(), ShortRows(), RowsGrid(), Rows(), CudnnNorm()),
+    **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), RowsGrid(), Rows())),
+    "LpNormalization": (ShortRows(), RowsGrid(), Rows()),
+    "MeanVarianceNormalization": (RowsGrid(), Rows()),
     "LpPool": (WindowPool(),),
     **dict.fromkeys(positions.POSITIONS, (positions.TACTIC,)),
     "TopK": (TopRows(), positions.TACTIC),
