@@ -15,8 +15,8 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import batched, walk
-from optdnn.kernels.norm.rows import RowPlan, Rows, row_plan
 from optdnn.kernels.norm.rows import THREADS as ROW_THREADS
+from optdnn.kernels.norm.rows import RowPlan, Rows, row_plan
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
 from optdnn.kernels.pointwise.strides import merge, vector
 from optdnn.kernels.pool.window import load_channels
