@@ -62,6 +62,7 @@ from optdnn.kernels.recurrent.general import GeneralRNN
 from optdnn.kernels.recurrent.grid import GridRNN
 from optdnn.kernels.recurrent.hopper import HopperRNN
 from optdnn.kernels.reduce.arg import ArgBlock, ArgExtreme
+from optdnn.kernels.reduce.parts import ReductionParts
 from optdnn.kernels.reduce.reduce import REDUCTIONS, Reduction
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.collective import COLLECTIVES
@@ -169,9 +170,9 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "LpPool": (WindowPool(),),
     **dict.fromkeys(positions.POSITIONS, (positions.TACTIC,)),
     "TopK": (TopRows(), positions.TACTIC),
-    **dict.fromkeys(REDUCTIONS, (Reduction(),)),
-    "GlobalAveragePool": (GlobalPool(),),
-    "GlobalMaxPool": (GlobalPool(),),
+    **dict.fromkeys(REDUCTIONS, (ReductionParts(), Reduction())),
+    "GlobalAveragePool": (ReductionParts(), GlobalPool()),
+    "GlobalMaxPool": (ReductionParts(), GlobalPool()),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
     "Cast": (ResizedPicture(), Elementwise()),
     "Add": (AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), Elementwise()),

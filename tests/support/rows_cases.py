@@ -1,4 +1,4 @@
-"""Networks of norms and softmaxes of rows that :mod:`optdnn.kernels.norm.rows_grid` takes: short ones of every kind, and long ones."""
+"""Networks of norms and softmaxes of rows that :mod:`optdnn.kernels.norm.rows_grid` takes: short ones, and long ones."""
 
 from __future__ import annotations
 
