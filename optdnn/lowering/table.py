@@ -54,7 +54,7 @@ from optdnn.kernels.packed.tactics import PackedDigits, PackedGemv, PackedMma, P
 from optdnn.kernels.pointwise.custom import Custom
 from optdnn.kernels.pointwise.elementwise import Elementwise
 from optdnn.kernels.pool.max_pool import TiledMaxPool
-from optdnn.kernels.pool.pool import GlobalPool, WindowPool
+from optdnn.kernels.pool.pool import WindowPool
 from optdnn.kernels.quantized.general import BandedQuantizedConv, GeneralQuantizedConv, GeneralQuantizedMatMul
 from optdnn.kernels.quantized.hopper import HopperQuantizedConv, HopperQuantizedMatMul
 from optdnn.kernels.quantized.pools import Int8MaxPool, Int8Mean
@@ -171,8 +171,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **dict.fromkeys(positions.POSITIONS, (positions.TACTIC,)),
     "TopK": (TopRows(), positions.TACTIC),
     **dict.fromkeys(REDUCTIONS, (ReductionParts(), Reduction())),
-    "GlobalAveragePool": (ReductionParts(), GlobalPool()),
-    "GlobalMaxPool": (ReductionParts(), GlobalPool()),
+    "GlobalAveragePool": (ReductionParts(), Reduction()),
+    "GlobalMaxPool": (ReductionParts(), Reduction()),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
     "Cast": (ResizedPicture(), Elementwise()),
     "Add": (AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), Elementwise()),

@@ -1,4 +1,4 @@
-"""Networks of reductions with few outputs, which :mod:`optdnn.kernels.reduce.parts` takes: small ones of every kind, and large ones."""
+"""Networks of reductions with few outputs, which :mod:`optdnn.kernels.reduce.parts` takes: small ones, and large ones."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import batched, walk
-from optdnn.kernels.norm.rows import THREADS as ROW_THREADS
-from optdnn.kernels.norm.rows import RowPlan, Rows, row_plan
+from optdnn.kernels.norm.rows import RowPlan, Rows, row_plan, whole_rows_seconds
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
 from optdnn.kernels.pointwise.strides import merge, vector
 from optdnn.kernels.pool.window import load_channels
@@ -34,11 +33,6 @@ LAUNCH_S, MEET_S = 4.0e-6, 3.0e-6
 """Seconds of a cooperative launch after another one, and of the blocks' meeting with the statistics around it."""
 BATCH_S, SUM_S = 0.9e-6, 0.4e-6
 """Seconds of a batch of loads and of a sum over a block."""
-ROW_LAUNCH_S, ELEMENT_S = 2.5e-6, 0.26e-6
-"""Seconds of a launch of the kernel of whole rows, and of each element of a thread in each of its passes. On an H200, one row of 16384,
-49152 and 131072 elements in three passes took 54, 172 and 404 us."""
-RESIDENT = 4
-"""Blocks of whole rows that run on a multiprocessor at once."""
 L2_RATE = 4e12
 """Bytes per second where elements are read and written in the order of memory."""
 SECTOR = 32
@@ -69,13 +63,6 @@ class Config:
 def blocks(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     """Blocks of the grid, which all run at once, with a multiprocessor each."""
     return min(problem.rows * config.parts, on_every_gpu(gpu))
-
-
-def whole_rows_seconds(problem: Problem, gpu: GpuFacts) -> float:
-    """Predicted seconds where a block takes each row."""
-    waves = math.ceil(problem.rows / (gpu.multiprocessors * RESIDENT))
-    passes = problem.statistics + 1
-    return ROW_LAUNCH_S + waves * passes * math.ceil(problem.length / ROW_THREADS) * ELEMENT_S
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
@@ -127,15 +114,15 @@ class RowsGrid(ProblemTactic):
         if 0 in op.outputs[0].type.static_shape:
             return "it has no elements"
         problem = self.problem(b, op)
-        one, best = whole_rows_seconds(problem, b.gpu), self.offers(problem, b.gpu)[0]
+        one = whole_rows_seconds(problem.rows, problem.length, problem.statistics, b.gpu)
+        best = self.offers(problem, b.gpu)[0]
         if best.seconds is None or one <= best.seconds:
             return "a block for each row is predicted to be as fast"
         return None
 
     def problem(self, b: Builder, op: Op) -> Problem:
         plan = row_plan(b, op, b.result(op.value))
-        length = math.prod(plan.source.shape[i] for i in plan.axes)
-        size = plan.source.dtype.itemsize
+        length, size = plan.length, plan.source.dtype.itemsize
         return Problem(plan.source.size // length, length, size, len(plan.statistics), _lanes(plan))
 
     def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:

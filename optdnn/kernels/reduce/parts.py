@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
-from optdnn.kernels.reduce.reduce import BATCH, Grid, Reduction, reduction_of, space_of
+from optdnn.kernels.reduce.reduce import Grid, Reduction, reduction_of, space_of
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
-LAUNCH_S, BATCH_S, MERGE_S = 2.5e-6, 0.9e-6, 2.0e-6
-"""Seconds of a launch after another one, of a batch of loads, and of adding up what the blocks of an output found."""
+MERGE_S = 2.0e-6
+"""Seconds of adding up what the blocks of an output found."""
 WORTH_S = 1e-6
 """What parts must gain."""
 
@@ -31,9 +30,7 @@ class Config:
 
 def estimate(grid: Grid, parts: int, gpu: GpuFacts) -> float:
     """Predicted seconds of a dependent launch with ``parts`` blocks for an output (1: nothing is to be added up)."""
-    waves = math.ceil(grid.blocks * parts / (gpu.multiprocessors * (2048 // grid.threads)))
-    batches = math.ceil(grid.count / parts / (grid.runs * BATCH))
-    return LAUNCH_S + waves * batches * BATCH_S + (MERGE_S if parts > 1 else 0.0)
+    return grid.seconds(parts, gpu) + (MERGE_S if parts > 1 else 0.0)
 
 
 def candidates(grid: Grid, gpu: GpuFacts) -> list[Config]:

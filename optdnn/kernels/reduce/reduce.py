@@ -19,6 +19,7 @@ from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.pool.window import load_channels
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.reduce import reduced_axes
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import INT32, DType, is_float
 
 THREADS = 256
@@ -26,6 +27,10 @@ THREADS = 256
 
 BATCH = 4
 """Terms that a thread loads before it adds up the first of them."""
+LAUNCH_S, BATCH_S = 2.5e-6, 0.9e-6
+"""Seconds of a launch after another one, and of a batch of loads."""
+LONG = 16
+"""Batches of a thread from which on they, and not the work of all blocks, set the time."""
 
 # kind -> (start, element v -> term, how terms combine, total s -> result); {T} is the arithmetic type, {N} the count.
 RULES: dict[str, tuple[str, str, str, str]] = {
@@ -85,7 +90,9 @@ class Terms:
 
     def loop(self, loads: Sequence[tuple[str, str]], step: str) -> str:
         """All terms of a thread. ``loads``: for each term of a batch, the way to it and its load; ``step``: for the one of number #."""
-        before = "".join(f"i64 o{k} = base; {{ {way} }}\n        {load}\n        " for k, (way, load) in enumerate(loads))
+        before = "".join(
+            f"i64 o{k} = base; {{ {way} }}\n        {load}\n        " for k, (way, load) in enumerate(loads)
+        )
         after = ""
         for k in range(self.batch):
             guard = f"if (i + {k * self.runs}u < {self.stop}) " if self.batch > 1 else ""
@@ -124,6 +131,11 @@ class Grid:
     def batch(self) -> int:
         """Terms that a thread loads together."""
         return max(1, min(BATCH, -(-self.count // self.runs)))
+
+    def seconds(self, parts: int, gpu: GpuFacts) -> float:
+        """Predicted seconds of a dependent launch with ``parts`` blocks for an output."""
+        waves = math.ceil(self.blocks * parts / (gpu.multiprocessors * (2048 // self.threads)))
+        return LAUNCH_S + waves * math.ceil(self.count / parts / (self.runs * BATCH)) * BATCH_S
 
 
 @dataclass(frozen=True)
@@ -280,7 +292,12 @@ def _merged(
     ]
     value = told
     if tops:
-        lines += [f"{each} s[j] = {low};", over(f"s[j] = max_nan(s[j], p.parts[{also} + {place}]);"), top, "__syncthreads();"]
+        lines += [
+            f"{each} s[j] = {low};",
+            over(f"s[j] = max_nan(s[j], p.parts[{also} + {place}]);"),
+            top,
+            "__syncthreads();",
+        ]
         lines += [f"{each} tops[j] = s[j];"]
         value = f"(p.parts[{also} + {place}] == {low} ? {t}(0) : {told} * exp(p.parts[{also} + {place}] - tops[j]))"
     lines += [f"{each} s[j] = {start};", over(f"const {t} a = s[j], b = {value}; s[j] = {combine};"), tree]
@@ -299,6 +316,11 @@ class Reduction(Tactic):
         if op.kind == "ReduceL2" and not is_float(dtype):
             return f"it adds no squares of {dtype.name}, which overflow"
         return None
+
+    def seconds(self, b: Builder, op: Op) -> float | None:
+        made = reduction_of(b, op)
+        grid = None if made is None else space_of(made.x, made.axes, b.result(op.value)).grid
+        return None if grid is None or grid.count <= LONG * grid.runs * BATCH else grid.seconds(1, b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         out, made = b.target(op.value), reduction_of(b, op)
