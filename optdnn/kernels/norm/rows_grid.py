@@ -78,7 +78,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 
 def _fitting(problem: Problem, parts: int) -> int:
-    """The most parts up to ``parts`` of which none is empty."""
+    """The largest number of parts, up to ``parts``, that leaves none empty."""
     vectors = problem.length // problem.lanes[0]
     return -(-vectors // -(-vectors // max(1, min(parts, vectors))))
 

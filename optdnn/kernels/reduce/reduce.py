@@ -71,8 +71,8 @@ def _together(x: TensorView, width: int, strides: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Terms:
-    """The accesses to terms that a thread goes through: from ``first`` to ``stop`` (of which ``last`` is the last one) in steps of ``runs``,
-    ``batch`` at a time."""
+    """The accesses to terms that a thread goes through: from ``first`` to ``last``, before ``stop``, in steps of ``runs``, ``batch`` at a
+    time."""
 
     first: str
     stop: str
