@@ -131,6 +131,7 @@ class RowsGrid(ProblemTactic):
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         plan = row_plan(b, op, b.target(op.value))
         problem = self.problem(b, op)
+        config = Config(_fitting(problem, config.parts))  # accesses may be wider than a recorded choice knew
         t = arithmetic(plan.source.dtype)
         shape = (problem.rows, config.parts, problem.statistics)
         name = op.outputs[0].name

@@ -106,6 +106,14 @@ def test_meanings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(t["tactic"] == "rows_grid" for t in program.meta["tactics"])
 
 
+def test_more_parts_than_accesses_are_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_parts(monkeypatch, 5)
+    monkeypatch.setattr(rows_grid.RowsGrid, "offers", lambda self, problem, gpu: [Offer(Config(1000), 1e-6)])
+    program = lowered(case("log softmax"), "fp32", opt_level=1)
+    (step,) = (s for s in program.steps if s.params.get("launch", {}).get("waits") == "grid")
+    assert step.params["launch"]["grid"][0] == min(3 * 2 * 41, 114)
+
+
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(
     ("name", "precision", "parts"),
