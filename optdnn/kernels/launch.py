@@ -144,11 +144,11 @@ class Parameters:
 
     def generated(
         self, arch: str, text: str, function: str, grid: int | tuple[int, int, int], block: int, *, shared: int = 0,
-        options: tuple[str, ...] = GENERAL, template: str = "general.cu",
+        options: tuple[str, ...] = GENERAL, template: str = "general.cu", waits: str = "",
     ) -> Launch:  # fmt: skip
         """The launch of the kernel ``function`` of the generated C++ ``text``."""
         recipe = Recipe(template, arch, {"generated.cuh": text}, options)
-        return self._launch(recipe, function, grid, block, shared, 1, "")
+        return self._launch(recipe, function, grid, block, shared, 1, waits)
 
     def _launch(
         self, recipe: Recipe, function: str, grid: int | tuple[int, int, int], block: int, shared: int, cluster: int, waits: str,

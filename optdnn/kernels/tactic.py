@@ -120,6 +120,10 @@ class Tactic(ABC):
         """The configuration of this name; None if there is none. Raises InternalError if it cannot run the operator."""
         return next((offer for offer in self.configs(b, op) if offer.name == name), None)
 
+    def seconds(self, b: Builder, op: Op) -> float | None:
+        """The predicted time, if the tactic has no configurations; None: its work sets it."""
+        return None
+
     def variant(self, b: Builder, op: Op) -> str:
         """The kernel's form, for reports, if the tactic has no configurations; "" if there is one form only."""
         return ""

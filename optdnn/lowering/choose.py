@@ -300,7 +300,7 @@ def emit_site(b: Builder, site: Site) -> Decision:
     b.credit(steps, f"{tactic.name} {variant}".rstrip())
     choice = TacticChoice(tactic.name, "" if offer is None else offer.name)
     scratch = scratch_bytes(b, site.region, buffers)
-    seconds = None if offer is None else offer.seconds
+    seconds = tactic.seconds(b, op) if offer is None else offer.seconds
     return Decision(site.region, site.key, choice, variant, len(b.steps) - steps, scratch, site.refused, seconds)
 
 

@@ -46,6 +46,7 @@ from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, QuantizedRows
 from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
+from optdnn.kernels.norm.rows_grid import RowsGrid
 from optdnn.kernels.norm.short_rows import ShortRows
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.row_product import PackedRowProduct, PackedSplitPair
@@ -53,7 +54,7 @@ from optdnn.kernels.packed.tactics import PackedDigits, PackedGemv, PackedMma, P
 from optdnn.kernels.pointwise.custom import Custom
 from optdnn.kernels.pointwise.elementwise import Elementwise
 from optdnn.kernels.pool.max_pool import TiledMaxPool
-from optdnn.kernels.pool.pool import GlobalPool, WindowPool
+from optdnn.kernels.pool.pool import WindowPool
 from optdnn.kernels.quantized.general import BandedQuantizedConv, GeneralQuantizedConv, GeneralQuantizedMatMul
 from optdnn.kernels.quantized.hopper import HopperQuantizedConv, HopperQuantizedMatMul
 from optdnn.kernels.quantized.pools import Int8MaxPool, Int8Mean
@@ -61,6 +62,7 @@ from optdnn.kernels.recurrent.general import GeneralRNN
 from optdnn.kernels.recurrent.grid import GridRNN
 from optdnn.kernels.recurrent.hopper import HopperRNN
 from optdnn.kernels.reduce.arg import ArgBlock, ArgExtreme
+from optdnn.kernels.reduce.parts import ReductionParts
 from optdnn.kernels.reduce.reduce import REDUCTIONS, Reduction
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.collective import COLLECTIVES
@@ -150,18 +152,27 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **dict.fromkeys(COLLECTIVES, (Collect(),)),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
-    **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),
-    "LayerNormalization": (QuantizedRows(), NormAcross(), HalfRows(), RowTiles(), ShortRows(), Rows(), CudnnNorm()),
-    "RMSNormalization": (QuantizedRows(), NormAcross(), HalfRows(), ShortRows(), Rows(), CudnnNorm()),
-    **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), Rows())),
-    "LpNormalization": (ShortRows(), Rows()),
-    "MeanVarianceNormalization": (Rows(),),
+    **dict.fromkeys(OPERATIONS, (HalfRows(), RowsGrid(), Rows())),
+    "LayerNormalization": (
+        QuantizedRows(),
+        NormAcross(),
+        HalfRows(),
+        RowTiles(),
+        ShortRows(),
+        RowsGrid(),
+        Rows(),
+        CudnnNorm(),
+    ),
+    "RMSNormalization": (QuantizedRows(), NormAcross(), HalfRows(), ShortRows(), RowsGrid(), Rows(), CudnnNorm()),
+    **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), RowsGrid(), Rows())),
+    "LpNormalization": (ShortRows(), RowsGrid(), Rows()),
+    "MeanVarianceNormalization": (RowsGrid(), Rows()),
     "LpPool": (WindowPool(),),
     **dict.fromkeys(positions.POSITIONS, (positions.TACTIC,)),
     "TopK": (TopRows(), positions.TACTIC),
-    **dict.fromkeys(REDUCTIONS, (Reduction(),)),
-    "GlobalAveragePool": (GlobalPool(),),
-    "GlobalMaxPool": (GlobalPool(),),
+    **dict.fromkeys(REDUCTIONS, (ReductionParts(), Reduction())),
+    "GlobalAveragePool": (ReductionParts(), Reduction()),
+    "GlobalMaxPool": (ReductionParts(), Reduction()),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
     "Cast": (ResizedPicture(), Elementwise()),
     "Add": (AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), Elementwise()),

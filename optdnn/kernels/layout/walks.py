@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from optdnn.kernels.builder import TensorView
 
@@ -15,6 +15,20 @@ def walk(name: str, index: str, dims: str, rank: int, offsets: Sequence[tuple[st
         adds = " ".join(f"{variable} += k * p.{strides}[{d}];" for variable, strides in offsets)
         lines.append(f"{{ const i64 k = {part}; {adds} }}" + (f" {name} /= p.{dims}[{d}];" if d else ""))
     return " ".join(lines)
+
+
+def batched(
+    first: str, stop: str, stride: int, count: int, load: Callable[[str, int], str], use: Callable[[int], str]
+) -> str:
+    """C++ that goes from ``first`` to ``stop`` in steps of ``stride``. ``count`` elements are loaded before the first of them is used; beyond
+    the end, the last one is read again. ``load(index, k)`` and ``use(k)``: of element k of a batch."""
+    loads, uses = [], []
+    for k in range(count):
+        at = f"(i + {k * stride}u < {stop} ? i + {k * stride}u : {stop} - 1u)" if k else "i + 0u"
+        loads.append(load(at, k))
+        uses.append(f"if (i + {k * stride}u < {stop}) {use(k)}" if k else use(k))
+    body = "\n            ".join([*loads, *uses])
+    return f"for (u32 i = {first}; i < {stop}; i += {stride * count}) {{\n            {body}\n        }}"
 
 
 def pieces(

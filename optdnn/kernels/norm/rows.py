@@ -20,19 +20,36 @@ from optdnn.kernels.pool.window import Rendered, Window, emit_window
 from optdnn.kernels.reduce.reduce import limits
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import Stage, attrs_dict
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import FP64, is_float, normalize_axis
 
 THREADS = 256
+LAUNCH_S, ELEMENT_S = 2.5e-6, 0.26e-6
+"""Seconds of a launch after another one, and of each element of a thread in each of its passes. On an H200, one row of 16384, 49152 and
+131072 elements in three passes took 54, 172 and 404 us."""
+RESIDENT = 4
+"""Blocks of long rows that run on a multiprocessor at once."""
+LONG = 16
+"""Elements of a thread from which on they, and not the work of all blocks, set the time."""
+
+
+def whole_rows_seconds(rows: int, length: int, statistics: int, gpu: GpuFacts) -> float:
+    """Predicted seconds where a block takes each row."""
+    waves = math.ceil(rows / (gpu.multiprocessors * RESIDENT))
+    return LAUNCH_S + waves * (statistics + 1) * math.ceil(length / THREADS) * ELEMENT_S
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """One reduction over a row: ``term`` of each element ``v`` (earlier results are ``t0``, …), combined, then ``post`` of ``s``."""
+    """One reduction over a row: ``term`` of each element ``v`` (earlier results are ``t0``, …), combined, then ``post`` of ``s``.
+
+    ``merged``: the term of a part of the row whose ``n`` elements gave ``u0``, ``u1``, … before ``post``."""
 
     start: str
     term: str
     combine: str = "a + b"
     post: str = "s"
+    merged: str = "u0"
 
 
 def emit_rows(
@@ -98,8 +115,42 @@ extern "C" __global__ void __launch_bounds__({THREADS}) rows(const __grid_consta
 MEAN = Statistic("{T}(0)", "v", post="s / {T}({N})")
 
 
+def _squares(post: str) -> Statistic:
+    """Squares of differences from the mean, which is the statistic before it."""
+    return Statistic("{T}(0)", "(v - t0) * (v - t0)", post=post, merged="(u1 + n * (u0 / n - t0) * (u0 / n - t0))")
+
+
 def _variance(epsilon: float) -> Statistic:
-    return Statistic("{T}(0)", "(v - t0) * (v - t0)", post=f"{{T}}(1) / sqrt(s / {{T}}({{N}}) + {{T}}({epsilon!r}))")
+    return _squares(f"{{T}}(1) / sqrt(s / {{T}}({{N}}) + {{T}}({epsilon!r}))")
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """``target = result(v, t0, …, e0, …)`` of the rows of ``source`` over ``axes``; ``extras`` (``e0``, …) have its shape, by their strides.
+    ``reads`` and ``writes`` are the operands of the operator's meaning."""
+
+    source: TensorView
+    target: TensorView
+    axes: tuple[int, ...]
+    statistics: tuple[Statistic, ...]
+    result: str
+    extras: tuple[TensorView, ...]
+    reads: tuple[TensorView | None, ...]
+    writes: TensorView
+
+    def strides(self, axes: Sequence[int]) -> list[list[int]]:
+        """Those of the target, the source and the extras along some axes."""
+        return [[t.strides[i] for i in axes] for t in (self.target, self.source, *self.extras)]
+
+    @property
+    def length(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.source.shape[i] for i in self.axes)
+
+    @property
+    def kept(self) -> list[int]:
+        """The axes over which the rows lie."""
+        return [i for i in range(len(self.source.shape)) if i not in self.axes]
 
 
 class Rows(Tactic):
@@ -114,53 +165,70 @@ class Rows(Tactic):
             return "it does not keep the statistics"
         return None
 
+    def seconds(self, b: Builder, op: Op) -> float | None:
+        plan = row_plan(b, op, b.result(op.value))
+        if plan.length <= LONG * THREADS:
+            return None
+        return whole_rows_seconds(plan.source.size // plan.length, plan.length, len(plan.statistics), b.gpu)
+
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        operands = [None if v is None else b.operand(v) for v in op.inputs]
-        x = operands[0]
-        assert x is not None
-        out, a, rank = b.target(op.value), op.attrs, len(x.shape)
-        source, target, extras = x, out, [p for p in operands[1:] if p is not None]
-        axes: tuple[int, ...]
-        shift = " + e1" if len(extras) > 1 else ""
-        match op.kind:
-            case "Softmax" | "LogSoftmax":
-                axes = (normalize_axis(a.axis, rank),)
-                top = Statistic("{LOW}", "v", "max_nan(a, b)")
-                statistics = [top, Statistic("{T}(0)", "exp(v - t0)")]
-                result = "exp(v - t0) / t1" if op.kind == "Softmax" else "(v - t0) - log(t1)"
-            case "LayerNormalization":
-                axes = tuple(range(normalize_axis(a.axis, rank), rank))
-                statistics, result = [MEAN, _variance(a.epsilon)], f"(v - t0) * t1 * e0{shift}"
-            case "RMSNormalization":
-                axes = tuple(range(normalize_axis(a.axis, rank), rank))
-                mean = Statistic("{T}(0)", "v * v", post=f"sqrt(s / {{T}}({{N}}) + {{T}}({a.epsilon!r}))")
-                statistics, result = [mean], "v / t0 * e0"
-            case "InstanceNormalization" | "GroupNormalization":
-                n, c = x.shape[:2]
-                groups = c if op.kind == "InstanceNormalization" else a.num_groups
-                split = (n, groups, c // groups, *x.shape[2:])
-                views = [reshaped(p, split) for p in (x, out)]
-                assert views[0] is not None
-                assert views[1] is not None
-                source, target = views[0], views[1]
-                axes = tuple(range(2, len(split)))
-                per = [(0, e.strides[0] * (c // groups), e.strides[0], *(0,) * (rank - 2)) for e in extras]
-                extras = [e.view(split, s) for e, s in zip(extras, per, strict=True)]
-                statistics, result = [MEAN, _variance(a.epsilon)], "(v - t0) * t1 * e0 + e1"
-            case "LpNormalization":
-                axes = (normalize_axis(a.axis, rank),)
-                term, post = ("fabs(v)", "s") if a.p == 1 else ("v * v", "sqrt(s)")
-                least = f"max_nan({post}, {{T}}({a.epsilon!r}))" if a.epsilon else post
-                statistics, result = [Statistic("{T}(0)", term, post=least)], "v / (t0 == 0 ? {T}(1) : t0)"
-            case _:
-                axes = tuple(sorted(normalize_axis(i, rank) for i in a.axes))
-                spread = Statistic("{T}(0)", "(v - t0) * (v - t0)", post="sqrt(s / {T}({N})) + {T}(1e-9)")
-                statistics, result = [MEAN, spread], "(v - t0) / t1"
-        extras = [e if e.shape == source.shape else e.view(source.shape, broadcast(e, source.shape)) for e in extras]
+        plan = row_plan(b, op, b.target(op.value))
         emit_rows(
-            b, op, source, axes, target, statistics, result, extras,
-            kind=op.kind, attrs=attrs_dict(a), reads=operands, writes=out,
+            b, op, plan.source, plan.axes, plan.target, plan.statistics, plan.result, plan.extras,
+            kind=op.kind, attrs=attrs_dict(op.attrs), reads=plan.reads, writes=plan.writes,
         )  # fmt: skip
+
+
+def row_plan(b: Builder, op: Op, out: TensorView) -> RowPlan:
+    """What the kernels of rows compute for an operator whose result lies at ``out``."""
+    operands = tuple(None if v is None else b.operand(v) for v in op.inputs)
+    x = operands[0]
+    assert x is not None
+    a, rank = op.attrs, len(x.shape)
+    source, target, extras = x, out, [p for p in operands[1:] if p is not None]
+    axes: tuple[int, ...]
+    shift = " + e1" if len(extras) > 1 else ""
+    match op.kind:
+        case "Softmax" | "LogSoftmax":
+            axes = (normalize_axis(a.axis, rank),)
+            sums = Statistic("{T}(0)", "exp(v - t0)", merged="(u0 == {LOW} ? {T}(0) : u1 * exp(u0 - t0))")
+            statistics = [Statistic("{LOW}", "v", "max_nan(a, b)"), sums]
+            result = "exp(v - t0) / t1" if op.kind == "Softmax" else "(v - t0) - log(t1)"
+        case "LayerNormalization":
+            axes = tuple(range(normalize_axis(a.axis, rank), rank))
+            statistics, result = [MEAN, _variance(a.epsilon)], f"(v - t0) * t1 * e0{shift}"
+        case "RMSNormalization":
+            axes = tuple(range(normalize_axis(a.axis, rank), rank))
+            mean = Statistic("{T}(0)", "v * v", post=f"sqrt(s / {{T}}({{N}}) + {{T}}({a.epsilon!r}))")
+            statistics, result = [mean], "v / t0 * e0"
+        case "InstanceNormalization" | "GroupNormalization":
+            source, target, extras = _groups(op, x, out, extras)
+            axes = tuple(range(2, len(source.shape)))
+            statistics, result = [MEAN, _variance(a.epsilon)], "(v - t0) * t1 * e0 + e1"
+        case "LpNormalization":
+            axes = (normalize_axis(a.axis, rank),)
+            term, post = ("fabs(v)", "s") if a.p == 1 else ("v * v", "sqrt(s)")
+            least = f"max_nan({post}, {{T}}({a.epsilon!r}))" if a.epsilon else post
+            statistics, result = [Statistic("{T}(0)", term, post=least)], "v / (t0 == 0 ? {T}(1) : t0)"
+        case _:
+            axes = tuple(sorted(normalize_axis(i, rank) for i in a.axes))
+            statistics, result = [MEAN, _squares("sqrt(s / {T}({N})) + {T}(1e-9)")], "(v - t0) / t1"
+    extras = [e if e.shape == source.shape else e.view(source.shape, broadcast(e, source.shape)) for e in extras]
+    return RowPlan(source, target, axes, tuple(statistics), result, tuple(extras), operands, out)
+
+
+def _groups(
+    op: Op, x: TensorView, out: TensorView, extras: Sequence[TensorView]
+) -> tuple[TensorView, TensorView, list[TensorView]]:
+    """Input, result, scale and bias of a group or instance norm, as [images, groups, channels of a group, ...]."""
+    n, c = x.shape[:2]
+    groups = c if op.kind == "InstanceNormalization" else op.attrs.num_groups
+    split = (n, groups, c // groups, *x.shape[2:])
+    views = [reshaped(p, split) for p in (x, out)]
+    assert views[0] is not None
+    assert views[1] is not None
+    per = [(0, e.strides[0] * (c // groups), e.strides[0], *(0,) * (len(split) - 3)) for e in extras]
+    return views[0], views[1], [e.view(split, s) for e, s in zip(extras, per, strict=True)]
 
 
 class BatchNorm(Tactic):

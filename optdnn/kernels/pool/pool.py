@@ -16,7 +16,7 @@ from optdnn.kernels.pool.window import (
     pads_of,
     pool_attrs,
 )
-from optdnn.kernels.reduce.reduce import emit_reduce, limits
+from optdnn.kernels.reduce.reduce import limits
 from optdnn.kernels.tactic import Tactic
 from optdnn.types import is_float
 
@@ -77,18 +77,3 @@ def _counted(window: Window, padding: bool, t: str) -> str:
         loop = f"for (int k = 0; k < {k}; k++) {{ {at} some += at >= {low} && at < {high}; }}"
         lines.append(f"{{ int some = 0; {loop} counted *= some; }}")
     return " ".join(lines)
-
-
-class GlobalPool(Tactic):
-    """Pooling over all positions: a reduction."""
-
-    name = "reduce"
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        dtype = op.outputs[0].type.dtype
-        return None if is_float(dtype) or op.kind == "GlobalMaxPool" else f"it does not average {dtype.name}"
-
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        x, out = b.operand(op.inputs[0]), b.target(op.value)
-        how = {"GlobalAveragePool": "ReduceMean", "GlobalMaxPool": "ReduceMax"}[op.kind]
-        emit_reduce(b, op, how, x, tuple(range(2, len(x.shape))), out, kind=op.kind, attrs={}, reads=[x])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,18 @@ from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.pool.window import load_channels
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.reduce import reduced_axes
-from optdnn.types import is_float
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.types import INT32, DType, is_float
 
 THREADS = 256
 """Threads of a block where an output has few terms (then several outputs share it); with many it has four times as many."""
 
 BATCH = 4
 """Terms that a thread loads before it adds up the first of them."""
+LAUNCH_S, BATCH_S = 2.5e-6, 0.9e-6
+"""Seconds of a launch after another one, and of a batch of loads."""
+LONG = 16
+"""Batches of a thread from which on they, and not the work of all blocks, set the time."""
 
 # kind -> (start, element v -> term, how terms combine, total s -> result); {T} is the arithmetic type, {N} the count.
 RULES: dict[str, tuple[str, str, str, str]] = {
@@ -63,42 +69,94 @@ def _together(x: TensorView, width: int, strides: Sequence[int]) -> int:
     return next(fits, 1)
 
 
-def _terms(runs: int, count: int) -> list[str]:
-    """The numbers of the terms that a thread loads together. Beyond the last of ``count`` terms, the last is read again."""
-    batch = max(1, min(BATCH, -(-count // runs)))
-    if batch == 1:
-        return ["i + 0u"]
-    return [f"(i + {k * runs}u < {count}u ? i + {k * runs}u : {count - 1}u)" for k in range(batch)]
+@dataclass(frozen=True)
+class Terms:
+    """The accesses to terms that a thread goes through: from ``first`` to ``last``, before ``stop``, in steps of ``runs``, ``batch`` at a
+    time."""
+
+    first: str
+    stop: str
+    last: str
+    runs: int
+    batch: int
+
+    @property
+    def places(self) -> list[str]:
+        """The numbers of the terms of a batch. Beyond the last one, that is read again."""
+        if self.batch == 1:
+            return ["i + 0u"]
+        near = [f"i + {k * self.runs}u" for k in range(self.batch)]
+        return [f"({at} < {self.stop} ? {at} : {self.last})" for at in near]
+
+    def loop(self, loads: Sequence[tuple[str, str]], step: str) -> str:
+        """All terms of a thread. ``loads``: for each term of a batch, the way to it and its load; ``step``: for the one of number #."""
+        before = "".join(
+            f"i64 o{k} = base; {{ {way} }}\n        {load}\n        " for k, (way, load) in enumerate(loads)
+        )
+        after = ""
+        for k in range(self.batch):
+            guard = f"if (i + {k * self.runs}u < {self.stop}) " if self.batch > 1 else ""
+            after += f"{guard}{step.replace('#', str(k))}\n        "
+        head = f"for (u32 i = {self.first}; i < {self.stop}; i += {self.runs * self.batch})"
+        return f"{head} {{\n        {before}{after}}}"
 
 
-def _loop(loads: Sequence[tuple[str, str]], step: str, runs: int, count: int) -> str:
-    """All terms of a thread. ``loads``: for each term of a batch, the way to it and its load; ``step``: for the one of number #."""
-    before = "".join(f"i64 o{k} = base; {{ {way} }}\n        {load}\n        " for k, (way, load) in enumerate(loads))
-    after = ""
-    for k in range(len(loads)):
-        guard = f"if (i + {k * runs}u < {count}u) " if len(loads) > 1 else ""
-        after += f"{guard}{step.replace('#', str(k))}\n        "
-    return f"for (u32 i = run; i < {count}u; i += {runs * len(loads)}) {{\n        {before}{after}}}"
+@dataclass(frozen=True)
+class Grid:
+    """How a reduction is spread: ``outputs`` of ``count`` terms each; a block of ``threads`` has ``lanes`` accesses of ``vec`` neighbouring
+    outputs, each with ``runs`` threads. ``across``: neighbouring outputs are neighbouring threads'."""
+
+    outputs: int
+    count: int
+    threads: int
+    vec: int
+    runs: int
+    across: bool
+
+    @property
+    def lanes(self) -> int:
+        return self.threads // self.runs
+
+    @property
+    def accesses(self) -> int:
+        """Groups of ``vec`` outputs."""
+        return self.outputs // self.vec
+
+    @property
+    def blocks(self) -> int:
+        """Blocks for all outputs, one for each part of their terms."""
+        return -(-self.accesses // self.lanes)
+
+    @property
+    def batch(self) -> int:
+        """Terms that a thread loads together."""
+        return max(1, min(BATCH, -(-self.count // self.runs)))
+
+    def seconds(self, parts: int, gpu: GpuFacts) -> float:
+        """Predicted seconds of a dependent launch with ``parts`` blocks for an output."""
+        waves = math.ceil(self.blocks * parts / (gpu.multiprocessors * (2048 // self.threads)))
+        return LAUNCH_S + waves * math.ceil(self.count / parts / (self.runs * BATCH)) * BATCH_S
 
 
-def emit_reduce(
-    b: Builder, op: Op, how: str, x: TensorView, axes: Sequence[int], out: TensorView, *, kind: str, attrs: dict[str, Any],
-    reads: Sequence[TensorView | None],
-) -> None:  # fmt: skip
-    """``out = how(x over axes)``; ``out`` has x's shape with the axes reduced to 1, or dropped."""
+@dataclass(frozen=True)
+class Space:
+    """The axes of a reduction, merged: those of the outputs (``dims``, with strides of result and input), and those of the terms."""
+
+    dims: list[int]
+    so: list[int]
+    sx: list[int]
+    inner: list[int]
+    rx: list[int]
+    grid: Grid
+
+
+def space_of(x: TensorView, axes: Sequence[int], out: TensorView) -> Space:
+    """How ``x`` is reduced over ``axes``."""
     kept = [i for i in range(len(x.shape)) if i not in axes]
-    shape = [x.shape[i] for i in kept]
     out_strides = out.strides if len(out.shape) == len(kept) else [out.strides[i] for i in kept]
-    dims, (so, sx) = merge(shape, [out_strides, [x.strides[i] for i in kept]])
+    dims, (so, sx) = merge([x.shape[i] for i in kept], [out_strides, [x.strides[i] for i in kept]])
     inner, (rx, _) = merge([x.shape[i] for i in axes], [[x.strides[i] for i in axes]] * 2)
-    count, outputs = math.prod(inner), math.prod(dims)
-    if 0 in out.shape:
-        return
-    t = arithmetic(x.dtype)
-    low, high = limits(t)
-    start, term, combine, result = (
-        s.format(T=t, N=max(count, 1), LOW=low, HIGH=high, F="double" if t != "float" else "float") for s in RULES[how]
-    )
+    count = math.prod(inner)
     # Neighbouring outputs that are neighbours in memory share a block, so that loads coalesce; a thread takes 16 bytes of them.
     threads = 1024 if count >= 1024 else THREADS
     across = sx[-1] == 1 and dims[-1] >= 8 and rx[-1] != 1
@@ -106,16 +164,61 @@ def emit_reduce(
     # Else neighbouring terms are neighbouring threads', and outputs of few terms share a block.
     most = threads * vec // 32 if across else threads
     runs = min(most, 1 << max((count - 1).bit_length() - (0 if across else 2), 0)) if vec > 1 or not across else most
-    lanes, step = threads // runs, so[-1]
-    dims, so, sx = [*dims[:-1], dims[-1] // vec], [*so[:-1], so[-1] * vec], [*sx[:-1], sx[-1] * vec]
-    fast, slow = f"threadIdx.x % {lanes if across else runs}", f"threadIdx.x / {lanes if across else runs}"
-    lane, run = (fast, slow) if across else (slow, fast)
+    return Space(dims, so, sx, inner, rx, Grid(math.prod(dims), count, threads, vec, runs, across))
+
+
+def emit_reduce(
+    b: Builder, op: Op, how: str, x: TensorView, axes: Sequence[int], out: TensorView, *, kind: str, attrs: dict[str, Any],
+    reads: Sequence[TensorView | None], parts: int = 1,
+) -> None:  # fmt: skip
+    """``out = how(x over axes)``; ``out`` has x's shape with the axes reduced to 1, or dropped. ``parts`` blocks share an output's terms; the
+    last of them adds up what they found."""
+    if 0 in out.shape:
+        return
+    space, t = space_of(x, axes, out), arithmetic(x.dtype)
+    text = _kernel(how, x, out, space, parts)
+    grid, vec = space.grid, space.grid.vec
+    dims = [*space.dims[:-1], space.dims[-1] // vec]
+    operands, names, scratch, kept = {"x": x, "y": out}, ["x", "y"], [], []
+    if parts > 1:
+        values = 2 if how == "ReduceLogSumExp" else 1
+        scratch = [b.new(f"{op.outputs[0].name}.parts", _of_arithmetic(t), (values, parts, grid.outputs))]
+        kept = [b.new(f"{op.outputs[0].name}.arrived", INT32, (grid.blocks,))]
+        operands |= {"parts": scratch[0], "arrived": kept[0]}
+        names += ["parts", "arrived"]
+    strides = [[*s[:-1], s[-1] * vec] for s in (space.so, space.sx)]
+    parameters = Parameters().pointer(*names).u32(grid.accesses, *dims, *space.inner)
+    parameters.i64(*strides[0], *strides[1], *space.rx)
+    launch = parameters.generated(b.arch, text, "reduce", grid.blocks * parts, grid.threads)
+    b.emit(op, launch, operands, kind, attrs, reads, [out], scratch=scratch, kept=kept)
+
+
+def _of_arithmetic(t: str) -> DType:
+    """The element type of partial results."""
+    name = {"float": "f32", "double": "f64", "bool": "boolean", "int": "i32"}.get(t, t)
+    return next(d for d, own in CPP.items() if own == name)
+
+
+def _kernel(how: str, x: TensorView, out: TensorView, space: Space, parts: int) -> str:
+    """The kernel's text."""
+    grid, inner = space.grid, space.inner
+    count, vec, runs, lanes = grid.count, grid.vec, grid.runs, grid.lanes
+    t = arithmetic(x.dtype)
+    low, high = limits(t)
+    start, term, combine, result = (
+        s.format(T=t, N=max(count, 1), LOW=low, HIGH=high, F="double" if t != "float" else "float") for s in RULES[how]
+    )
+    fast, slow = (f"threadIdx.x {sign} {lanes if grid.across else runs}" for sign in "%/")
+    lane, run = (fast, slow) if grid.across else (slow, fast)
 
     def sum_of(run: Any, lane: Any = "lane") -> str:
-        return f"partial[j][{run}][{lane}]" if across else f"partial[j][{lane}][{run}]"
+        return f"partial[j][{run}][{lane}]" if grid.across else f"partial[j][{lane}][{run}]"
 
     tx, ty = CPP[x.dtype], CPP[out.dtype]
     each = f"for (int j = 0; j < {vec}; j++)"
+    terms = Terms("run", f"{count}u", f"{count - 1}u", runs, grid.batch)
+    if parts > 1:
+        terms = Terms("begin + run", "end", "end - 1u", runs, grid.batch)
 
     def loop(step: str) -> str:
         loads = [
@@ -123,9 +226,9 @@ def emit_reduce(
                 walk("r", term, "inner", len(inner), [(f"o{k}", "rx")]),
                 load_channels(tx, vec, f"p.x + o{k}", f"found{k}"),
             )
-            for k, term in enumerate(_terms(runs, count))
+            for k, term in enumerate(terms.places)
         ]
-        return _loop(loads, f"{each} {{ const {t} v = widen(found#.lane[j]); {step} }}", runs, count)
+        return terms.loop(loads, f"{each} {{ const {t} v = widen(found#.lane[j]); {step} }}")
 
     tree = f"""{each} {sum_of("run")} = s[j];
     __syncthreads();
@@ -143,26 +246,62 @@ def emit_reduce(
     {top}
     __syncthreads();
     {each} {{ tops[j] = s[j]; s[j] = {start}; }}"""
-    text = f"""struct Params {{ const {tx}* x; {ty}* y; u32 count, dims[{len(dims)}], inner[{len(inner)}]; i64 so[{len(dims)}], sx[{len(dims)}], rx[{len(inner)}]; }};
+    also, block, span, merged = "", "blockIdx.x", "", ""
+    if parts > 1:
+        also, block = f" {t}* parts; u32* arrived;", f"blockIdx.x / {parts}"
+        chunk = -(-count // parts)
+        span = (
+            f"\n    const u32 part = blockIdx.x % {parts}, begin = part * {chunk}u, "
+            f"end = begin + {chunk}u < {count}u ? begin + {chunk}u : {count}u;"
+        )
+        merged = _merged(how, t, grid, parts, start, combine, low, top, tree, each)
+    return f"""struct Params {{ const {tx}* x; {ty}* y;{also} u32 count, dims[{len(space.dims)}], inner[{len(inner)}]; i64 so[{len(space.dims)}], sx[{len(space.dims)}], rx[{len(inner)}]; }};
 
-extern "C" __global__ void __launch_bounds__({threads}) reduce(const __grid_constant__ Params p) {{
+extern "C" __global__ void __launch_bounds__({grid.threads}) reduce(const __grid_constant__ Params p) {{
     __shared__ {t} {sum_of(runs, lanes).replace("j", str(vec), 1)};
     launch_dependents();
     wait_for_predecessor();
-    const u32 lane = {lane}, run = {run}, index = blockIdx.x * {lanes} + lane;
+    const u32 lane = {lane}, run = {run}, index = {block} * {lanes} + lane;{span}
     const bool live = index < p.count;
     i64 base = 0, to = 0;
-    if (live) {{ {walk("q", "index", "dims", len(dims), [("base", "sx"), ("to", "so")])} }}
+    if (live) {{ {walk("q", "index", "dims", len(space.dims), [("base", "sx"), ("to", "so")])} }}
     {first}
     if (live) {loop(f"{of_top} const {t} a = s[j], b = {t}({term}); s[j] = {combine};")}
-    {tree}
-    if (run == 0 && live) {each} {{ {of_top} const {t} total = s[j]; p.y[to + j * {step}] = narrow<{ty}>({result}); }}
+    {tree}{merged}
+    if (run == 0 && live) {each} {{ {of_top} const {t} total = s[j]; p.y[to + j * {space.so[-1]}] = narrow<{ty}>({result}); }}
 }}
 """
-    outputs //= vec
-    parameters = Parameters().pointer("x", "y").u32(outputs, *dims, *inner).i64(*so, *sx, *rx)
-    launch = parameters.generated(b.arch, text, "reduce", -(-outputs // lanes), threads)
-    b.emit(op, launch, {"x": x, "y": out}, kind, attrs, reads, [out])
+
+
+def _merged(
+    how: str, t: str, grid: Grid, parts: int, start: str, combine: str, low: str, top: str, tree: str, each: str
+) -> str:
+    """What a block does with the sum of its part: all but the last one of an output leave it."""
+    tops = how == "ReduceLogSumExp"
+    place, also = f"at * {grid.vec}u + j", f"{parts * grid.outputs}u"
+    store = f"p.parts[{place}] = s[j];" + (f" p.parts[{also} + {place}] = tops[j];" if tops else "")
+    told = f"p.parts[{place}]"
+
+    def over(step: str) -> str:
+        head = f"for (u32 k = run; k < {parts}u; k += {grid.runs})"
+        return f"if (live) {head} {{ const u32 at = k * p.count + index; {each} {{ {step} }} }}"
+
+    lines = [
+        f"if (run == 0 && live) {{ const u32 at = part * p.count + index; {each} {{ {store} }} }}",
+        f"if (!arrives_last(p.arrived + blockIdx.x / {parts}, {parts}u)) return;",
+    ]
+    value = told
+    if tops:
+        lines += [
+            f"{each} s[j] = {low};",
+            over(f"s[j] = max_nan(s[j], p.parts[{also} + {place}]);"),
+            top,
+            "__syncthreads();",
+        ]
+        lines += [f"{each} tops[j] = s[j];"]
+        value = f"(p.parts[{also} + {place}] == {low} ? {t}(0) : {told} * exp(p.parts[{also} + {place}] - tops[j]))"
+    lines += [f"{each} s[j] = {start};", over(f"const {t} a = s[j], b = {value}; s[j] = {combine};"), tree]
+    return "".join("\n    " + line for line in lines)
 
 
 class Reduction(Tactic):
@@ -178,14 +317,49 @@ class Reduction(Tactic):
             return f"it adds no squares of {dtype.name}, which overflow"
         return None
 
+    def seconds(self, b: Builder, op: Op) -> float | None:
+        made = reduction_of(b, op)
+        grid = None if made is None else space_of(made.x, made.axes, b.result(op.value)).grid
+        return None if grid is None or grid.count <= LONG * grid.runs * BATCH else grid.seconds(1, b.gpu)
+
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        x, out = b.operand(op.inputs[0]), b.target(op.value)
-        axes = reduced_axes(op.attrs, ints(b, op, 1), len(x.shape), op.kind)
-        if not axes and op.kind not in OF_ELEMENTS:
-            copy(b, op, x, out)
+        out, made = b.target(op.value), reduction_of(b, op)
+        if made is None:
+            copy(b, op, b.operand(op.inputs[0]), out)
             return
-        attrs = {"keepdims": op.attrs.keepdims, "noop_with_empty_axes": not axes}
-        named = b.constant(np.array(axes, np.int64), "axes")
-        if not axes:  # over an axis of one element, then
-            x, axes = x.view((*x.shape, 1), (*x.strides, 1)), (len(x.shape),)
-        emit_reduce(b, op, op.kind, x, axes, out, kind=op.kind, attrs=attrs, reads=[b.operand(op.inputs[0]), named])
+        reads = [b.operand(op.inputs[0])]
+        if op.kind in RULES:
+            reads.append(b.constant(np.array(made.named, np.int64), "axes"))
+        emit_reduce(
+            b, op, made.how, made.x, made.axes, out,
+            kind=op.kind, attrs=made.attrs, reads=reads, parts=getattr(config, "parts", 1),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A reduction of ``x`` over ``axes`` by the rule ``how``; ``named``: the axes in its meaning."""
+
+    how: str
+    x: TensorView
+    axes: tuple[int, ...]
+    attrs: dict[str, Any]
+    named: tuple[int, ...] = ()
+
+
+POOLS = {"GlobalAveragePool": "ReduceMean", "GlobalMaxPool": "ReduceMax"}
+"""Kinds of pools over all positions, and their rules."""
+
+
+def reduction_of(b: Builder, op: Op) -> Reduced | None:
+    """The reduction of an operator; None where it only copies."""
+    x = b.operand(op.inputs[0])
+    if op.kind in POOLS:
+        return Reduced(POOLS[op.kind], x, tuple(range(2, len(x.shape))), {})
+    axes = tuple(reduced_axes(op.attrs, ints(b, op, 1), len(x.shape), op.kind))
+    if not axes and op.kind not in OF_ELEMENTS:
+        return None
+    attrs = {"keepdims": op.attrs.keepdims, "noop_with_empty_axes": not axes}
+    if not axes:  # over an axis of one element, then
+        return Reduced(op.kind, x.view((*x.shape, 1), (*x.strides, 1)), (len(x.shape),), attrs)
+    return Reduced(op.kind, x, axes, attrs, axes)

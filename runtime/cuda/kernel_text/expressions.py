@@ -30,6 +30,8 @@ FUNCTIONS = words("""
     __syncthreads launch_dependents wait_for_predecessor own_row own_column
 """)
 """Functions of numbers, barriers, and the two calls of dependent launch."""
+MEETINGS = words("meet arrives_last")
+"""Meetings of blocks, whose first argument is a pointer to counts."""
 BUILT_IN = words("threadIdx blockIdx gridDim")
 MEMBERS = words("x y z w from to")
 """Numbers within a small struct; ``lane`` is an array of them."""
@@ -289,6 +291,9 @@ class Expressions:
                 if self.expression() != wanted:
                     self.refuse("product_tile gets something else than it takes")
                 self.expect(",")
+        elif name in MEETINGS and self.lookup(name) is None:
+            self.pointer()
+            self.accept(",")
         elif self.lookup(name) is not None or not (
             name in FUNCTIONS or name == "narrow" or name in self.functions or any(name in s for s in self.lambdas)
         ):

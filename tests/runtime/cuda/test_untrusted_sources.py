@@ -108,6 +108,8 @@ STATEMENTS = [
     "Pack<f32, 4>(7).store(p.out);",
     "return p.out;",
     "u64 q = *(7);",
+    "meet(7);",
+    "meet(rest, p.out);",
     "extern __shared__ __align__(16) unsigned char q[]; const i64 z = i64(q);",
     "int q = (" * 300,
     "int q = 7 /* 8 */;",

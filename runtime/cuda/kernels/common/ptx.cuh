@@ -87,16 +87,7 @@ DEVICE void bulk_prefetch(const void* source, u32 bytes) {
 #endif
 }
 
-// ---- counts in global memory that blocks of a grid tell one another by --------------------------------------------------
-
-DEVICE u32 load_acquire(const u32* count) {
-    u32 value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
-    return value;
-}
-DEVICE void add_release(u32* count, u32 value) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(count), "r"(value) : "memory");
-}
+#include "counts.cuh"
 
 #if __CUDA_ARCH__ >= 900
 

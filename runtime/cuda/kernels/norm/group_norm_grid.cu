@@ -5,8 +5,8 @@
 // fixed order, and normalizes its tile: the last pixels first, then those that it has to read again, backwards, since L2 has the latest.
 //
 // generated.cuh defines LANES (channels per access), THREADS, WIDE (fp32 elements), ADDED, epilogue(), and what group_sums.cuh needs.
-#include "grid_meeting.cuh"
 #include "group_tiles.cuh"
+#include "grid_meeting.cuh"
 
 constexpr int AHEAD = 6;                           // loads of a thread that are under way at once
 

@@ -1,0 +1,69 @@
+"""Reductions with few outputs of many terms each: several blocks share the terms of an output, the last one adds up what they found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder
+from optdnn.kernels.reduce.reduce import Grid, Reduction, reduction_of, space_of
+from optdnn.kernels.tactic import Offer
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+MERGE_S = 2.0e-6
+"""Seconds of adding up what the blocks of an output found."""
+WORTH_S = 1e-6
+"""What parts must gain."""
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``parts`` of the terms of an output."""
+
+    parts: int
+
+    def __str__(self) -> str:
+        return f"rd{self.parts}"
+
+
+def estimate(grid: Grid, parts: int, gpu: GpuFacts) -> float:
+    """Predicted seconds of a dependent launch with ``parts`` blocks for an output (1: nothing is to be added up)."""
+    return grid.seconds(parts, gpu) + (MERGE_S if parts > 1 else 0.0)
+
+
+def candidates(grid: Grid, gpu: GpuFacts) -> list[Config]:
+    """The configurations to time, the best predicted first. No part is empty."""
+    asked = (waves * gpu.multiprocessors // grid.blocks for waves in (1, 2, 4))
+    most = [min(parts, -(-grid.count // grid.runs)) for parts in asked]
+    found = {Config(-(-grid.count // -(-grid.count // parts))) for parts in most if parts > 1}
+    return sorted(found, key=lambda c: (estimate(grid, c.parts, gpu), c))
+
+
+class ReductionParts(Reduction):
+    """Every ONNX reduction, and pools over all positions."""
+
+    name = "reduce_parts"
+    row_invariant: ClassVar[bool] = False
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := super().refuse(b, op)) is not None:
+            return why
+        if 0 in op.outputs[0].type.static_shape or reduction_of(b, op) is None:
+            return "it reduces nothing"
+        grid = self._grid(b, op)
+        found = candidates(grid, b.gpu) if grid.count else []
+        if not found or estimate(grid, found[0].parts, b.gpu) > estimate(grid, 1, b.gpu) - WORTH_S:
+            return "a block for each output is predicted to be as fast"
+        return None
+
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        grid = self._grid(b, op)
+        return [Offer(c, estimate(grid, c.parts, b.gpu), False) for c in candidates(grid, b.gpu)]
+
+    @staticmethod
+    def _grid(b: Builder, op: Op) -> Grid:
+        made = reduction_of(b, op)
+        assert made is not None
+        return space_of(made.x, made.axes, b.result(op.value)).grid

@@ -1,0 +1,108 @@
+"""Reductions in parts: what takes the kernel, what does not, and what it computes on the processor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
+from support.host import WHY_NOT
+from support.net import Net
+from support.reduce_cases import CASES, LARGE, case
+from support.simulated import check_simulated, feeds_of, lowered
+from support.sweep import sweep
+
+from optdnn.kernels.reduce import parts
+from optdnn.kernels.reduce.reduce import Grid
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.recipes import recipe_of
+from optdnn.runtime.cuda.gpu_facts import of_arch
+
+H200 = of_arch("sm_90a")
+KEPT = ReduceAttrs(True, True)
+ONE = Grid(1, 4_000_000, 1024, 1, 1024, False)
+
+
+def decisions(program: Any) -> set[str]:
+    """The tactics that reduce."""
+    return {t["tactic"] for t in program.meta["tactics"] if t["tactic"].startswith("reduce")}
+
+
+def test_one_output_of_many_terms_is_spread_over_the_gpu() -> None:
+    best = parts.candidates(ONE, H200)[0]
+    assert best.parts >= H200.multiprocessors
+    assert parts.estimate(ONE, best.parts, H200) < parts.estimate(ONE, 1, H200) / 20
+
+
+@pytest.mark.parametrize("count", [1, 3000, 100_001])
+def test_no_part_is_empty(count: int) -> None:
+    for c in parts.candidates(Grid(1, count, 1024, 1, 1024, False), H200):
+        assert (c.parts - 1) * -(-count // c.parts) < count
+
+
+@pytest.mark.parametrize(
+    ("inputs", "axes", "reason"),
+    [
+        ((4, 700), (1,), "a block for each output is predicted to be as fast"),
+        ((4000, 7000), (1,), "a block for each output is predicted to be as fast"),
+        ((4, 70), (), "it reduces nothing"),
+    ],
+)
+def test_what_it_refuses(inputs: tuple[int, ...], axes: tuple[int, ...], reason: str) -> None:
+    n = Net()
+    program = lowered(n.done(n.op("ReduceSum", n.input(*inputs), n.ints(*axes), attrs=KEPT)), "fp32", opt_level=0)
+    (found,) = (t for t in program.meta["tactics"] if t["kind"] == "ReduceSum")
+    assert {r["tactic"]: r["reason"] for r in found["refused"]}["reduce_parts"] == reason
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_ones_take_it(name: str) -> None:
+    program = lowered(case(name), "fp16")
+    assert decisions(program) == {"reduce_parts"}
+    assert len(program.retained) == 1
+
+
+def test_a_row_that_must_not_depend_on_the_batch_keeps_its_block() -> None:
+    assert decisions(lowered(case("large pool"), "fp16", row_invariant=True)) == {"reduce"}
+
+
+def in_parts(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Builds divide every reduction."""
+
+    def candidates(grid: Grid, gpu: Any) -> list[parts.Config]:
+        each = -(-grid.count // min(grid.count, count))
+        return [parts.Config(-(-grid.count // each))]
+
+    monkeypatch.setattr(parts, "candidates", candidates)
+    monkeypatch.setattr(parts, "estimate", lambda grid, parts, gpu: 1.0 / parts)
+    monkeypatch.setattr(parts, "WORTH_S", -1.0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_meanings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_parts(monkeypatch, 5)
+    assert "reduce_parts" in decisions(check_simulated(case(name), "fp32", tolerance=2e-5))
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    sweep([(name, precision) for name in CASES for precision in ("fp32", "fp16")], *((name, "fp32") for name in CASES)),
+)
+def test_parts_of_reductions(name: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_parts(monkeypatch, 5)
+    graph = case(name)
+    program = lowered(graph, precision, opt_level=1)
+    assert "reduce_parts" in decisions(program)
+    assert compare_steps(program, feeds_of(graph), {"fp32": 3e-6, "fp16": 1.2e-3}[precision], tmp_path)
+
+
+@pytest.mark.nvrtc
+def test_it_compiles_without_spills() -> None:
+    for name in LARGE:
+        program = lowered(case(name), "fp16", target="cuda:sm_90a")
+        for kernel in (k for k in program.kernels if k.function == "reduce"):
+            found = nvrtc.resources(recipe_of(kernel))["reduce"]
+            assert found.spill_bytes == 0, (name, found)
