@@ -24,7 +24,7 @@ struct Params {
     View of_queries, of_keys, of_values, of_output;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) attention_channels(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_channels(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];  // values, weights, squares, and the rings, whose place the sums take
     const int warp = threadIdx.x / 32, head = blockIdx.y, batch = blockIdx.z;
     const u32 own_values = warp * TOKENS_BYTES, weights = VALUES_BYTES, squared = weights + WEIGHTS_BYTES;

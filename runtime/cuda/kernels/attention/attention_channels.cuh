@@ -9,6 +9,7 @@ constexpr int PITCH = CHANNELS + 8;                // of a row in shared memory:
 constexpr int TOKENS_BYTES = 16 * PITCH * 2, SLOT_BYTES = 2 * TOKENS_BYTES;
 constexpr int WEIGHTS_BYTES = CHANNELS * PITCH * 2;
 constexpr int SQUARES = 2 * CHANNELS, SUMS = CHANNELS * PITCH, PART = SQUARES + CHANNELS * CHANNELS;
+constexpr int BLOCKS = WIDTH == 2 ? 1 : 0;           // of a multiprocessor, where ptxas would else spill (0: as it likes)
 constexpr float LOG2_E = 1.4426950408889634f;
 static_assert(CHANNELS % 16 == 0 && CHANNELS <= 64 && CHANNELS % WARPS == 0, "a lane has two columns at most, a warp whole rows");
 
@@ -19,7 +20,7 @@ struct View {                                      // strides in elements; chann
 
 // Sixteen tokens from ``first`` on, by one warp; zeros behind the last token and the last channel.
 DEVICE void load_tokens(u8* shared, u32 at, const u16* source, int position, int first, int tokens, int channels) {
-    constexpr int EACH = WIDTH / 2, COPIES = CHANNELS / EACH, AT_ONCE = WIDTH == 2 ? 8 : 16 * COPIES / 32;
+    constexpr int EACH = WIDTH / 2, COPIES = CHANNELS / EACH, AT_ONCE = WIDTH == 2 ? 4 : 16 * COPIES / 32;
     #pragma unroll AT_ONCE
     for (int n = 0; n < 16 * COPIES / 32; n++) {
         const int i = n * 32 + threadIdx.x % 32, row = i / COPIES, channel = i % COPIES * EACH;

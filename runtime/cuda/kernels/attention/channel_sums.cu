@@ -15,7 +15,7 @@ struct Params {
     View of_queries, of_keys;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) channel_sums(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) channel_sums(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];  // squares, and the rings, whose place the sums take
     const int warp = threadIdx.x / 32, head = blockIdx.y, batch = blockIdx.z;
     const u32 rings = WARPS * SQUARES * 4;
