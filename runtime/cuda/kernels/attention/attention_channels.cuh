@@ -20,7 +20,7 @@ struct View {                                      // strides in elements; chann
 
 // Sixteen tokens from ``first`` on, by one warp; zeros behind the last token and the last channel.
 DEVICE void load_tokens(u8* shared, u32 at, const u16* source, int position, int first, int tokens, int channels) {
-    constexpr int EACH = WIDTH / 2, COPIES = CHANNELS / EACH, AT_ONCE = WIDTH == 2 ? 4 : 16 * COPIES / 32;
+    constexpr int EACH = WIDTH / 2, COPIES = CHANNELS / EACH, AT_ONCE = WIDTH == 2 ? 8 : 16 * COPIES / 32;
     #pragma unroll AT_ONCE
     for (int n = 0; n < 16 * COPIES / 32; n++) {
         const int i = n * 32 + threadIdx.x % 32, row = i / COPIES, channel = i % COPIES * EACH;
