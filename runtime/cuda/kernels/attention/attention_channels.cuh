@@ -9,7 +9,7 @@ constexpr int PITCH = CHANNELS + 8;                // of a row in shared memory:
 constexpr int TOKENS_BYTES = 16 * PITCH * 2, SLOT_BYTES = 2 * TOKENS_BYTES;
 constexpr int WEIGHTS_BYTES = CHANNELS * PITCH * 2;
 constexpr int SQUARES = 2 * CHANNELS, SUMS = CHANNELS * PITCH, PART = SQUARES + CHANNELS * CHANNELS;
-constexpr int BLOCKS = WIDTH == 2 ? 1 : 0;           // of a multiprocessor, where ptxas would else spill (0: as it likes)
+constexpr int BLOCKS = WIDTH < 16 ? 1 : 0;            // of a multiprocessor, where ptxas would else spill (0: as it likes)
 constexpr float LOG2_E = 1.4426950408889634f;
 static_assert(CHANNELS % 16 == 0 && CHANNELS <= 64 && CHANNELS % WARPS == 0, "a lane has two columns at most, a warp whole rows");
 

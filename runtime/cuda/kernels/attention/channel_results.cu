@@ -36,7 +36,7 @@ DEVICE void add_parts(float* sums, float* squared, const float* parts, int count
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) channel_results(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) channel_results(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];  // two sixteens of values of each warp, weights, squares, scores
     const int warp = threadIdx.x / 32, head = blockIdx.y, batch = blockIdx.z;
     const u32 own_values = warp * 2 * TOKENS_BYTES, weights = WARPS * 2 * TOKENS_BYTES, squared = weights + WEIGHTS_BYTES;
