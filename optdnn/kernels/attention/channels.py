@@ -29,7 +29,10 @@ def _offers(problem: channels.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The number of warps, and the tokens that they sum up before others are added, decide in which order tokens are summed."""
     many = channels.candidates(replace(problem, batch=MANY), gpu)[:1]
     found = channels.candidates(problem, gpu)
-    return tuple(Offer(c, channels.estimate(problem, c, gpu), any((c.warps, c.depth) == (m.warps, m.depth) for m in many)) for c in found)
+    return tuple(
+        Offer(c, channels.estimate(problem, c, gpu), any((c.warps, c.depth) == (m.warps, m.depth) for m in many))
+        for c in found
+    )
 
 
 @dataclass(frozen=True)
