@@ -14,7 +14,7 @@ from optdnn.ops.checks import agree, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import not_written
 from optdnn.ops.fused import plain_attrs, product_cost, typed_attrs
-from optdnn.types import TensorType
+from optdnn.types import FP32, TensorType
 
 NO_ONNX = not_written("a region of a lowered program has no ONNX form")
 
@@ -86,6 +86,37 @@ def _infer_channel_attention(call: Call) -> Result:
 
 
 CHANNEL_ATTENTION = region("ChannelAttention", _infer_channel_attention, ChannelAttentionAttrs)
+
+
+@dataclass(frozen=True)
+class ChannelSumsAttrs(Attrs):
+    """``span``: the tokens of a part; the last part may have fewer."""
+
+    span: int
+
+
+def _infer_channel_sums(call: Call) -> Result:
+    """Of q and k (B, H, C, N) the parts (B, H, S, 2 + C, C): in each the squares of q's channels, of k's, and q k^T."""
+    a: ChannelSumsAttrs = call.attrs
+    q, k = call.type(0), call.type(1)
+    require_rank(q, 4, "ChannelSums queries")
+    for x, y in zip(q.dims, k.dims, strict=True):
+        agree(x, y, f"ChannelSums keys {k} are not of the queries {q}")
+    batch, heads, channels, tokens = q.dims
+    return Result((TensorType(FP32, (batch, heads, -(-tokens // a.span), channels + 2, channels)),))
+
+
+def _infer_channel_results(call: Call) -> Result:
+    """Attention between channels from those parts, of values (B, H, C, N), with a factor for each head's scores."""
+    sums, v, factors = call.type(0), call.type(1), call.type(2)
+    require_rank(sums, 5, "ChannelResults parts")
+    for x, y in zip((*sums.dims[:2], sums.dims[4], sums.dims[1]), (*v.dims[:3], factors.dims[-1]), strict=True):
+        agree(x, y, f"ChannelResults parts {sums} are not of the values {v} and factors {factors}")
+    return Result((v,))
+
+
+CHANNEL_SUMS = region("ChannelSums", _infer_channel_sums, ChannelSumsAttrs, tol=Tol(rtol=1e-4, atol=1e-5))
+CHANNEL_RESULTS = region("ChannelResults", _infer_channel_results, ChannelAttentionAttrs)
 
 
 def _infer_factored_attention(call: Call) -> Result:

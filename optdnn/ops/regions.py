@@ -33,6 +33,8 @@ from optdnn.ops.fused import with_stages
 from optdnn.ops.held import (
     CACHED_ATTENTION,
     CHANNEL_ATTENTION,
+    CHANNEL_RESULTS,
+    CHANNEL_SUMS,
     FACTORED_ATTENTION,
     PERIODIC_ATTENTION,
     held_attrs,
@@ -387,6 +389,8 @@ _SUMS = Tol(rtol=1e-4, atol=1e-5)
 DEFS: tuple[OpDef, ...] = (
     CACHED_ATTENTION,
     CHANNEL_ATTENTION,
+    CHANNEL_RESULTS,
+    CHANNEL_SUMS,
     region("Copy", same_type, cost=free, tol=EXACT, traits=_MOVES),
     region("DynamicScale", _infer_dynamic_scale, cost=per_element(6), traits=Traits(own_precision=True)),
     FACTORED_ATTENTION,

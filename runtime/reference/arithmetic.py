@@ -66,6 +66,12 @@ def _attention(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) ->
     return 2 * batch * heads * rows * keys * (size + width)
 
 
+def _between_channels(shape: Shape) -> float:
+    """A matrix of channels times channels and tokens."""
+    batch, heads, channels, tokens = shape
+    return 2 * batch * heads * channels * channels * tokens
+
+
 def _cached_attention(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
     return _attention((shapes[0], *shapes[7:9]), out, attrs)
 
@@ -100,6 +106,8 @@ PRODUCTS: dict[str, Products] = {
     "Attention": _attention,
     "CachedAttention": _cached_attention,
     "ChannelAttention": _attention,
+    "ChannelResults": lambda shapes, out, attrs: _between_channels(shapes[1]),
+    "ChannelSums": lambda shapes, out, attrs: _between_channels(shapes[0]),
     "Conv": _conv(1),
     "ConvBlocks": _conv(1),
     "ConvInteger": _conv(1),

@@ -212,6 +212,28 @@ def channel_attention(
     return attention(q * factors[:, None, None], k, v, scale=1.0)[:1]
 
 
+def channel_sums(q: Array, k: Array, *, span: int) -> tuple[Array, ...]:
+    """Of q and k (B, H, C, N), for each ``span`` tokens: squares of q's channels, of k's, and q k^T: (B, H, S, 2 + C, C)."""
+    q, k = (x.astype(np.promote_types(x.dtype, np.float32)) for x in (q, k))
+    parts = [(q[..., n : n + span], k[..., n : n + span]) for n in range(0, q.shape[3], span)]
+    squares = [[np.square(x).sum(3)[..., None, :] for x in part] for part in parts]
+    return (
+        np.stack([np.concatenate([*s, x @ y.swapaxes(2, 3)], 2) for s, (x, y) in zip(squares, parts, strict=True)], 2),
+    )
+
+
+def channel_results(sums: Array, v: Array, factors: Array, *, least: Sequence[float] = ()) -> tuple[Array, ...]:
+    """Attention between channels of values (B, H, C, N) from the parts of its scores (:func:`channel_sums`)."""
+    total = sums.sum(2)
+    scores = total[:, :, 2:] * factors[:, None, None]
+    if least:
+        q, k = (np.maximum(np.sqrt(total[:, :, i]), e) for i, e in enumerate(least))
+        q, k = (np.where(n == 0, 1, n).astype(n.dtype) for n in (q, k))
+        scores = scores / q[..., :, None] / k[..., None, :]
+    weights = np.exp(scores - scores.max(3, keepdims=True))
+    return ((weights / weights.sum(3, keepdims=True) @ v.astype(weights.dtype)).astype(v.dtype),)
+
+
 def factored_attention(q: Array, k: Array, v: Array, rows: Array, columns: Array, **attrs: Any) -> tuple[Array, ...]:
     """Attention whose bias is ``rows[query, key row] + columns[query, key column]``: (B, H, query rows, query columns, …)."""
     bias = rows[..., :, None] + columns[..., None, :]
@@ -395,6 +417,8 @@ KERNELS: dict[str, Kernel] = {
     "AddNorm": add_norm,
     "CachedAttention": cached_attention,
     "ChannelAttention": channel_attention,
+    "ChannelResults": channel_results,
+    "ChannelSums": channel_sums,
     "Copy": copy,
     "DynamicScale": dynamic_scale,
     "Frames": frames,

@@ -13,7 +13,7 @@ from optdnn.ops.attention import AttentionAttrs, RotaryAttrs
 from optdnn.ops.base import Attrs, Stage, Unsupported
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.fused import plain_attrs
-from optdnn.ops.held import NO_ONNX, CachedAttentionAttrs, ChannelAttentionAttrs
+from optdnn.ops.held import NO_ONNX, CachedAttentionAttrs, ChannelAttentionAttrs, ChannelSumsAttrs
 from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs
 from optdnn.ops.norm_regions import ActivatedNormAttrs, AddNormAttrs, GroupApplyAttrs, GroupMomentsAttrs
 from optdnn.ops.regions import (
@@ -40,7 +40,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 36
+    assert len(REGIONS) == 38
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -256,6 +256,23 @@ def test_channel_attention() -> None:
     assert np.allclose(plain, want, atol=1e-6)
     with pytest.raises(ShapeError, match="are not of the heads"):
         infer("ChannelAttention", ChannelAttentionAttrs(), [q, k, v, factors[:2]])
+
+
+@pytest.mark.parametrize("least", [(), (1e-12, 1e-12)])
+def test_channel_attention_in_parts(least: tuple[float, ...]) -> None:
+    q, k, v = (random(2, 3, 4, 11, seed=s) for s in range(3))
+    q[0, 1, 2] = 0.0
+    factors = np.array([0.5, 1.0, 2.0], np.float32)
+    (sums,) = results("ChannelSums", ChannelSumsAttrs(5), [q, k])
+    assert sums.shape == (2, 3, 3, 6, 4)
+    np.testing.assert_allclose(sums[:, :, 2, 1], np.square(k[..., 10:]).sum(3), rtol=1e-6)
+    (y,) = results("ChannelResults", ChannelAttentionAttrs(least), [sums, v, factors])
+    (want,) = results("ChannelAttention", ChannelAttentionAttrs(least), [q, k, v, factors])
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ShapeError, match="are not of the queries"):
+        infer("ChannelSums", ChannelSumsAttrs(5), [q, k[..., :7]])
+    with pytest.raises(ShapeError, match="are not of the values"):
+        infer("ChannelResults", ChannelAttentionAttrs(), [sums, v[:, :, :3], factors])
 
 
 def test_dynamic_scale() -> None:

@@ -136,16 +136,16 @@ class Case:
 
 
 def result_on_a_gpu(
-    made: Launch, operands: Mapping[str, np.ndarray], raw: np.ndarray, start: int, folder: Path
+    made: Launch, operands: Mapping[str, np.ndarray], raw: np.ndarray, start: int, folder: Path, name: str = "out"
 ) -> np.ndarray:
-    """The bytes that a launch leaves of ``raw``, in which its result begins at byte ``start``: the same ones in three runs."""
+    """The bytes that a launch leaves of ``raw``, in which its result ``name`` begins at byte ``start``: the same in three runs."""
     from optdnn.runtime.cuda.allocator import upload
     from support.bound import bound
     from support.device_memory import Memory
 
     memory = Memory()
     out = memory.put(raw)
-    at = {name: memory.put(array) for name, array in operands.items()} | {"out": out + start}
+    at = {name: memory.put(array) for name, array in operands.items()} | {name: out + start}
     launch = bound(made, at, nvrtc.KernelCache(folder))
     results = []
     for _ in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,7 +32,7 @@ extern "C" int run(const void* block, unsigned gx, unsigned gy, unsigned gz, uns
 
 def _text(source: str) -> str:
     kept = (line for line in source.splitlines() if not line.startswith(("#include", "#pragma once")))
-    return "\n".join(kept).replace("#pragma unroll 1", "").replace("#pragma unroll", "")
+    return re.sub(r"#pragma unroll.*", "", "\n".join(kept))
 
 
 def compiled(

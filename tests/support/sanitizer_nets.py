@@ -297,6 +297,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "attention over a cache": (step, "fp16"),
         "attention over a cache, keys shared": (lambda: step(batch=1, capacity=2048), "fp16"),
         "attention between channels": (between_channels, "fp16"),
+        "attention between channels over many tokens": (lambda: between_channels(tokens=3000), "fp16"),
         "a grid that keeps an image": (lambda: group_norm(channels=32, groups=4, size=(20, 21), then="Relu"), "fp16"),
         "norms across": (net(Net, lambda n: mixer(n, 20)), "fp16"),
         **{f"pairs of channels: {name}": (net(Net, build), "fp16") for name, build in PAIRED.items()},

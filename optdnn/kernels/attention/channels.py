@@ -1,7 +1,7 @@
 """The tactic of attention between channels (XCiT, EdgeNeXt, DaViT): few channels, contiguous in memory, attend to one another over many
 tokens.
 
-One launch normalizes queries and keys over the tokens as well, where they are, and multiplies the scores with a factor for each head.
+The launch normalizes queries and keys over the tokens as well, where they are, and multiplies the scores with a factor for each head.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
-from optdnn.types import BF16, FP16, FP64, Array, normalize_axis
+from optdnn.types import BF16, FP16, FP32, FP64, Array, normalize_axis
 
 
 @lru_cache(maxsize=1024)
 def _offers(problem: channels.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The number of warps decides in which order tokens are summed."""
+    """The number of warps, and the tokens that they sum up before others are added, decide in which order tokens are summed."""
     many = channels.candidates(replace(problem, batch=MANY), gpu)[:1]
     found = channels.candidates(problem, gpu)
-    return tuple(Offer(c, channels.estimate(problem, c, gpu), any(c.warps == m.warps for m in many)) for c in found)
+    return tuple(
+        Offer(c, channels.estimate(problem, c, gpu), any((c.warps, c.depth) == (m.warps, m.depth) for m in many))
+        for c in found
+    )
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def _scaled(graph: Graph, value: Value) -> _Source:
 
 
 class ChannelAttention(ProblemTactic):
-    """Attention between channels of 16-bit floats in one launch: mma.sync, sums in fp32."""
+    """Attention between channels of 16-bit floats in one launch, of many tokens in two: mma.sync, sums in fp32."""
 
     name = "attention_channels"
 
@@ -160,18 +163,20 @@ class ChannelAttention(ProblemTactic):
         scale = problem.tokens**-0.5 if op.attrs.scale is None else op.attrs.scale
         known = np.ones(problem.heads, np.float32) if of_q.factors is None else of_q.factors
         factors = b.constant((known * scale).astype(np.float32), f"{op.outputs[0].name}.factors")
-        covers = op.src.union(*(x.src for x in (*of_q.ops, *of_k.ops)))
-        made = channels.launch(problem, config, b.gpu)
+        covers = replace(op, src=op.src.union(*(x.src for x in (*of_q.ops, *of_k.ops))))
+        attrs = {"least": problem.least or ()}
         operands = {"q": q, "k": k, "v": v, "out": out, "factors": factors}
-        b.emit(
-            replace(op, src=covers),
-            made,
-            operands,
-            "ChannelAttention",
-            {"least": problem.least or ()},
-            [q, k, v, factors],
-            [out],
-        )
+        if not config.depth:
+            made = channels.launch(problem, config, b.gpu)
+            b.emit(covers, made, operands, "ChannelAttention", attrs, [q, k, v, factors], [out])
+            return
+        first, second = channels.launches(problem, config, b.gpu)
+        parts = (problem.batch, problem.heads, channels.parts(problem, config))
+        whole = b.new(f"{op.outputs[0].name}.sums", FP32, (*parts, 2 + problem.filled, problem.filled))
+        sums = whole.view((*parts, 2 + problem.channels, problem.channels), whole.strides)
+        operands["sums"] = sums
+        b.emit(covers, first, operands, "ChannelSums", {"span": config.span}, [q, k], [sums])
+        b.emit(covers, second, operands, "ChannelResults", attrs, [sums, v, factors], [out])
 
 
 def _view(x: TensorView) -> HeadView:

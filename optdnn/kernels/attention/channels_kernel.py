@@ -1,4 +1,8 @@
-"""Plans of attention between channels (``attention_channels.cu``): mma.sync, every GPU from sm_80 on."""
+"""Plans of attention between channels: mma.sync, every GPU from sm_80 on.
+
+In one launch (``attention_channels.cu``) each block sums the scores of its head over all tokens. With many tokens, blocks of one launch
+share them out (``channel_sums.cu``), and those of a second one add up their sums and compute the results (``channel_results.cu``).
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,11 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 MOST_CHANNELS = 64
 """Most channels of a head: the scores of all of them lie in a warp's registers."""
-MOST_TOKENS = 1024
-"""Most tokens: each block of a head sums over all of them. An assumption, not measured."""
 RATE = 512
 """Multiply-adds of 16 bits that mma.sync does per cycle and multiprocessor, at least."""
 CLOCK = 1.4e9
+LOADED = 40
+"""Bytes that a multiprocessor loads per cycle. An assumption, not measured."""
 
 
 @dataclass(frozen=True)
@@ -48,39 +52,73 @@ class Problem:
     @property
     def width(self) -> int:
         """Bytes of a copy."""
-        views = (self.q, self.k, self.v)
+        views = (self.q, self.k, self.v, self.out)
         numbers = [n for v in views for n in (v.batch, v.head, v.position, v.offset)]
-        return 16 if math.gcd(self.channels, self.unit, *numbers) % 8 == 0 else 4
+        common = math.gcd(self.channels, self.unit, *numbers)
+        return 16 if common % 8 == 0 else 4 if common % 2 == 0 else 2
 
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``warps`` of a block, each with a ring of ``slots`` sixteens of tokens."""
+    """``warps`` of a block, each with a ring of ``slots`` sixteens of tokens.
+
+    ``depth``: in two launches, sixteens of tokens that a warp of the first one sums up; 0: one launch.
+    """
 
     warps: int
     slots: int
+    depth: int = 0
 
     def __str__(self) -> str:
-        return f"channels{self.warps}s{self.slots}"
+        return f"channels{self.warps}s{self.slots}" + (f"d{self.depth}" if self.depth else "")
+
+    @property
+    def span(self) -> int:
+        """Tokens that a block of the first of two launches sums up."""
+        return 16 * self.warps * self.depth
+
+
+def parts(problem: Problem, config: Config) -> int:
+    """Parts of the tokens that two launches sum up separately."""
+    return -(-problem.tokens // config.span)
+
+
+def part_floats(problem: Problem) -> int:
+    """Numbers of a part: squares of queries and keys, and scores, of ``filled`` channels."""
+    return (2 + problem.filled) * problem.filled
+
+
+def _sums_bytes(problem: Problem, config: Config) -> int:
+    """Shared memory of what sums scores: squares; rings, or the sums in their place."""
+    channels, warps = problem.filled, config.warps
+    row = (channels + 8) * 2
+    return warps * 2 * channels * 4 + max(warps * config.slots * 2 * 16 * row, warps * channels * row * 2)
+
+
+def _results_bytes(problem: Problem, config: Config) -> int:
+    """Shared memory of what computes results from parts: two sixteens of values of each warp, weights, squares, scores."""
+    channels = problem.filled
+    row = (channels + 8) * 2
+    return config.warps * 2 * 16 * row + channels * row + 2 * channels * 4 + channels * row * 2
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: values, weights, squares; rings, or the sums in their place."""
-    channels, warps = problem.filled, config.warps
-    row = (channels + 8) * 2
-    rings = max(warps * config.slots * 2 * 16 * row, warps * channels * row * 2)
-    return warps * 16 * row + channels * row + warps * 2 * channels * 4 + rings
+    """Dynamic shared memory of a block, of two launches the larger one's."""
+    if config.depth:
+        return max(_sums_bytes(problem, config), _results_bytes(problem, config))
+    row = (problem.filled + 8) * 2
+    return config.warps * 16 * row + problem.filled * row + _sums_bytes(problem, config)
 
 
 def refuse(problem: Problem) -> str | None:
-    """Why the kernel cannot run the problem, or None."""
-    if problem.channels % 2 or not 2 <= problem.channels <= MOST_CHANNELS:
-        return f"heads of {problem.channels} channels (an even number up to {MOST_CHANNELS} is needed)"
-    if not 0 < problem.tokens <= MOST_TOKENS:
-        return f"{problem.tokens} tokens (up to {MOST_TOKENS} are worth to be summed up by each block)"
+    """Why the kernels cannot run the problem, or None."""
+    if not 2 <= problem.channels <= MOST_CHANNELS:
+        return f"heads of {problem.channels} channels (2 to {MOST_CHANNELS} are possible)"
+    if problem.tokens <= 0:
+        return "it has no tokens"
     for name, view in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("out", problem.out)):
-        if any(x % 2 or x < 0 for x in (view.batch, view.head, view.position, view.offset)):
-            return f"{name}: pairs of elements are copied: strides and offsets must be even"
+        if any(x < 0 for x in (view.batch, view.head, view.position, view.offset)):
+            return f"{name}: strides must not be negative"
         if view.position >= 1 << 31:
             return f"{name}: positions are {view.position} elements apart"
     if problem.heads > 65535 or problem.batch > 65535:
@@ -88,50 +126,137 @@ def refuse(problem: Problem) -> str | None:
     return None
 
 
-def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
-    """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``factors`` (fp32 [heads])."""
+def _recipe(problem: Problem, config: Config, gpu: GpuFacts, name: str) -> Recipe:
     defines = {
         "WARPS": config.warps, "CHANNELS": problem.filled, "SLOTS": config.slots, "WIDTH": problem.width,
-        "NORMALIZE": int(problem.least is not None),
+        "NORMALIZE": int(problem.least is not None), **({"DEPTH": config.depth} if config.depth else {}),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(problem.dtype), ""])
-    recipe = Recipe("attention_channels.cu", gpu.arch, {"generated.cuh": text}, template_options(problem.dtype))
+    return Recipe(f"{name}.cu", gpu.arch, {"generated.cuh": text}, template_options(problem.dtype))
+
+
+def _views(parameters: Parameters, *views: HeadView) -> Parameters:
+    for view in views:
+        parameters.i64(view.batch, view.head).i32(view.position)
+    return parameters
+
+
+def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
+    """The one launch. Operands: ``q``, ``k``, ``v``, ``out``, ``factors`` (fp32 [heads])."""
     views = {"q": problem.q, "k": problem.k, "v": problem.v, "out": problem.out}
     parameters = Parameters()
     for name, view in views.items():
         parameters.pointer(name, offset=view.offset * 2)
     parameters.pointer("factors")
     parameters.i32(problem.tokens, problem.channels).f32(*(problem.least or (0.0, 0.0)))
-    for view in views.values():
-        parameters.i64(view.batch, view.head).i32(view.position)
+    _views(parameters, *views.values())
     grid = (-(-problem.tokens // (16 * config.warps)), problem.heads, problem.batch)
+    recipe = _recipe(problem, config, gpu, "attention_channels")
     return parameters.launch(
         recipe, "attention_channels", grid, 32 * config.warps, shared=shared_bytes(problem, config)
     )
 
 
+def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, Launch]:
+    """Both launches. Operands: of the first one ``q``, ``k``, ``sums`` (fp32 [batch][head][part][2 + filled][filled]), of the second one
+    ``sums``, ``v``, ``out``, ``factors`` (fp32 [heads])."""
+    many, threads = parts(problem, config), 32 * config.warps
+    first = Parameters().pointer("q", offset=problem.q.offset * 2).pointer("k", offset=problem.k.offset * 2)
+    first.pointer("sums").i32(problem.tokens, problem.channels)
+    second = Parameters().pointer("sums").pointer("v", offset=problem.v.offset * 2)
+    second.pointer("out", offset=problem.out.offset * 2).pointer("factors")
+    second.i32(problem.tokens, problem.channels, many).f32(*(problem.least or (0.0, 0.0)))
+    grids = [(n, problem.heads, problem.batch) for n in (many, _result_blocks(problem, config, gpu))]
+    return (
+        _views(first, problem.q, problem.k).launch(
+            _recipe(problem, config, gpu, "channel_sums"), "channel_sums", grids[0], threads,
+            shared=_sums_bytes(problem, config),
+        ),
+        _views(second, problem.v, problem.out).launch(
+            _recipe(problem, config, gpu, "channel_results"), "channel_results", grids[1], threads,
+            shared=_results_bytes(problem, config),
+        ),
+    )  # fmt: skip
+
+
+def _resident(config: Config, shared: int, gpu: GpuFacts) -> int:
+    """Blocks of a multiprocessor."""
+    return max(1, min(gpu.shared_per_multiprocessor // (shared + 1024), 2048 // (32 * config.warps)))
+
+
+def _summing(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Blocks of a multiprocessor that sum up scores, which lie in registers."""
+    registers = 48 + 3 * problem.filled**2 // 64
+    return max(1, min(_resident(config, _sums_bytes(problem, config), gpu), 65536 // (32 * config.warps * registers)))
+
+
+def _result_blocks(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Blocks of a head in the second launch: one for each WARPS x 16 tokens, or as many as run at once."""
+    needed = -(-problem.tokens // (16 * config.warps))
+    room = gpu.multiprocessors * _resident(config, _results_bytes(problem, config), gpu)
+    rounds = -(-needed // max(1, min(needed, room // (problem.heads * problem.batch))))
+    return -(-needed // rounds)
+
+
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch: it ranks configurations. Not fitted to measurements."""
+    """Predicted seconds of one dependent launch, or of two: it ranks configurations. Within 25 % of 12 steps on an H200, but for many heads
+    of few tokens in one launch (8.4 us where it says 6.0)."""
+    if config.depth:
+        return 4e-6 + (_sums_cycles(problem, config, gpu) + _results_cycles(problem, config, gpu)) / CLOCK
     rounds = -(-problem.tokens // (16 * config.warps))
     blocks = rounds * problem.heads * problem.batch
-    resident = max(
-        1, min(gpu.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024), 2048 // (32 * config.warps))
-    )
+    resident = _resident(config, shared_bytes(problem, config), gpu)
     waves = math.ceil(blocks / (gpu.multiprocessors * resident))
     products = 16 * config.warps * problem.filled**2 * (rounds + 1) * min(resident, blocks) / RATE
     rows = 30 * problem.filled / config.warps * (1 + config.warps / 8)
-    return 2e-6 + waves * (products + rows + 400 * max(1, rounds - config.slots) + 2000) / CLOCK
+    turns = 400 * max(1, rounds - config.slots) + rounds * _narrow_copies(problem)
+    return 2e-6 + waves * (1.3 * (products + rows + turns) + 2250) / CLOCK
+
+
+def _narrow_copies(problem: Problem) -> int:
+    """Cycles that copies of less than 16 bytes keep a warp waiting for sixteen tokens: eight of 2 bytes at once, or all of 4 bytes."""
+    if problem.width == 16:
+        return 0
+    return 1000 * (-(-problem.filled // 16) if problem.width == 2 else 1)
+
+
+def _in_waves(blocks: int, resident: int, gpu: GpuFacts) -> tuple[int, int]:
+    """Waves of blocks, and the blocks that share a multiprocessor."""
+    return math.ceil(blocks / (gpu.multiprocessors * resident)), min(resident, -(-blocks // gpu.multiprocessors))
+
+
+def _sums_cycles(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Cycles of the first of two launches."""
+    blocks = parts(problem, config) * problem.heads * problem.batch
+    waves, together = _in_waves(blocks, _summing(problem, config, gpu), gpu)
+    products = config.span * problem.filled**2 / RATE
+    loads = 4 * config.span * problem.channels / LOADED
+    added = 3 * config.warps * problem.filled**2 / 32
+    turns = 400 * max(0, config.depth - config.slots) + config.depth * _narrow_copies(problem)
+    return waves * (2000 + together * (max(products, loads) + added) + turns)
+
+
+def _results_cycles(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Cycles of the second of two launches."""
+    blocks = _result_blocks(problem, config, gpu)
+    rounds = math.ceil(problem.tokens / (16 * config.warps * blocks))
+    total = blocks * problem.heads * problem.batch
+    waves, together = _in_waves(total, _resident(config, _results_bytes(problem, config), gpu), gpu)
+    sums = 4 * parts(problem, config) * part_floats(problem) / LOADED
+    rows = 30 * problem.filled / config.warps
+    tokens = 16 * config.warps * (4 * problem.channels / LOADED + problem.filled**2 / RATE)
+    return waves * (2000 + together * (sums + rounds * tokens) + rows + 400 * rounds)
 
 
 def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
-    """The configurations to time, best predicted first. Empty when the kernel cannot run the problem."""
+    """The configurations to time, best predicted first. Empty when the kernels cannot run the problem."""
     if refuse(problem) is not None:
         return []
     found: list[Config] = []
     for warps in (4, 8):
         steps = -(-problem.tokens // (16 * warps))
-        for slots in range(1, min(4, steps) + 1):
-            config = Config(warps, slots)
-            if shared_bytes(problem, config) <= gpu.shared_per_block:
-                found.append(config)
+        found += [Config(warps, slots) for slots in range(1, min(4, steps) + 1)]
+        depths = [2**n for n in range(steps.bit_length()) if 2**n < steps]
+        found += [Config(warps, min(4, depth), depth) for depth in depths]
+    found = [c for c in found if shared_bytes(problem, c) <= gpu.shared_per_block]
     return sorted(found, key=lambda c: (estimate(problem, c, gpu), -c.slots))

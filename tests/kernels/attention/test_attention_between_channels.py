@@ -56,7 +56,7 @@ FACTORS = np.array([3.0, 7.0]).reshape(1, 2, 1, 1)
 @pytest.mark.parametrize("target", ["cuda:sm_90a", "cuda:sm_80"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"factors": FACTORS}, {"norm": None}, {"norm": None, "scale": None}, {"norm": None, "factors": FACTORS}, {"size": 22}],
+    [{}, {"factors": FACTORS}, {"norm": None}, {"norm": None, "scale": None}, {"norm": None, "factors": FACTORS}, {"size": 22}, {"size": 15}],
 )  # fmt: skip
 def test_one_launch(options: dict[str, Any], target: str) -> None:
     program = check_simulated(between_channels(**options), "bf16" if "size" in options else "fp16", target=target)
@@ -66,6 +66,19 @@ def test_one_launch(options: dict[str, Any], target: str) -> None:
     assert not {"LpNormalization", "Mul"} & set(kinds(program))
     if options.get("size", 16) % 8 == 0:
         assert len(program.steps) == 5  # and both products: no transposition is copied
+
+
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [({}, "fp16"), ({"factors": FACTORS, "size": 22}, "bf16"), ({"norm": None, "scale": None}, "fp16")],
+)
+def test_many_tokens_take_two_launches(options: dict[str, Any], precision: str) -> None:
+    program = check_simulated(between_channels(tokens=3000, **options), precision, target="cuda:sm_90a")
+    assert row(program)["tactic"] == "attention_channels"
+    found = kinds(program)
+    assert "ChannelAttention" not in found
+    assert found.index("ChannelResults") == found.index("ChannelSums") + 1
+    assert not {"LpNormalization", "Mul", "MaskedSoftmax"} & set(found)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +101,6 @@ def test_what_else_is_computed_apart(options: dict[str, Any], apart: int) -> Non
     [
         ({}, "fp32", "it is for 16-bit floats"),
         ({"size": 72}, "fp16", "heads of 72 channels"),
-        ({"size": 15}, "fp16", "heads of 15 channels"),
         ({"is_causal": True, "tokens": 16}, "fp16", "its scores have a mask"),
         ({"softcap": 2.0}, "fp16", "a mask or a softcap"),
         ({"left_window_size": 3}, "fp16", "a window"),

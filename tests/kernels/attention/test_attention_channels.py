@@ -1,4 +1,4 @@
-"""The kernel of attention between channels: its plans, the very kernel on a processor that emulates warps, under NVRTC, on a GPU."""
+"""The kernels of attention between channels: their plans, the very kernels on a processor that emulates warps, under NVRTC, on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from optdnn.kernels.attention.channels_kernel import Config, Problem
 from optdnn.kernels.attention.hopper_kernel import HeadView, bshd
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.reference.run import run_kernel
 
+HEADERS = ("attention_channels.cuh",)
 AMPERE = gpu_facts.of_arch("sm_80")
 EPSILON = (1e-12, 0.5)
 
@@ -42,9 +44,22 @@ CASES: dict[str, tuple[Problem, Config]] = {
     "heads of 22": (merged(2, 4, 64, 22, dtype="bfloat16"), Config(4, 1)),
     "heads of 12": (merged(1, 3, 70, 12), Config(4, 2)),
     "heads of 8": (merged(1, 3, 70, 8), Config(4, 2)),
+    "heads of 25": (merged(1, 3, 70, 25), Config(4, 2)),
+    "heads of 9": (merged(2, 3, 40, 9, dtype="bfloat16"), Config(4, 1)),
     "not normalized": (merged(1, 2, 50, 32, least=None), Config(4, 1)),
     "any norm": (merged(1, 2, 50, 32, least=(0.0, 0.0)), Config(4, 1)),
 }
+PARTS: dict[str, tuple[Problem, Config]] = {
+    "DaViT": (merged(1, 3, 800, 32, least=None), Config(8, 2, 2)),
+    "four warps": (merged(2, 2, 300, 48), Config(4, 2, 2)),
+    "many parts": (merged(1, 1, 700, 16, dtype="bfloat16"), Config(4, 1, 1)),
+    "a last part of one token": (merged(1, 2, 257, 64), Config(8, 2, 2)),
+    "a ring that turns": (merged(1, 1, 530, 64), Config(4, 2, 4)),
+    "heads of 42": (merged(1, 2, 150, 42), Config(8, 1, 1)),
+    "heads of 25": (merged(1, 3, 150, 25), Config(4, 1, 1)),
+    "any norm": (merged(1, 2, 130, 32, least=(0.0, 0.0)), Config(4, 1, 1)),
+}
+"""In two launches."""
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.5e-2}
 
 
@@ -87,11 +102,44 @@ def test_the_kernel_where_warps_are_emulated(name: str, tmp_path: Path) -> None:
     problem, config = CASES[name]
     assert channels.refuse(problem) is None
     case, made = Case(problem), channels.launch(problem, config, AMPERE)
-    library = emulated.compiled(made.recipe, made.function, tmp_path)
+    library = emulated.compiled(made.recipe, made.function, tmp_path, headers=HEADERS)
     raw, whole, factors = (emulated.aligned(a) for a in (case.poisoned(), case.whole, case.factors))
     operands = dict.fromkeys("qkv", whole.ctypes.data)
     emulated.run(library, made, {**operands, "out": raw.ctypes.data + 64, "factors": factors.ctypes.data})
     case.check(raw)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("name", sweep(PARTS, *list(PARTS)[::2]))
+def test_two_launches_where_warps_are_emulated(
+    name: str, turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, config = PARTS[name]
+    if turns:  # a block of a head computes all results, in turns
+        monkeypatch.setattr(channels, "_result_blocks", lambda *a: 1)
+    case, made = Case(problem), channels.launches(problem, config, AMPERE)
+    room = problem.batch * problem.heads * channels.parts(problem, config) * channels.part_floats(problem)
+    sums = emulated.aligned(np.full(room, np.nan, np.float32))
+    raw, whole, factors = (emulated.aligned(a) for a in (case.poisoned(), case.whole, case.factors))
+    operands = dict.fromkeys("qkv", whole.ctypes.data)
+    operands |= {"out": raw.ctypes.data + 64, "factors": factors.ctypes.data, "sums": sums.ctypes.data}
+    for one in made:
+        (folder := tmp_path / one.function).mkdir()
+        library = emulated.compiled(one.recipe, one.function, folder, headers=HEADERS)
+        emulated.run(library, one, operands)
+    case.check(raw)
+    check_sums(case, config, sums)
+
+
+def check_sums(case: Case, config: Config, sums: np.ndarray) -> None:
+    """The parts are those of the first launch's meaning, zeros behind the channels."""
+    p = case.problem
+    q, k = (case.whole.astype(np.float64)[:, :, i].transpose(0, 2, 3, 1) for i in range(2))
+    (want,) = run_kernel("ChannelSums", [q, k], {"span": config.span})
+    got = sums.reshape(p.batch, p.heads, channels.parts(p, config), 2 + p.filled, p.filled)
+    assert not got[..., p.channels :].any()
+    np.testing.assert_allclose(got[..., : 2 + p.channels, : p.channels], want, rtol=1e-4, atol=1e-3)
 
 
 def test_the_emulation_notices_a_wrong_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,10 +162,10 @@ A = merged(2, 4, 196, 48)
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
-        (replace(A, channels=47), "47 channels"),
-        (replace(A, channels=66), "66 channels"),
-        (replace(A, tokens=2000), "2000 tokens"),
-        (replace(A, k=HeadView(8, 3, 8)), "k: pairs"),
+        (replace(A, channels=65), "65 channels"),
+        (replace(A, channels=1), "1 channels"),
+        (replace(A, tokens=0), "no tokens"),
+        (replace(A, k=HeadView(8, -8, 8)), "k: strides"),
         (replace(A, q=HeadView(8, 8, 1 << 31)), "q: positions are 2147483648 elements apart"),
         (replace(A, batch=70000), "grid"),
     ],
@@ -131,26 +179,50 @@ def test_what_it_cannot_run_it_refuses(problem: Problem, reason: str) -> None:
 def test_copies_are_as_wide_as_all_strides_allow() -> None:
     assert A.width == 16
     assert replace(A, unit=2).width == merged(1, 4, 100, 42).width == 4
+    assert replace(A, out=HeadView(8, 3, 8)).width == merged(1, 4, 100, 25).width == 2
+
+
+@pytest.mark.parametrize("gpu", [AMPERE, gpu_facts.of_arch("sm_90a")])
+def test_many_tokens_are_summed_up_in_parts(gpu: gpu_facts.GpuFacts) -> None:
+    """DaViT's first stage; an image of 512 x 512 in Restormer's first one. Few tokens take one launch."""
+    davit, restormer = merged(1, 3, 3136, 32, least=None), merged(1, 1, 512 * 512, 48)
+    for problem, most in ((davit, 10e-6), (replace(davit, batch=16), 35e-6), (restormer, 110e-6)):
+        best = channels.candidates(problem, gpu)[0]
+        assert best.depth
+        assert channels.estimate(problem, best, gpu) < most
+    assert not channels.candidates(A, gpu)[0].depth
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
 @pytest.mark.nvrtc
 def test_candidates_compile_without_spills(arch: str) -> None:
     gpu = gpu_facts.of_arch(arch)
-    for problem in (A, merged(1, 4, 100, 42, dtype="bfloat16"), merged(1, 8, 784, 64, least=None)):
+    tested = (A, merged(1, 4, 100, 42, dtype="bfloat16"), merged(1, 8, 784, 64, least=None), merged(1, 8, 150, 25))
+    for problem in tested:
         found = channels.candidates(problem, gpu)
         assert found
         assert len({str(c) for c in found}) == len(found)
-        for config in found[:2]:
-            made = channels.launch(problem, config, gpu)
-            kernel = nvrtc.resources(made.recipe)[made.function]
-            assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
-            assert made.shared + kernel.shared_bytes <= gpu.shared_per_block
+        ones, twos = ([c for c in found if bool(c.depth) == two] for two in (False, True))
+        for config in (*ones[:2], *twos[:1]):
+            made = channels.launches(problem, config, gpu) if config.depth else (channels.launch(problem, config, gpu),)
+            for one in made:
+                kernel = nvrtc.resources(one.recipe)[one.function]
+                assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
+                assert one.shared + kernel.shared_bytes <= gpu.shared_per_block
 
 
+LAUNCHES = {
+    "one": (lambda: channels.launch(A, Config(4, 1), AMPERE), 5, 4),
+    "sums": (lambda: channels.launches(A, Config(4, 1, 1), AMPERE)[0], 3, 2),
+    "results": (lambda: channels.launches(A, Config(4, 1, 1), AMPERE)[1], 4, 2),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
 @pytest.mark.nvrtc
-def test_the_parameter_block_has_the_kernels_layout() -> None:
-    made = channels.launch(A, Config(4, 1), AMPERE)
+def test_the_parameter_block_has_the_kernels_layout(name: str) -> None:
+    make, pointers, views = LAUNCHES[name]
+    made = make()
     recipe = made.recipe
     names = {"q": "queries", "k": "keys", "v": "values", "out": "output"}
     lines = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
@@ -158,9 +230,10 @@ def test_the_parameter_block_has_the_kernels_layout() -> None:
         f"static_assert(__INTADDR__(&((Params*)0)->{names.get(p.operand, p.operand)}) == {p.at});"
         for p in made.pointers
     ]
-    at = len(made.parameters) - 4 * 24  # after a view's last field C leaves four bytes
-    lines += [f"static_assert(__INTADDR__(&((Params*)0)->of_queries) == {at});"]
-    assert len(made.pointers) == 5
+    at = len(made.parameters) - views * 24  # after a view's last field C leaves four bytes
+    first = "of_values" if name == "results" else "of_queries"
+    lines += [f"static_assert(__INTADDR__(&((Params*)0)->{first}) == {at});"]
+    assert len(made.pointers) == pointers
     text = "\n".join([f'#include "{recipe.name}"', *lines, ""])
     nvrtc.compile_recipe(replace(recipe, name="check.cu", generated={**recipe.generated, "check.cu": text}))
 
@@ -174,3 +247,18 @@ def test_on_a_gpu(name: str, tmp_path: Path) -> None:
     made = channels.launch(problem, config, gpu_facts.of_arch("sm_90a"))
     operands = {**dict.fromkeys("qkv", case.whole), "factors": case.factors}
     case.check(result_on_a_gpu(made, operands, case.poisoned(), 64, tmp_path))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("name", PARTS)
+def test_two_launches_on_a_gpu(name: str, tmp_path: Path) -> None:
+    problem, config = PARTS[name]
+    case, gpu = Case(problem), gpu_facts.of_arch("sm_90a")
+    first, second = channels.launches(problem, config, gpu)
+    room = problem.batch * problem.heads * channels.parts(problem, config) * channels.part_floats(problem)
+    empty = np.full(room * 4, 0xFF, np.uint8)
+    sums = result_on_a_gpu(first, dict.fromkeys("qk", case.whole), empty, 0, tmp_path, "sums").view(np.float32)
+    check_sums(case, config, sums)
+    operands = {"v": case.whole, "factors": case.factors, "sums": sums}
+    case.check(result_on_a_gpu(second, operands, case.poisoned(), 64, tmp_path))

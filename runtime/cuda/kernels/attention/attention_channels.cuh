@@ -1,0 +1,221 @@
+// What the kernels of attention between channels share (attention_channels.cu in one launch; channel_sums.cu and channel_results.cu in two).
+//
+// generated.cuh defines WARPS, CHANNELS (of a head, filled up to a multiple of 16 with zeros), SLOTS (sixteens of tokens in a warp's
+// ring), WIDTH (bytes of a copy: 16 by cp.async, 4, or 2), NORMALIZE and multiply().
+#pragma once
+
+constexpr int THREADS = WARPS * 32, TILES = CHANNELS / 16;
+constexpr int PITCH = CHANNELS + 8;                // of a row in shared memory: eight rows of an ldmatrix hit all banks
+constexpr int TOKENS_BYTES = 16 * PITCH * 2, SLOT_BYTES = 2 * TOKENS_BYTES;
+constexpr int WEIGHTS_BYTES = CHANNELS * PITCH * 2;
+constexpr int SQUARES = 2 * CHANNELS, SUMS = CHANNELS * PITCH, PART = SQUARES + CHANNELS * CHANNELS;
+constexpr int BLOCKS = WIDTH < 16 ? 1 : 0;            // of a multiprocessor, where ptxas would else spill (0: as it likes)
+constexpr float LOG2_E = 1.4426950408889634f;
+static_assert(CHANNELS % 16 == 0 && CHANNELS <= 64 && CHANNELS % WARPS == 0, "a lane has two columns at most, a warp whole rows");
+
+struct View {                                      // strides in elements; channels are contiguous
+    long long batch, head;
+    int position;
+};
+
+// Sixteen tokens from ``first`` on, by one warp; zeros behind the last token and the last channel.
+DEVICE void load_tokens(u8* shared, u32 at, const u16* source, int position, int first, int tokens, int channels) {
+    constexpr int EACH = WIDTH / 2, COPIES = CHANNELS / EACH, AT_ONCE = WIDTH == 2 ? 8 : 16 * COPIES / 32;
+    #pragma unroll AT_ONCE
+    for (int n = 0; n < 16 * COPIES / 32; n++) {
+        const int i = n * 32 + threadIdx.x % 32, row = i / COPIES, channel = i % COPIES * EACH;
+        const bool live = first + row < tokens && channel < channels;
+        const u16* from = live ? source + (long long)(first + row) * position + channel : source;
+        const u32 to = at + (row * PITCH + channel) * 2;
+        if (WIDTH == 16)
+            copy_16_or_zeros(smem_address(shared + to), from, live ? 16 : 0);
+        else if (WIDTH == 4)
+            *reinterpret_cast<u32*>(shared + to) = live ? *reinterpret_cast<const u32*>(from) : 0u;
+        else
+            *reinterpret_cast<u16*>(shared + to) = live ? *from : u16(0);
+    }
+}
+
+DEVICE float squares(u32 packed) { return low_float(packed) * low_float(packed) + high_float(packed) * high_float(packed); }
+
+// The sum over the four lanes that share a row of a fragment.
+DEVICE float sum_of_four(float v) {
+    v += __shfl_xor_sync(0xffffffffu, v, 1);
+    return v + __shfl_xor_sync(0xffffffffu, v, 2);
+}
+
+// What a channel with these sums of squares (of each copy) is multiplied by.
+template <int COPIES> DEVICE float reciprocal_norm(const float* sums, float least) {
+    if (!NORMALIZE) return 1.0f;
+    float total = 0.0f;
+    #pragma unroll
+    for (int w = 0; w < COPIES; w++) total += sums[w * SQUARES];
+    const float norm = fmaxf(sqrtf(total), least);
+    return norm == 0.0f ? 1.0f : 1.0f / norm;
+}
+
+struct Sums {
+    float scores[TILES][2 * TILES][4];             // a fragment's row: a channel of the queries; column: of the keys
+    float query[TILES][2], key[2 * TILES];         // squares
+
+    inline __device__ void clear() {
+        #pragma unroll
+        for (int m = 0; m < TILES; m++) {
+            query[m][0] = query[m][1] = 0.0f;
+            #pragma unroll
+            for (int n = 0; n < 2 * TILES; n++)
+                #pragma unroll
+                for (int i = 0; i < 4; i++) scores[m][n][i] = 0.0f;
+        }
+        #pragma unroll
+        for (int n = 0; n < 2 * TILES; n++) key[n] = 0.0f;
+    }
+
+    // Adds sixteen tokens, which lie in shared memory as [token][channel].
+    inline __device__ void add(u32 queries, u32 keys) {
+        const int lane = threadIdx.x % 32;
+        const u32 rows = (lane % 8 + lane / 16 * 8) * PITCH * 2 + lane / 8 % 2 * 16;   // of q^T: channels 0-7, 8-15 of tokens 0-7, then 8-15
+        const u32 columns = lane % 16 * PITCH * 2 + lane / 16 * 16;                    // of k: tokens 0-7, 8-15 of channels 0-7, then 8-15
+        u32 a[TILES][4];
+        #pragma unroll
+        for (int m = 0; m < TILES; m++) {
+            ldmatrix_x4_trans(queries + rows + m * 32, a[m][0], a[m][1], a[m][2], a[m][3]);
+            query[m][0] += squares(a[m][0]) + squares(a[m][2]);
+            query[m][1] += squares(a[m][1]) + squares(a[m][3]);
+        }
+        #pragma unroll
+        for (int n = 0; n < TILES; n++) {
+            u32 b[4];
+            ldmatrix_x4_trans(keys + columns + n * 32, b[0], b[1], b[2], b[3]);
+            key[2 * n] += squares(b[0]) + squares(b[1]);
+            key[2 * n + 1] += squares(b[2]) + squares(b[3]);
+            #pragma unroll
+            for (int m = 0; m < TILES; m++) {
+                multiply(scores[m][2 * n], a[m], b[0], b[1]);
+                multiply(scores[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+
+    // The warp's part of the scores [channel][PITCH], and of the squares [queries, keys][channel].
+    inline __device__ void store(float* sums, float* squared) const {
+        const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+        #pragma unroll
+        for (int m = 0; m < TILES; m++)
+            #pragma unroll
+            for (int n = 0; n < 2 * TILES; n++)
+                #pragma unroll
+                for (int i = 0; i < 4; i++) sums[(m * 16 + row + i / 2 * 8) * PITCH + n * 8 + column + i % 2] = scores[m][n][i];
+        #pragma unroll
+        for (int n = 0; n < 2 * TILES; n++) {
+            const float of_query = sum_of_four(query[n / 2][n % 2]), of_key = sum_of_four(key[n]);
+            if (lane % 4 == 0) squared[n * 8 + row] = of_query, squared[CHANNELS + n * 8 + row] = of_key;
+        }
+    }
+};
+
+// The warp's share of the sums over the sixteens of tokens before ``end``: from ``step`` on, every WARPS-th one. ``last`` issues copies
+// that are waited for with those of the ring.
+template <class Last>
+DEVICE void sum_tokens(Sums& sums, u8* shared, u32 ring, const u16* queries, const u16* keys, int query_position, int key_position,
+                       int step, int end, int tokens, int channels, Last last) {
+    auto load_step = [&](int at, int slot) {
+        if (at >= end) return;
+        load_tokens(shared, ring + slot * SLOT_BYTES, queries, query_position, at * 16, tokens, channels);
+        load_tokens(shared, ring + slot * SLOT_BYTES + TOKENS_BYTES, keys, key_position, at * 16, tokens, channels);
+    };
+    #pragma unroll
+    for (int i = 0; i < SLOTS; i++) {
+        load_step(step + i * WARPS, i);
+        if (i == SLOTS - 1) last();
+        copies_commit();
+    }
+    sums.clear();
+    int slot = 0;
+    for (; step < end; step += WARPS) {
+        copies_wait_but<SLOTS - 1>();
+        __syncwarp();
+        const u32 found = smem_address(shared + ring + slot * SLOT_BYTES);
+        sums.add(found, found + TOKENS_BYTES);
+        __syncwarp();                              // all lanes have read the slot
+        load_step(step + SLOTS * WARPS, slot);
+        copies_commit();
+        slot = slot + 1 == SLOTS ? 0 : slot + 1;
+    }
+    copies_wait_but<0>();
+    __syncthreads();                               // nothing is in the rings any more
+}
+
+// Softmax of the warp's rows of scores, the sum of so many copies in shared memory, to [row][PITCH] there.
+template <int COPIES>
+DEVICE void softmax_rows(u16* weights, const float* sums, const float* squared, float factor, int channels, float least_query, float least_key) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float of_column[2];
+    #pragma unroll
+    for (int c = 0; c < 2; c++) {
+        const int column = min(lane + 32 * c, CHANNELS - 1);
+        of_column[c] = factor * reciprocal_norm<COPIES>(squared + CHANNELS + column, least_key);
+    }
+    #pragma unroll
+    for (int r = 0; r < CHANNELS / WARPS; r++) {
+        const int row = r * WARPS + warp;
+        const float of_row = reciprocal_norm<COPIES>(squared + row, least_query);
+        float v[2], most = __int_as_float(0xff800000);
+        #pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const int column = min(lane + 32 * c, CHANNELS - 1);
+            float total = 0.0f;
+            #pragma unroll
+            for (int w = 0; w < COPIES; w++) total += sums[w * SUMS + row * PITCH + column];
+            v[c] = lane + 32 * c < channels ? total * of_row * of_column[c] : __int_as_float(0xff800000);
+            most = fmaxf(most, v[c]);
+        }
+        #pragma unroll
+        for (int half = 16; half; half /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, half));
+        v[0] = exp2_fast((v[0] - most) * LOG2_E), v[1] = exp2_fast((v[1] - most) * LOG2_E);
+        float total = v[0] + v[1];
+        #pragma unroll
+        for (int half = 16; half; half /= 2) total += __shfl_xor_sync(0xffffffffu, total, half);
+        #pragma unroll
+        for (int c = 0; c < 2; c++)
+            if (lane + 32 * c < CHANNELS) weights[row * PITCH + lane + 32 * c] = pack1(__fdividef(v[c], total));
+    }
+}
+
+// The results of the warp's sixteen tokens from ``first`` on.
+DEVICE void weighted_values(u32 values, u32 weights, u16* output, int position, int first, int tokens, int channels) {
+    const int lane = threadIdx.x % 32;
+    const u32 down = lane % 16 * PITCH * 2 + lane / 16 * 16, across = (lane % 8 + lane / 16 * 8) * PITCH * 2 + lane / 8 % 2 * 16;
+    float out[2 * TILES][4];
+    #pragma unroll
+    for (int n = 0; n < 2 * TILES; n++)
+        #pragma unroll
+        for (int i = 0; i < 4; i++) out[n][i] = 0.0f;
+    #pragma unroll
+    for (int k = 0; k < TILES; k++) {
+        u32 a[4];
+        ldmatrix_x4(values + down + k * 32, a[0], a[1], a[2], a[3]);
+        #pragma unroll
+        for (int n = 0; n < TILES; n++) {
+            u32 b[4];
+            ldmatrix_x4(weights + across + n * 16 * PITCH * 2 + k * 32, b[0], b[1], b[2], b[3]);
+            multiply(out[2 * n], a, b[0], b[1]);
+            multiply(out[2 * n + 1], a, b[2], b[3]);
+        }
+    }
+    #pragma unroll
+    for (int n = 0; n < 2 * TILES; n++) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int token = first + lane / 4 + 8 * i, channel = n * 8 + lane % 4 * 2;
+            if (token >= tokens || channel >= channels) continue;
+            u16* to = output + (long long)token * position + channel;
+            if (WIDTH != 2) {
+                *reinterpret_cast<u32*>(to) = pack2(out[n][2 * i], out[n][2 * i + 1]);
+            } else {
+                to[0] = pack1(out[n][2 * i]);
+                if (channel + 1 < channels) to[1] = pack1(out[n][2 * i + 1]);
+            }
+        }
+    }
+}

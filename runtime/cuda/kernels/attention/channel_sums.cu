@@ -1,0 +1,44 @@
+// The scores of attention between channels over many tokens, in parts: sums of q^T k, and of the squares of q and k, over DEPTH x WARPS
+// sixteens of tokens each. channel_results.cu adds the parts up.
+//
+// A part lies in memory as [2 + CHANNELS][CHANNELS] of fp32: squares of the queries, of the keys, then a row for each channel of the
+// queries. generated.cuh also defines DEPTH (attention_channels.cuh has the others).
+#include "ptx.cuh"
+#include "mma.cuh"
+#include "generated.cuh"
+#include "attention_channels.cuh"
+
+struct Params {
+    const u16 *queries, *keys;
+    float* sums;
+    int tokens, channels;
+    View of_queries, of_keys;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) channel_sums(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) u8 shared[];  // squares, and the rings, whose place the sums take
+    const int warp = threadIdx.x / 32, head = blockIdx.y, batch = blockIdx.z;
+    const u32 rings = WARPS * SQUARES * 4;
+    const u16* queries = p.queries + batch * p.of_queries.batch + head * p.of_queries.head;
+    const u16* keys = p.keys + batch * p.of_keys.batch + head * p.of_keys.head;
+    const int begin = blockIdx.x * WARPS * DEPTH, end = min(begin + WARPS * DEPTH, (p.tokens + 15) / 16);
+    float* part = p.sums + ((long long)(batch * gridDim.y + head) * gridDim.x + blockIdx.x) * PART;
+    grid_launch_dependents();
+    grid_dependency_wait();
+
+    Sums sums;
+    sum_tokens(sums, shared, rings + warp * SLOTS * SLOT_BYTES, queries, keys, p.of_queries.position, p.of_keys.position,
+               begin + warp, end, p.tokens, p.channels, [] {});
+    float* all_sums = reinterpret_cast<float*>(shared + rings);
+    float* all_squares = reinterpret_cast<float*>(shared);
+    sums.store(all_sums + warp * SUMS, all_squares + warp * SQUARES);
+    __syncthreads();
+    for (int i = threadIdx.x; i < PART; i += THREADS) {
+        const int row = i / CHANNELS - 2, column = i % CHANNELS;
+        const float* from = row < 0 ? all_squares + i : all_sums + row * PITCH + column;
+        float total = 0.0f;
+        #pragma unroll
+        for (int w = 0; w < WARPS; w++) total += from[w * (row < 0 ? SQUARES : SUMS)];
+        part[i] = total;
+    }
+}
