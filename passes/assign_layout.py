@@ -136,6 +136,8 @@ def _sides(graph: Graph, op: Op) -> Sides:
     own: Side = op.id
     if op.kind == "Transpose":
         to_last, from_last = _permutations(op)
+        if to_last and from_last:  # of three axes: one side stays plain, or it would move what it need not
+            to_last = not (from_last := _feeds_convolution(graph, op))
         return Sides(own if to_last else _PLAIN, own if from_last else _PLAIN)
     first, rank = op.input(0), op.outputs[0].type.rank
     pointwise = op.definition.traits.pointwise
@@ -144,6 +146,21 @@ def _sides(graph: Graph, op: Op) -> Sides:
     drops_axes = free and not pointwise and graph.type(operand(op)).rank != rank
     indices = op.kind == "MaxPool" and len(op.outputs) > 1  # which count elements in plain order
     return Sides(own, own) if free and ranked and not drops_axes and not indices else Sides(_PLAIN, _PLAIN)
+
+
+def _feeds_convolution(graph: Graph, op: Op) -> bool:
+    """Whether a kind that runs in channels-last order reads the result, if only behind pointwise operators."""
+    users, seen = list(graph.users(op.value)), set()
+    while users:
+        user = users.pop()
+        if user.kind in PREFER:
+            return True
+        if user.id in seen:
+            continue
+        seen.add(user.id)
+        if user.definition.traits.pointwise and user.outputs[0].type.rank == _rank(op):
+            users += graph.users(user.value)
+    return False
 
 
 def _permutations(op: Op) -> tuple[bool, bool]:
