@@ -136,7 +136,7 @@ def test_refusals_say_why(graph: Callable[[], Graph], precision: str, reason: st
 
 
 FOURS = depthwise.Problem(2, same(9, 9, 24), STAGES, pitches=(28, 36), unit=4)
-DC = depthwise.Config(2, 2, 3, 5, 5)
+DC = depthwise.Config(2, 2, 3, 8, 4)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ DC = depthwise.Config(2, 2, 3, 5, 5)
 def test_kernels_refuse_pixels_at_eight_bytes(family: Any, config: Any, reason: str) -> None:
     assert reason in (family.refuse(FOURS, config) or "")
     assert family.refuse(replace(FOURS, pitches=(32, 40), unit=8), config) is None
-    assert depthwise.refuse(FOURS, replace(DC, vectors=6, lanes=4, strips_x=5)) is None
+    assert depthwise.refuse(FOURS, replace(DC, vectors=6, lanes=4, strips_x=4)) is None
     assert not tma.candidates(FOURS, HOPPER)
     assert not bands.candidates(replace(FOURS, source=same(9, 9, 24, (7, 7))), HOPPER)
 
@@ -164,8 +164,8 @@ def test_a_row_of_31_vectors_fits_four_channels() -> None:
 SEQUENCE = Source(37, 1, 24, (31, 1), (1, 1), (30, 0, 0, 0))
 PLACED: dict[str, tuple[Any, depthwise.Problem, Any]] = {
     "by threads": (depthwise, depthwise.Problem(2, same(9, 10, 24), STAGES, pitches=(40, 32)), DC),
-    "by threads, in fours": (depthwise, FOURS, replace(DC, vectors=6, lanes=4, strips_x=3)),
-    "a sequence by threads": (depthwise, depthwise.Problem(2, SEQUENCE, STAGES, pitches=(64, 24)), depthwise.Config(4, 1, 3, 1, 10)),
+    "by threads, in fours": (depthwise, FOURS, replace(DC, vectors=6, lanes=4, strips_x=4)),
+    "a sequence by threads": (depthwise, depthwise.Problem(2, SEQUENCE, STAGES, pitches=(64, 24)), depthwise.Config(4, 1, 3, 1, 32)),
     "a residual": (
         depthwise, depthwise.Problem(2, same(9, 10, 24), (*STAGES, ("add",)), pitches=(24, 40)), DC,
     ),
