@@ -32,6 +32,7 @@ from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.measuring.cliffs import cliffs
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.steps.executor import LoadOptions
@@ -133,6 +134,15 @@ def plain() -> Graph:
 )
 def test_refusals_say_why(graph: Callable[[], Graph], precision: str, reason: str) -> None:
     assert reason in refusal(graph(), precision)
+
+
+def test_a_cliff_tells_why_the_fast_kernels_refuse() -> None:
+    program = lowered(alone(18, 9, 9), no_cubins=True)
+    (k,) = [i for i, s in enumerate(program.steps) if str(s.params.get("tactic", "")).startswith("depthwise")]
+    step = program.steps[k]
+    slow = {"step": k, "src": list(step.src), "tactic": step.params["tactic"], "executor": step.executor}
+    (found,) = cliffs([{**slow, "us": 30.0, "share": 0.3, "roofline": 0.01}], program)
+    assert f"{tactic.HalfDepthwise.name} refuses: its 18 channels" in str(found["why"])
 
 
 FOURS = depthwise.Problem(2, same(9, 9, 24), STAGES, pitches=(28, 36), unit=4)
