@@ -15,7 +15,7 @@ from support.conv_cases import convolve, same
 from support.host import COMPILER, WHY_NOT
 from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, lowered
+from support.simulated import check_simulated, feeds_of, kinds, lowered
 
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph, Value
@@ -75,6 +75,15 @@ def multiplied() -> Graph:
     return n.done(n.conv(n.op("Mul", own, first), 16, 1, pads=0))
 
 
+def rows(batch: int = 2) -> Graph:
+    """Gated convolution over rows of channels, as MambaOut has it."""
+    n = Net()
+    gate, first, last = n.op("Split", n.matmul(n.input(batch, 9, 9, 16), 128), n.ints(64, 40, 24), attrs=SplitAttrs(3), outputs=3)
+    own = n.conv(n.op("Transpose", last, attrs=TransposeAttrs((0, 3, 1, 2))), 24, 7, pads=3, group=24, bias=True)
+    both = n.op("Concat", first, n.op("Transpose", own, attrs=TransposeAttrs((0, 2, 3, 1))), attrs=ConcatAttrs(3))
+    return n.done(n.matmul(n.op("Mul", n.op("Sigmoid", gate), both), 16))
+
+
 NETS: dict[str, Callable[[], Graph]] = {
     "7x7 of a slice": sliced,
     "3x3 of a slice": lambda: sliced(3),
@@ -83,6 +92,7 @@ NETS: dict[str, Callable[[], Graph]] = {
     "11x1 of channels in fours": lambda: sliced((11, 1), (20, 12)),
     "1x31": lambda: sliced((1, 31), (8, 24), (5, 40)),
     "a slice multiplied by a slice": multiplied,
+    "rows": rows,
     "three taps": lambda: sequence(3),
     "four taps of the past": lambda: sequence(4, turned=False),
     "nine taps": sequence,
@@ -101,6 +111,10 @@ def test_the_fast_kernels_run_it_where_it_lies(name: str) -> None:
     program = check_simulated(NETS[name](), tolerance=1e-2)
     assert tactic.HalfDepthwise.name in chosen(program)
     assert "depthwise" not in chosen(program)
+
+
+def test_a_result_that_is_turned_to_rows_lies_in_their_concatenation() -> None:
+    assert kinds(check_simulated(rows(), tolerance=1e-2)).count("Copy") == 1  # of the channels that no kernel makes
 
 
 def refusal(graph: Graph, precision: str = "fp16") -> str:
