@@ -150,7 +150,7 @@ def _sides(graph: Graph, op: Op) -> Sides:
 
 def _feeds_convolution(graph: Graph, op: Op) -> bool:
     """Whether a kind that runs in channels-last order reads the result, if only behind pointwise operators."""
-    users, seen = list(graph.users(op.value)), set()
+    users, seen = list(graph.users(op.value)), set[int]()
     while users:
         user = users.pop()
         if user.kind in PREFER:

@@ -80,11 +80,11 @@ def _image(x: TensorView) -> TensorView:
     return x.view((n, c, length, 1), (sn, sc, step, step))
 
 
-def _geometry(a: ConvAttrs) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _geometry(a: ConvAttrs) -> tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]:
     """Strides, pads and dilations of the convolution of :func:`_image`."""
-    if len(a.strides) == 2:
-        return a.strides, a.pads, a.dilations
-    return (*a.strides, 1), (a.pads[0], 0, a.pads[1], 0), (*a.dilations, 1)
+    (sh, sw), (dh, dw) = (*a.strides, 1)[:2], (*a.dilations, 1)[:2]
+    top, left, bottom, right = a.pads if len(a.pads) == 4 else (a.pads[0], 0, a.pads[1], 0)
+    return (sh, sw), (top, left, bottom, right), (dh, dw)
 
 
 def _unit(*images: TensorView) -> int:

@@ -47,7 +47,10 @@ def split(n: Net, x: Value, *sizes: int) -> Any:
 
 
 def sliced(
-    kernel: int | tuple[int, int] = 7, sizes: tuple[int, int] = (40, 24), size: tuple[int, int] = (14, 14), batch: int = 1
+    kernel: int | tuple[int, int] = 7,
+    sizes: tuple[int, int] = (40, 24),
+    size: tuple[int, int] = (14, 14),
+    batch: int = 1,
 ) -> Graph:
     """A convolution of the last of a product's channels; its result lies behind the others."""
     n = Net()
@@ -59,11 +62,17 @@ def sliced(
     return n.done(n.conv(y, 16, 1, pads=0))
 
 
-def sequence(kernel: int = 9, *, channels: int = 48, length: int = 37, strides: int = 1, dilations: int = 1, turned: bool = True) -> Graph:
+def sequence(
+    kernel: int = 9, *, channels: int = 48, length: int = 37, strides: int = 1, dilations: int = 1, turned: bool = True
+) -> Graph:
     """A convolution of a sequence, before and after products over its channels, as rows or as channels."""
     n, reach = Net(), (kernel - 1) * dilations
     x = n.op("Tanh", n.input(2, length, channels)) if turned else n.input(2, channels, length)
-    x = n.op("Transpose", n.matmul(x, channels), attrs=TransposeAttrs((0, 2, 1))) if turned else n.conv(x, channels, 1, pads=0)
+    x = (
+        n.op("Transpose", n.matmul(x, channels), attrs=TransposeAttrs((0, 2, 1)))
+        if turned
+        else n.conv(x, channels, 1, pads=0)
+    )
     y = n.conv(x, channels, kernel, pads=(reach, 0), strides=strides, dilations=dilations, group=channels, bias=True)
     return n.done(n.conv(n.op("Sigmoid", y), channels, 1, pads=0))
 
@@ -78,7 +87,9 @@ def multiplied() -> Graph:
 def rows(batch: int = 2) -> Graph:
     """Gated convolution over rows of channels, as MambaOut has it."""
     n = Net()
-    gate, first, last = n.op("Split", n.matmul(n.input(batch, 9, 9, 16), 128), n.ints(64, 40, 24), attrs=SplitAttrs(3), outputs=3)
+    gate, first, last = n.op(
+        "Split", n.matmul(n.input(batch, 9, 9, 16), 128), n.ints(64, 40, 24), attrs=SplitAttrs(3), outputs=3
+    )
     own = n.conv(n.op("Transpose", last, attrs=TransposeAttrs((0, 3, 1, 2))), 24, 7, pads=3, group=24, bias=True)
     both = n.op("Concat", first, n.op("Transpose", own, attrs=TransposeAttrs((0, 2, 3, 1))), attrs=ConcatAttrs(3))
     return n.done(n.matmul(n.op("Mul", n.op("Sigmoid", gate), both), 16))
@@ -119,7 +130,12 @@ def test_a_result_that_is_turned_to_rows_lies_in_their_concatenation() -> None:
 
 def refusal(graph: Graph, precision: str = "fp16") -> str:
     """Why the fast kernels refuse the depthwise convolution."""
-    refused = [r for t in lowered(graph, precision, no_cubins=True).meta["tactics"] if t["tactic"] == "depthwise" for r in t["refused"]]
+    refused = [
+        r
+        for t in lowered(graph, precision, no_cubins=True).meta["tactics"]
+        if t["tactic"] == "depthwise"
+        for r in t["refused"]
+    ]
     return next(str(r["reason"]) for r in refused if r["tactic"] == tactic.HalfDepthwise.name)
 
 
@@ -210,7 +226,11 @@ def test_kernels_compute_where_pixels_have_a_pitch(name: str, tmp_path: Path) ->
     made = family.launch(problem, config, HOPPER)
     text = made.recipe.generated["generated.cuh"].replace(render.mma(problem.dtype), "")
     rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
-    first, headers = ((), ("tile_walk.cuh", "vectors.cuh")) if family is bands else (("vectors.cuh",), ("conv_element.cuh", "depthwise_core.cuh"))
+    first, headers = (
+        ((), ("tile_walk.cuh", "vectors.cuh"))
+        if family is bands
+        else (("vectors.cuh",), ("conv_element.cuh", "depthwise_core.cuh"))
+    )
     library = emulated.compiled(made.recipe, made.function, tmp_path, rendered=rendered, headers=headers, first=first)
     x = rng.standard_normal((problem.batch, s.height, s.width, read)).astype(np.float16)
     weight = (rng.standard_normal((s.channels, 1, *s.kernel)) / np.prod(s.kernel) ** 0.5).astype(np.float16)
