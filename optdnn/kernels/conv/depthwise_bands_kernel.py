@@ -143,7 +143,12 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
     """The configurations to time, best predicted first; at most two of one warp's tile. None for few taps: memory is their
     bound and the other kernels were faster."""
-    if math.prod(problem.source.kernel) <= FEW_TAPS or problem.item != 2 or problem.unit < 8 or device.capability < (9, 0):
+    if (
+        math.prod(problem.source.kernel) <= FEW_TAPS
+        or problem.item != 2
+        or problem.unit < 8
+        or device.capability < (9, 0)
+    ):
         return []
     out_h, out_w = problem.out_size
     found: list[tuple[float, Config]] = []

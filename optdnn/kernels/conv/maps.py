@@ -91,13 +91,7 @@ def pitch_of(x: TensorView, unit: int = 0) -> int | None:
     n, c, h, w = x.shape
     unit = unit or aligned(x)
     pitch = (
-        x.strides[3]
-        if w > 1
-        else x.strides[2]
-        if h > 1
-        else x.strides[0]
-        if n > 1
-        else up(c, max(unit, CHANNEL_ALIGN))
+        x.strides[3] if w > 1 else x.strides[2] if h > 1 else x.strides[0] if n > 1 else up(c, max(unit, CHANNEL_ALIGN))
     )
     pitch = max(pitch, c)
     fits = pitch % unit == 0 and x.offset % unit == 0 and x.is_like(channels_last(x.shape, pitch))
