@@ -135,7 +135,9 @@ def _sides(graph: Graph, op: Op) -> Sides:
         return Sides(_PLAIN, _PLAIN)
     own: Side = op.id
     if op.kind == "Transpose":
-        to_last, from_last = _permutations(graph, op)
+        to_last, from_last = _permutations(op)
+        if to_last and from_last:  # of three axes: one side stays plain, or it would move what it need not
+            to_last = not (from_last := _feeds_convolution(graph, op))
         return Sides(own if to_last else _PLAIN, own if from_last else _PLAIN)
     first, rank = op.input(0), op.outputs[0].type.rank
     pointwise = op.definition.traits.pointwise
@@ -146,16 +148,26 @@ def _sides(graph: Graph, op: Op) -> Sides:
     return Sides(own, own) if free and ranked and not drops_axes and not indices else Sides(_PLAIN, _PLAIN)
 
 
-def _permutations(graph: Graph, op: Op) -> tuple[bool, bool]:
-    """Whether a Transpose puts channels last (of a channels-last value it moves nothing), or back to the second axis.
+def _feeds_convolution(graph: Graph, op: Op) -> bool:
+    """Whether a kind that runs in channels-last order reads the result, if only behind pointwise operators."""
+    users, seen = list(graph.users(op.value)), set[int]()
+    while users:
+        user = users.pop()
+        if user.kind in PREFER:
+            return True
+        if user.id in seen:
+            continue
+        seen.add(user.id)
+        if user.definition.traits.pointwise and user.outputs[0].type.rank == _rank(op):
+            users += graph.users(user.value)
+    return False
 
-    Of three axes, one permutation is both: it puts them back where a convolution reads the result."""
+
+def _permutations(op: Op) -> tuple[bool, bool]:
+    """Whether a Transpose puts channels last (of a channels-last value it moves nothing), or back to the second axis."""
     perm, rank = tuple(op.attrs.perm or ()), op.outputs[0].type.rank
     if rank not in CHANNELS_LAST or len(perm) != rank:
         return False, False
-    if rank == 3 and perm == channels_to_last(rank):
-        back = any(user.kind in PREFER for user in graph.users(op.value))
-        return not back, back
     return perm == channels_to_last(rank), perm == channels_from_last(rank)
 
 

@@ -9,6 +9,7 @@ from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL, r
 from support.simulated import check_simulated, kinds
 from support.sweep import sweep
 
+from optdnn.ir.graph import Graph
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
@@ -73,6 +74,19 @@ def test_one_index_of_a_projection_is_a_view() -> None:
     n = Net()
     x = n.op("Gather", n.matmul(n.input(4, 24), 48), n.ints(0, 3, 1), attrs=GatherAttrs(0))
     assert "Gather" in kinds(check_simulated(n.done(n.op("Relu", x))))
+
+
+def windows(indices: np.ndarray) -> Graph:
+    n = Net()
+    x = n.op("Gather", n.op("Tanh", n.input(2, 3, 16)), n.const(indices, np.int64), attrs=GatherAttrs(2))
+    return n.done(n.op("Relu", x))
+
+
+def test_windows_are_a_view() -> None:
+    """An unfold, as torch exports im2col."""
+    assert "Gather" not in kinds(check_simulated(windows(np.arange(9)[:, None] + 2 * np.arange(4))))
+    assert "Gather" not in kinds(check_simulated(windows(np.array([[3]]))))
+    assert "Gather" in kinds(check_simulated(windows(np.array([[0, 1], [1, 3]]))))
 
 
 @pytest.mark.parametrize("norm", ["LayerNormalization", "RMSNormalization"])

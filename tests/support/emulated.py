@@ -18,7 +18,7 @@ _RUN = """
 static Params parameters;
 extern "C" unsigned parameter_bytes() { return sizeof(Params); }
 extern "C" int run(const void* block, unsigned gx, unsigned gy, unsigned gz, unsigned threads) {
-    gridDim = {gx, gy, gz};
+    gridDim = {gx, gy, gz}, blockDim = {threads, 1, 1};
     memcpy(&parameters, block, sizeof(Params));
     entry = [] { ENTRY(parameters); };
     for (unsigned z = 0; z < gz; z++) for (unsigned y = 0; y < gy; y++) for (unsigned x = 0; x < gx; x++) {
@@ -36,17 +36,20 @@ def _text(source: str) -> str:
 
 
 def compiled(
-    recipe: Recipe, entry: str, folder: Path, *, headers: Sequence[str] = (), rendered: str = "", options: Sequence[str] = ()
+    recipe: Recipe, entry: str, folder: Path, *, headers: Sequence[str] = (), rendered: str = "", options: Sequence[str] = (),
+    first: Sequence[str] = (),
 ) -> ctypes.CDLL:  # fmt: skip
-    """The kernel ``entry`` of a recipe as a library. ``headers``: which of its headers are taken besides, ``rendered``: what of the
-    generated one besides its constants (its instructions are the shim's)."""
+    """The kernel ``entry`` of a recipe as a library. ``headers``: which of its headers are taken besides, ``first``: those that
+    the kernel includes before its constants, ``rendered``: what of the generated one besides its constants (its instructions are
+    the shim's)."""
     texts = recipe.sources()
     defines = "\n".join(line for line in texts["generated.cuh"].splitlines() if line.startswith("#define"))
     kernel = _text(texts[recipe.name]).replace('extern "C" ', "static ")
-    for align in (128, 1024):
+    for align in (16, 128, 1024):
         kernel = kernel.replace(f"extern __shared__ __align__({align}) u8 shared[];", "u8* const shared = memory;")
     shim = (HERE / "host_warps.hpp").read_text(encoding="utf-8")
-    parts = [defines, shim, rendered, *(_text(texts[name]) for name in headers), kernel, _RUN.replace("ENTRY", entry)]
+    before = [shim, *(_text(texts[name]) for name in first), defines] if first else [defines, shim]
+    parts = [*before, rendered, *(_text(texts[name]) for name in headers), kernel, _RUN.replace("ENTRY", entry)]
     defined = [o for o in recipe.options if o.startswith("-D")]
     return library("\n".join(parts), folder, "-O1", [*defined, *options])
 

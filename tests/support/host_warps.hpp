@@ -36,7 +36,7 @@ static inline float4 make_float4(float x, float y, float z, float w) { return {x
 template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T __ldcg(const T* p) { return *p; }
 struct Index { unsigned x, y, z; };
-static Index threadIdx, blockIdx, gridDim;
+static Index threadIdx, blockIdx, gridDim, blockDim;
 
 enum { MOST = 384, STACK = 1 << 18, SHARED = 1 << 18 };
 enum Meeting { RUNNING, WARP, BLOCK, POLL, ENDED };

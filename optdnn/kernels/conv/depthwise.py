@@ -1,4 +1,4 @@
-"""Tactics of depthwise convolutions of images that lie channels-last without gaps: 16-bit floats, and 8-bit integers."""
+"""Tactics of depthwise convolutions of images and sequences that lie channels-last: 16-bit floats, and 8-bit integers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import depthwise_bands_kernel as bands
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
+from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
 from optdnn.kernels.conv.hopper import bias_of, entering
 from optdnn.kernels.conv.problem import Source
@@ -27,6 +28,7 @@ from optdnn.kernels.quantized.hopper import refusal
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region, Tactic
 from optdnn.ops.base import attrs_dict
+from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.requantize import Requantize, byte_bias
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16
@@ -70,13 +72,33 @@ def ranked(problem: depthwise.Problem, gpu: GpuFacts) -> list[tuple[float, Confi
     return sorted(((_family(c).estimate(problem, c, gpu), c) for c in configs), key=lambda item: item[0])
 
 
-def _gaps(b: Builder, op: Op) -> str | None:
-    """Why images do not lie as the kernels need them."""
-    places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
-    if op.value not in b.reserved and op.outputs[0].type.layout != "nhwc":
-        return "its result is not channels-last"
-    if any(not p.is_like(channels_last(p.shape, p.shape[1])) or p.offset * p.dtype.itemsize % 16 for p in places):
-        return "its images have gaps or another order"
+def _image(x: TensorView) -> TensorView:
+    """An image, or a sequence as an image of one column: a thread then meets each element once, however many taps there are."""
+    if len(x.shape) == 4:
+        return x
+    (n, c, length), (sn, sc, step) = x.shape, x.strides
+    return x.view((n, c, length, 1), (sn, sc, step, step))
+
+
+def _geometry(a: ConvAttrs) -> tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]:
+    """Strides, pads and dilations of the convolution of :func:`_image`."""
+    (sh, sw), (dh, dw) = (*a.strides, 1)[:2], (*a.dilations, 1)[:2]
+    top, left, bottom, right = a.pads if len(a.pads) == 4 else (a.pads[0], 0, a.pads[1], 0)
+    return (sh, sw), (top, left, bottom, right), (dh, dw)
+
+
+def _unit(*images: TensorView) -> int:
+    """Of how many elements the pixels' places are multiples: 8, 4, or 0 where they lie otherwise."""
+    return next((n for n in (8, 4) if all(conv_maps.pitch_of(x, n) is not None for x in images)), 0)
+
+
+def _misplaced(x: TensorView, out: TensorView) -> str | None:
+    """Why the kernels cannot read or write images that lie so."""
+    for name, image in (("input", x), ("result", out)):
+        if image.shape[1] > 1 and image.strides[1] != 1:
+            return f"its {name} is not channels-last"
+        if _unit(image) == 0:
+            return f"the pixels of its {name} do not begin at multiples of 8 bytes, one after another"
     return None
 
 
@@ -130,7 +152,7 @@ def suits(b: Builder, op: Op, pool: Op) -> bool:
 
 
 class HalfDepthwise(DepthwiseTactic):
-    """Depthwise convolutions of 16-bit images that lie channels-last without gaps."""
+    """Depthwise convolutions of 16-bit images and sequences that lie channels-last; either may be some channels of a larger one."""
 
     name = "depthwise_half"
     means = "GlobalAveragePool"
@@ -139,16 +161,20 @@ class HalfDepthwise(DepthwiseTactic):
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
         if (why := no_kernels(b.arch)) is not None:
             return why
-        if weight is None or weight.ndim != 4 or weight.shape[1] != 1 or a.group != weight.shape[0]:
-            return "it is not a depthwise convolution of images with constant weights"
-        if op.outputs[0].type.dtype not in (FP16, BF16) or weight.shape[0] % 8:
-            return "it is for 16-bit floats and channels in eights"
+        if weight is None or weight.ndim not in (3, 4) or weight.shape[1] != 1 or a.group != weight.shape[0]:
+            return "it is not a depthwise convolution of images or sequences with constant weights"
+        if op.outputs[0].type.dtype not in (FP16, BF16):
+            return f"it is for 16-bit floats, not {op.outputs[0].type.dtype.name}"
+        if weight.shape[0] % 4:
+            return f"its {weight.shape[0]} channels do not come in fours"
         if op.input(2) is not None and bias_of(b, op) is None:
             return "its bias is not constant"
         if a.prologue or 0 in op.outputs[0].type.static_shape:
             return "it has a prologue, or nothing to do"
-        if (why := _gaps(b, op)) is not None:
+        if (why := _misplaced(*self._places(b, op))) is not None:
             return why
+        if math.prod(weight.shape[2:]) > depthwise.MAX_TAPS:
+            return f"its filter has {math.prod(weight.shape[2:])} taps, more than {depthwise.MAX_TAPS}"
         return None if self.configs(b, op) else "no tile of the kernel fits it"
 
     def pool(self, b: Builder, op: Op) -> Op | None:
@@ -157,35 +183,42 @@ class HalfDepthwise(DepthwiseTactic):
             return None
         return next((user for user in self.neighbours(b.graph, op) if suits(b, op, user)), None)
 
-    def problem(self, b: Builder, op: Op) -> depthwise.Problem:
-        weight, a = b.weights(op), op.attrs
-        n, c, h, w = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
+    @staticmethod
+    def _places(b: Builder, op: Op) -> tuple[TensorView, TensorView]:
+        """The images that the kernel reads and writes; the latter may still have to be made."""
         ep = plan_epilogue(b.graph, op, channel_axis=1)
-        source = Source(h, w, c, weight.shape[2:], a.strides, a.pads, a.dilations)
-        dtype, squeezed = map_dtype(op.outputs[0].type.dtype), self.pool(b, op) is not None
-        return depthwise.Problem(n, source, (("bias",), *ep.rendered), dtype, squeezed)
+        return _image(entering(b, op)), _image(result_place(b, op, ep, b.result(op.value), True))
+
+    def problem(self, b: Builder, op: Op) -> depthwise.Problem:
+        weight, (x, out) = b.weights(op), self._places(b, op)
+        n, c, h, w = x.shape
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        source = Source(h, w, c, (*weight.shape[2:], 1)[:2], *_geometry(op.attrs))
+        dtype, squeezed, unit = map_dtype(op.outputs[0].type.dtype), self.pool(b, op) is not None, _unit(x, out)
+        read, written = (conv_maps.pitch_of(image, unit) or 0 for image in (x, out))
+        return depthwise.Problem(
+            n, source, (("bias",), *ep.rendered), dtype, squeezed, pitches=(read, written), unit=unit
+        )
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        weight, a = b.weights(op), op.attrs
-        problem = self.problem(b, op)
+        weight, problem = b.weights(op), self.problem(b, op)
         ep = plan_epilogue(b.graph, op, channel_axis=1)
-        x, target = b.made(entering(b, op)), b.target(op.value)
-        channels = weight.shape[0]
-        between = b.made(result_place(b, op, ep, target, True, channels))
+        x, target = _image(b.made(entering(b, op))), b.target(op.value)
+        channels, (high, wide) = weight.shape[0], problem.source.kernel
+        between = b.made(result_place(b, op, ep, target, True))
         packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
-        taps_w = weight.shape[3]
-        logical = packed.view(weight.shape, (1, 0, taps_w * channels, channels))
+        logical = packed.view((channels, 1, high, wide), (1, 0, wide * channels, channels))
         bias = bias_row(b, op, ep.added_to(bias_of(b, op)), channels)
-        operands = {"input": x, "output": between, "weights": packed, "bias": bias}
+        operands = {"input": x, "output": _image(between), "weights": packed, "bias": bias}
         residual = None
         if ep.residual is not None:
-            residual = operands["residual"] = _dense(b, op, b.operand(ep.residual), "residual")
-        attrs = conv_attrs((a.strides, a.pads, a.dilations), channels, ep.stages)
+            residual = operands["residual"] = _dense(b, op, _image(b.operand(ep.residual)), "residual")
+        attrs = conv_attrs(_geometry(op.attrs), channels, ep.stages)
         made = _family(config).launch(problem, config, b.gpu)
         reads = [x, logical, bias, *stage_operands(b, ep, residual)]
         squeezed = self.pool(b, op)
         if squeezed is None:
-            b.emit(op, made, operands, "Conv", attrs, reads, [between])
+            b.emit(op, made, operands, "Conv", attrs, reads, [operands["output"]])
         else:
             _emit_squeezed(b, op, squeezed, problem, config, made, operands, attrs, reads)
         finish(b, op, ep, between, target)

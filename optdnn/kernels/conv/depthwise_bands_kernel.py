@@ -89,6 +89,8 @@ def refuse(
         return f"TMA feeds it, which GPUs of capability {capability[0]}.{capability[1]} have not"
     if problem.item != 2 or problem.out_dtype != problem.dtype or problem.residual:
         return "it is for 16-bit images in and out, with nothing added"
+    if problem.unit < 8:
+        return "TMA reads pixels that begin at multiples of 16 bytes"
     if s.stride != (1, 1) or s.dilation != (1, 1) or s.kernel[1] > STEP - 7:
         return f"its windows have a stride, holes, or more than {STEP - 7} columns"
     if config.groups * config.across * config.images != 16 or config.groups < 2 or config.rows not in (1, 2, 4):
@@ -117,7 +119,7 @@ def launch(
 ) -> Launch:
     """The launch: a grid that fills ``gpu``. Operands as of :func:`optdnn.kernels.conv.depthwise_kernel.launch`."""
     made = walk(problem, config)
-    parameters = made.parameters(problem.source, problem.batch, problem.dtype, problem.squeeze)
+    parameters = made.parameters(problem.source, problem.batch, problem.dtype, problem.squeeze, problem.pitches)
     return parameters.launch(
         recipe(problem, config, gpu.arch), "depthwise_bands_sm90", made.grid(problem.source, problem.batch, gpu, config.blocks),
         config.threads, shared=made.shared_bytes(problem.source, problem.squeeze),
@@ -141,7 +143,12 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
     """The configurations to time, best predicted first; at most two of one warp's tile. None for few taps: memory is their
     bound and the other kernels were faster."""
-    if math.prod(problem.source.kernel) <= FEW_TAPS or problem.item != 2 or device.capability < (9, 0):
+    if (
+        math.prod(problem.source.kernel) <= FEW_TAPS
+        or problem.item != 2
+        or problem.unit < 8
+        or device.capability < (9, 0)
+    ):
         return []
     out_h, out_w = problem.out_size
     found: list[tuple[float, Config]] = []

@@ -30,6 +30,10 @@ MAX_PIXELS = 1 << 16
 CLOCK = 1.75e9
 MEMORY = 4.2e12
 L2 = 3.2e12
+TILES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (2, 3), (2, 4), (4, 2), (4, 4), (2, 7))
+"""Rows and columns of a thread's results."""
+TALL = ((1, 1), (2, 1), (4, 1), (8, 1))
+"""The same of images of one column: sequences."""
 FINISH = 1.2e-6
 """Seconds of the launch that adds up sums of tiles."""
 
@@ -51,6 +55,10 @@ class Problem(OneSource):
     """Whether an 8-bit result has a zero point other than 0."""
     outside: int = 0
     """What lies in the padding of 8-bit images: their zero point."""
+    pitches: tuple[int, int] = (0, 0)
+    """Elements from a pixel to the next of the input and of the result; 0: their channels."""
+    unit: int = 8
+    """Pixels of input and result begin at multiples of so many elements: 4 or 8."""
 
     @property
     def out_dtype(self) -> str:
@@ -71,6 +79,12 @@ class Problem(OneSource):
     def channels(self) -> int:
         """Channels of input and output."""
         return self.source.channels
+
+    @property
+    def pitch(self) -> tuple[int, int]:
+        """Elements from a pixel to the next of the input and of the result."""
+        read, written = self.pitches
+        return read or self.channels, written or self.channels
 
     @property
     def flops(self) -> int:
@@ -131,6 +145,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     s = problem.source
     if config.lanes not in (4, 8) or problem.channels % config.lanes:
         return f"{problem.channels} channels are not a multiple of {config.lanes}"
+    if config.lanes > problem.unit:
+        return f"pixels that begin at multiples of {problem.unit} elements are not read {config.lanes} at a time"
     if (why := no_kernel(problem)) is not None:
         return why
     if math.prod(s.kernel) > MAX_TAPS:
@@ -144,12 +160,12 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if (needed := shared_bytes(problem, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
-    if columns > 16:
+    if columns * config.lanes > 128:
         return f"a row of {columns} input vectors does not fit the registers"
     _, x, y = tiles(problem, config)
     if problem.batch > 65535 or x * y > 65535:
         return "the grid is too large"
-    if s.height * s.width * problem.channels >= 1 << 31:
+    if s.height * s.width * problem.pitch[0] >= 1 << 31:
         return "an image has more elements than the kernel addresses"
     return None
 
@@ -236,6 +252,7 @@ def launch(
     parameters = Parameters().pointer("input", "output", "weights", "bias", "residual" if problem.residual else None)
     parameters.pointer("sums" if mode == 1 else None, "means" if mode == 2 else None)
     parameters.i32(s.height, s.width, problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
+    parameters.i32(*problem.pitch)
     parameters.i32(config.vectors, config.strips_x, config.strips_y, blocks_x)
     (mean or QuantizedStore(1.0 / (out_h * out_w))).put(parameters)
     parameters.i32(four_bytes(problem.outside))
@@ -307,7 +324,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
         widths = [v for v in (8, 16, 12, 10, 9, 6, 5, 4, 7, 11, 3, 2, 1) if v <= vectors and vectors % v == 0][:3]
         if vectors > 16 and (not widths or widths[0] < 4):
             widths.append(8)
-        for tile_h, tile_w in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (2, 3), (2, 4), (4, 2), (4, 4), (2, 7)):
+        for tile_h, tile_w in TALL if out_w == 1 else TILES:
             for v in widths:
                 for threads in (64, 128, 256):
                     strips, wide = threads // v, -(-out_w // tile_w)

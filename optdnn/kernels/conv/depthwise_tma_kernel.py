@@ -19,6 +19,8 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 _HEAD_BYTES = 128
+TILES = ((1, 4), (2, 2), (2, 3), (2, 4), (4, 2), (4, 4), (2, 7), (1, 7), (2, 8))
+"""Rows and columns of a thread's results."""
 
 
 @dataclass(frozen=True, order=True)
@@ -64,6 +66,8 @@ def refuse(
         return f"TMA feeds it, which GPUs of capability {capability[0]}.{capability[1]} have not"
     if problem.channels % 8 or config.lanes not in (4, 8):
         return f"{problem.channels} channels are not a multiple of 8"
+    if problem.unit < 8:
+        return "TMA reads pixels that begin at multiples of 16 bytes"
     if (why := depthwise.no_kernel(problem)) is not None:
         return why
     if problem.outside and any(s.padding):
@@ -136,7 +140,8 @@ def launch(
     s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
     slabs, tiles_x, tiles_y = tiles(problem, config)
     count = tiles_x * tiles_y * problem.batch
-    item = problem.channels * problem.item
+    read, written = problem.pitch
+    item = read * problem.item
     row = s.width * item
     box_h, box_w = patch(problem, config)
     shape = (problem.channels, s.width, s.height, problem.batch)
@@ -146,7 +151,7 @@ def launch(
     )
     parameters.pointer("output", "weights", "bias", "residual" if problem.residual else None)
     parameters.pointer("sums" if mode == 1 else None, "means" if mode == 2 else None)
-    parameters.i32(problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
+    parameters.i32(problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1], written)
     parameters.i32(slabs, tiles_x, tiles_x * tiles_y, count)
     (mean or QuantizedStore(1.0 / (out_h * out_w))).put(parameters)
     put_requantize(parameters, problem.epilogue, requantize)
@@ -187,14 +192,14 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
     """The configurations to time, best predicted first; at most two of one thread tile."""
-    if problem.channels % 8 or device.capability < (9, 0):
+    if problem.channels % 8 or problem.unit < 8 or device.capability < (9, 0):
         return []
     out_h, out_w = problem.out_size
     found: list[tuple[float, Config]] = []
     for lanes in (8, 4):
         vectors = problem.channels // lanes
         widths = [v for v in range(32 // lanes, 256 // lanes + 1) if vectors % v == 0] or [min(vectors, 64 // lanes)]
-        for tile_h, tile_w in ((1, 4), (2, 2), (2, 3), (2, 4), (4, 2), (4, 4), (2, 7), (1, 7), (2, 8)):
+        for tile_h, tile_w in depthwise.TALL[1:] if out_w == 1 else TILES:
             wide, high = -(-out_w // tile_w), -(-out_h // tile_h)
             for v in widths:
                 for strips_x in sorted({min(wide, 32), -(-wide // 2), -(-wide // 4)}):

@@ -85,20 +85,16 @@ def aligned(x: TensorView) -> int:
     return 16 // x.dtype.itemsize
 
 
-def pitch_of(x: TensorView) -> int | None:
-    """Elements between neighbouring pixels of a channels-last NCHW tensor that TMA can read; None for any other."""
+def pitch_of(x: TensorView, unit: int = 0) -> int | None:
+    """Elements between neighbouring pixels of a channels-last NCHW tensor that TMA can read; None for any other. ``unit``: pixels need
+    only begin at multiples of so many elements."""
     n, c, h, w = x.shape
+    unit = unit or aligned(x)
     pitch = (
-        x.strides[3]
-        if w > 1
-        else x.strides[2]
-        if h > 1
-        else x.strides[0]
-        if n > 1
-        else up(c, max(aligned(x), CHANNEL_ALIGN))
+        x.strides[3] if w > 1 else x.strides[2] if h > 1 else x.strides[0] if n > 1 else up(c, max(unit, CHANNEL_ALIGN))
     )
     pitch = max(pitch, c)
-    fits = pitch % aligned(x) == 0 and x.offset % aligned(x) == 0 and x.is_like(channels_last(x.shape, pitch))
+    fits = pitch % unit == 0 and x.offset % unit == 0 and x.is_like(channels_last(x.shape, pitch))
     return pitch if fits else None
 
 

@@ -101,7 +101,8 @@ def _pad_index(n: int, before: int, after: int, mode: str) -> Array:
 
 
 class GatherView(Tactic):
-    """Gather of one index, or of indices at equal distances, known when the engine is built: another view."""
+    """Gather of one index, or of indices at equal distances along each of their axes (windows, say), known when the engine is built:
+    another view."""
 
     name = "gather_view"
 
@@ -109,27 +110,29 @@ class GatherView(Tactic):
         return None if self._progression(b, op) is not None else "its indices are not known, or not at equal distances"
 
     @staticmethod
-    def _progression(b: Builder, op: Op) -> tuple[int, int, int, tuple[int, ...]] | None:
-        """(axis, first index, distance, shape of the indices)."""
+    def _progression(b: Builder, op: Op) -> tuple[int, int, tuple[int, ...], tuple[int, ...]] | None:
+        """(axis, first index, distances, shape of the indices)."""
         index, data = b.graph.constant_value(op.inputs[1]), b.graph.type(op.inputs[0])  # type: ignore[arg-type]
-        if index is None or index.ndim > 1 or not index.size:
+        if index is None or not index.size:
             return None
         axis = normalize_axis(op.attrs.axis, len(data.static_shape))
         size = data.static_shape[axis]
-        flat = np.where(index < 0, index + size, index).reshape(-1).astype(np.int64)
-        step = int(flat[1] - flat[0]) if flat.size > 1 else 1
-        if flat.min() < 0 or flat.max() >= size or (flat != flat[0] + step * np.arange(flat.size)).any():
+        at = np.where(index < 0, index + size, index).astype(np.int64)
+        first = int(at.flat[0])
+        steps = tuple(int(at.take(1, i).flat[0]) - first if n > 1 else 1 for i, n in enumerate(at.shape))
+        meant = first + sum(step * place for step, place in zip(steps, np.indices(at.shape), strict=True))
+        if at.min() < 0 or at.max() >= size or (at != meant).any():
             return None
-        return axis, int(flat[0]), step, index.shape
+        return axis, first, steps, at.shape
 
     def place(self, b: Builder, op: Op) -> None:
         """The result is a view of the operand."""
         found = self._progression(b, op)
         assert found is not None
-        axis, first, step, shape = found
+        axis, first, steps, shape = found
         x = b.operand(op.inputs[0])
         stride = x.strides[axis]
-        middle = (stride * step,) if shape else ()
+        middle = tuple(stride * step for step in steps)
         view = x.view(
             (*x.shape[:axis], *shape, *x.shape[axis + 1 :]),
             (*x.strides[:axis], *middle, *x.strides[axis + 1 :]),

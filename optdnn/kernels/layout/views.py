@@ -303,7 +303,8 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
     """Reserve joint buffers: parts of a concatenation along channels are written in place by the kernels that make them.
 
     The last concatenation chooses first, so that chains of growing ones (DenseNet) share one buffer. A part must come from an
-    operator of ``kernels`` (kinds that can write to any place), and lie at a multiple of 8 channels for TMA's sake.
+    operator of ``kernels`` (kinds that can write to any place), and lie at a multiple of 8 channels for TMA's sake. Where channels are the
+    last axis (rows), only convolutions whose result is transposed write in place.
     """
     for op in reversed(b.graph.order()):
         if op.kind != "Concat" or any(v is not None and not b.graph.type(v).is_static for v in (*op.inputs, op.value)):
@@ -314,7 +315,8 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
         outer = all(d == 1 for d in out.static_shape[:axis])
         last = bool(out.layout) and axis == 1
         volume = len(out.static_shape) == 5 and axis == 1
-        if not (outer or last or volume) or any(b.graph.type(v).layout != out.layout for v in values):
+        rows = not (out.layout or outer or volume) and axis == len(out.static_shape) - 1
+        if not (outer or last or volume or rows) or any(b.graph.type(v).layout != out.layout for v in values):
             continue
         held = [b.reserved.get(v) for v in values]
         if all(p is not None for p in held) and op.value not in b.reserved and _consecutive(held, axis):
@@ -324,12 +326,16 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
             continue
         joint = b.reserved.get(op.value)
         sizes = [b.graph.type(v).static_shape[axis] for v in values]
-        if last and any(n % 8 for n in sizes[:-1]):
+        if (last or rows) and any(n % 8 for n in sizes[:-1]):
             continue
         free = [
             v not in b.reserved
             and values.count(v) == 1
-            and (b.graph.op(v).kind in kernels or (volume and _behind_views(b, v).kind in {*kernels, "Concat"}))
+            and (
+                (b.graph.op(v).kind in kernels and not rows)
+                or (volume and _behind_views(b, v).kind in {*kernels, "Concat"})
+                or (rows and _behind_views(b, v).kind == "Conv")
+            )
             and b.graph.constant_value(v) is None
             for v in values
         ]
@@ -342,10 +348,10 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
             continue
         starts = np.cumsum([0, *sizes])
         for v, start, may in zip(values, starts, free, strict=False):
-            if may and (not last or (joint.offset + int(start)) % 8 == 0):
+            if may and (not (last or rows) or (joint.offset + int(start)) % 8 == 0):
                 shape = b.graph.type(v).static_shape
                 b.reserved[v] = joint.view(shape, joint.strides, int(start) * joint.strides[axis])
-                if volume:
+                if volume or rows:
                     _reserve_before(b, v)
 
 

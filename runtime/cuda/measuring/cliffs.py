@@ -52,6 +52,9 @@ def _why(step: Mapping[str, Any], program: Program) -> str:
         for d in decisions
         if d["tactic"] == tactic and not d.get("dropped") and src & {*d["nodes"], *d.get("with", ())}
     ]
-    for refused in (mine[0].get("refused", ()) if mine else ())[:3]:
+    # Those of the tactic's own family say more than those that are for other operators.
+    family = tactic.partition("_")[0]
+    told = sorted(mine[0].get("refused", ()) if mine else (), key=lambda r: r["tactic"].partition("_")[0] != family)
+    for refused in told[:3]:
         reasons.append(f"{refused['tactic']} refuses: {refused['reason']}")
     return "; ".join(reasons) or "no other tactic runs it, and its best configuration is no faster"

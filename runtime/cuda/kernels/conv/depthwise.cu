@@ -17,6 +17,7 @@ struct Params {
     float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
     u8* means;                                     // SQUEEZE 2: [n][channels], as output
     int height, width, vectors, out_h, out_w, pad_h, pad_w;
+    int pitch, out_pitch;                          // elements from a pixel to the next
     int block_vectors, strips_x, strips_y, tiles_x;
     Narrow mean;                                   // factor alone counts where results are floats
     u32 outside;                                   // four bytes of what lies outside of an 8-bit image
@@ -56,18 +57,18 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     Tile acc;
     if (live) {
         const int top = out_y * STRIDE_H - p.pad_h, left = out_x * STRIDE_W - p.pad_w;
-        const Element* image = p.input + ((long long)n * p.height * p.width * p.vectors + vector) * LANES;
+        const Element* image = p.input + (long long)n * p.height * p.width * p.pitch + vector * LANES;
         accumulate(
             acc,
             [&](int r, Input (&in)[COLUMNS]) {
                 const int y = top + r;
-                const Element* row = image + (long long)y * p.width * p.vectors * LANES;
+                const Element* row = image + (long long)y * p.width * p.pitch;
                 #pragma unroll
                 for (int c = 0; c < COLUMNS; c++) {
                     const int x = left + c;
                     in[c] = no_input(p.outside);
                     if (unsigned(y) < unsigned(p.height) && unsigned(x) < unsigned(p.width))
-                        in[c] = load_input(row + x * p.vectors * LANES);
+                        in[c] = load_input(row + x * p.pitch);
                 }
             },
             [&](int tap) {
@@ -75,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
             });
     }
     float sum[LANES];
-    const Output target = {p.output, p.residual, p.out_h, p.out_w, p.vectors, &p.requantize};
+    const Output target = {p.output, p.residual, p.out_h, p.out_w, p.out_pitch, p.vectors, &p.requantize};
     finish(target, acc, constants, sum, live, n, out_y, out_x, vector);
 
 #if SQUEEZE

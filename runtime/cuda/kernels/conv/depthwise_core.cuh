@@ -88,20 +88,20 @@ template <class Load, class Weight> DEVICE void accumulate(Tile& acc, const Load
 }
 
 struct Output {
-    u8* output;                                    // [n][out_h][out_w][channels]
-    const u8* residual;                            // as output
-    int out_h, out_w, vectors;
+    u8* output;                                    // [n][out_h][out_w][pitch], of which channels
+    const u8* residual;                            // [n][out_h][out_w][channels]
+    int out_h, out_w, pitch, vectors;
     const Requantize* requantize;
 };
 
-// LANES results of one pixel from their sums.
-DEVICE void finish_vector(const Output& p, long long at, const float (&acc)[LANES], const Channel (&c)[LANES], float (&y)[LANES]) {
+// LANES results of one pixel from their sums, at ``at``; what is added to them lies at ``added``.
+DEVICE void finish_vector(const Output& p, long long at, long long added, const float (&acc)[LANES], const Channel (&c)[LANES], float (&y)[LANES]) {
 #if OUT_ITEM == 1
     u32 words[LANES / 4];
     #pragma unroll
     for (int i = 0; i < LANES; i += 4) {
         float r[4];
-        widen_residual(*p.requantize, HAS_RESIDUAL ? *reinterpret_cast<const u32*>(p.residual + at + i) : 0u, r);
+        widen_residual(*p.requantize, HAS_RESIDUAL ? *reinterpret_cast<const u32*>(p.residual + added + i) : 0u, r);
         #pragma unroll
         for (int j = 0; j < 4; j++) y[i + j] = finished(*p.requantize, acc[i + j], c[i + j], r[j]);
         words[i / 4] = narrow4(*p.requantize, y[i], y[i + 1], y[i + 2], y[i + 3]);
@@ -116,7 +116,7 @@ DEVICE void finish_vector(const Output& p, long long at, const float (&acc)[LANE
 #elif OUT_ITEM == 4
     #pragma unroll
     for (int i = 0; i < LANES; i += 4) {
-        const float4 r = HAS_RESIDUAL ? reinterpret_cast<const float4*>(p.residual)[(at + i) / 4] : make_float4(0, 0, 0, 0);
+        const float4 r = HAS_RESIDUAL ? reinterpret_cast<const float4*>(p.residual)[(added + i) / 4] : make_float4(0, 0, 0, 0);
         y[i] = finished(*p.requantize, acc[i], c[i], r.x);
         y[i + 1] = finished(*p.requantize, acc[i + 1], c[i + 1], r.y);
         y[i + 2] = finished(*p.requantize, acc[i + 2], c[i + 2], r.z);
@@ -125,7 +125,7 @@ DEVICE void finish_vector(const Output& p, long long at, const float (&acc)[LANE
     }
 #else
     Vector r = zeros();
-    if (HAS_RESIDUAL) r = load_packed<LANES>(reinterpret_cast<const u16*>(p.residual) + at);
+    if (HAS_RESIDUAL) r = load_packed<LANES>(reinterpret_cast<const u16*>(p.residual) + added);
     #pragma unroll
     for (int i = 0; i < LANES; i++) y[i] = finished(*p.requantize, acc[i], c[i], element(r, i));
     store_packed(reinterpret_cast<u16*>(p.output) + at, pack<LANES>(y));
@@ -155,9 +155,9 @@ DEVICE void finish(const Output& p, const Tile& acc, const Channel (&constants)[
         #pragma unroll
         for (int x = 0; x < TILE_W; x++) {
             if (!live || out_y + t >= p.out_h || out_x + x >= p.out_w) continue;
-            const long long at = ((((long long)n * p.out_h + out_y + t) * p.out_w + out_x + x) * p.vectors + vector) * LANES;
+            const long long pixel = ((long long)n * p.out_h + out_y + t) * p.out_w + out_x + x;
             float y[LANES];
-            finish_vector(p, at, acc[t][x], constants, y);
+            finish_vector(p, pixel * p.pitch + vector * LANES, (pixel * p.vectors + vector) * LANES, acc[t][x], constants, y);
             #pragma unroll
             for (int i = 0; i < LANES; i++) sum[i] += y[i];
         }

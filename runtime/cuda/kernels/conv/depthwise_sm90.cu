@@ -21,7 +21,7 @@ struct Params {
     const u8* residual;                            // as output
     float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
     u8* means;                                     // SQUEEZE 2: [n][channels], as output
-    int vectors, out_h, out_w, pad_h, pad_w;
+    int vectors, out_h, out_w, pad_h, pad_w, out_pitch;  // elements from a pixel of the result to the next
     int slabs, tiles_x, tiles, count;              // slabs of channels, tiles of an image's row, of an image, of the batch
     Narrow mean;                                   // factor alone counts where results are floats
     Requantize requantize;                         // of 8-bit operands
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
         return;
     }
 
-    const Output target = {p.output, p.residual, p.out_h, p.out_w, p.vectors, &p.requantize};
+    const Output target = {p.output, p.residual, p.out_h, p.out_w, p.out_pitch, p.vectors, &p.requantize};
     const int strip_x = strip % STRIPS_X, strip_y = strip / STRIPS_X;
     const int own = ((strip_y * TILE_H * STRIDE_H * PATCH_W + strip_x * TILE_W * STRIDE_W) * VECTORS + local) * LANES;
     int stage = 0, parity = 0;

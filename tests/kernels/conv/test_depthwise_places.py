@@ -1,0 +1,276 @@
+"""Depthwise convolutions of channels that are a slice of more, of results in a concatenation, and of sequences: which kernel runs them,
+what it refuses, the kernels' source on a processor that emulates warps, and on a GPU every kernel's configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import emulated
+from support.conv_cases import convolve, same
+from support.host import COMPILER, WHY_NOT
+from support.needs import why_no_hopper
+from support.net import Net
+from support.simulated import check_simulated, feeds_of, kinds, lowered
+
+from optdnn.config import BuildOptions
+from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.conv import depthwise as tactic
+from optdnn.kernels.conv import depthwise_bands_kernel as bands
+from optdnn.kernels.conv import depthwise_kernel as depthwise
+from optdnn.kernels.conv import depthwise_tma_kernel as tma
+from optdnn.kernels.conv.problem import Source
+from optdnn.lowering.choose import TacticChoice
+from optdnn.lowering.cuda import Prepared, lower_cuda
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.optimize import optimize
+from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.measuring.cliffs import cliffs
+from optdnn.runtime.cuda.runner import CudaRunner
+from optdnn.runtime.cuda.trials.check import check_steps
+from optdnn.runtime.steps.executor import LoadOptions
+from optdnn.target_name import TargetName
+
+HOPPER = of_arch("sm_90a")
+STAGES: tuple[render.Stage, ...] = (("bias",), ("relu",))
+
+
+def split(n: Net, x: Value, *sizes: int) -> Any:
+    return n.op("Split", x, n.ints(*sizes), attrs=SplitAttrs(1), outputs=len(sizes))
+
+
+def sliced(
+    kernel: int | tuple[int, int] = 7,
+    sizes: tuple[int, int] = (40, 24),
+    size: tuple[int, int] = (14, 14),
+    batch: int = 1,
+) -> Graph:
+    """A convolution of the last of a product's channels; its result lies behind the others."""
+    n = Net()
+    high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
+    pads = (high // 2, wide // 2, high // 2, wide // 2)
+    first, last = split(n, n.conv(n.input(batch, 16, *size), sum(sizes), 1, pads=0), *sizes)
+    own = n.conv(last, sizes[1], kernel, pads=pads, group=sizes[1], bias=True)
+    y = n.op("Concat", first, own, attrs=ConcatAttrs(1))
+    return n.done(n.conv(y, 16, 1, pads=0))
+
+
+def sequence(
+    kernel: int = 9, *, channels: int = 48, length: int = 37, strides: int = 1, dilations: int = 1, turned: bool = True
+) -> Graph:
+    """A convolution of a sequence, before and after products over its channels, as rows or as channels."""
+    n, reach = Net(), (kernel - 1) * dilations
+    x = n.op("Tanh", n.input(2, length, channels)) if turned else n.input(2, channels, length)
+    x = (
+        n.op("Transpose", n.matmul(x, channels), attrs=TransposeAttrs((0, 2, 1)))
+        if turned
+        else n.conv(x, channels, 1, pads=0)
+    )
+    y = n.conv(x, channels, kernel, pads=(reach, 0), strides=strides, dilations=dilations, group=channels, bias=True)
+    return n.done(n.conv(n.op("Sigmoid", y), channels, 1, pads=0))
+
+
+def multiplied() -> Graph:
+    n = Net()
+    first, last = split(n, n.conv(n.input(2, 16, 9, 9), 48, 1, pads=0), 24, 24)
+    own = n.conv(last, 24, group=24, bias=True)
+    return n.done(n.conv(n.op("Mul", own, first), 16, 1, pads=0))
+
+
+def rows(batch: int = 2) -> Graph:
+    """Gated convolution over rows of channels, as MambaOut has it."""
+    n = Net()
+    gate, first, last = n.op(
+        "Split", n.matmul(n.input(batch, 9, 9, 16), 128), n.ints(64, 40, 24), attrs=SplitAttrs(3), outputs=3
+    )
+    own = n.conv(n.op("Transpose", last, attrs=TransposeAttrs((0, 3, 1, 2))), 24, 7, pads=3, group=24, bias=True)
+    both = n.op("Concat", first, n.op("Transpose", own, attrs=TransposeAttrs((0, 2, 3, 1))), attrs=ConcatAttrs(3))
+    return n.done(n.matmul(n.op("Mul", n.op("Sigmoid", gate), both), 16))
+
+
+NETS: dict[str, Callable[[], Graph]] = {
+    "7x7 of a slice": sliced,
+    "3x3 of a slice": lambda: sliced(3),
+    "of a slice, large batch": lambda: sliced(3, batch=64, size=(28, 28)),
+    "1x11 of channels in fours": lambda: sliced((1, 11), (20, 12)),
+    "11x1 of channels in fours": lambda: sliced((11, 1), (20, 12)),
+    "1x31": lambda: sliced((1, 31), (8, 24), (5, 40)),
+    "a slice multiplied by a slice": multiplied,
+    "rows": rows,
+    "three taps": lambda: sequence(3),
+    "four taps of the past": lambda: sequence(4, turned=False),
+    "nine taps": sequence,
+    "31 taps": lambda: sequence(31, channels=80, length=100),
+    "a stride": lambda: sequence(5, strides=2),
+    "distances": lambda: sequence(5, dilations=3, turned=False),
+}
+
+
+def chosen(program: Any) -> list[str]:
+    return [t["tactic"] for t in program.meta["tactics"] if t["kind"] == "Conv"]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_the_fast_kernels_run_it_where_it_lies(name: str) -> None:
+    program = check_simulated(NETS[name](), tolerance=1e-2)
+    assert tactic.HalfDepthwise.name in chosen(program)
+    assert "depthwise" not in chosen(program)
+
+
+def test_a_result_that_is_turned_to_rows_lies_in_their_concatenation() -> None:
+    assert kinds(check_simulated(rows(), tolerance=1e-2)).count("Copy") == 1  # of the channels that no kernel makes
+
+
+def refusal(graph: Graph, precision: str = "fp16") -> str:
+    """Why the fast kernels refuse the depthwise convolution."""
+    refused = [
+        r
+        for t in lowered(graph, precision, no_cubins=True).meta["tactics"]
+        if t["tactic"] == "depthwise"
+        for r in t["refused"]
+    ]
+    return next(str(r["reason"]) for r in refused if r["tactic"] == tactic.HalfDepthwise.name)
+
+
+def alone(channels: int, *size: int, kernel: int = 3) -> Graph:
+    n = Net()
+    x = n.conv(n.input(2, 16, *size), channels, 1, pads=0)
+    return n.done(n.conv(n.conv(x, channels, kernel, pads=kernel // 2, group=channels), 16, 1, pads=0))
+
+
+def plain() -> Graph:
+    """A sequence whose channels lie apart, at the network's edges."""
+    n = Net()
+    return n.done(n.conv(n.input(2, 24, 40), 24, 3, group=24))
+
+
+@pytest.mark.parametrize(
+    ("graph", "precision", "reason"),
+    [
+        (lambda: alone(24, 9, 9), "fp32", "it is for 16-bit floats, not float32"),
+        (lambda: alone(18, 9, 9), "fp16", "its 18 channels do not come in fours"),
+        (lambda: alone(24, 20, 20, kernel=9), "fp16", "its filter has 81 taps, more than 49"),
+        (lambda: alone(24, 5, 6, 7), "fp16", "not a depthwise convolution of images or sequences"),
+        (lambda: sliced(3, (22, 24)), "fp16", "do not begin at multiples of 8 bytes"),
+        (plain, "fp16", "its input is not channels-last"),
+    ],
+)
+def test_refusals_say_why(graph: Callable[[], Graph], precision: str, reason: str) -> None:
+    assert reason in refusal(graph(), precision)
+
+
+def test_a_cliff_tells_why_the_fast_kernels_refuse() -> None:
+    program = lowered(sliced(3, (22, 24)), no_cubins=True)
+    (k,) = [i for i, s in enumerate(program.steps) if str(s.params.get("tactic", "")).startswith("depthwise")]
+    step = program.steps[k]
+    slow = {"step": k, "src": list(step.src), "tactic": step.params["tactic"], "executor": step.executor}
+    (found,) = cliffs([{**slow, "us": 30.0, "share": 0.3, "roofline": 0.01}], program)
+    assert f"{tactic.HalfDepthwise.name} refuses: the pixels of its input" in str(found["why"])
+
+
+FOURS = depthwise.Problem(2, same(9, 9, 24), STAGES, pitches=(28, 36), unit=4)
+DC = depthwise.Config(2, 2, 3, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "reason"),
+    [
+        (depthwise, DC, "not read 8 at a time"),
+        (tma, tma.Config(2, 2, 3, 5, 5, 8, 2), "multiples of 16 bytes"),
+        (bands, bands.Config(1, 4, 4, 1, 1, 2, 3, 2), "multiples of 16 bytes"),
+    ],
+)
+def test_kernels_refuse_pixels_at_eight_bytes(family: Any, config: Any, reason: str) -> None:
+    assert reason in (family.refuse(FOURS, config) or "")
+    assert family.refuse(replace(FOURS, pitches=(32, 40), unit=8), config) is None
+    assert depthwise.refuse(FOURS, replace(DC, vectors=6, lanes=4, strips_x=4)) is None
+    assert not tma.candidates(FOURS, HOPPER)
+    assert not bands.candidates(replace(FOURS, source=same(9, 9, 24, (7, 7))), HOPPER)
+
+
+def test_a_row_of_31_vectors_fits_four_channels() -> None:
+    wide = depthwise.Problem(1, same(5, 40, 24, (1, 31)))
+    assert depthwise.refuse(wide, depthwise.Config(1, 2, 6, 4, 1, 4)) is None
+    assert "input vectors" in (depthwise.refuse(wide, depthwise.Config(1, 2, 3, 4, 1, 8)) or "")
+
+
+SEQUENCE = Source(37, 1, 24, (31, 1), (1, 1), (30, 0, 0, 0))
+PLACED: dict[str, tuple[Any, depthwise.Problem, Any]] = {
+    "by threads": (depthwise, depthwise.Problem(2, same(9, 10, 24), STAGES, pitches=(40, 32)), DC),
+    "by threads, in fours": (depthwise, FOURS, replace(DC, vectors=6, lanes=4, strips_x=4)),
+    "a sequence by threads": (depthwise, depthwise.Problem(2, SEQUENCE, STAGES, pitches=(64, 24)), depthwise.Config(4, 1, 3, 1, 32)),
+    "a residual": (
+        depthwise, depthwise.Problem(2, same(9, 10, 24), (*STAGES, ("add",)), pitches=(24, 40)), DC,
+    ),
+    "TMA": (tma, depthwise.Problem(2, same(9, 10, 24), STAGES, pitches=(40, 32)), tma.Config(2, 2, 3, 5, 5, 8, 2)),
+    "a sequence by TMA": (tma, depthwise.Problem(2, SEQUENCE, STAGES, pitches=(64, 32)), tma.Config(4, 1, 3, 1, 11, 8, 2)),
+    "tensor cores": (
+        bands, depthwise.Problem(2, same(9, 10, 24, (7, 7)), STAGES, pitches=(40, 32)), bands.Config(1, 4, 4, 1, 1, 2, 3, 2),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", PLACED)
+def test_kernels_compute_where_pixels_have_a_pitch(name: str, tmp_path: Path) -> None:
+    family, problem, config = PLACED[name]
+    assert family.refuse(problem, config) is None
+    s, rng, (read, written) = problem.source, np.random.default_rng(3), problem.pitch
+    made = family.launch(problem, config, HOPPER)
+    text = made.recipe.generated["generated.cuh"].replace(render.mma(problem.dtype), "")
+    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    first, headers = (
+        ((), ("tile_walk.cuh", "vectors.cuh"))
+        if family is bands
+        else (("vectors.cuh",), ("conv_element.cuh", "depthwise_core.cuh"))
+    )
+    library = emulated.compiled(made.recipe, made.function, tmp_path, rendered=rendered, headers=headers, first=first)
+    x = rng.standard_normal((problem.batch, s.height, s.width, read)).astype(np.float16)
+    weight = (rng.standard_normal((s.channels, 1, *s.kernel)) / np.prod(s.kernel) ** 0.5).astype(np.float16)
+    bias = rng.standard_normal(s.channels).astype(np.float32)
+    shape = (problem.batch, *problem.out_size)
+    residual = rng.standard_normal((*shape, s.channels)).astype(np.float16)
+    arrays = {"input": x, "weights": depthwise.pack_weights(weight), "bias": bias, "residual": residual,
+              "output": np.full((*shape, written), 7, np.float16)}  # fmt: skip
+    held = {key: emulated.aligned(array) for key, array in arrays.items()}
+    emulated.run(library, made, {key: a.ctypes.data for key, a in held.items()})
+    want = np.maximum(convolve(x[..., : s.channels].astype(np.float32), weight.astype(np.float32), s) + bias, 0)
+    want += residual if problem.residual else 0
+    np.testing.assert_allclose(held["output"][..., : s.channels], want, rtol=0, atol=2e-3 * np.abs(want).max())
+    assert (held["output"][..., s.channels :] == 7).all()
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("name", PLACED)
+def test_kernels_compile_without_spills(name: str) -> None:
+    family, problem, _ = PLACED[name]
+    for config in family.candidates(problem, HOPPER, 2):
+        (kernel,) = nvrtc.resources(family.recipe(problem, config)).values()
+        assert kernel.spill_bytes == 0, str(config)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("name", NETS)
+def test_every_kernel_on_a_gpu_gives_what_it_means(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = NETS[name]()
+    options = BuildOptions(target="cuda:sm_90a", precision="fp16")
+    optimize(graph, options, options.target)
+    facts = facts_for(TargetName.parse(options.target))
+    asked: list[depthwise.Problem] = []
+    offers = tactic._offers
+    monkeypatch.setattr(tactic, "_offers", lambda problem, gpu: (asked.append(problem), offers(problem, gpu))[1])
+    plain = lower_cuda(graph, options, facts, {})
+    (decision,) = [t for t in plain.meta["tactics"] if t["tactic"] == tactic.HalfDepthwise.name]
+    for config in [c for family in (depthwise, tma, bands) for c in family.candidates(asked[-1], facts, 3)]:
+        choice = Prepared({decision["signature"]: TacticChoice(tactic.HalfDepthwise.name, str(config))})
+        context: Any = CudaRunner(lower_cuda(graph, options, facts, {}, prepared=choice), LoadOptions()).context()
+        errors = [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "Conv"]
+        assert max(errors) < 2e-3, (str(config), errors)
