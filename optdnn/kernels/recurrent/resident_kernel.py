@@ -186,7 +186,8 @@ def _step_cycles(problem: Problem, config: Config, resident: int) -> float:
     product = max(columns * warps * one, columns * 16 * slices(problem, config)) + 40 + 30 * folds
     cells = min(rounds(config), columns) * warps * 40 + (220 if problem.dtype != "float32" else 400)
     extra = 300 if problem.reset_first else 0
-    return max(product + cells + extra + 80, FETCH_CYCLES)
+    busy = product + cells + extra + 80
+    return max(busy, FETCH_CYCLES) + busy / 8
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
@@ -199,7 +200,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     if config.parts > 1:
         read = count * min(config.columns, problem.batch) * problem.hidden * 8 / L2_BANDWIDTH
         step += (2 if problem.reset_first else 1) * (EXCHANGE_S + read)
-    start = 8e-6 if config.parts > 1 else 5e-6
+    load = 8 * 4 * problem.gates * slices(problem, config) / device.clock
+    start = (8e-6 if config.parts > 1 else 4e-6) + load
     return start + waves * problem.steps * step + _product_seconds(problem, device)
 
 
