@@ -72,7 +72,7 @@ class ResidentRNN(ProblemTactic):
         problem = self.problem(b, op)
         if _offers(problem, b.gpu):
             return None
-        least = resident_kernel.Config(b.gpu.multiprocessors // problem.directions, min(problem.batch, 64), 32)
+        least = resident_kernel.Config(b.gpu.multiprocessors, 1, 32)
         return resident_kernel.refuse(problem, least, b.gpu) or "no part of its matrix fits the registers of a block"
 
     def defer(self, b: Builder, op: Op) -> str | None:
@@ -124,7 +124,7 @@ class ResidentRNN(ProblemTactic):
         if pairs := resident_kernel.exchange_pairs(problem, config):
             y, word = op.outputs[0].name, np.dtype(np.int32)
             operands["exchange"] = b.new(f"{y}.exchange", np.dtype(np.int64), (pairs,))
-            operands["epoch"] = b.new(f"{y}.epoch", word, (count * resident_kernel.groups(problem, config),))
+            operands["epoch"] = b.new(f"{y}.epoch", word, (resident_kernel.items(problem, config),))
             kept = [operands["exchange"], operands["epoch"]]
         reads = [operands["gates"], operands["weights"], bias]
         reads += [operands.get(k) for k in ("peepholes", "lengths", "initial_h", "initial_c")]

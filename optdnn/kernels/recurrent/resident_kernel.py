@@ -88,9 +88,15 @@ def groups(problem: Problem, config: Config) -> int:
     return -(-problem.batch // config.columns)
 
 
-def blocks(problem: Problem, config: Config) -> int:
-    """Blocks of the launch."""
-    return problem.directions * groups(problem, config) * config.parts
+def items(problem: Problem, config: Config) -> int:
+    """Directions times parts of the batch."""
+    return problem.directions * groups(problem, config)
+
+
+def blocks(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Blocks of the launch: where they wait for one another, no more than run at once."""
+    count = items(problem, config)
+    return count if config.parts == 1 else config.parts * min(count, gpu.multiprocessors // config.parts)
 
 
 def slices(problem: Problem, config: Config) -> int:
@@ -110,9 +116,10 @@ def registers(problem: Problem, config: Config) -> int:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: the states twice, and a GRU's states times its reset gates."""
+    """Dynamic shared memory of a block: the states, twice where no exchange keeps them, and a GRU's states times its reset gates."""
     pitch = 4 * config.lanes * slices(problem, config)
-    return (3 if problem.reset_first else 2) * config.columns * pitch * 4
+    buffers = (2 if config.parts == 1 else 1) + problem.reset_first
+    return buffers * config.columns * pitch * 4
 
 
 def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
@@ -126,8 +133,8 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return f"its batch of {problem.batch} is no use for {config.columns} entries in a block"
     if shared_bytes(problem, config) > gpu.shared_per_block:
         return f"the states of {config.columns} entries do not fit the shared memory of a block"
-    if config.parts > 1 and blocks(problem, config) > gpu.multiprocessors:
-        return f"its {blocks(problem, config)} blocks would not run at once"
+    if config.parts > gpu.multiprocessors:
+        return f"its {config.parts} blocks would not run at once"
     return None
 
 
@@ -164,7 +171,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
     parameters.pointer("exchange" if shared else None, "epoch" if shared else None)
     parameters.i32(problem.steps, problem.batch)
     return parameters.launch(
-        recipe(problem, config, gpu.arch), "rnn_resident", blocks(problem, config), threads(problem, config),
+        recipe(problem, config, gpu.arch), "rnn_resident", blocks(problem, config, gpu), threads(problem, config),
         shared=shared_bytes(problem, config), waits=GRID if shared else NOTHING,
     )  # fmt: skip
 
@@ -193,9 +200,9 @@ def _step_cycles(problem: Problem, config: Config, resident: int) -> float:
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds: the product of the inputs, then dependent steps, in waves of blocks."""
     per = max(1, min(2048 // threads(problem, config), REGISTERS // threads(problem, config) // registers(problem, config)))
-    count = blocks(problem, config)
-    resident = min(per, -(-count // device.multiprocessors))
-    waves = -(-count // (device.multiprocessors * resident))
+    count = blocks(problem, config, device)
+    resident = min(per, -(-count // device.multiprocessors)) if config.parts == 1 else 1
+    waves = -(-items(problem, config) * config.parts // (min(count, device.multiprocessors * resident)))
     step = _step_cycles(problem, config, resident) / device.clock
     if config.parts > 1:
         read = count * min(config.columns, problem.batch) * problem.hidden * 8 / L2_BANDWIDTH

@@ -1,14 +1,15 @@
 // LSTM, GRU and RNN of any size with everything that ONNX lets them have, all steps and directions in one launch: the recurrent matrix stays
 // in registers, in fp32.
 //
-// A block owns UNITS hidden units of one direction and COLUMNS entries of the batch. LANES threads share a unit: each holds the weights
+// A block owns UNITS hidden units of one direction and COLUMNS entries of the batch: an item. Where not all items run at once, blocks take
+// several, one after the other. LANES threads share a unit: each holds the weights
 // of all its gates for every LANES-th group of four units of the state, and their sums meet by shuffles. Then lane n computes the cell of
-// entry n. The state lies in shared memory, in two buffers that take turns.
+// entry n. The state lies in shared memory.
 //
-// Where one block holds all units (PARTS == 1), a barrier separates the steps. Otherwise PARTS blocks exchange the state through L2: a
+// Where one block holds all units (PARTS == 1), two buffers of the state take turns. Otherwise PARTS blocks exchange the state through L2: a
 // number and a tag are eight bytes that are written and read in one access, so there is no flag and no fence. Two slots suffice: a block
 // writes step t + 1 after it has read all of step t, whose writers had read all of step t - 1. Tags go on from launch to launch (``epoch``,
-// for each direction and part of the batch). All blocks must be on the GPU at once: that launch is cooperative.
+// for each item). All blocks must be on the GPU at once: that launch is cooperative.
 //
 // generated.cuh defines CELL (0 LSTM, 1 GRU, 2 RNN), HIDDEN, DIRECTIONS, REVERSE (of the first direction), UNITS, PARTS, LANES (a power of
 // two up to 32), COLUMNS, THREADS, WIDE (fp32), BFLOAT (bf16), WIDE_GATES (products of the inputs in fp32), HAS_BIAS, HAS_PEEPHOLES,
@@ -35,6 +36,7 @@ constexpr int SLICES = (HIDDEN + 4 * LANES - 1) / (4 * LANES);     // groups of 
 constexpr int PITCH = SLICES * LANES * 4;                          // floats of an entry's state; zeros beyond HIDDEN
 constexpr int ROUNDS = (COLUMNS + LANES - 1) / LANES;              // entries of a lane
 constexpr int STATES = COLUMNS * PITCH;                            // floats of a buffer
+constexpr int BUFFERS = PARTS == 1 ? 2 : 1;
 constexpr int EACH = (COLUMNS * HIDDEN + THREADS - 1) / THREADS;
 constexpr int TOGETHER = EACH < 8 ? EACH : 8;                      // reads of the exchange on their way at once
 static_assert(LANES <= 32 && 32 % LANES == 0 && THREADS % 32 == 0 && UNITS * LANES <= THREADS, "a warp holds whole units");
@@ -52,22 +54,23 @@ struct Params {
     Element* final_h;                              // [direction][batch][unit]
     Element* final_c;
     u64* exchange;                                 // [state, gated state][slot][direction][batch][unit]: a number, and a tag above it
-    u32* epoch;                                    // [direction][part of the batch]: the last tag of earlier launches
+    u32* epoch;                                    // [item]: the last tag of earlier launches
     int steps, batch;
 };
 
 struct Place {                                     // of this thread
-    int direction, part, group, first, count;      // entries of the block: ``count`` from ``first`` on
+    int item, direction, part;
+    int first, count;                              // of the batch's entries
     int unit, lane;
     bool active, reverse;
 };
-DEVICE Place place_of(const Params& p) {
-    const int groups = (p.batch + COLUMNS - 1) / COLUMNS, local = threadIdx.x / LANES;
+DEVICE Place place_of(const Params& p, int item, int groups) {
+    const int local = threadIdx.x / LANES;
     Place at;
+    at.item = item;
     at.part = blockIdx.x % PARTS;
-    at.group = blockIdx.x / PARTS % groups;
-    at.direction = blockIdx.x / PARTS / groups;
-    at.first = at.group * COLUMNS;
+    at.direction = item / groups;
+    at.first = item % groups * COLUMNS;
     at.count = min_nan(COLUMNS, p.batch - at.first);
     at.unit = at.part * UNITS + local;
     at.lane = threadIdx.x % LANES;
@@ -261,17 +264,10 @@ DEVICE void finish_entry(Entry& e, const float (&g)[GATES], const Weights& own, 
     if (step + 1 < p.steps) fetch(e, p, at, step + 1);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_resident(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) unsigned char memory[];
-    float* const states = reinterpret_cast<float*>(memory);
-    float* const gated = states + 2 * STATES;
-    const Place at = place_of(p);
-    launch_dependents();
-    Weights own;
-    load(own, p, at);                              // constants: they do not wait for the launch before
-    wait_for_predecessor();
-    load_vectors(own, p, at);
-    for (int i = threadIdx.x; i < (RESET_FIRST ? 3 : 2) * STATES; i += THREADS) {
+// All steps of a direction and a part of the batch.
+DEVICE void run(const Params& p, const Weights& own, const Place& at, float* states) {
+    float* const gated = states + BUFFERS * STATES;
+    for (int i = threadIdx.x; i < (BUFFERS + RESET_FIRST) * STATES; i += THREADS) {
         const int n = i / PITCH, k = i % PITCH;
         float value = 0.0f;
         if (HAS_INITIAL && n < at.count && k < HIDDEN)
@@ -281,13 +277,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_resident(const __gr
     Entry entries[ROUNDS];
     #pragma unroll
     for (int i = 0; i < ROUNDS; i++) begin(entries[i], p, at, i);
-    u32* const own_epoch = p.epoch + at.direction * ((p.batch + COLUMNS - 1) / COLUMNS) + at.group;
+    u32* const own_epoch = p.epoch + at.item;
     const u32 epoch = PARTS > 1 ? *reinterpret_cast<volatile u32*>(own_epoch) : 0;
     __syncthreads();
     for (int step = 0; step < p.steps; step++) {
-        float* const now = states + (step & 1) * STATES;
-        float* const next = states + (step + 1 & 1) * STATES;
+        float* const now = states + step % BUFFERS * STATES;
+        float* const next = states + (step + 1) % BUFFERS * STATES;
         if (PARTS > 1 && step > 0) {
+            __syncthreads();                       // nobody reads the states before
             receive(now, slot_of(p, at, 0, step - 1), epoch + step, at);
             __syncthreads();
         }
@@ -319,4 +316,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_resident(const __gr
     }
     // All blocks that share it have read the epoch: this one has read what they sent later.
     if (PARTS > 1 && at.part == 0 && threadIdx.x == 0) *own_epoch = epoch + p.steps;
+    __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_resident(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    launch_dependents();
+    const int groups = (p.batch + COLUMNS - 1) / COLUMNS;
+    Weights own;
+    int loaded = -1;                               // the direction of the weights
+    for (int item = blockIdx.x / PARTS; item < DIRECTIONS * groups; item += gridDim.x / PARTS) {
+        const Place at = place_of(p, item, groups);
+        if (at.direction != loaded) load(own, p, at);
+        loaded = at.direction;
+        wait_for_predecessor();                    // weights are constants
+        load_vectors(own, p, at);
+        run(p, own, at, reinterpret_cast<float*>(memory));
+    }
 }
