@@ -127,12 +127,15 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     if problem.steps < 1 or problem.batch < 1 or problem.hidden < 1:
         return "nothing to compute"
     block = threads(problem, config)
-    if block > 1024 or registers(problem, config) > min(255, REGISTERS // block // 8 * 8):
+    most = min(255, REGISTERS // (-(-block // 128) * 128) // 8 * 8)  # each quarter of a multiprocessor has a quarter of them
+    if block > 1024 or registers(problem, config) > most:
         return f"the weights of {problem.hidden} hidden units do not fit the registers of {config.parts} blocks"
     if rounds(config) > MOST_ROUNDS or (config.columns > 1 and config.columns >= 2 * problem.batch):
         return f"its batch of {problem.batch} is no use for {config.columns} entries in a block"
     if shared_bytes(problem, config) > gpu.shared_per_block:
         return f"the states of {config.columns} entries do not fit the shared memory of a block"
+    if (config.parts - 1) * units(problem, config) >= problem.hidden:  # nobody waits for it: the tags would go on before it begins
+        return f"one of {config.parts} blocks would have none of {problem.hidden} hidden units"
     if config.parts > gpu.multiprocessors:
         return f"its {config.parts} blocks would not run at once"
     return None
