@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,9 @@ CELLS = {name: make for name, make in SMALL.items() if name != "lstm wide batch"
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(
     ("name", "precision"),
-    sweep([(n, p) for n in CELLS for p in TOLERANCE], *((n, p) for n, p in zip(CELLS, list(TOLERANCE) * 3, strict=False))),
+    sweep(
+        [(n, p) for n in CELLS for p in TOLERANCE], *((n, p) for n, p in zip(CELLS, list(TOLERANCE) * 3, strict=False))
+    ),
 )
 def test_cells_on_the_processor(name: str, precision: str, tmp_path: Path) -> None:
     graph = CELLS[name]()
@@ -123,7 +126,9 @@ def test_other_tactics_are_preferred_where_they_are_predicted_to_be_faster() -> 
 def test_the_tactic_refuses_computed_weights_and_larger_matrices() -> None:
     assert tried(recurrent("LSTM", computed=True)) == ("rnn", "its weights are not constant")
     n = Net()
-    y = n.op("RNN", n.input(4, 1, 16), n.random(1, 2500, 16), n.random(1, 2500, 2500), attrs=RNNAttrs(2500), outputs=2)[0]
+    y = n.op("RNN", n.input(4, 1, 16), n.random(1, 2500, 16), n.random(1, 2500, 2500), attrs=RNNAttrs(2500), outputs=2)[
+        0
+    ]
     tactic, reason = tried(n.done(y), "fp32")
     assert tactic == "rnn"
     assert "2500 hidden units do not fit the registers of 132 blocks" in reason
@@ -163,7 +168,7 @@ def test_no_hidden_size_is_a_cliff(cell: str, batch: int, dtype: str) -> None:
     """A layer takes at most three times as long as one of the next tried size; one entry of the batch at most 2 us a step."""
     sizes = [*range(1, 129, 9), *range(130, 1025, 63)]
     times = [best(Problem(cell, 32, batch, 256, n, dtype=dtype, wide_gates=n % 2 > 0)) for n in sizes]
-    assert all(a < 3 * b for a, b in zip(times, times[1:], strict=False))
+    assert all(a < 3 * b for a, b in pairwise(times))
     assert batch > 1 or max(times) < 32 * 2.2e-6 + 12e-6
 
 
@@ -176,7 +181,9 @@ FUNCTIONS = "\n".join(f"DEVICE float {name}(float x, int d) {{ return tanh(x); }
 COMPILED = {
     "48 units": SEQUENCER,
     "96 units, peepholes": replace(SEQUENCER, hidden=96, peepholes=True, lengths=True, initial=True),
-    "GRU, gated": replace(SEQUENCER, cell="GRU", hidden=100, reset_first=True, lengths=True, dtype="float32", wide_gates=True),
+    "GRU, gated": replace(
+        SEQUENCER, cell="GRU", hidden=100, reset_first=True, lengths=True, dtype="float32", wide_gates=True
+    ),
     "RNN": replace(SEQUENCER, cell="RNN", hidden=130, dtype="bfloat16"),
     "many blocks": replace(SEQUENCER, hidden=1000, dtype="float32", wide_gates=True, batch=32),
     "many entries": replace(SEQUENCER, hidden=300, batch=512),
@@ -198,8 +205,14 @@ def test_compiles_without_spills(name: str, arch: str) -> None:
 ON_GPU = CONFIGS | {
     "48 units, a lane of each": (partial(LSTM, hidden=48, batch=20, direction="bidirectional"), Config(1, 4, 4)),
     "all registers": (partial(recurrent, "GRU", hidden=100, batch=3), Config(1, 3, 2)),
-    "every multiprocessor": (partial(recurrent, "LSTM", hidden=1000, batch=9, steps=30, lengths=True), Config(125, 4, 32)),
-    "many items": (partial(recurrent, "GRU", hidden=300, batch=90, steps=20, direction="bidirectional"), Config(30, 2, 16)),
+    "every multiprocessor": (
+        partial(recurrent, "LSTM", hidden=1000, batch=9, steps=30, lengths=True),
+        Config(125, 4, 32),
+    ),
+    "many items": (
+        partial(recurrent, "GRU", hidden=300, batch=90, steps=20, direction="bidirectional"),
+        Config(30, 2, 16),
+    ),
 }
 
 

@@ -103,7 +103,9 @@ class HostKernels:
             block[r.at : r.at + 8] = (used[r.operand].ctypes.data + r.offset).to_bytes(8, "little")
         raw = (ctypes.c_char * (len(block) + 8)).from_buffer_copy(bytes(block) + bytes(8))
         run = functools.partial(
-            getattr(self._library, f"run_{number}"), raw, *(ctypes.c_uint(n) for n in (*step.launch.grid, step.launch.block))
+            getattr(self._library, f"run_{number}"),
+            raw,
+            *(ctypes.c_uint(n) for n in (*step.launch.grid, step.launch.block)),
         )
         if not together:
             run()
@@ -136,7 +138,9 @@ def shared_copy(x: Array) -> Array:
 def _namespace(number: int, function: str, generated: str) -> str:
     """One kernel in a namespace of its own, and the entry point that runs its grid."""
     generated = generated.replace('extern "C" ', "static ")
-    generated = generated.replace("extern __shared__ __align__(16) unsigned char memory[];", "u8* const memory = dynamic_memory;")
+    generated = generated.replace(
+        "extern __shared__ __align__(16) unsigned char memory[];", "u8* const memory = dynamic_memory;"
+    )
     defined = "\n".join(f"#undef {name}" for name in re.findall(r"#define (\w+)", generated))
     return f"""namespace k{number} {{
 {generated}

@@ -47,12 +47,12 @@ def _functions(op: Op) -> str:
     each, fast = per_direction(op), op.outputs[0].type.dtype in (FP16, BF16)
     lines = []
     for k, name in enumerate(FUNCTIONS):
-        texts = [activation(a, i, k < 2, "x", "float", FAST if fast else {}) for i in range(k, len(a.activations), each)]
-        if k >= each:
-            value = "x"
-        else:
-            value = texts[0] if len(set(texts)) == 1 else f"d == 0 ? {texts[0]} : {texts[1]}"
-        lines.append(f"DEVICE float {name}(float x, int d) {{ return {value}; }}")
+        texts = [
+            activation(a, i, k < 2, "x", "float", FAST if fast else {})
+            for i in range(min(k, each - 1), len(a.activations), each)
+        ]
+        different = f"d == 0 ? {texts[0]} : {texts[-1]}" if len(set(texts)) > 1 else texts[0]
+        lines.append(f"DEVICE float {name}(float x, int d) {{ return {different if k < each else 'x'}; }}")
     return "\n".join(lines)
 
 

@@ -127,14 +127,18 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     if problem.steps < 1 or problem.batch < 1 or problem.hidden < 1:
         return "nothing to compute"
     block = threads(problem, config)
-    most = min(255, REGISTERS // (-(-block // 128) * 128) // 8 * 8)  # each quarter of a multiprocessor has a quarter of them
+    most = min(
+        255, REGISTERS // (-(-block // 128) * 128) // 8 * 8
+    )  # each quarter of a multiprocessor has a quarter of them
     if block > 1024 or registers(problem, config) > most:
         return f"the weights of {problem.hidden} hidden units do not fit the registers of {config.parts} blocks"
     if rounds(config) > MOST_ROUNDS or (config.columns > 1 and config.columns >= 2 * problem.batch):
         return f"its batch of {problem.batch} is no use for {config.columns} entries in a block"
     if shared_bytes(problem, config) > gpu.shared_per_block:
         return f"the states of {config.columns} entries do not fit the shared memory of a block"
-    if (config.parts - 1) * units(problem, config) >= problem.hidden:  # nobody waits for it: the tags would go on before it begins
+    if (config.parts - 1) * units(
+        problem, config
+    ) >= problem.hidden:  # nobody waits for it: the tags would go on before it begins
         return f"one of {config.parts} blocks would have none of {problem.hidden} hidden units"
     if config.parts > gpu.multiprocessors:
         return f"its {config.parts} blocks would not run at once"
@@ -202,7 +206,9 @@ def _step_cycles(problem: Problem, config: Config, resident: int) -> float:
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds: the product of the inputs, then dependent steps, in waves of blocks."""
-    per = max(1, min(2048 // threads(problem, config), REGISTERS // threads(problem, config) // registers(problem, config)))
+    per = max(
+        1, min(2048 // threads(problem, config), REGISTERS // threads(problem, config) // registers(problem, config))
+    )
     count = blocks(problem, config, device)
     resident = min(per, -(-count // device.multiprocessors)) if config.parts == 1 else 1
     waves = -(-items(problem, config) * config.parts // (min(count, device.multiprocessors * resident)))
@@ -217,7 +223,9 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:
     """The configurations to time, best predicted first. Empty when the kernel cannot run the problem."""
-    shares = {-(-problem.hidden // n): n for n in range(device.multiprocessors, 0, -1)}  # fewest parts for each number of units
+    shares = {
+        -(-problem.hidden // n): n for n in range(device.multiprocessors, 0, -1)
+    }  # fewest parts for each number of units
     found = [
         config
         for config in itertools.starmap(Config, itertools.product(shares.values(), COLUMNS, LANES))
