@@ -112,7 +112,7 @@ def rounds(config: Config) -> int:
 def registers(problem: Problem, config: Config) -> int:
     """Registers that a thread needs: its weights, its entries, and what a step computes."""
     weights = 4 * problem.gates * slices(problem, config)
-    return weights + rounds(config) * (problem.gates + 14) + 4 * problem.gates + 34
+    return weights + (rounds(config) - 1) * (problem.gates + 20) + 5 * problem.gates + 48
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
