@@ -61,6 +61,7 @@ from optdnn.kernels.quantized.pools import Int8MaxPool, Int8Mean
 from optdnn.kernels.recurrent.general import GeneralRNN
 from optdnn.kernels.recurrent.grid import GridRNN
 from optdnn.kernels.recurrent.hopper import HopperRNN
+from optdnn.kernels.recurrent.resident import ResidentRNN
 from optdnn.kernels.reduce.arg import ArgBlock, ArgExtreme
 from optdnn.kernels.reduce.parts import ReductionParts
 from optdnn.kernels.reduce.reduce import REDUCTIONS, Reduction
@@ -135,9 +136,9 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "BatchNormalization": (BatchNorm(),),
     "LRN": (LocalResponse(),),
     **dict.fromkeys(("ArgMax", "ArgMin"), (ArgBlock(), ArgExtreme())),
-    "RNN": (GridRNN(), GeneralRNN()),
-    "GRU": (HopperRNN(), GridRNN(), GeneralRNN()),
-    "LSTM": (HopperRNN(), GridRNN(), GeneralRNN()),
+    "RNN": (ResidentRNN(), GridRNN(), GeneralRNN()),
+    "GRU": (ResidentRNN(), HopperRNN(), GridRNN(), GeneralRNN()),
+    "LSTM": (ResidentRNN(), HopperRNN(), GridRNN(), GeneralRNN()),
     "Attention": (
         CachedAttention(),
         ChannelAttention(),

@@ -75,7 +75,7 @@ def tried(graph: Graph, target: str = "cuda:sm_90a") -> tuple[str, str]:
 )
 def test_what_the_tactic_refuses(graph: Any, because: str) -> None:
     tactic, reason = tried(graph())
-    assert tactic == "rnn"
+    assert tactic == "rnn_resident"
     assert because in reason
 
 

@@ -34,6 +34,7 @@ def test_fp32(name: str) -> None:
     assert {t["tactic"] for t in program.meta["tactics"] if t["kind"] in KINDS} <= {
         "attention_steps",
         "rnn",
+        "rnn_resident",
         "rows",
         "pointwise",
         "group_norm",

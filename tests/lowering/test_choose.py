@@ -223,7 +223,7 @@ def test_row_invariant_sums_with_a_constant_are_rounded_at_every_batch() -> None
 
 
 def test_row_invariant_recurrent_layers_take_rows_one_by_one() -> None:
-    for invariant, tactic in ((False, "rnn_sm90"), (True, "rnn")):
+    for invariant, tactic in ((False, "rnn_resident"), (True, "rnn")):
         (d,) = [d for d in emitted(recurrent("LSTM"), row_invariant=invariant).decisions if d.op.kind == "LSTM"]
         assert d.choice.tactic == tactic
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <sched.h>
 #include <ucontext.h>
 using namespace std;
 
@@ -11,7 +12,7 @@ using namespace std;
 #define __forceinline__ inline
 #define __global__
 #define __grid_constant__
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
 #define __shared__ static
 struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
@@ -26,6 +27,20 @@ static void (*entry)();
 static void run_fiber() { entry(); ended[threadIdx.x] = true; }
 static void __syncthreads() { swapcontext(&fibers[threadIdx.x], &scheduler); }
 
+static void __syncwarp() { __syncthreads(); }
+static bool turn[MOST];
+// All threads of the block shuffle together, as often as each other. Two rows of places take turns: a slow thread reads the one before.
+static float __shfl_xor_sync(unsigned, float v, int mask) {
+    static float places[2][MOST];
+    const unsigned own = threadIdx.x;
+    float* const row = places[turn[own] = !turn[own]];
+    row[own] = v;
+    __syncthreads();
+    return row[own ^ mask];
+}
+alignas(16) static unsigned char dynamic_memory[232448];
+extern "C" { int only_block = -1; }                // of a launch whose blocks are processes of their own
+
 // Every thread of the current block.
 static void run_block(unsigned threads, bool synchronized) {
     if (!synchronized) {
@@ -38,7 +53,7 @@ static void run_block(unsigned threads, bool synchronized) {
         fibers[t].uc_stack.ss_sp = stacks + size_t(t) * STACK;
         fibers[t].uc_stack.ss_size = STACK;
         fibers[t].uc_link = &scheduler;
-        ended[t] = false;
+        ended[t] = turn[t] = false;
         makecontext(&fibers[t], run_fiber, 0);
     }
     for (unsigned left = threads; left;) {
@@ -56,5 +71,7 @@ static inline unsigned atomicAdd(unsigned* at, unsigned v) { unsigned old = *at;
 static inline unsigned long long __double_as_longlong(double v) { unsigned long long u; memcpy(&u, &v, 8); return u; }
 static inline float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
 static inline float __int_as_float(int v) { float f; memcpy(&f, &v, 4); return f; }
+#define __expf expf
+static inline float __fdividef(float a, float b) { return a / b; }
 static inline unsigned __float_as_uint(float v) { unsigned u; memcpy(&u, &v, 4); return u; }
 static inline float __double2float_rz(double v) { float f = float(v); return fabs(double(f)) > fabs(v) ? nextafterf(f, 0) : f; }

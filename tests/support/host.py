@@ -6,12 +6,17 @@ import atexit
 import ctypes
 import functools
 import hashlib
+import mmap
+import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.cuda.launches.plan import GRID, CudaStep, Pointer
@@ -60,7 +65,7 @@ def _compile(*arguments: str) -> None:
     assert done.returncode == 0, done.stderr[:6000]
 
 
-TEMPLATES = ("general.cu", "rotary.cu", "sample.cu", "top_rows.cu")
+TEMPLATES = ("general.cu", "rnn_resident.cu", "rotary.cu", "sample.cu", "top_rows.cu")
 """What is made of nothing but general.cuh and a generated text."""
 
 
@@ -91,18 +96,51 @@ class HostKernels:
         number, block = step.launch.kernel, bytearray(step.launch.parameters)
         size = getattr(self._library, f"parameter_bytes_{number}")()
         assert size - len(block) in range(8), "the parameter block and the kernel's struct differ in size"
+        together = step.launch.waits == GRID
+        used = [shared_copy(x) for x in memory] if together else memory
         for r in step.launch.relocations:
             assert isinstance(r, Pointer)
-            block[r.at : r.at + 8] = (memory[r.operand].ctypes.data + r.offset).to_bytes(8, "little")
+            block[r.at : r.at + 8] = (used[r.operand].ctypes.data + r.offset).to_bytes(8, "little")
         raw = (ctypes.c_char * (len(block) + 8)).from_buffer_copy(bytes(block) + bytes(8))
-        run = getattr(self._library, f"run_{number}")
-        for _ in range(2 if step.launch.waits == GRID else 1):  # blocks that meet: see host_machine.hpp
-            run(raw, *(ctypes.c_uint(n) for n in (*step.launch.grid, step.launch.block)))
+        run = functools.partial(
+            getattr(self._library, f"run_{number}"),
+            raw,
+            *(ctypes.c_uint(n) for n in (*step.launch.grid, step.launch.block)),
+        )
+        if not together:
+            run()
+            return
+        self._each_block_in_a_process(step.launch.grid[0], run)
+        for x, own in zip(memory, used, strict=True):
+            x[...] = own
+
+    def _each_block_in_a_process(self, blocks: int, run: Callable[[], object]) -> None:
+        """The blocks of a launch that wait for one another, side by side."""
+        only, children = ctypes.c_int.in_dll(self._library, "only_block"), []
+        for number in range(blocks):
+            child = os.fork()
+            if not child:
+                signal.alarm(60)
+                only.value = number
+                run()
+                os._exit(0)
+            children.append(child)
+        assert [os.waitpid(child, 0)[1] for child in children] == [0] * blocks, "a block waits for ever"
+
+
+def shared_copy(x: Array) -> Array:
+    """A copy in memory that forked processes share."""
+    made = np.frombuffer(mmap.mmap(-1, max(1, x.nbytes)), np.uint8, x.nbytes).view(x.dtype)
+    made[...] = x
+    return made
 
 
 def _namespace(number: int, function: str, generated: str) -> str:
     """One kernel in a namespace of its own, and the entry point that runs its grid."""
     generated = generated.replace('extern "C" ', "static ")
+    generated = generated.replace(
+        "extern __shared__ __align__(16) unsigned char memory[];", "u8* const memory = dynamic_memory;"
+    )
     defined = "\n".join(f"#undef {name}" for name in re.findall(r"#define (\w+)", generated))
     return f"""namespace k{number} {{
 {generated}
@@ -115,6 +153,7 @@ extern "C" void run_{number}(const void* block, unsigned gx, unsigned gy, unsign
     memcpy(&k{number}::parameters, block, sizeof(k{number}::Params));
     entry = [] {{ k{number}::{function}(k{number}::parameters); }};
     for (unsigned z = 0; z < gz; z++) for (unsigned y = 0; y < gy; y++) for (unsigned x = 0; x < gx; x++) {{
+        if (only_block >= 0 && x != only_block) continue;
         blockIdx = {{x, y, z}};
         run_block(threads, {str("__syncthreads" in generated).lower()});
     }}

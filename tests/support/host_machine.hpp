@@ -17,8 +17,19 @@ static inline u32 max2_bf16(u32 a, u32 b) { return max_bf16(a, b) | u32(max_bf16
 static inline void launch_dependents() {}
 static inline void wait_for_predecessor() {}
 
-// Blocks run one after the other: a second run of a launch whose blocks meet finds what all of them told in the first.
-static inline void meet(u32*) { __syncthreads(); }
+// As grid_meeting.cuh's: blocks that meet are processes, see host.py.
+static void meet(u32* rounds) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const u32 round = __atomic_load_n(rounds, __ATOMIC_ACQUIRE);
+        if (__atomic_fetch_add(rounds + 1, 1u, __ATOMIC_ACQ_REL) == gridDim.x - 1) {
+            rounds[1] = 0;
+            __atomic_add_fetch(rounds, 1u, __ATOMIC_RELEASE);
+        }
+        while (__atomic_load_n(rounds, __ATOMIC_ACQUIRE) == round) sched_yield();
+    }
+    __syncthreads();
+}
 static bool arrives_last(u32* arrived, u32 count) {
     static bool last;
     if (threadIdx.x == 0) last = ++*arrived == count, *arrived = last ? 0 : *arrived;

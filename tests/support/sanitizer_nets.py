@@ -209,7 +209,10 @@ def stream_k() -> Any:
 
 ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped", "wide heads", "softcap")
 ROTARIES = ("halves", "neighbours", "a part", "narrow vectors, neighbours", "position ids", "of a product, grouped")
-RECURRENTS = ("lstm", "lstm stacked", "lstm initial", "gru both", "gru other", "grid rnn both", "grid gru")
+RECURRENTS = (
+    "lstm", "lstm stacked", "lstm initial", "gru both", "gru other", "gru other, computed", "gru of 300", "grid rnn both",
+    "grid gru",
+)  # fmt: skip
 
 GENERAL = tuple(FAMILIES)
 """The families of generated kernels."""

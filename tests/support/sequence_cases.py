@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -140,9 +141,9 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
 
 def recurrent(
     cell: str, *, layers: int = 1, steps: int = 6, batch: int = 3, inputs: int = 40, hidden: int = 64, direction: str = "forward",
-    initial: bool = False, lengths: bool = False, peepholes: bool = False, bias: bool = True, **attrs: Any,
+    initial: bool = False, lengths: bool = False, peepholes: bool = False, bias: bool = True, computed: bool = False, **attrs: Any,
 ) -> Graph:  # fmt: skip
-    """Stacked recurrent layers as PyTorch's exporter writes them."""
+    """Stacked recurrent layers as PyTorch's exporter writes them. ``computed``: the recurrent weights are no constants."""
     n = Net()
     gates = {"RNN": 1, "GRU": 3, "LSTM": 4}[cell]
     x = n.input(steps, batch, inputs)
@@ -168,6 +169,8 @@ def recurrent(
             operands.append(n.random(count, 3 * hidden, scale=0.3))
         while operands[-1] is None:
             operands.pop()
+        if computed:
+            operands[2] = n.op("Mul", n.input(count, gates * hidden, hidden, name=f"weights{layer}"), n.const(scale))
         names = {"RNN": RNNAttrs, "GRU": GRUAttrs, "LSTM": LSTMAttrs}
         usual = names[cell](hidden)
         own = attrs.get("activations", usual.activations)
@@ -184,28 +187,44 @@ def recurrent(
     return n.done(x, *finals)
 
 
-LBR = {"linear_before_reset": True}
+LBR: dict[str, Any] = {"linear_before_reset": True}
+WIDE: dict[str, Any] = {"hidden": 192, "steps": 16}
+SMALL: dict[str, Callable[..., Graph]] = {
+    "rnn": partial(recurrent, "RNN", direction="bidirectional"),
+    "rnn relu": partial(recurrent, "RNN", activations=("Relu",), clip=0.9, lengths=True),
+    "gru other": partial(recurrent, "GRU", initial=True),
+    "gru lengths": partial(recurrent, "GRU", lengths=True, direction="bidirectional", **LBR),
+    "lstm peepholes": partial(recurrent, "LSTM", initial=True, peepholes=True, lengths=True, direction="reverse"),
+    "lstm functions": partial(
+        recurrent, "LSTM", activations=("HardSigmoid", "ScaledTanh", "Affine"), alphas=(0.3, 1.2, 0.8),
+        betas=(0.4, 0.7, 0.1), clip=2.0,
+    ),
+    "lstm coupled": partial(recurrent, "LSTM", input_forget=True, hidden=33),
+    "lstm wide batch": partial(recurrent, "LSTM", batch=40, steps=3),
+}  # fmt: skip
+"""Layers with everything that ONNX lets them have."""
+SIZES: dict[str, Callable[..., Graph]] = {
+    "lstm of 48 both": partial(recurrent, "LSTM", hidden=48, steps=16, batch=16, direction="bidirectional"),
+    "lstm of 7": partial(recurrent, "LSTM", hidden=7, batch=5, lengths=True, direction="reverse"),
+    "lstm of 100": partial(recurrent, "LSTM", hidden=100, steps=5),
+    "gru of 300": partial(recurrent, "GRU", hidden=300, batch=9, steps=4, initial=True, lengths=True),
+    "rnn of 500": partial(recurrent, "RNN", hidden=500, batch=33, steps=4, direction="bidirectional"),
+}
+"""Layers whose sizes no other fast kernel takes; the blocks of the larger ones share the units."""
 RECURRENT: dict[str, tuple[Callable[[], Graph], str]] = {
-    "lstm": (lambda: recurrent("LSTM"), "rnn_sm90"),
+    "lstm": (lambda: recurrent("LSTM", **WIDE), "rnn_sm90"),
     "lstm stacked": (lambda: recurrent("LSTM", layers=3), "rnn_sm90"),
-    "lstm initial": (lambda: recurrent("LSTM", initial=True, batch=9), "rnn_sm90"),
+    "lstm initial": (lambda: recurrent("LSTM", initial=True, batch=9, **WIDE), "rnn_sm90"),
     "lstm stacked initial": (lambda: recurrent("LSTM", initial=True, layers=2), "rnn_sm90"),
-    "lstm reverse": (lambda: recurrent("LSTM", direction="reverse"), "rnn_sm90"),
-    "lstm both": (lambda: recurrent("LSTM", direction="bidirectional", initial=True, layers=2), "rnn_sm90"),
-    "lstm without bias": (lambda: recurrent("LSTM", bias=False), "rnn_sm90"),
-    "gru": (lambda: recurrent("GRU", **LBR), "rnn_sm90"),
+    "lstm reverse": (lambda: recurrent("LSTM", direction="reverse", **WIDE), "rnn_sm90"),
+    "lstm both": (lambda: recurrent("LSTM", direction="bidirectional", initial=True, layers=2, **WIDE), "rnn_sm90"),
+    "lstm without bias": (lambda: recurrent("LSTM", bias=False, **WIDE), "rnn_sm90"),
+    "gru": (lambda: recurrent("GRU", **WIDE, **LBR), "rnn_sm90"),
     "gru stacked": (lambda: recurrent("GRU", layers=2, inputs=32, **LBR), "rnn_sm90"),
-    "gru both": (lambda: recurrent("GRU", direction="bidirectional", **LBR), "rnn_sm90"),
-    "rnn": (lambda: recurrent("RNN", direction="bidirectional"), "rnn"),
-    "rnn relu": (lambda: recurrent("RNN", activations=("Relu",), clip=0.9, lengths=True), "rnn"),
-    "gru other": (lambda: recurrent("GRU", initial=True), "rnn"),
-    "gru lengths": (lambda: recurrent("GRU", lengths=True, direction="bidirectional", **LBR), "rnn"),
-    "lstm peepholes": (lambda: recurrent("LSTM", initial=True, peepholes=True, lengths=True, direction="reverse"), "rnn"),
-    "lstm functions": (
-        lambda: recurrent("LSTM", activations=("HardSigmoid", "ScaledTanh", "Affine"), alphas=(0.3, 1.2, 0.8),
-                          betas=(0.4, 0.7, 0.1), clip=2.0), "rnn"),
-    "lstm coupled": (lambda: recurrent("LSTM", input_forget=True, hidden=33), "rnn"),
-    "lstm wide batch": (lambda: recurrent("LSTM", batch=40, steps=3), "rnn"),
+    "gru both": (lambda: recurrent("GRU", direction="bidirectional", **WIDE, **LBR), "rnn_sm90"),
+    **{name: (make, "rnn_resident") for name, make in SMALL.items()},
+    **{f"{name}, computed": (partial(make, computed=True), "rnn") for name, make in SMALL.items()},
+    **{name: (make, "rnn_resident") for name, make in SIZES.items()},
     "grid rnn both": (lambda: recurrent("RNN", hidden=256, activations=("Relu",), batch=2, direction="bidirectional"), "rnn_grid"),
     "grid rnn": (lambda: recurrent("RNN", hidden=512, batch=9, inputs=44, initial=True, direction="reverse"), "rnn_grid"),
     "grid lstm": (lambda: recurrent("LSTM", hidden=256, batch=40, steps=5, initial=True, direction="bidirectional"), "rnn_grid"),

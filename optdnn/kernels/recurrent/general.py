@@ -10,7 +10,8 @@ from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.gemm.matmul import emit_matmul
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, arithmetic, literal
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
+from optdnn.kernels.recurrent.activations import activation, per_direction
 from optdnn.kernels.recurrent.hopper import initial_states
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import Attrs, Stage, attrs_dict
@@ -88,7 +89,7 @@ class GeneralRNN(Tactic):
             f"{'' if n[0] == 'y' else 'const '}{CPP[x.dtype]}* {n}; i64 s{n}[{max(len(x.shape), 1)}];"
             for n, x in present
         ]
-        each = len(a.activations) // op.outputs[0].type.static_shape[1]
+        each = per_direction(op)
         text = _Recurrence(op, d, t, CPP[dtype], frozenset(n for n, _ in present)).text(fields)
         parameters = Parameters()
         for name, x in present:
@@ -108,18 +109,6 @@ class GeneralRNN(Tactic):
 def _direction(x: TensorView, d: int) -> TensorView:
     """One direction of a tensor that has them first."""
     return x.view(x.shape[1:], x.strides[1:], d * x.strides[0])
-
-
-def _activation(a: RNNAttrs, index: int, gate: bool, x: str, t: str) -> str:
-    """C++ of an activation function. ``gate``: its argument is clipped."""
-    name, alpha, beta = a.activations[index], a.alphas[index], a.betas[index]
-    if a.clip is not None and gate:
-        x = f"min_nan(max_nan({x}, {literal(-a.clip, t)}), {literal(a.clip, t)})"
-    if name == "Affine":
-        return f"({literal(alpha, t)} * ({x}) + {literal(beta, t)})"
-    if name == "ScaledTanh":
-        return f"({literal(alpha, t)} * tanh({literal(beta, t)} * ({x})))"
-    return EXPRESSIONS[name]([f"({x})"], {"alpha": alpha, "beta": beta}, t, t)
 
 
 @dataclass(frozen=True)
@@ -142,9 +131,7 @@ class _Recurrence:
 
     def activation(self, index: int, x: str, gate: bool = True) -> str:
         """C++ of the direction's activation function of this number."""
-        a: RNNAttrs = self.op.attrs
-        each = len(a.activations) // self.op.outputs[0].type.static_shape[1]
-        return _activation(a, self.d * each + index, gate, x, self.t)
+        return activation(self.op.attrs, self.d * per_direction(self.op) + index, gate, x, self.t, {})
 
     def _bias(self, gate: int) -> str:
         return f"widen(p.b[({gate} * {self.hidden} + u) * p.sb[0]])" if "b" in self.names else ""

@@ -43,13 +43,13 @@ def _offers(problem: grid_kernel.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     )
 
 
-def _strides(op: Op) -> tuple[int, ...]:
+def state_strides(op: Op) -> tuple[int, ...]:
     """Strides of the states of all steps, as the kernel writes them: [steps, batch, directions, hidden]."""
     _, count, batch, hidden = op.outputs[0].type.static_shape
     return (batch * count * hidden, hidden, count * hidden, 1)
 
 
-def _array(b: Builder, op: Op, index: int) -> Array:
+def constant_operand(b: Builder, op: Op, index: int) -> Array:
     """A constant operand, which the tactic requires."""
     found = b.graph.constant_value(op.inputs[index])
     if found is None:
@@ -87,7 +87,7 @@ class GridRNN(ProblemTactic):
 
     def place(self, b: Builder, op: Op) -> None:
         """The states of both directions lie side by side for each entry of the batch, as their readers want them."""
-        b.target(op.value, _strides(op))
+        b.target(op.value, state_strides(op))
         for port in range(1, len(op.outputs)):
             b.target(Value(op.id, port))
 
@@ -105,28 +105,28 @@ class GridRNN(ProblemTactic):
         problem = self.problem(b, op)
         steps, count, batch, hidden = op.outputs[0].type.static_shape
         size = grid_kernel.STORED_GATES[op.kind] * hidden
-        gates = self._products(b, op, steps * batch, count * size).view(
+        gates = self.products(b, op, steps * batch, count * size).view(
             (steps, batch, count * size), (batch * count * size, count * size, 1)
         )
         results = [b.target(Value(op.id, port)) for port in range(len(op.outputs))]
-        wanted = [_strides(op), *(row_major(y.shape) for y in results[1:])]
+        wanted = [state_strides(op), *(row_major(y.shape) for y in results[1:])]
         made = [
             y if y.is_like(s) else b.new(f"{op.outputs[0].name}.apart", y.dtype, y.shape, s)
             for y, s in zip(results, wanted, strict=True)
         ]
         operands = {
-            "gates": gates, "weights": b.constant(_array(b, op, 2), "weights"),
+            "gates": gates, "weights": b.constant(constant_operand(b, op, 2), "weights"),
             "exchange": b.new(f"{op.outputs[0].name}.exchange", np.dtype(np.int32), (grid_kernel.exchange_words(problem),)),
             "epoch": b.new(f"{op.outputs[0].name}.epoch", np.dtype(np.int32), (count,)),
             **dict(zip(("output", "final_h", "final_c"), made, strict=False)),
         }  # fmt: skip
         bias = None
         if problem.bias:
-            operands["bias"] = whole = b.constant(_array(b, op, 3), "bias")
+            operands["bias"] = whole = b.constant(constant_operand(b, op, 3), "bias")
             bias = whole.view((count, size), (2 * size, 1), size)
         initial: list[TensorView | None] = []
         for name, value in zip(("initial_h", "initial_c"), initial_states(op), strict=False):
-            found = self._state(b, op, value, (count, batch, hidden)) if problem.initial else None
+            found = self.state(b, op, value, (count, batch, hidden)) if problem.initial else None
             initial.append(found)
             if found is not None:
                 operands[name] = found
@@ -140,7 +140,7 @@ class GridRNN(ProblemTactic):
                 copy(b, op, source, target)
 
     @staticmethod
-    def _state(b: Builder, op: Op, value: Value | None, shape: tuple[int, ...]) -> TensorView:
+    def state(b: Builder, op: Op, value: Value | None, shape: tuple[int, ...]) -> TensorView:
         """An initial state, dense; zeros where only the other one is given."""
         if value is None:
             return b.constant(np.zeros(shape, op.outputs[0].type.dtype), "zeros")
@@ -148,9 +148,9 @@ class GridRNN(ProblemTactic):
         return x if x.dense and x.offset % 8 == 0 else copied(b, op, x, "initial")
 
     @staticmethod
-    def _products(b: Builder, op: Op, rows: int, columns: int) -> TensorView:
+    def products(b: Builder, op: Op, rows: int, columns: int) -> TensorView:
         """The products of all inputs with the weights of all directions, plus the biases of the inputs: [rows, columns]."""
-        w = _array(b, op, 1)
+        w = constant_operand(b, op, 1)
         depth = w.shape[2]
         flat = np.ascontiguousarray(w.reshape(columns, depth))
         right = swapped(b.rearranged(b.constant(flat, "weights"), "weights", padded_rows(flat.shape)))
@@ -165,7 +165,7 @@ class GridRNN(ProblemTactic):
         out = b.new(f"{op.outputs[0].name}.gates", dtype, (rows, columns))
         bias = None
         if op.input(3) is not None:
-            given = _array(b, op, 3)
+            given = constant_operand(b, op, 3)
             bias = np.ascontiguousarray(given[:, : given.shape[1] // 2]).reshape(-1).astype(np.float32)
         problem = ProductProblem(
             rows, columns, (Source(1, 1, up(depth, 8)),), (("bias",),), map_dtype(dtype), stack=(1, 1), across=False,

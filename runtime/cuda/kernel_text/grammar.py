@@ -17,7 +17,10 @@ from optdnn.runtime.cuda.kernel_text.expressions import (
     words,
 )
 
-DEFINED = words("epilogue epilogue_beside prologue between between_one word_offset normalized larger reflected")
+DEFINED = words("""
+    epilogue epilogue_beside prologue between between_one word_offset normalized larger reflected
+    first_activation second_activation third_activation
+""")
 """Functions that a text may define."""
 _LAMBDA = re.compile(r"at_[a-z]\w*|store")
 
