@@ -14,7 +14,7 @@ from optdnn.kernels.builder import Builder
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.add_norm import NORMS
 from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, placed, row_problem, rows_offers
-from optdnn.kernels.norm.row_places import aligned, result_strides, row_pitch
+from optdnn.kernels.layout.row_places import aligned, result_strides, row_pitch
 from optdnn.kernels.tactic import Offer, ProblemTactic, Region
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.layout.row_places import MOST_AXES
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -21,8 +22,6 @@ CLOCK = 1.75e9
 BLOCK_START = 150e-9  # seconds from one block's start on a multiprocessor to the next one's
 MAX_ELEMENTS = 32
 """Most elements of a row in one thread's registers; 24 in blocks of more than 512 threads."""
-MOST_AXES = 4
-"""Axes over which rows may be spread."""
 MAX_ROWS_ELEMENTS = 96
 """Most elements of several rows in one thread's registers."""
 

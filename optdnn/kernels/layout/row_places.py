@@ -1,22 +1,22 @@
-"""Where the rows that a norm reads and writes may lie: at one pitch, or spread over a few axes."""
+"""Where rows of 16-bit elements may lie: at one pitch, or spread over a few axes."""
 
 from __future__ import annotations
 
 import math
 
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.kernels.builder import Builder, TensorView
-from optdnn.kernels.gemm.hopper import padded_rows
-from optdnn.kernels.norm.rows_kernel import MOST_AXES
+from optdnn.kernels.builder import Builder, TensorView, row_major, up
 from optdnn.kernels.pointwise.strides import merge
 
 ACCESS = 8
 """Elements of 16 bytes."""
 PRODUCTS = frozenset({"MatMul", "Gemm", "Conv"})
 """Kinds that read rows by TMA: rows begin at multiples of 16 bytes, or are copied first."""
+MOST_AXES = 4
+"""Axes over which the rows that a norm reads may be spread."""
 VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"})
 DEPTH = 6
-"""Views between a norm and a product at most."""
+"""Views between rows and a product at most."""
 
 
 def walked(x: TensorView) -> tuple[tuple[int, int], ...] | None:
@@ -49,10 +49,12 @@ def result_strides(b: Builder, *results: Value) -> tuple[int, ...] | None:
     """Strides of results of one shape: rows padded to 16 bytes where a product reads them, so that it copies nothing first. None:
     without gaps, or in a place that is given."""
     t = b.graph.type(results[0])
-    if t.layout or t.static_shape[-1] % ACCESS == 0 or any(v in b.reserved for v in results):
+    shape = t.static_shape
+    if t.layout or t.dtype.itemsize != 2 or not shape or shape[-1] % ACCESS == 0 or any(v in b.reserved for v in results):
         return None
-    last = len(t.static_shape) - 1
-    return padded_rows(t.static_shape) if any(_multiplied(b.graph, v, last, DEPTH) for v in results) else None
+    if not any(_multiplied(b.graph, v, len(shape) - 1, DEPTH) for v in results):
+        return None
+    return (*(s * up(shape[-1], ACCESS) for s in row_major(shape[:-1])), 1)
 
 
 def _multiplied(graph: Graph, value: Value, axis: int, depth: int) -> bool:
