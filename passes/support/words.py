@@ -44,6 +44,8 @@ RULES: Mapping[str, str] = {
     "sink_transpose": "Transposes moved past other operators",
     "flatten_last": "Flattens merged into the matrix product after them",
     "hoist_view": "Reshapes moved before matrix products",
+    "norm_before_reshape": "norms moved before Reshapes of transposed rows",
+    "add_before_reshape_of_norm": "residuals added before Reshapes of normalized rows",
     "split_before_reshape": "Splits moved before Reshapes",
     "turn_before_split": "Transposes of attentions moved before Reshapes",
     "gather_rows": "chains of moves became one gather of rows",
