@@ -236,7 +236,7 @@ def norm_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
 
     def build(patch: Patch) -> Value:
         y = patch.add(op.kind, [turn.value, *op.inputs[1:]], replace(op.attrs, axis=-1))
-        return reshaped(patch, y, tuple(int(n) for n in after))  # type: ignore[call-overload]
+        return reshaped(patch, y, graph.type(op.value).static_shape)
 
     return Match((op, reshape), build)
 

@@ -110,6 +110,7 @@ RULES: Mapping[str, str] = {
     "group_norm": "group normalizations recognized",
     "attention": "attentions fused into one operator",
     "values_first": "attentions with values first put in the usual order",
+    "talking_heads": "attentions whose heads are mixed made of all features",
     "rotary_embedding": "rotary embeddings recognized",
     "partial_rotary_embedding": "partial rotary embeddings recognized",
     "masked_rows": "operators on selected rows computed for all rows, and chosen by the mask",
