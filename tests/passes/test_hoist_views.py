@@ -324,4 +324,6 @@ def test_an_addition_of_unknown_sizes_stays() -> None:
     batch = symbol("b")
     y = n.op("LayerNormalization", transposed(n, n.input(batch, 3, 4, 6), 0, 2, 1, 3), n.positive(6))
     y = n.op("Reshape", y, n.ints(0, 12, 6))
-    check_refused(HoistViews(), n.done(n.op("Add", y, n.input(batch, 12, 6, name="y"))), because="its sizes are not known")
+    check_refused(
+        HoistViews(), n.done(n.op("Add", y, n.input(batch, 12, 6, name="y"))), because="its sizes are not known"
+    )
