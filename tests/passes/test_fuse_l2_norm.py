@@ -102,7 +102,9 @@ def test_padded_heads_are_normalized_by_one_operator() -> None:
     for _ in range(3):
         y = n.op("Reshape", n.matmul(x, 60), n.ints(256, 64, 2, 30))
         heads.append(n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 1, 3))))
-    q, k = (n.op("Div", y, n.op("Expand", n.op("Clip", length(n, y, 3), 1e-6), n.ints(256, 2, 64, 30))) for y in heads[:2])
+    q, k = (
+        n.op("Div", y, n.op("Expand", n.op("Clip", length(n, y, 3), 1e-6), n.ints(256, 2, 64, 30))) for y in heads[:2]
+    )
     weights = n.op("Softmax", n.op("MatMul", q, n.op("Transpose", k, attrs=TransposeAttrs((0, 1, 3, 2)))))
     y = n.op("Transpose", n.op("MatMul", weights, heads[2]), attrs=TransposeAttrs((0, 2, 1, 3)))
     graph = n.done(n.matmul(n.op("Reshape", y, n.ints(256, 64, 60)), 24))

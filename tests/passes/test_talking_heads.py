@@ -42,7 +42,9 @@ def talking(
     q = n.op("Mul", q, dtype(0.3)) if scale else q
     scores = n.op("MatMul", q, turned(n, k, 0, 1, 3, 2))
     scores = scores if product else n.op("Relu", scores)
-    maps = mixed(n, turned(n, scores, 0, 2, 3, 1), n.random(heads, mixed_heads), n.random(mixed_heads) if first else None)
+    maps = mixed(
+        n, turned(n, scores, 0, 2, 3, 1), n.random(heads, mixed_heads), n.random(mixed_heads) if first else None
+    )
     maps = n.op("Softmax", maps, attrs=SoftmaxAttrs(axis))
     maps = mixed(n, maps, n.random(mixed_heads, heads), n.random(heads) if second else None)
     y = n.op("MatMul", turned(n, maps, 0, 3, 1, 2), v)
@@ -54,7 +56,11 @@ def talking(
 @pytest.mark.parametrize("second", [True, False])
 def test_heads_become_features(first: bool, second: bool, scale: bool) -> None:
     graph, _ = check_pass(
-        TalkingHeads(), talking(first=first, second=second, scale=scale), changes=1, rules={"talking_heads": 1}, context=SIXTEEN
+        TalkingHeads(),
+        talking(first=first, second=second, scale=scale),
+        changes=1,
+        rules={"talking_heads": 1},
+        context=SIXTEEN,
     )
     found = graph.kinds()
     assert found["MatMul"] == 3

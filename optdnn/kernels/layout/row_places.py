@@ -50,7 +50,13 @@ def result_strides(b: Builder, *results: Value) -> tuple[int, ...] | None:
     without gaps, or in a place that is given."""
     t = b.graph.type(results[0])
     shape = t.static_shape
-    if t.layout or t.dtype.itemsize != 2 or not shape or shape[-1] % ACCESS == 0 or any(v in b.reserved for v in results):
+    if (
+        t.layout
+        or t.dtype.itemsize != 2
+        or not shape
+        or shape[-1] % ACCESS == 0
+        or any(v in b.reserved for v in results)
+    ):
         return None
     if not any(_multiplied(b.graph, v, len(shape) - 1, DEPTH) for v in results):
         return None

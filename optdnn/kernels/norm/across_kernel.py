@@ -112,7 +112,9 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
         "input": True, "addend": problem.add, "scale": problem.scale, "bias": problem.bias, "output": True, "sum": problem.add,
     }  # fmt: skip
     parameters = Parameters().pointer(*(name if there else None for name, there in present.items()))
-    parameters.i32(problem.rows, problem.length, config.tiles(problem), problem.pitch or problem.length).f32(problem.epsilon, 1.0 / problem.length)
+    parameters.i32(problem.rows, problem.length, config.tiles(problem), problem.pitch or problem.length).f32(
+        problem.epsilon, 1.0 / problem.length
+    )
     parameters.i64(*problem.addend_at, *problem.output_at)
     made = recipe(problem, config, gpu.arch)
     return parameters.launch(

@@ -50,7 +50,10 @@ class NormAdd(ProblemTactic):
             return "the normalization's own result is kept"
         if (why := _ROWS.refuse_rows(b, norm)) is not None:
             return f"the normalization before it: {why}"
-        x, places = b.operand(norm.inputs[0]), [b.operand(other), *(b.reserved[v] for v in [op.value] if v in b.reserved)]
+        x, places = (
+            b.operand(norm.inputs[0]),
+            [b.operand(other), *(b.reserved[v] for v in [op.value] if v in b.reserved)],
+        )
         if t.layout or not aligned(x) or any(row_pitch(p) is None for p in places):
             return "its rows do not lie at one pitch"
         if any(p.dtype != t.dtype for p in (x, *places)):
