@@ -217,7 +217,7 @@ def _added_in_rows(graph: Graph, op: Op, turn: Op, image: Value) -> Match | Miss
 
 @rule("norm_before_reshape", NORMS)
 def norm_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
-    """``norm(reshape(transpose(x)))`` is ``reshape(norm(transpose(x)))``, where no view changes the rows: the Reshape would copy them."""
+    """``norm(reshape(transpose(x)))`` is ``reshape(norm(transpose(x)))`` where no view changes the rows, which would be copied."""
     reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
     turn = None if reshape is None else producer(graph, reshape.inputs[0], {"Transpose"}, alone=True)
     if reshape is None or turn is None:
@@ -262,7 +262,9 @@ def add_before_reshape_of_norm(graph: Graph, op: Op) -> Match | Miss | None:
         if before[-1] != after[-1] or shape_of(graph, other) != after or shape_of(graph, reshape.value) != after:
             return Miss("the other addend has other rows")
 
-        def build(patch: Patch, norm: Op = norm, other: Value = other, before: Any = before, after: Any = after) -> Value:
+        def build(
+            patch: Patch, norm: Op = norm, other: Value = other, before: Any = before, after: Any = after
+        ) -> Value:
             y = patch.add("Add", [norm.value, reshaped(patch, other, before)])
             return reshaped(patch, y, after)
 

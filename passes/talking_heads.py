@@ -1,10 +1,10 @@
 """Attention whose heads are mixed before and after the softmax becomes attention of all features, and a product.
 
-Talking heads (Shazeer et al., 2020; CaiT: Touvron et al., 2021) mix the maps of ``H`` heads by a matrix ``W`` before the softmax and by
-``U`` after it. Neither map has to be stored: ``sum_h W[h, g] q_h k_h^T`` is one product over the features of all heads, of
-queries that are multiplied by ``W[h, g]`` and of the keys as they lie, and a vector added to it is constant along a row of the softmax.
-Behind the softmax, map ``g`` multiplies the values of all heads, and one constant matrix takes from each what ``U`` says. A vector ``c``
-added there adds ``c_h`` times the sum of a head's values.
+Talking heads (Shazeer et al., 2020; CaiT: Touvron et al., 2021) mix the maps of ``H`` heads by a matrix ``W`` before the softmax
+and by ``U`` after it. No map has to be stored: ``sum_h W[h, g] q_h k_h^T`` is one product over the features of all heads, of
+queries that are multiplied by ``W[h, g]`` and of the keys as they lie. A vector added to it is constant along a row of the softmax.
+Behind the softmax, map ``g`` multiplies the values of all heads, and one constant matrix takes from each what ``U`` says. A vector
+``c`` added there adds ``c_h`` times the sum of a head's values.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _rewrite(patch: Patch, op: Op, scores: Op, before: Mixing, after: Mixing) ->
 
 
 def _taken(matrix: Array, size: int) -> Array:
-    """The matrix (mixed * heads * size, heads * size) that takes of each map's values those of a head, times its share of the map."""
+    """The matrix (mixed * heads * size, heads * size) that takes of each map's values those of a head, times its share."""
     mixed, heads = matrix.shape
     found: Array = np.zeros((mixed, heads, size, heads, size), matrix.dtype)
     head, feature = np.arange(heads)[:, None], np.arange(size)

@@ -35,7 +35,7 @@ def talking(
     *, heads: int = 3, mixed_heads: int = 2, size: int = 4, valued: int = 5, first: bool = True, second: bool = True,
     scale: bool = True, axis: int = 2, batch: Any = 2, kept: bool = False, product: bool = True, dtype: Any = np.float64,
 ) -> Graph:  # fmt: skip
-    """Talking heads over 6 queries and 7 keys, with vectors added to the maps before (``first``) and after (``second``) the softmax."""
+    """Talking heads over 6 queries and 7 keys. Vectors are added before (``first``) and after (``second``) the softmax."""
     n = Net(dtype)
     q, k = n.input(batch, heads, 6, size, name="q"), n.input(batch, heads, 7, size, name="k")
     v = n.input(batch, heads, 7, valued, name="v")

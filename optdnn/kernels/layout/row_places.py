@@ -68,9 +68,9 @@ def _multiplied(graph: Graph, value: Value, axis: int, depth: int) -> bool:
     for user in graph.users(value) if depth else ():
         if user.kind in PRODUCTS and user.inputs[0] == value:
             return True
-        if user.kind in VIEWS and (after := _axis_after(graph, user, axis)) is not None:
-            if _multiplied(graph, user.value, after, depth - 1):
-                return True
+        after = _axis_after(graph, user, axis) if user.kind in VIEWS else None
+        if after is not None and _multiplied(graph, user.value, after, depth - 1):
+            return True
     return False
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.launch import Launch
-from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.layout.row_places import ACCESS, result_strides, row_pitch, walked
+from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
 from optdnn.kernels.tactic import Offer, Region, Tactic, readers

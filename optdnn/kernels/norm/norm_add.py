@@ -11,10 +11,10 @@ from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder
+from optdnn.kernels.layout.row_places import aligned, result_strides, row_pitch
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.add_norm import NORMS
 from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, placed, row_problem, rows_offers
-from optdnn.kernels.layout.row_places import aligned, result_strides, row_pitch
 from optdnn.kernels.tactic import Offer, ProblemTactic, Region
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
