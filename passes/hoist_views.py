@@ -4,12 +4,16 @@ An attention's result is transposed, multiplied and, in PyTorch's exports, trans
 added. Between product and addition, the second view would keep the addition out of the product's epilogue. In front of the
 product it merges with the first one. In ConvNeXt a Transpose turns the product's rows into an image, to which a residual is
 added: the addition moves in front of the Transpose. A Gemm between reshapes of leading axes becomes a MatMul of the unflattened
-tensor. A Split of a joint projection moves in front of a Reshape, which would copy all of it.
+tensor. A Split of a joint projection moves in front of a Reshape, which would copy all of it. A norm of rows, and the addition
+after it, move in front of a Reshape of transposed rows (Swin V2's windows), and read the rows where they lie.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
@@ -36,7 +40,10 @@ from optdnn.types import Array, normalize_axis
 VIEWS = RESHAPES | {"Transpose"}
 IMAGES = frozenset({"Conv", "ConvTranspose"})
 """Operators whose results have their channels last in memory, so that a Transpose that puts them last is a view."""
+NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
 _MOST_ADDITIONS = 4
+_MOST_AXES = 4
+"""Axes over which the rows that a norm's kernel reads may be spread."""
 
 
 @rule("hoist_view", VIEWS)
@@ -208,6 +215,66 @@ def _added_in_rows(graph: Graph, op: Op, turn: Op, image: Value) -> Match | Miss
     return Match((op, turn), build)
 
 
+@rule("norm_before_reshape", NORMS)
+def norm_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
+    """``norm(reshape(transpose(x)))`` is ``reshape(norm(transpose(x)))`` where no view changes the rows, which would be copied."""
+    reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
+    turn = None if reshape is None else producer(graph, reshape.inputs[0], {"Transpose"}, alone=True)
+    if reshape is None or turn is None:
+        return None
+    before, after = shape_of(graph, turn.value), shape_of(graph, op.value)
+    if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
+        return Miss("its sizes are not known")
+    if before[-1] != after[-1] or turn.attrs.perm is None or turn.attrs.perm[-1] != len(before) - 1:
+        return Miss("the views do not keep its rows together")
+    if normalize_axis(op.attrs.axis, len(after)) != len(after) - 1 or len(op.outputs) > 1:
+        return Miss("it normalizes more than rows, or keeps their statistics")
+    if any(len(graph.type(v).dims) > 1 for v in op.inputs[1:] if v is not None):
+        return Miss("its scale or bias differs between rows")
+    if _spread(graph.type(operand(turn)).static_shape, turn.attrs.perm) > _MOST_AXES:
+        return Miss("its rows are spread over too many axes")
+
+    def build(patch: Patch) -> Value:
+        y = patch.add(op.kind, [turn.value, *op.inputs[1:]], replace(op.attrs, axis=-1))
+        return reshaped(patch, y, graph.type(op.value).static_shape)
+
+    return Match((op, reshape), build)
+
+
+def _spread(shape: tuple[int, ...], perm: Sequence[int]) -> int:
+    """Axes over which the rows of a transposed tensor are spread, those that follow one another in memory as one."""
+    order = [p for p in perm[:-1] if shape[p] != 1]
+    between = [math.prod(shape[p + 1 : q]) if q > p else 0 for p, q in pairwise(order)]
+    return len(order) - sum(n == 1 for n in between)
+
+
+@rule("add_before_reshape_of_norm", {"Add"})
+def add_before_reshape_of_norm(graph: Graph, op: Op) -> Match | Miss | None:
+    """``reshape(norm(transpose(x))) + y`` is ``reshape(norm(transpose(x)) + reshape(y))``: one launch normalizes and adds."""
+    for slot in (0, 1):
+        reshape = producer(graph, op.inputs[slot], {"Reshape"}, alone=True)
+        norm = None if reshape is None else producer(graph, reshape.inputs[0], NORMS, alone=True)
+        if reshape is None or norm is None or producer(graph, norm.inputs[0], {"Transpose"}) is None:
+            continue
+        other, (before, after) = operand(op, 1 - slot), (shape_of(graph, v) for v in (norm.value, op.value))
+        if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
+            return Miss("its sizes are not known")
+        if before[-1] != after[-1] or shape_of(graph, other) != after or shape_of(graph, reshape.value) != after:
+            return Miss("the other addend has other rows")
+
+        def build(
+            patch: Patch, norm: Op = norm, other: Value = other, before: Any = before, after: Any = after
+        ) -> Value:
+            y = patch.add("Add", [norm.value, reshaped(patch, other, before)])
+            return reshaped(patch, y, after)
+
+        return Match((op, reshape), build)
+    return None
+
+
 class HoistViews(RulePass):
     name = "hoist_views"
-    rules = (hoist_view, add_before_split, split_before_reshape, turn_before_split, add_before_turn)
+    rules = (
+        hoist_view, add_before_split, split_before_reshape, turn_before_split, add_before_turn, norm_before_reshape,
+        add_before_reshape_of_norm,
+    )  # fmt: skip

@@ -44,6 +44,7 @@ from optdnn.passes.relative_positions import RelativePositions
 from optdnn.passes.split_products import SplitProducts
 from optdnn.passes.support.stages import ANCHORS
 from optdnn.passes.take_rows import TakeRows
+from optdnn.passes.talking_heads import TalkingHeads
 from optdnn.passes.transform_products import TransformProducts
 from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
@@ -106,6 +107,7 @@ O2_GPU: tuple[Pass, ...] = (
     UnrolledScans(),  # before fusions: chains of steps have many small operators
     FuseL2Norm(),  # queries and keys of cosine attention, before attention; a GPU has a kernel for it
     FuseRotary(),  # the rotation of queries and keys, before attention
+    TalkingHeads(),  # before attention, which it leaves behind
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     PadHeads(),  # behind attention; before views are hoisted and epilogues fused, which hide the projections of heads
     TakeRows(),  # behind attention, whose queries are rows; before epilogues, and before constants are folded

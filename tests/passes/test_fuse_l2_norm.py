@@ -14,6 +14,7 @@ from optdnn.config import BuildOptions
 from optdnn.ir.graph import Value
 from optdnn.ops.norm import LpNormAttrs
 from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.optimize import optimize
 from optdnn.passes.fuse_l2_norm import FuseL2Norm
 
@@ -61,6 +62,58 @@ def test_many_short_rows_stay_arithmetic(rows: int, elements: int, fuses: bool) 
         assert FuseL2Norm()(graph).changes == 1
     else:
         check_refused(FuseL2Norm(), graph, because="16384 rows of 60 elements")
+
+
+def scores(n: Net, rows: int, elements: int, keys: str) -> Value:
+    """What reads normalized rows: a product that sums over them, or something else."""
+    x = n.input(rows // 64, 64, elements)
+    y = n.op("Div", x, n.op("Max", length(n, x, 2), 1e-3))
+    other = n.input(rows // 64, 64, elements, name="other")
+    if keys == "queries":
+        return n.op("MatMul", y, n.op("Transpose", other, attrs=TransposeAttrs((0, 2, 1))))
+    if keys == "values":
+        return n.op("MatMul", n.input(rows // 64, 8, 64, name="weights"), y)
+    turned = n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 1) if keys == "keys" else (1, 0, 2)))
+    return n.op("MatMul", other, turned) if keys == "keys" else n.op("Softmax", turned)
+
+
+@pytest.mark.parametrize(
+    ("elements", "keys", "fuses"),
+    [
+        (30, "queries", True), (30, "keys", True), (30, "values", False), (30, "turned", False),
+        (36, "queries", False), (12, "queries", True), (24, "queries", False),
+    ],
+)  # fmt: skip
+def test_heads_that_are_padded_share_lanes_evenly(elements: int, keys: str, fuses: bool) -> None:
+    """Heads of 30 features have 32 after pad_heads, those of 36 have 40."""
+    n = Net(np.float32)
+    graph = n.done(scores(n, 16384, elements, keys))
+    if fuses:
+        assert FuseL2Norm()(graph).changes == 1
+    else:
+        check_refused(FuseL2Norm(), graph, because=f"16384 rows of {elements} elements")
+
+
+def test_padded_heads_are_normalized_by_one_operator() -> None:
+    """Cosine attention of heads of 30 features, as Swin2SR has it: one joint product, and attention of 32 features."""
+    n = Net()
+    x = n.input(256, 64, 24)
+    heads = []
+    for _ in range(3):
+        y = n.op("Reshape", n.matmul(x, 60), n.ints(256, 64, 2, 30))
+        heads.append(n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 1, 3))))
+    q, k = (
+        n.op("Div", y, n.op("Expand", n.op("Clip", length(n, y, 3), 1e-6), n.ints(256, 2, 64, 30))) for y in heads[:2]
+    )
+    weights = n.op("Softmax", n.op("MatMul", q, n.op("Transpose", k, attrs=TransposeAttrs((0, 1, 3, 2)))))
+    y = n.op("Transpose", n.op("MatMul", weights, heads[2]), attrs=TransposeAttrs((0, 2, 1, 3)))
+    graph = n.done(n.matmul(n.op("Reshape", y, n.ints(256, 64, 60)), 24))
+    optimize(graph, BuildOptions(target="simulate", precision="fp16"), "simulate")
+    kinds = graph.kinds()
+    assert kinds["LpNormalization"] == 2
+    assert kinds["Attention"] == 1
+    assert graph.type(graph.of_kind("Attention")[0].inputs[0]).static_shape[-1] == 32  # type: ignore[arg-type]
+    assert "ReduceL2" not in kinds
 
 
 def test_rows_of_zeros_are_zeros_in_fp16() -> None:

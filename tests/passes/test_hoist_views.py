@@ -12,6 +12,7 @@ from support.net import Net
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import SplitAttrs
+from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.support.views import View, groups
@@ -256,3 +257,73 @@ def test_a_residual_with_its_channels_second_in_memory_stays() -> None:
 @pytest.mark.parametrize("options", [{"readers": 2}, {"bias": True}])
 def test_other_additions_stay_after_the_turn(options: dict[str, Any]) -> None:
     check_untouched(HoistViews(), residual(**options))
+
+
+def windows(
+    n: Net, *, kind: str = "LayerNormalization", perm: tuple[int, ...] = (0, 1, 3, 2, 4, 5), flat: tuple[int, ...] = (2, 36, 6),
+    axis: int = -1, scale: tuple[int, ...] = (6,),
+) -> Value:  # fmt: skip
+    """The normalized rows of windows that were put back into their images, as Swin V2 has them."""
+    x = n.op("Reshape", n.matmul(n.input(2, 36, 5), 6), n.ints(2, 3, 2, 3, 2, 6))
+    x = n.op("Reshape", transposed(n, x, *perm), n.ints(*flat))
+    parameters = [n.positive(*scale), n.random(*scale)][: 2 if kind == "LayerNormalization" else 1]
+    return n.op(kind, x, *parameters, attrs=LayerNormAttrs(axis, 1e-3))
+
+
+@pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
+def test_a_norm_reads_rows_where_they_lie(kind: str) -> None:
+    n = Net(np.float64)
+    graph, _ = check_pass(HoistViews(), n.done(windows(n, kind=kind)), changes=1, rules={"norm_before_reshape": 1})
+    (norm,) = graph.of_kind(kind)
+    assert graph.op(norm.inputs[0]).kind == "Transpose"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_the_addition_goes_with_the_norm(last: bool) -> None:
+    n = Net(np.float64)
+    y, stream = windows(n), n.input(2, 36, 6, name="stream")
+    graph = n.done(n.op("Add", *((stream, y) if last else (y, stream))))
+    rules = {"norm_before_reshape": 1, "add_before_reshape_of_norm": 1}
+    graph, _ = check_pass(HoistViews(), graph, changes=2, rules=rules)
+    (addition,) = graph.of_kind("Add")
+    assert graph.of_kind("LayerNormalization")[0].value in addition.inputs
+
+
+@pytest.mark.parametrize(
+    ("changes", "because"),
+    [
+        ({"perm": (0, 1, 3, 5, 4, 2), "flat": (2, 36, 6)}, "do not keep its rows together"),
+        ({"flat": (2, 18, 12), "scale": (12,)}, "do not keep its rows together"),
+        ({"axis": 1, "scale": (36, 6)}, "more than rows"),
+        ({"scale": (36, 6)}, "differs between rows"),
+        ({"perm": (4, 3, 2, 1, 0, 5), "flat": (2, 36, 6)}, "over too many axes"),
+    ],
+)
+def test_other_norms_stay_behind_their_views(changes: dict[str, Any], because: str) -> None:
+    n = Net()
+    check_refused(HoistViews(), n.done(windows(n, **changes)), because=because)
+
+
+def test_norms_of_unknown_sizes_stay() -> None:
+    n = Net()
+    x = transposed(n, n.input(symbol("b"), 3, 4, 6), 0, 2, 1, 3)
+    y = n.op("LayerNormalization", n.op("Reshape", x, n.ints(-1, 12, 6)), n.positive(6))
+    check_refused(HoistViews(), n.done(y), because="its sizes are not known")
+
+
+def test_an_addend_with_other_rows_stays() -> None:
+    n = Net()
+    y = n.op("Add", windows(n), n.op("Relu", n.input(1, 1, 6, name="row")))
+    graph = n.done(y)
+    HoistViews()(graph)
+    check_refused(HoistViews(), graph, because="the other addend has other rows")
+
+
+def test_an_addition_of_unknown_sizes_stays() -> None:
+    n = Net()
+    batch = symbol("b")
+    y = n.op("LayerNormalization", transposed(n, n.input(batch, 3, 4, 6), 0, 2, 1, 3), n.positive(6))
+    y = n.op("Reshape", y, n.ints(0, 12, 6))
+    check_refused(
+        HoistViews(), n.done(n.op("Add", y, n.input(batch, 12, 6, name="y"))), because="its sizes are not known"
+    )

@@ -10,6 +10,7 @@ import numpy as np
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.launch import Parameters
+from optdnn.kernels.layout.row_places import result_strides
 from optdnn.kernels.layout.taps import AxisTable, emit_taps
 from optdnn.kernels.layout.views import ints, settle
 from optdnn.kernels.layout.walks import pieces, walk
@@ -151,6 +152,10 @@ class GatherBy(Tactic):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         return "it is a view" if op.kind == "Gather" and GatherView().refuse(b, op) is None else None
+
+    def place(self, b: Builder, op: Op) -> None:
+        """Rows padded for products, unless the place is reserved."""
+        b.target(op.value, result_strides(b, op.value))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         x, index, out = b.operand(op.inputs[0]), b.operand(op.inputs[1]), b.target(op.value)

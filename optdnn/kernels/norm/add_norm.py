@@ -14,8 +14,9 @@ from typing import Any
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Launch
+from optdnn.kernels.layout.row_places import aligned, result_strides, row_pitch
 from optdnn.kernels.norm import rows_kernel as rows
-from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, row_problem, rows_offers
+from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, placed, row_problem, rows_offers
 from optdnn.kernels.tactic import Offer, Region, Tactic, readers
 from optdnn.ops.base import attrs_dict
 
@@ -46,8 +47,9 @@ class AddsAndNormalizes(Tactic):
         """The sum and its normalization."""
         norm = norm_of(b, op)
         assert norm is not None
-        b.target(op.value)
-        b.target(norm.value)
+        strides = result_strides(b, op.value, norm.value)
+        b.target(op.value, strides)
+        b.target(norm.value, strides)
 
     @abstractmethod
     def sources(self, b: Builder, op: Op) -> tuple[TensorView, TensorView]:
@@ -81,10 +83,11 @@ class AddNorm(AddsAndNormalizes):
             return "an operand is broadcast, and not whole rows of it are repeated"
         if b.row_invariant and any(b.graph.constant_value(v) is not None for v in op.inputs):
             return "its constant is broadcast over a larger batch, and the sum is rounded before it is normalized"
-        places = [b.operand(v) for v in op.inputs if v is not None]
-        places += [b.reserved[v] for v in (op.value, norm.value) if v in b.reserved]
-        if t.layout or any(not p.dense or p.offset % 8 or p.dtype != t.dtype for p in places):
-            return "its rows do not lie one after the other"
+        (x, other), given = self.sources(b, op), [b.reserved[v] for v in (op.value, norm.value) if v in b.reserved]
+        if t.layout or not aligned(x) or row_pitch(other) is None:
+            return "its rows do not lie at one pitch"
+        if any(not p.dense or p.offset % 8 for p in given) or any(p.dtype != t.dtype for p in (x, other, *given)):
+            return "its results do not lie one after the other"
         return None if self.configs(b, op) else "its rows do not fit the registers of a block"
 
     @staticmethod
@@ -96,7 +99,7 @@ class AddNorm(AddsAndNormalizes):
                 continue
             own = b.graph.type(other).static_shape
             if own == shape:
-                return value, other, 0
+                return (other, value, 0) if row_pitch(b.operand(other)) is None else (value, other, 0)
             while own and own[0] == 1:
                 own = own[1:]
             if own and own == shape[len(shape) - len(own) :]:
@@ -107,7 +110,9 @@ class AddNorm(AddsAndNormalizes):
         norm, operands = norm_of(b, op), self._operands(b, op)
         assert norm is not None
         assert operands is not None
-        return replace(row_problem(norm), add=True, sum=True, period=operands[2])
+        whole = replace(row_problem(norm), add=True, sum=True, period=operands[2])
+        out = b.result(norm.value, result_strides(b, op.value, norm.value))
+        return placed(whole, b.operand(operands[0]), out, b.operand(operands[1]))
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         return rows_offers(self._problem(b, op), b.gpu)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -13,8 +12,8 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.launch import Launch
+from optdnn.kernels.layout.row_places import ACCESS, result_strides, row_pitch, walked
 from optdnn.kernels.norm import rows_kernel as rows
-from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
 from optdnn.kernels.tactic import Offer, Region, Tactic, readers
@@ -22,8 +21,6 @@ from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, normalize_axis
 
-ACCESS = 8
-"""Elements of 16 bytes."""
 SHORT = tuple(ACCESS << k for k in range(6))
 """Elements of rows that a power of two of lanes share."""
 
@@ -42,15 +39,15 @@ OPERATIONS = {
 
 
 class HalfRows(Tactic):
-    """LayerNorm, RMSNorm, Softmax and LogSoftmax of 16-bit rows, each read once. The rows of the result lie one after the other."""
+    """LayerNorm, RMSNorm, Softmax and LogSoftmax of 16-bit rows, each read once. The rows of the result lie at one pitch."""
 
     name = "rows_half"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := self.refuse_rows(b, op)) is not None:
             return why
-        if op.value in b.reserved and not b.reserved[op.value].dense:
-            return "the rows of its result do not lie one after the other"
+        if op.value in b.reserved and row_pitch(b.reserved[op.value]) is None:
+            return "the rows of its result do not lie at one pitch"
         x = b.operand(op.inputs[0])
         return None if x.dense else _refuse_apart(op, x)
 
@@ -76,8 +73,12 @@ class HalfRows(Tactic):
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
         """What the launch computes."""
-        x = b.operand(op.inputs[0])
-        return row_problem(op) if x.dense else replace(row_problem(op), walk=walked(x) or ())
+        out = b.result(op.value, result_strides(b, op.value))
+        return placed(row_problem(op), b.operand(op.inputs[0]), out)
+
+    def place(self, b: Builder, op: Op) -> None:
+        """Rows padded for products, unless the place is reserved."""
+        b.target(op.value, result_strides(b, op.value))
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         return rows_offers(self.problem(b, op), b.gpu)
@@ -88,14 +89,10 @@ class HalfRows(Tactic):
         emit_norm(b, op, op, made, operands, op.kind, attrs_dict(op.attrs))
 
 
-def walked(x: TensorView) -> tuple[tuple[int, int], ...] | None:
-    """Sizes and strides of the axes over which rows are spread, as few as possible; None where there are too many, or where the
-    elements of a row are no neighbours."""
-    if x.strides[-1] != 1 and x.shape[-1] != 1:
-        return None
-    in_order = [math.prod(x.shape[i + 1 : -1]) for i in range(len(x.shape) - 1)]
-    sizes, (_, strides) = merge(x.shape[:-1], [in_order, x.strides[:-1]])
-    return tuple(zip(sizes, strides, strict=True)) if len(sizes) <= rows.MOST_AXES else None
+def placed(problem: rows.Problem, x: TensorView, out: TensorView, addend: TensorView | None = None) -> rows.Problem:
+    """The problem with its rows where they lie."""
+    pitches = ((row_pitch(addend) or 0) if addend is not None else 0, row_pitch(out) or 0)
+    return replace(problem, walk=() if x.dense else walked(x) or (), pitches=pitches)
 
 
 def _refuse_apart(op: Op, x: TensorView) -> str | None:
@@ -175,7 +172,7 @@ class QuantizedRows(HalfRows):
         assert to is not None
         b.target(to.op.value)
         if self._is_stored(b, op):
-            b.target(op.value)
+            super().place(b, op)
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
         """With both results."""

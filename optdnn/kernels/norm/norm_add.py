@@ -11,9 +11,10 @@ from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder
+from optdnn.kernels.layout.row_places import aligned, result_strides, row_pitch
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.add_norm import NORMS
-from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, row_problem, rows_offers
+from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, placed, row_problem, rows_offers
 from optdnn.kernels.tactic import Offer, ProblemTactic, Region
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
@@ -49,13 +50,14 @@ class NormAdd(ProblemTactic):
             return "the normalization's own result is kept"
         if (why := _ROWS.refuse_rows(b, norm)) is not None:
             return f"the normalization before it: {why}"
-        places = [
+        x, places = (
             b.operand(norm.inputs[0]),
-            b.operand(other),
-            *([b.reserved[op.value]] if op.value in b.reserved else []),
-        ]
-        if t.layout or any(not p.dense or p.offset % 8 or p.dtype != t.dtype for p in places):
-            return "its rows do not lie one after the other"
+            [b.operand(other), *(b.reserved[v] for v in [op.value] if v in b.reserved)],
+        )
+        if t.layout or not aligned(x) or any(row_pitch(p) is None for p in places):
+            return "its rows do not lie at one pitch"
+        if any(p.dtype != t.dtype for p in (x, *places)):
+            return "an operand is of another type"
         return None if self.configs(b, op) else "its rows do not fit the registers of a block"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
@@ -70,7 +72,14 @@ class NormAdd(ProblemTactic):
     def problem(self, b: Builder, op: Op) -> rows.Problem:
         found = _operands(b.graph, op)
         assert found is not None
-        return replace(row_problem(found[0]), add=True, last=True)
+        norm, other = found
+        out = b.result(op.value, result_strides(b, op.value))
+        whole = replace(row_problem(norm), add=True, last=True)
+        return placed(whole, b.operand(norm.inputs[0]), out, b.operand(other))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """Rows padded for products, unless the place is reserved."""
+        b.target(op.value, result_strides(b, op.value))
 
     def offers(self, problem: rows.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return rows_offers(problem, gpu)

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.layout.row_places import MOST_AXES
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -21,8 +22,6 @@ CLOCK = 1.75e9
 BLOCK_START = 150e-9  # seconds from one block's start on a multiprocessor to the next one's
 MAX_ELEMENTS = 32
 """Most elements of a row in one thread's registers; 24 in blocks of more than 512 threads."""
-MOST_AXES = 3
-"""Axes over which rows may be spread."""
 MAX_ROWS_ELEMENTS = 96
 """Most elements of several rows in one thread's registers."""
 
@@ -55,6 +54,8 @@ class Problem:
     walk: tuple[tuple[int, int], ...] = ()
     """Where the input's rows lie: sizes of up to :data:`MOST_AXES` axes and their strides in elements, the slowest first; (): one after
     the other."""
+    pitches: tuple[int, int] = (0, 0)
+    """Elements from a row of the addend, and of the 16-bit results, to the next one; 0: ``length``."""
 
     @property
     def bytes(self) -> int:
@@ -100,7 +101,7 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return "there is no result"
     if problem.walk and (len(problem.walk) > MOST_AXES or math.prod(n for n, _ in problem.walk) != problem.rows):
         return "its axes do not hold its rows"
-    if any(stride % config.lanes for _, stride in problem.walk):
+    if any(stride % config.lanes for stride in (*(s for _, s in problem.walk), *problem.pitches)):
         return f"rows do not begin at multiples of {config.lanes} elements"
     if problem.rows < 1 or problem.length < 1 or problem.rows >= 1 << 31:
         return "no rows, or more than the kernel counts"
@@ -147,7 +148,8 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     parameters.i32(problem.rows, problem.length).f32(problem.epsilon, 1.0 / problem.length, problem.factor)
     (narrow or QuantizedStore()).put(parameters)
     sizes, strides = zip(*((1, 0),) * (MOST_AXES - len(problem.walk)), *problem.walk, strict=True)
-    parameters.i32(problem.period, *sizes[1:]).i64(*strides)
+    pitches = (pitch or problem.length for pitch in problem.pitches)
+    parameters.i32(problem.period, *pitches, *sizes[1:]).i64(*strides)
     return parameters.launch(recipe(problem, config, gpu.arch), "rows", config.blocks(problem), config.threads)
 
 

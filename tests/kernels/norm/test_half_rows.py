@@ -12,6 +12,7 @@ from support.simulated import check_simulated
 from optdnn.ir.graph import Graph
 from optdnn.kernels.norm import rows_kernel
 from optdnn.ops import norm, softmax
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.launches.plan import Pointer, parse
 from optdnn.runtime.program import Program
@@ -90,6 +91,60 @@ def test_rows_are_spread_over_their_axes() -> None:
     assert "#define WALKED 1" in rows_kernel.recipe(spread, config).generated["generated.cuh"]
     assert "multiples of 8" in str(rows_kernel.refuse(replace(spread, walk=((2, 1920), (4, 380), (5, 64))), config))
     assert "do not hold" in str(rows_kernel.refuse(replace(spread, rows=41), config))
+    pitched = replace(spread, walk=(), pitches=(0, 52))
+    assert "multiples of 8" in str(rows_kernel.refuse(pitched, config))
+
+
+NARROW = 36
+"""Channels that are no multiple of eight: products read their rows at a pitch of 40."""
+
+
+def post_norm(kind: str = "LayerNormalization", windows: bool = False) -> Graph:
+    """A layer of Swin V2 with rows of 36 channels: normalized results of products are added to the stream, which products read.
+    ``windows``: of 2 x 3 windows, whose rows are taken apart before the norm."""
+    n = Net()
+    parameters = [n.positive(NARROW), *([n.random(NARROW)] if kind == "LayerNormalization" else [])]
+    x = n.matmul(n.input(24, 32), NARROW)
+    x = n.op(kind, x, *parameters)
+    y = n.matmul(x, NARROW)
+    if windows:
+        y = n.op("Reshape", y, n.ints(2, 2, 2, 3, NARROW))
+        y = n.op("Reshape", n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 1, 3, 4))), n.ints(24, NARROW))
+    x = n.op("Add", x, n.op(kind, y, *parameters))
+    y = n.matmul(n.op("Gelu", n.matmul(x, 72)), NARROW)
+    x = n.op("Add", x, n.op(kind, y, *parameters))
+    return n.done(n.matmul(x, 16))
+
+
+@pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
+def test_rows_are_padded_for_products(kind: str) -> None:
+    """No launch copies rows to where products can read them."""
+    program = check_simulated(post_norm(kind))
+    assert chosen(program, "Add").count("norm_add_half") == 2
+    kinds = [s.params["op"]["kind"] for s in program.steps]
+    assert "Copy" not in kinds
+    assert kinds.count("ActivatedNorm") == 2
+
+
+def test_rows_that_no_product_reads_are_not_padded() -> None:
+    for spread in (False, True):
+        n = Net()
+        x = n.op("LayerNormalization", n.matmul(n.input(24, 32), NARROW), n.positive(NARROW))
+        if spread:  # the features of a row do not stay together on the way to the product
+            x = n.matmul(n.op("Reshape", x, n.ints(12, 2 * NARROW)), 16)
+        program = check_simulated(n.done(n.op("Softmax", x)))
+        (step,) = [s for s in program.steps if s.params["op"]["kind"] == "LayerNormalization"]
+        assert step.params["writes"][0][3] == [NARROW, 1]
+
+
+def test_sums_and_their_norms_are_padded_alike() -> None:
+    n = Net()
+    x = n.matmul(n.input(24, 32), NARROW)
+    total = n.op("Add", n.op("Softmax", x), n.op("Softmax", n.input(24, NARROW, name="y")))
+    y = n.op("LayerNormalization", total, n.positive(NARROW), n.random(NARROW))
+    program = check_simulated(n.done(n.op("Add", n.matmul(y, NARROW), total)))
+    (step,) = [s for s in program.steps if s.params["op"]["kind"] == "AddNorm"]
+    assert [w[3] for w in step.params["writes"]] == [[40, 1], [40, 1]]
 
 
 def depthwise(channels: int = 16, **options: Any) -> Graph:

@@ -7,7 +7,7 @@
 //
 // generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, 2 softmax, 3 log-softmax), LANES, VECTORS, GROUP, ROWS, THREADS, HAS_ADD
 // (the normalized row is input + addend), ADD_LAST (the addend is added to the normalized row instead), PERIODIC (the addend's rows
-// repeat), WALKED (the input's rows are spread over up to three axes; all else lies in rows), HAS_SUM (that sum is an output, too), HAS_SCALE and HAS_BIAS; NARROW (1: the result goes out in 8-bit integers, 2: in fp8)
+// repeat), WALKED (the input's rows are spread over up to four axes; all else lies in rows), HAS_SUM (that sum is an output, too), HAS_SCALE and HAS_BIAS; NARROW (1: the result goes out in 8-bit integers, 2: in fp8)
 // and HAS_OUTPUT (it goes out in 16 bits).
 #include "vectors.cuh"
 #include "generated.cuh"
@@ -29,15 +29,17 @@ struct Params {
     float epsilon, inverse_length, factor;         // factor multiplies softmax's input
     Narrow to;
     int period;                                    // rows of the addend, where they repeat
-    int middle, inner;                             // WALKED: sizes of the two inner axes over which the input's rows are spread
-    long long strides[3];                          // WALKED: elements from a row to the next one of each axis
+    int addend_pitch, pitch;                       // elements from a row of the addend, and of both 16-bit results, to the next one
+    int sizes[3];                                  // WALKED: of the three inner axes over which the input's rows are spread
+    long long strides[4];                          // WALKED: elements from a row to the next one of each axis
 };
 
 // Where a row of the input begins.
 DEVICE long long input_at(const Params& p, int row) {
     if (!WALKED) return (long long)row * p.length;
-    const int next = row / p.inner;
-    return next / p.middle * p.strides[0] + next % p.middle * p.strides[1] + row % p.inner * p.strides[2];
+    const int middle = row / p.sizes[2], outer = middle / p.sizes[1];
+    return outer / p.sizes[0] * p.strides[0] + outer % p.sizes[0] * p.strides[1] + middle % p.sizes[1] * p.strides[2] +
+        row % p.sizes[2] * p.strides[3];
 }
 
 __shared__ float exchange[2][WARPS];
@@ -82,7 +84,7 @@ DEVICE void store_narrow(const Params& p, u8* at, const Packed<LANES>& x) {
 extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
     grid_launch_dependents();
     const int row = (blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP) * ROWS, first = threadIdx.x % GROUP * LANES;
-    const long long start = (long long)row * p.length;
+    const long long start = (long long)row * p.pitch;
     float scale[EARLY_PARAMETERS ? COUNT : LANES], bias[EARLY_PARAMETERS ? COUNT : LANES];
     if (EARLY_PARAMETERS && OPERATION < 2) {
         #pragma unroll
@@ -103,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
             const int column = first + v * GROUP * LANES;
             if (row + r >= p.rows || column >= p.length) continue;
             raw[r][v] = load_packed<LANES>(p.input + input_at(p, row + r) + column);
-            const long long added = (long long)(PERIODIC ? (row + r) % p.period : row + r) * p.length;
+            const long long added = (long long)(PERIODIC ? (row + r) % p.period : row + r) * p.addend_pitch;
             if (HAS_ADD) other[HAS_ADD ? r : 0][HAS_ADD ? v : 0] = load_packed<LANES>(p.addend + added + column);
         }
     }
@@ -129,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
                 }
                 x[r][v * LANES + i] = value;
             }
-            if (HAS_SUM && inside) store_packed(p.sum + start + (long long)r * p.length + column, pack<LANES>(x[r] + v * LANES));
+            if (HAS_SUM && inside) store_packed(p.sum + start + (long long)r * p.pitch + column, pack<LANES>(x[r] + v * LANES));
         }
         if (OPERATION >= 2) {
             shift[r] = reduce<true>(total, 0);
@@ -186,8 +188,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
                 y[i] = value;
             }
             const Packed<LANES> packed = pack<LANES>(y);
-            if (HAS_OUTPUT) store_packed(p.output + start + (long long)r * p.length + column, packed);
-            if (NARROW) store_narrow(p, p.narrow + start + (long long)r * p.length + column, packed);
+            if (HAS_OUTPUT) store_packed(p.output + start + (long long)r * p.pitch + column, packed);
+            if (NARROW) store_narrow(p, p.narrow + (long long)(row + r) * p.length + column, packed);
         }
     }
 }

@@ -1,0 +1,131 @@
+"""Attention whose heads are mixed before and after the softmax becomes attention of all features, and a product.
+
+Talking heads (Shazeer et al., 2020; CaiT: Touvron et al., 2021) mix the maps of ``H`` heads by a matrix ``W`` before the softmax
+and by ``U`` after it. No map has to be stored: ``sum_h W[h, g] q_h k_h^T`` is one product over the features of all heads, of
+queries that are multiplied by ``W[h, g]`` and of the keys as they lie. A vector added to it is constant along a row of the softmax.
+Behind the softmax, map ``g`` multiplies the values of all heads, and one constant matrix takes from each what ``U`` says. A vector
+``c`` added there adds ``c_h`` times the sum of a head's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.support.attention_scores import factor_of, staged
+from optdnn.passes.support.facts import integers, operand, producer, reshaped
+from optdnn.passes.support.products import added_vector
+from optdnn.types import Array, normalize_axis
+
+WIDEST = 256
+"""Features of all heads at most: products over more take longer than maps that are stored."""
+TO_LAST, FROM_LAST = (0, 2, 3, 1), (0, 3, 1, 2)
+"""Heads behind queries and keys, and back."""
+EXCHANGE = TransposeAttrs((0, 2, 1, 3))
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Maps times a constant matrix of heads, plus a vector."""
+
+    maps: Value
+    matrix: Array
+    vector: Array | None
+    ops: tuple[Op, ...]
+
+
+@rule("talking_heads", {"MatMul"})
+def talking_heads(graph: Graph, op: Op) -> Match | Miss | None:
+    """``mix(softmax(mix(q k^T))) v`` of (B, H, N, D)."""
+    back = producer(graph, op.inputs[0], {"Transpose"}, alone=True)
+    if back is None or tuple(back.attrs.perm or ()) != FROM_LAST or staged(op):
+        return None
+    after = _mixing(graph, operand(back))
+    softmax = None if after is None else producer(graph, after.maps, {"Softmax"}, alone=True)
+    if after is None or softmax is None or normalize_axis(softmax.attrs.axis, 4) != 2:
+        return None
+    before = _mixing(graph, operand(softmax))
+    turn = None if before is None else producer(graph, before.maps, {"Transpose"}, alone=True)
+    if before is None or turn is None or tuple(turn.attrs.perm or ()) != TO_LAST:
+        return None
+    scores = producer(graph, turn.inputs[0], {"MatMul"}, alone=True)
+    if scores is None or staged(scores):
+        return Miss("what is mixed is not a product of queries and keys that nothing else reads")
+    operands = (*scores.inputs[:2], op.inputs[1])
+    types = [graph.type(v) for v in operands if v is not None]
+    if any(not t.is_static or len(t.static_shape) != 4 for t in types):
+        return Miss("its sizes are not known")
+    q, k, v = (t.static_shape for t in types)
+    if q[:2] != k[:2] or q[:2] != v[:2] or q[1] * max(q[3], v[3]) > WIDEST:
+        return Miss(f"its {q[1]} heads of {max(q[3], v[3])} features do not fit one of {WIDEST}")
+    ops = (op, back, *after.ops, softmax, *before.ops, turn, scores)
+    return Match(ops, lambda patch: _rewrite(patch, op, scores, before, after))
+
+
+def _mixing(graph: Graph, value: Value) -> Mixing | None:
+    ops: list[Op] = []
+    vector = None
+    addition = producer(graph, value, {"Add"}, alone=True)
+    if addition is not None:
+        found = added_vector(graph, addition)
+        if found is None:
+            return None
+        (value, vector), ops = found, [addition]
+    product = producer(graph, value, {"MatMul"}, alone=True)
+    matrix = None if product is None else graph.constant_value(product.input(1))
+    if product is None or matrix is None or matrix.ndim != 2 or staged(product):
+        return None
+    return Mixing(operand(product), matrix, vector, (*ops, product))
+
+
+def _rewrite(patch: Patch, op: Op, scores: Op, before: Mixing, after: Mixing) -> Value:
+    graph = patch.graph
+    queries, factor = factor_of(graph, graph.op(operand(scores))) or (operand(scores), 1.0)
+    keys, values = operand(scores, 1), operand(op, 1)
+    batch, heads, rows, size = graph.type(queries).static_shape
+    _, _, count, valued = graph.type(values).static_shape
+    mixed = before.matrix.shape[1]
+    q = reshaped(patch, patch.add("Transpose", [queries], EXCHANGE), (batch, 1, rows, heads * size))
+    weights = np.repeat(before.matrix.T, size, axis=1) * before.matrix.dtype.type(factor)
+    q = patch.add("Mul", [q, patch.constant(weights[None, :, None, :], "mixed")])
+    maps = patch.add("MatMul", [q, reshaped(patch, keys, (batch, 1, heads * size, count))], MatMulAttrs())
+    maps = patch.add("Softmax", [maps], SoftmaxAttrs(-1))
+    v = reshaped(patch, patch.add("Transpose", [values], EXCHANGE), (batch, 1, count, heads * valued))
+    y = patch.add("MatMul", [maps, v], MatMulAttrs())
+    y = reshaped(patch, patch.add("Transpose", [y], EXCHANGE), (batch, rows, mixed * heads * valued))
+    y = patch.add("MatMul", [y, patch.constant(_taken(after.matrix, valued), "heads")], MatMulAttrs())
+    y = patch.add("Transpose", [reshaped(patch, y, (batch, rows, heads, valued))], EXCHANGE)
+    if after.vector is not None:
+        total = patch.add("ReduceSum", [values, integers(patch, [2], "axes")], ReduceAttrs(True))
+        shares = patch.constant(after.vector.reshape(1, heads, 1, 1), "shares")
+        y = patch.add("Add", [y, patch.add("Mul", [total, shares])])
+    return y
+
+
+def _taken(matrix: Array, size: int) -> Array:
+    """The matrix (mixed * heads * size, heads * size) that takes of each map's values those of a head, times its share."""
+    mixed, heads = matrix.shape
+    found: Array = np.zeros((mixed, heads, size, heads, size), matrix.dtype)
+    head, feature = np.arange(heads)[:, None], np.arange(size)
+    for g in range(mixed):
+        found[g, head, feature, head, feature] = matrix[g][:, None]
+    return found.reshape(mixed * heads * size, heads * size)
+
+
+class TalkingHeads(RulePass):
+    name = "talking_heads"
+    rules = (talking_heads,)
+
+    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
+        """Only attention in 16 bits has a kernel for so many features."""
+        sixteen = any(graph.type(v).dtype.itemsize == 2 for op in graph.of_kind("Softmax") for v in op.inputs[:1] if v)
+        return self.rules if sixteen or context.plan is not None or context.precision not in ("fp32", "fp64") else ()

@@ -1,0 +1,101 @@
+"""talking_heads: attention whose heads are mixed before and after the softmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import kinds, lowered
+
+from optdnn.config import BuildOptions
+from optdnn.dim import symbol
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
+from optdnn.optimize import optimize
+from optdnn.passes.base import PassContext
+from optdnn.passes.talking_heads import TalkingHeads
+
+SIXTEEN = PassContext(precision="fp16")
+
+
+def turned(n: Net, x: Value, *perm: int) -> Value:
+    return n.op("Transpose", x, attrs=TransposeAttrs(perm))
+
+
+def mixed(n: Net, x: Value, matrix: Value, vector: Value | None) -> Value:
+    y = n.op("MatMul", x, matrix)
+    return y if vector is None else n.op("Add", y, vector)
+
+
+def talking(
+    *, heads: int = 3, mixed_heads: int = 2, size: int = 4, valued: int = 5, first: bool = True, second: bool = True,
+    scale: bool = True, axis: int = 2, batch: Any = 2, kept: bool = False, product: bool = True, dtype: Any = np.float64,
+) -> Graph:  # fmt: skip
+    """Talking heads over 6 queries and 7 keys. Vectors are added before (``first``) and after (``second``) the softmax."""
+    n = Net(dtype)
+    q, k = n.input(batch, heads, 6, size, name="q"), n.input(batch, heads, 7, size, name="k")
+    v = n.input(batch, heads, 7, valued, name="v")
+    q = n.op("Mul", q, dtype(0.3)) if scale else q
+    scores = n.op("MatMul", q, turned(n, k, 0, 1, 3, 2))
+    scores = scores if product else n.op("Relu", scores)
+    maps = mixed(
+        n, turned(n, scores, 0, 2, 3, 1), n.random(heads, mixed_heads), n.random(mixed_heads) if first else None
+    )
+    maps = n.op("Softmax", maps, attrs=SoftmaxAttrs(axis))
+    maps = mixed(n, maps, n.random(mixed_heads, heads), n.random(heads) if second else None)
+    y = n.op("MatMul", turned(n, maps, 0, 3, 1, 2), v)
+    return n.done(y, *([n.op("Relu", scores)] if kept else []))
+
+
+@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("second", [True, False])
+def test_heads_become_features(first: bool, second: bool, scale: bool) -> None:
+    graph, _ = check_pass(
+        TalkingHeads(),
+        talking(first=first, second=second, scale=scale),
+        changes=1,
+        rules={"talking_heads": 1},
+        context=SIXTEEN,
+    )
+    found = graph.kinds()
+    assert found["MatMul"] == 3
+    assert found["Softmax"] == 1
+    assert found.get("ReduceSum", 0) == int(second)
+
+
+@pytest.mark.parametrize(
+    ("changes", "because"),
+    [
+        ({"heads": 8, "size": 40}, "its 8 heads of 40 features do not fit one of 256"),
+        ({"heads": 8, "valued": 33}, "its 8 heads of 33 features"),
+        ({"batch": symbol("b")}, "its sizes are not known"),
+        ({"product": False}, "not a product of queries and keys"),
+        ({"kept": True}, "that nothing else reads"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], because: str) -> None:
+    check_refused(TalkingHeads(), talking(**changes), because=because, context=SIXTEEN)
+
+
+@pytest.mark.parametrize("axis", [1, 3])
+def test_a_softmax_over_another_axis_is_no_candidate(axis: int) -> None:
+    check_untouched(TalkingHeads(), talking(axis=axis), context=SIXTEEN)
+
+
+def test_attention_in_fp32_stays() -> None:
+    check_untouched(TalkingHeads(), talking(dtype=np.float32))
+
+
+def test_no_map_is_stored() -> None:
+    """A network of 16 bits has one attention, and no copies of maps."""
+    graph = talking(heads=4, mixed_heads=4, size=8, valued=8, second=False, dtype=np.float32)
+    optimize(graph, BuildOptions(target="simulate", precision="fp16"), "simulate")
+    (attention,) = graph.of_kind("Attention")
+    assert graph.type(attention.inputs[0]).static_shape == (2, 4, 6, 32)  # type: ignore[arg-type]
+    assert graph.type(attention.inputs[1]).static_shape == (2, 1, 7, 32)  # type: ignore[arg-type]
+    assert "Softmax" not in kinds(lowered(graph))
