@@ -155,7 +155,7 @@ def _feeds_convolution(graph: Graph, op: Op) -> bool:
         user = users.pop()
         if user.kind in PREFER:
             return True
-        if user.id in seen:
+        if user.id in seen or user.kind in STRUCTURAL:
             continue
         seen.add(user.id)
         if user.definition.traits.pointwise and user.outputs[0].type.rank == _rank(op):

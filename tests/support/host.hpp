@@ -27,17 +27,6 @@ static void (*entry)();
 static void run_fiber() { entry(); ended[threadIdx.x] = true; }
 static void __syncthreads() { swapcontext(&fibers[threadIdx.x], &scheduler); }
 
-static void __syncwarp() { __syncthreads(); }
-static bool turn[MOST];
-// All threads of the block shuffle together, as often as each other. Two rows of places take turns: a slow thread reads the one before.
-static float __shfl_xor_sync(unsigned, float v, int mask) {
-    static float places[2][MOST];
-    const unsigned own = threadIdx.x;
-    float* const row = places[turn[own] = !turn[own]];
-    row[own] = v;
-    __syncthreads();
-    return row[own ^ mask];
-}
 alignas(16) static unsigned char dynamic_memory[232448];
 extern "C" { int only_block = -1; }                // of a launch whose blocks are processes of their own
 
@@ -53,7 +42,7 @@ static void run_block(unsigned threads, bool synchronized) {
         fibers[t].uc_stack.ss_sp = stacks + size_t(t) * STACK;
         fibers[t].uc_stack.ss_size = STACK;
         fibers[t].uc_link = &scheduler;
-        ended[t] = turn[t] = false;
+        ended[t] = false;
         makecontext(&fibers[t], run_fiber, 0);
     }
     for (unsigned left = threads; left;) {

@@ -17,6 +17,18 @@ static inline u32 max2_bf16(u32 a, u32 b) { return max_bf16(a, b) | u32(max_bf16
 static inline void launch_dependents() {}
 static inline void wait_for_predecessor() {}
 
+static void __syncwarp() { __syncthreads(); }
+static bool later_row[MOST];
+// All threads of the block shuffle together, as often as each other. Two rows of places take turns: a slow thread reads the one before.
+static float __shfl_xor_sync(unsigned, float v, int mask) {
+    static float places[2][MOST];
+    const unsigned own = threadIdx.x;
+    float* const row = places[later_row[own] = !later_row[own]];
+    row[own] = v;
+    __syncthreads();
+    return row[own ^ mask];
+}
+
 // As grid_meeting.cuh's: blocks that meet are processes, see host.py.
 static void meet(u32* rounds) {
     __syncthreads();

@@ -140,7 +140,7 @@ class ResidentRNN(ProblemTactic):
 
 def op_inputs(b: Builder, op: Op) -> int:
     """Numbers of an input vector."""
-    return constant_operand(b, op, 1).shape[2]
+    return int(constant_operand(b, op, 1).shape[2])
 
 
 def _dense(b: Builder, op: Op, value: Value, name: str) -> TensorView:
