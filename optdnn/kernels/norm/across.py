@@ -14,7 +14,6 @@ from typing import Any
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.launch import Launch
-from optdnn.kernels.layout.row_places import row_pitch
 from optdnn.kernels.norm import across_kernel as across
 from optdnn.kernels.norm.add_norm import AddsAndNormalizes, norm_of
 from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, emit_norm
@@ -57,13 +56,13 @@ def turned_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _problem(norm: Op, add: tuple[int, int] | None, out: tuple[int, int] | None, pitch: int = 0) -> across.Problem:
-    """The norm's, with an addend or a result that lies across, by strides of images and columns. ``pitch``: of the input's rows."""
+def _problem(norm: Op, add: tuple[int, int] | None, out: tuple[int, int] | None) -> across.Problem:
+    """The norm's, with an addend or a result that lies across, by strides of images and columns."""
     t = norm.outputs[0].type
     shape = t.static_shape
     return across.Problem(
         OPERATIONS[norm.kind], math.prod(shape[:-2]), shape[-2], shape[-1], map_dtype(t.dtype), add is not None, out is not None,
-        norm.input(1) is not None, norm.input(2) is not None, norm.attrs.epsilon, add or (0, 0), out or (0, 0), pitch,
+        norm.input(1) is not None, norm.input(2) is not None, norm.attrs.epsilon, add or (0, 0), out or (0, 0),
     )  # fmt: skip
 
 
@@ -84,8 +83,8 @@ class NormAcross(Tactic):
             return "what reads its transposed result is not a product of rows"
         if op.value in b.reserved or turned.value in b.reserved or op.outputs[0].type.layout:
             return "the place of its result is given"
-        if row_pitch(b.operand(op.inputs[0])) is None:
-            return "its rows do not lie at one pitch"
+        if not b.operand(op.inputs[0]).dense or b.operand(op.inputs[0]).offset % across.LANES:
+            return "its rows do not lie one after the other"
         return None if self.configs(b, op) else "its rows do not fit the registers of a warp"
 
     def place(self, b: Builder, op: Op) -> None:
@@ -93,20 +92,20 @@ class NormAcross(Tactic):
         b.target(op.value, turned_strides(op.outputs[0].type.static_shape))
 
     @staticmethod
-    def _problem(b: Builder, op: Op) -> across.Problem:
+    def _problem(op: Op) -> across.Problem:
         shape = op.outputs[0].type.static_shape
-        column = up(shape[-2], across.LANES)
-        return _problem(op, None, (column * shape[-1], column), row_pitch(b.operand(op.inputs[0])) or 0)
+        pitch = up(shape[-2], across.LANES)
+        return _problem(op, None, (pitch * shape[-1], pitch))
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        return _offers(self._problem(b, op), b.gpu)
+        return _offers(self._problem(op), b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         operands = {
             "input": b.operand(op.inputs[0]),
             "output": b.target(op.value, turned_strides(op.outputs[0].type.static_shape)),
         }
-        made = across.launch(self._problem(b, op), config, b.gpu)
+        made = across.launch(self._problem(op), config, b.gpu)
         emit_norm(b, op, op, made, operands, op.kind, attrs_dict(op.attrs))
 
 

@@ -41,8 +41,6 @@ class Problem:
     epsilon: float = 1e-5
     addend_at: tuple[int, int] = (0, 0)
     output_at: tuple[int, int] = (0, 0)
-    pitch: int = 0
-    """Elements from a row of the input to the next one; 0: rows have no gaps."""
 
     @property
     def bytes(self) -> int:
@@ -86,8 +84,6 @@ def refuse(problem: Problem, config: Config, shared: int) -> str | None:
     used = [at for at, there in ((problem.addend_at, problem.add), (problem.output_at, problem.across)) if there]
     if any(step % LANES or step < 1 for at in used for step in at):
         return "columns do not begin at multiples of 16 bytes"
-    if problem.pitch % LANES:
-        return "rows do not begin at multiples of 16 bytes"
     if config.rows not in (8, 16, 32) or config.threads not in (128, 256, 512) or config.rows * 32 % config.threads:
         return f"{config.threads} threads do not share {config.rows} rows"
     if (needed := config.shared_bytes(problem)) > shared:
@@ -112,9 +108,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
         "input": True, "addend": problem.add, "scale": problem.scale, "bias": problem.bias, "output": True, "sum": problem.add,
     }  # fmt: skip
     parameters = Parameters().pointer(*(name if there else None for name, there in present.items()))
-    parameters.i32(problem.rows, problem.length, config.tiles(problem), problem.pitch or problem.length).f32(
-        problem.epsilon, 1.0 / problem.length
-    )
+    parameters.i32(problem.rows, problem.length, config.tiles(problem)).f32(problem.epsilon, 1.0 / problem.length)
     parameters.i64(*problem.addend_at, *problem.output_at)
     made = recipe(problem, config, gpu.arch)
     return parameters.launch(

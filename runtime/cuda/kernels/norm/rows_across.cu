@@ -18,14 +18,13 @@ struct Across {
 };
 
 struct Params {
-    const u16* input;                              // in rows
+    const u16* input;                              // in rows, without gaps
     const u16* addend;
     const float* scale;                            // [length]
     const float* bias;                             // [length]
     u16* output;
     u16* sum;
     int rows, length, tiles;                       // of an image; tiles: ceil(rows / ROWS)
-    int pitch;                                     // elements from a row of the input to the next one
     float epsilon, inverse_length;
     Across addend_at, output_at;
 };
@@ -117,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows_across(const __grid_c
     grid_launch_dependents();
     const int image = blockIdx.x / p.tiles, first = blockIdx.x % p.tiles * ROWS, rows = min(ROWS, p.rows - first);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pitch = p.length + LANES;
-    const long long before = (long long)image * p.rows + first, start = before * p.length;
+    const long long start = ((long long)image * p.rows + first) * p.length;
     grid_dependency_wait();
     if (HAS_ADD) {
         gather(p, p.addend + image * p.addend_at.image + first, rows, pitch);
@@ -130,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows_across(const __grid_c
             const int column = (v * 32 + lane) * LANES;
             Packed<LANES> raw = {}, other = {};
             if (column < p.length) {
-                raw = load_packed<LANES>(p.input + (before + row) * p.pitch + column);
+                raw = load_packed<LANES>(p.input + start + (long long)row * p.length + column);
                 if (HAS_ADD) other = load_packed<LANES>(tile + row * pitch + column);
             }
             #pragma unroll
