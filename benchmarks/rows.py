@@ -151,6 +151,8 @@ DETAIL: Mapping[str, str] = {
     "speed": "verdict another_input min_ms p99_ms load_s repeats build_s steps kernels arena_bytes",
 }
 """Kind -> the fields of its rows that no table shows ("": of all kinds)."""
+KEPT_CLIFFS, WHY = 3, 160
+"""Slow steps of a run that stay with its row, and the characters of their reasons."""
 VERSIONS = ("torch", "nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvrtc", "onnxruntime", "openvino")
 """The packages whose versions stay with a run."""
 
@@ -161,10 +163,16 @@ def compact(line: Row) -> Row:
         versions = line.get("versions", {})
         return {**line, "versions": {name: versions[name] for name in VERSIONS if name in versions}}
     found: Row = _without(line, {*DETAIL[""].split(), *DETAIL.get(line["what"], "").split()})
-    if line["what"] == "speed" and "checks" in found:
-        # the size of an error is shown only where it is beyond the bound
-        checks = {n: _without(c, set() if "wrong" in c else {"error_rel"}) for n, c in found["checks"].items()}
-        found = _without({**found, "checks": checks}, set())
+    if "cliffs" in found:
+        longest = sorted(found["cliffs"], key=lambda c: -float(c["gain"]))[:KEPT_CLIFFS]
+        found["cliffs"] = [{**c, "why": c["why"][:WHY]} for c in longest]
+    if line["what"] == "speed":
+        # Shown: the size of an error beyond the bound, torch.compile's seconds, and builds beside one lane or the libraries.
+        shown = {n: c if "wrong" in c else _without(c, {"error_rel"}) for n, c in found.get("checks", {}).items()}
+        found["checks"] = {n: c if n.startswith("compile") else _without(c, {"prepare_s"}) for n, c in shown.items()}
+        if {"one_lane", "libraries"}.isdisjoint(found.get("times", {})):
+            found.pop("builds", None)
+        found = _without(found, set())
     return found
 
 

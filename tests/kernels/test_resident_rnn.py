@@ -47,7 +47,9 @@ CONFIGS: dict[str, tuple[Callable[[], Graph], Config]] = {
 }
 
 
-def in_config(config: Config, graph: Graph, precision: str, target: str, patch: pytest.MonkeyPatch) -> Program:
+def in_config(
+    config: Config, graph: Graph, precision: str, target: str, patch: pytest.MonkeyPatch, **options: Any
+) -> Program:
     """The graph's program, with recurrent layers in this configuration."""
     offers = (Offer(config, 0.0, row_invariant=False),)
 
@@ -56,7 +58,7 @@ def in_config(config: Config, graph: Graph, precision: str, target: str, patch: 
         return offers
 
     patch.setattr(resident, "_offers", only)
-    program = lowered(graph, precision, target=target)
+    program = lowered(graph, precision, target=target, **options)
     assert {t["config"] for t in program.meta["tactics"] if t["tactic"] == "rnn_resident"} == {str(config)}
     return program
 
@@ -66,7 +68,8 @@ def in_config(config: Config, graph: Graph, precision: str, target: str, patch: 
 def test_configurations_on_the_processor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Orin has 16 multiprocessors: blocks of several items wait for one another in turn."""
     make, config = CONFIGS[name]
-    program = in_config(config, make(), "fp32", "cuda:orin" if name == "several items" else "simulate", monkeypatch)
+    target = "cuda:orin" if name == "several items" else "simulate"
+    program = in_config(config, make(), "fp32", target, monkeypatch, no_cubins=True)
     compare_steps(program, feeds_of(make()), TOLERANCE["fp32"], tmp_path)
 
 
