@@ -49,6 +49,31 @@ def state_strides(op: Op) -> tuple[int, ...]:
     return (batch * count * hidden, hidden, count * hidden, 1)
 
 
+def place_states(b: Builder, op: Op) -> None:
+    """The states of both directions lie side by side for each entry of the batch, as their readers want them."""
+    b.target(op.value, state_strides(op))
+    for port in range(1, len(op.outputs)):
+        b.target(Value(op.id, port))
+
+
+def written_states(b: Builder, op: Op) -> tuple[list[TensorView], list[TensorView]]:
+    """The places of the results, and where the launch writes them: there, or where :func:`copy_states` copies from."""
+    results = [b.target(Value(op.id, port)) for port in range(len(op.outputs))]
+    strides = [state_strides(op), *(row_major(y.shape) for y in results[1:])]
+    written = [
+        y if y.is_like(s) else b.new(f"{op.outputs[0].name}.apart", y.dtype, y.shape, s)
+        for y, s in zip(results, strides, strict=True)
+    ]
+    return results, written
+
+
+def copy_states(b: Builder, op: Op, results: Sequence[TensorView], written: Sequence[TensorView]) -> None:
+    """Copy what the launch wrote elsewhere to the places of the results."""
+    for source, target in zip(written, results, strict=True):
+        if source is not target:
+            copy(b, op, source, target)
+
+
 def constant_operand(b: Builder, op: Op, index: int) -> Array:
     """A constant operand, which the tactic requires."""
     found = b.graph.constant_value(op.inputs[index])
@@ -86,10 +111,7 @@ class GridRNN(ProblemTactic):
         return None if None in reasons else reasons[-1]
 
     def place(self, b: Builder, op: Op) -> None:
-        """The states of both directions lie side by side for each entry of the batch, as their readers want them."""
-        b.target(op.value, state_strides(op))
-        for port in range(1, len(op.outputs)):
-            b.target(Value(op.id, port))
+        place_states(b, op)
 
     def problem(self, b: Builder, op: Op) -> grid_kernel.Problem:
         steps, count, batch, hidden = op.outputs[0].type.static_shape
@@ -108,12 +130,7 @@ class GridRNN(ProblemTactic):
         gates = self.products(b, op, steps * batch, count * size).view(
             (steps, batch, count * size), (batch * count * size, count * size, 1)
         )
-        results = [b.target(Value(op.id, port)) for port in range(len(op.outputs))]
-        wanted = [state_strides(op), *(row_major(y.shape) for y in results[1:])]
-        made = [
-            y if y.is_like(s) else b.new(f"{op.outputs[0].name}.apart", y.dtype, y.shape, s)
-            for y, s in zip(results, wanted, strict=True)
-        ]
+        results, made = written_states(b, op)
         operands = {
             "gates": gates, "weights": b.constant(constant_operand(b, op, 2), "weights"),
             "exchange": b.new(f"{op.outputs[0].name}.exchange", np.dtype(np.int32), (grid_kernel.exchange_words(problem),)),
@@ -135,9 +152,7 @@ class GridRNN(ProblemTactic):
         reads = [gates, operands["weights"], bias, peepholes, lengths, *initial]
         kept = [operands["exchange"], operands["epoch"]]
         b.emit(op, grid_kernel.launch(problem, config, b.gpu), operands, "Recurrence", attrs, reads, made, kept=kept)
-        for source, target in zip(made, results, strict=True):
-            if source is not target:
-                copy(b, op, source, target)
+        copy_states(b, op, results, made)
 
     @staticmethod
     def state(b: Builder, op: Op, value: Value | None, shape: tuple[int, ...]) -> TensorView:

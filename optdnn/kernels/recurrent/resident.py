@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Builder, TensorView, map_dtype, row_major
+from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.gemm.matmul import emit_matmul
 from optdnn.kernels.layout.views import reshaped
-from optdnn.kernels.pointwise.pointwise import copied, copy
+from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.recurrent import resident_kernel
 from optdnn.kernels.recurrent.activations import activation, per_direction
-from optdnn.kernels.recurrent.grid import GridRNN, constant_operand, state_strides
+from optdnn.kernels.recurrent.grid import GridRNN, constant_operand, copy_states, place_states, written_states
 from optdnn.kernels.recurrent.hopper import HopperRNN, initial_states
 from optdnn.kernels.tactic import Offer, ProblemTactic, Tactic, costlier
 from optdnn.ops.base import Attrs, Stage, attrs_dict
@@ -81,10 +81,7 @@ class ResidentRNN(ProblemTactic):
         return next((why for why in reasons if why is not None), None)
 
     def place(self, b: Builder, op: Op) -> None:
-        """The states of both directions lie side by side for each entry of the batch, as their readers want them."""
-        b.target(op.value, state_strides(op))
-        for port in range(1, len(op.outputs)):
-            b.target(Value(op.id, port))
+        place_states(b, op)
 
     def problem(self, b: Builder, op: Op) -> resident_kernel.Problem:
         steps, count, batch, hidden = op.outputs[0].type.static_shape
@@ -128,14 +125,12 @@ class ResidentRNN(ProblemTactic):
             kept = [operands["exchange"], operands["epoch"]]
         reads = [operands["gates"], operands["weights"], bias]
         reads += [operands.get(k) for k in ("peepholes", "lengths", "initial_h", "initial_c")]
-        results, written = _written(b, op)
+        results, written = written_states(b, op)
         operands.update(zip(("output", "final_h", "final_c"), written, strict=False))
         attrs = {"cell": op.kind, **attrs_dict(op.attrs)}
         launch = resident_kernel.launch(problem, config, b.gpu)
         b.emit(op, launch, operands, "Recurrence", attrs, reads, written, kept=kept)
-        for source, target in zip(written, results, strict=True):
-            if source is not target:
-                copy(b, op, source, target)
+        copy_states(b, op, results, written)
 
 
 def op_inputs(b: Builder, op: Op) -> int:
@@ -147,17 +142,6 @@ def _dense(b: Builder, op: Op, value: Value, name: str) -> TensorView:
     """An operand without gaps."""
     x = b.operand(value)
     return x if x.dense else copied(b, op, x, name)
-
-
-def _written(b: Builder, op: Op) -> tuple[list[TensorView], list[TensorView]]:
-    """The places of the results, and where the launch writes them: there, or where it must be copied from."""
-    results = [b.target(Value(op.id, port)) for port in range(len(op.outputs))]
-    strides = [state_strides(op), *(row_major(y.shape) for y in results[1:])]
-    written = [
-        y if y.is_like(s) else b.new(f"{op.outputs[0].name}.apart", y.dtype, y.shape, s)
-        for y, s in zip(results, strides, strict=True)
-    ]
-    return results, written
 
 
 def _wide_products(b: Builder, op: Op) -> TensorView:
