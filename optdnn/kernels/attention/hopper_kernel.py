@@ -27,7 +27,8 @@ PRODUCT_REGISTERS = 26
 ENDS = 2200
 """Cycles of a block's first loads and last store."""
 TURNS, IDLE_TURNS = 0.96, 1.02
-"""Cycles of a tile where warpgroups issue their products in turn, of those where they do not; and where that gains nothing."""
+"""A tile's cycles with turns (warpgroups issue their products one after the other), over its cycles without: where turns help, and
+where they do not."""
 SAMPLED = 64
 """Items of a head whose tiles the model counts."""
 _BARRIER_BYTES = 1024
@@ -394,8 +395,10 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 
 def _turns(problem: Problem, config: Config, resident: int) -> float:
-    """Cycles of a tile, of those without turns. Warpgroups of other blocks take none; in causal order warpgroups differ in tiles;
-    and a bias of factors leaves little time between products."""
+    """A tile's cycles in this configuration, over its cycles without turns.
+
+    Turns do not help where other blocks share the multiprocessor, where the warpgroups of a causal problem have different tiles, or
+    where a bias of factors leaves little time between products."""
     if not config.turns:
         return 1.0
     even = not problem.causal or problem.reach >= 0

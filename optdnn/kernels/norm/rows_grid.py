@@ -219,7 +219,7 @@ def _sum(t: str, combine: str) -> str:
 
 
 def _statistics(plan: RowPlan, problem: Problem, rank: int) -> str:
-    """Those of a part, told in ``parts``."""
+    """C++ that computes the statistics of a part of a row and stores them in ``parts``."""
     t, lines = arithmetic(plan.source.dtype), []
     lanes, last = problem.lanes[0], len(plan.statistics) - 1
     low = limits(t)[0]
