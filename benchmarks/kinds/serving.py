@@ -246,12 +246,16 @@ def kill_worker(pid: int, done: threading.Event, seconds: float) -> None:
 
 
 def processes(pid: int) -> dict[int, str]:
-    """The processes of a server, and their parts in it."""
+    """The processes of a server, and their parts in it. One that has just begun may still have another program's
+    command line (between fork and exec the parent's); it is left out until it has its own.
+    """
     found = {pid: "server"}
     with contextlib.suppress(OSError):
         for n in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
             words = Path(f"/proc/{n}/cmdline").read_text()
-            found[n] = "worker" if "workers.child" in words else "front end"
+            for module, role in (("workers.child", "worker"), ("frontends.child", "front end")):
+                if module in words:
+                    found[n] = role
     return found
 
 
