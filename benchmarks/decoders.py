@@ -7,6 +7,7 @@ A workload is ``decoders/NAME:BATCH`` with settings. ``layers``: fewer than the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -111,7 +112,8 @@ class _Writer:
 
     def drawn(self, *shape: int, scale: float = 1.0) -> Array:
         """Normal numbers, times ``scale``."""
-        return np.resize(np.roll(_pool(), -int(self.rng.integers(1 << 20))) * FP16.type(scale), shape)
+        few = np.roll(_pool(), -int(self.rng.integers(1 << 20)))[: math.prod(shape)]
+        return np.resize(few * FP16.type(scale), shape)
 
     def linear(self, out: str, x: str, depth: int, columns: int) -> str:
         bits = self.decoder.bits

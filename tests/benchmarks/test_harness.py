@@ -110,6 +110,7 @@ def test_a_child_may_have_several_turns(tmp_path: Path) -> None:
     assert all(end <= begin for (_, end), (begin, _) in pairwise(turns))
 
 
+@pytest.mark.slow
 def test_time_that_a_child_is_stopped_is_not_of_its_limit() -> None:
     worker = children.Worker()
     worker.start()

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.sweep import sweep
 
 MAIN = "from optdnn.cli.main import main; main()"
 
@@ -22,7 +23,7 @@ def _signals_by_default() -> None:
 
 
 @pytest.mark.usefixtures("_libraries")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", sweep([signal.SIGTERM, signal.SIGHUP, signal.SIGINT], signal.SIGTERM))
 def test_a_build_that_is_ended_leaves_no_folder(model: Path, tmp_path: Path, number: signal.Signals) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
@@ -61,7 +62,7 @@ main.main(["env"])
     assert done.stderr.startswith("interrupted" if interrupted else "internal error: ImportError")
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("encoding", sweep(["ascii", "latin-1", "utf-8"], "ascii"))
 def test_an_encoding_that_lacks_a_sign_is_no_defect(model: Path, tmp_path: Path, encoding: str) -> None:
     command = [sys.executable, "-c", MAIN, "build", model, "-v", "--target", "reference", "-o", tmp_path / "é.engine"]
     done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True, timeout=60)

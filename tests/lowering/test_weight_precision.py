@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
+from support.sweep import sweep
 
 import optdnn
 from optdnn.compare.rebuild import side_of
@@ -79,7 +80,7 @@ def test_targets_run_the_dequantized_network(bits: int, exact: dict[str, Array])
     np.testing.assert_allclose(engine(X), dequantized_network(bits, FP16), atol=2e-3 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", sweep([4, 8], 4))
 def test_the_cpu_runs_packed_weights(bits: int, exact: dict[str, Array]) -> None:
     pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
     engine = optdnn.build(MODEL, target="cpu", precision=f"w{bits}", tactics="onnxruntime", threads=1)

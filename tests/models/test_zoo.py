@@ -176,7 +176,6 @@ def test_small_variant(name: str) -> None:
                 ("unet", SMALL["unet"]),
                 ("efficientnet_b0", SMALL["efficientnet_b0"]),
                 ("inception_v3", SMALL["inception_v3"]),
-                ("resnet50", {}),
             )
         ),
     ],

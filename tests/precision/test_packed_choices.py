@@ -11,6 +11,7 @@ import pytest
 from onnx import helper, numpy_helper
 from precision.numpy_driver import Numpy, find
 from support.net import Net
+from support.sweep import sweep
 
 import optdnn
 from optdnn.config import BuildOptions
@@ -144,7 +145,7 @@ def slow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slow_memory")
-@pytest.mark.parametrize(("bound", "packed"), [(0.5, {"w4"}), (1e-3, {"w8"}), (1e-9, set())])
+@pytest.mark.parametrize(("bound", "packed"), sweep([(0.5, {"w4"}), (1e-3, {"w8"}), (1e-9, set())], (1e-3, {"w8"})))
 def test_the_fastest_within_the_bound_on_a_gpu(bound: float, packed: set[str]) -> None:
     """By the times of a model: weights of 4 bits where the bound allows it, of 8 bits within a tighter one."""
     engine = optdnn.build(

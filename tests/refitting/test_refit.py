@@ -76,7 +76,9 @@ def test_a_refitted_engine_is_a_fresh_one(network: Any, target: str, options: di
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": "int8", "calib": PICTURES}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"precision": "int8", "calib": PICTURES}, marks=pytest.mark.slow)]
+)
 def test_a_refit_of_a_cpu_engine_takes_its_library(options: dict[str, Any]) -> None:
     pytest.importorskip("openvino", reason="needs the extra cpu")
     model = convnet()
