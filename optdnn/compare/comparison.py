@@ -169,7 +169,7 @@ def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: S
         target="reference",
         preprocess=preprocess,
         postprocess=postprocess,
-        **{n: made[n] for n in ("values", "sample") if n in made},
+        **{n: made[n] for n in ("values", "sample", "random_seed") if n in made},
     )
     source = asked_model(model, asked)
     there = {v.name for v in source.proto.graph.input}  # without one of the inputs, it is told below

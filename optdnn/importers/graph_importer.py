@@ -17,6 +17,7 @@ from onnx import AttributeProto
 
 from optdnn.dim import Dim
 from optdnn.errors import ModelError, ShapeError, UnsupportedNode
+from optdnn.importers.draws import REFUSED, is_random
 from optdnn.importers.emitter import Emitter, Weight, fits
 from optdnn.importers.functions import default_attributes, definition, resolved, schema_defaults
 from optdnn.importers.inputs import known_type, refusal
@@ -204,6 +205,8 @@ class GraphImporter(Emitter):
         if rules is not None and not isinstance(rules, str):
             check_node(node, attrs, rules)
         if importer is None:
+            if is_random(node.op_type, domain):
+                raise Unsupported(REFUSED)
             known = None if UNKNOWN in operands else [None if r is None else self.type(r) for r in operands]
             body = definition(resolved(node, attrs), domain, opset, known)
             if body is None:
