@@ -29,9 +29,9 @@ class FoldConstants(Pass):
     """One sweep in topological order; the shapes that folding an op reveals reach the ops after it.
 
     Refused: results over ``PassContext.fold_limit_bytes`` that are larger than their operands (a filled or expanded
-    tensor is cheaper to compute than to store), positions of random numbers over ``DRAWN_LIMIT``, weights that can stay packed, and operands that the operator
-    itself rejects (an index out of range stays a failure at run time). The DequantizeLinear of constant weights stays where its
-    user reads another one: it marks the weights as integers.
+    tensor is cheaper to compute than to store), positions of random numbers over ``DRAWN_LIMIT``, weights that can stay packed,
+    and operands that the operator itself rejects (an index out of range stays a failure at run time). The DequantizeLinear of
+    constant weights stays where its user reads another one: it marks the weights as integers.
     """
 
     name = "fold_constants"

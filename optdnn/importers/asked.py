@@ -13,7 +13,8 @@ from optdnn.importers.values import with_values
 def asked_model(source: Source | Model, options: BuildOptions) -> Model:
     """The model that a build with these options compiles.
 
-    The options may turn inputs into constants, make random operators draw the same numbers in each run, sample the next token, and add preprocessing and postprocessing.
+    The options may turn inputs into constants, make random operators draw the same numbers in each run, sample the next token, and
+    add preprocessing and postprocessing.
     Raises UsageError for options that do not fit the model.
     """
     model = source if isinstance(source, Model) else open_model(source)

@@ -21,6 +21,7 @@ from optdnn.errors import ModelError
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 COLUMNS = 1024
+"""Positions of a row."""
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B
 """The factors of lowbias32; its shifts are 16, 15 and 16."""
 
@@ -42,7 +43,7 @@ class Nodes:
         return self.op("Constant", value=numpy_helper.from_array(np.asarray(value, dtype)))
 
     def words(self, count: str) -> str:
-        """uint32 [rows, COLUMNS], of ``count`` elements (an int64 scalar) and the rest of the last row: the random bits of each position.
+        """uint32 [rows, COLUMNS]: the random bits of ``count`` positions (an int64 scalar), and of the rest of the last row.
 
         An outer sum makes the positions, in the registers of the kernel that hashes them."""
         columns = self.const(COLUMNS, np.int64)
