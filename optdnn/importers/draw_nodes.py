@@ -21,7 +21,7 @@ from optdnn.errors import ModelError
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 COLUMNS = 1024
-"""Positions of a row."""
+"""Positions of a row: a power of two."""
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B
 """The factors of lowbias32; its shifts are 16, 15 and 16."""
 
@@ -45,21 +45,24 @@ class Nodes:
     def words(self, count: str) -> str:
         """uint32 [rows, COLUMNS]: the random bits of ``count`` positions (an int64 scalar), and of the rest of the last row.
 
-        An outer sum makes the positions, in the registers of the kernel that hashes them."""
+        A row's first position and a column have no bits in common, so that exclusive ors make the sum of both with the first key on
+        top, in the registers of the kernel that hashes it."""
         columns = self.const(COLUMNS, np.int64)
         rows = self.op("Div", self.op("Add", count, self.const(COLUMNS - 1, np.int64)), columns)
         starts = self.op("Mul", self._range(rows), self.const(COLUMNS, np.uint32))
-        starts = self.op("Unsqueeze", starts, self.const([1], np.int64))
-        position = self.op("Add", starts, self._range(columns))
-        return self.hashed(self.hashed(position, self.keys[0]), self.keys[1])
+        starts = self.op("Unsqueeze", self._keyed(starts, 0), self.const([1], np.int64))
+        positions = self.op("BitwiseXor", starts, self._range(columns))
+        return self._hashed(self._keyed(self._hashed(positions), 1))
 
     def _range(self, count: str) -> str:
         numbers = self.op("Range", self.const(0, np.int64), count, self.const(1, np.int64))
         return self.op("Cast", numbers, to=TensorProto.UINT32)
 
-    def hashed(self, x: str, key: int) -> str:
-        """lowbias32 of ``x`` after an exclusive or with the key."""
-        x = self.op("BitwiseXor", x, self.const(key, np.uint32))
+    def _keyed(self, x: str, number: int) -> str:
+        return self.op("BitwiseXor", x, self.const(self.keys[number], np.uint32))
+
+    def _hashed(self, x: str) -> str:
+        """lowbias32 of each element."""
         x = self.op("Mul", self._folded(x, 16), self.const(FIRST, np.uint32))
         x = self.op("Mul", self._folded(x, 15), self.const(SECOND, np.uint32))
         return self._folded(x, 16)
@@ -79,7 +82,7 @@ class Nodes:
 
     def normal(self, words: str) -> str:
         """float64 of mean 0 and variance 1, by Box and Muller."""
-        turn = self.op("Cast", self.hashed(words, self.keys[2]), to=TensorProto.DOUBLE)
+        turn = self.op("Cast", self._hashed(self._keyed(words, 2)), to=TensorProto.DOUBLE)
         angle = self.op("Mul", turn, self.const(2 * math.pi * 2.0**-32, np.float64))
         logarithm = self.op("Log", self.between(words))
         radius = self.op("Sqrt", self.op("Mul", logarithm, self.const(-2.0, np.float64)))

@@ -10,8 +10,9 @@ Nodes in the bodies of loops stay, and the import refuses them: each iteration w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import onnx
@@ -19,10 +20,11 @@ from onnx import helper
 
 from optdnn.errors import ModelError
 from optdnn.importers.draw_nodes import DRAWS, Nodes
-from optdnn.importers.functions import check_calls, default_attributes
+from optdnn.importers.functions import check_calls, default_attributes, too_deep
 from optdnn.importers.model import FunctionKey, Model, Source, domain_of, open_model
 from optdnn.importers.nodes import Schema, attributes, check_node, describe, schema
 from optdnn.importers.tensors import sparse_to_array, to_array
+from optdnn.limits import FUNCTION_NESTING
 
 DOMAIN = "optdnn.draws"
 OPSET = 19
@@ -71,22 +73,30 @@ class _Drawing:
     seed: int
     functions: dict[FunctionKey, onnx.FunctionProto] = field(default_factory=dict)
     """The functions that draw, and copies of those of the model that hold random nodes, one for each call."""
-    _holds: dict[FunctionKey, bool] = field(default_factory=dict)
 
-    def found(self, nodes: Sequence[onnx.NodeProto]) -> bool:
+    def found(self, nodes: Iterable[onnx.NodeProto]) -> bool:
         """Whether one of these nodes draws, also in a branch or in a function."""
         return any(
-            is_random(node.op_type, node.domain)
-            or self._held(_key(node))
-            or any(self.found(branch.node) for branch in _branches(node))
-            for node in nodes
+            is_random(node.op_type, node.domain) or _key(node) in self._holding for node in _with_branches(nodes)
         )
 
-    def _held(self, key: FunctionKey) -> bool:
-        if key in self.model.functions and key not in self._holds:
-            self._holds[key] = False  # of functions that call themselves, which the import refuses
-            self._holds[key] = self.found(self.model.functions[key].node)
-        return self._holds.get(key, False)
+    @cached_property
+    def _holding(self) -> set[FunctionKey]:
+        """The model's functions that hold random nodes, themselves or in functions that they call."""
+        callers: dict[FunctionKey, list[FunctionKey]] = {}
+        left = []
+        for key, function in self.model.functions.items():
+            for node in _with_branches(function.node):
+                callers.setdefault(_key(node), []).append(key)
+                if is_random(node.op_type, node.domain):
+                    left.append(key)
+        holding: set[FunctionKey] = set()
+        while left:
+            key = left.pop()
+            if key not in holding:
+                holding.add(key)
+                left += callers.get(key, ())
+        return holding
 
     def replace(
         self, nodes: Sequence[onnx.NodeProto], path: str, bound: Bound, within: tuple[FunctionKey, ...]
@@ -97,7 +107,9 @@ class _Drawing:
             place = path + next((name for name in node.output if name), "")
             name = node.name or f"{node.op_type}_{i}"
             key = _key(node)
-            if self._held(key) and key not in within:
+            if key in self._holding:
+                if key in within or len(within) >= FUNCTION_NESTING.value:
+                    raise ModelError(f"{self.model.name}: {too_deep()}", hint=FUNCTION_NESTING.hint)
                 self._call(node, key, place, bound, within)
                 node.name = name
             elif is_random(node.op_type, node.domain) and self._draw(node, name, place, bound, within):
@@ -162,6 +174,14 @@ class _Drawing:
 
 def _key(node: onnx.NodeProto) -> FunctionKey:
     return domain_of(node.domain), node.op_type, node.overload
+
+
+def _with_branches(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """These nodes and those in their branches."""
+    for node in nodes:
+        yield node
+        for branch in _branches(node):
+            yield from _with_branches(branch.node)
 
 
 def _branches(node: onnx.NodeProto) -> list[onnx.GraphProto]:

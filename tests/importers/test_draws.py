@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from itertools import combinations
 from math import erf
 from typing import Any
@@ -88,7 +89,18 @@ def test_functions_that_call_themselves() -> None:
         '<domain: "f", opset_import: ["" : 17, "f" : 1]> again (x) => (y) { a = f.again(x)  y = RandomNormalLike(a) }'
     )
     with pytest.raises(ModelError, match="recursion"):
-        import_model(with_draws(model(text, functions=again, more_opsets=', "f" : 1'), 1))
+        with_draws(model(text, functions=again, more_opsets=', "f" : 1'), 1)
+
+
+def test_long_chains_of_functions() -> None:
+    header = '<domain: "f", opset_import: ["" : 17, "f" : 1]>'
+    chain = "\n".join(f"{header} f{i} (x) => (y) {{ y = f.f{i + 1}(x) }}" for i in range(3000))
+    text = "g (float[2] x) => (float[2] y) { y = f.f0(x) }"
+    drawn_last = model(
+        text, functions=f"{chain}\n{header} f3000 (x) => (y) {{ y = RandomNormalLike(x) }}", more_opsets=', "f" : 1'
+    )
+    with pytest.raises(ModelError, match="functions call one another more than"):
+        with_draws(drawn_last, 1)
 
 
 @pytest.mark.parametrize(
@@ -329,3 +341,21 @@ def test_a_batch_is_not_split_across_draws() -> None:
     text = "g (float[4, 6000] x) => (float[4, 6000] y) { n = RandomNormalLike(x)  y = Mul(x, n) }"
     with pytest.raises(UnsupportedError, match="cuts the axis that would be split"):
         optdnn.build(model(text), target="reference", random_seed=3, devices=2, split="batch")
+
+
+def test_the_numbers_of_a_seed_are_these() -> None:
+    """In every version: an engine that is built again draws what it drew before."""
+
+    def mixed(x: Array) -> Array:
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+        x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+        return x ^ (x >> np.uint32(16))
+
+    digest = hashlib.sha256(repr((3, None, "y")).encode()).digest()
+    keys = np.frombuffer(digest, "<u4")
+    words = mixed(mixed(np.arange(5000, dtype=np.uint32) ^ keys[0]) ^ keys[1])
+    text = "g () => (float[5000] y) { y = RandomUniform<shape = [5000]>() }"
+    np.testing.assert_array_equal(drawn(text)["y"], ((words >> np.uint32(8)) * 2.0**-24).astype(np.float32))
+    radius = np.sqrt(-2 * np.log((words + 0.5) * 2.0**-32))
+    normal = radius * np.cos(mixed(words ^ keys[2]) * (2 * np.pi * 2.0**-32))
+    np.testing.assert_allclose(drawn(text.replace("Uniform", "Normal"))["y"], normal, rtol=1e-6)
