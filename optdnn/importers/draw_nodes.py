@@ -117,6 +117,8 @@ def _of_shape(kind: str) -> Draw:
         shape = [int(d) for d in attrs["shape"]]
         if min(shape, default=0) < 0:
             raise ModelError(f"attribute 'shape' has a negative dimension: {shape}")
+        if math.prod(shape) >= 1 << 63:
+            raise ModelError(f"attribute 'shape' has too many elements: {shape}")
         count = n.const(math.prod(shape), np.int64)
         x = n.op("Cast", _distributed(n, kind, n.words(count), attrs), to=_float_type(attrs))
         return n.shaped(x, count, n.const(shape, np.int64))

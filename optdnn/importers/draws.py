@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -25,6 +26,7 @@ from optdnn.importers.model import FunctionKey, Model, Source, domain_of, open_m
 from optdnn.importers.nodes import Schema, attributes, check_node, describe, schema
 from optdnn.importers.tensors import sparse_to_array, to_array
 from optdnn.limits import FUNCTION_NESTING
+from optdnn.ops.base import Unsupported
 
 DOMAIN = "optdnn.draws"
 OPSET = 19
@@ -107,13 +109,14 @@ class _Drawing:
             place = path + next((name for name in node.output if name), "")
             name = node.name or f"{node.op_type}_{i}"
             key = _key(node)
-            if key in self._holding:
-                if key in within or len(within) >= FUNCTION_NESTING.value:
-                    raise ModelError(f"{self.model.name}: {too_deep()}", hint=FUNCTION_NESTING.hint)
-                self._call(node, key, place, bound, within)
-                node.name = name
-            elif is_random(node.op_type, node.domain) and self._draw(node, name, place, bound, within):
-                node.name = name
+            if key in self._holding and (key in within or len(within) >= FUNCTION_NESTING.value):
+                raise ModelError(f"{self.model.name}: {too_deep()}", hint=FUNCTION_NESTING.hint)
+            with suppress(Unsupported):  # of an attribute: the import refuses the node for it
+                if key in self._holding:
+                    self._call(node, key, place, bound, within)
+                    node.name = name
+                elif is_random(node.op_type, node.domain) and self._draw(node, name, place, bound, within):
+                    node.name = name
             for branch in _branches(node):
                 self.replace(branch.node, path, bound, within)
 

@@ -67,6 +67,7 @@ def test_dropout_in_training_mode_stays_refused() -> None:
         ("y = RandomNormal()", 17, r"y_0|RandomNormal_0 \(RandomNormal\): lacks its attribute 'shape'"),
         ("y = RandomNormal<shape = [2], other = 3>()", 17, "unknown attribute 'other'"),
         ("y = RandomNormal<shape = [2, -1]>()", 17, "negative dimension"),
+        ("y = RandomNormal<shape = [4294967296, 4294967296]>()", 17, "too many elements"),
         ("y = RandomUniform<shape = [2], dtype = 7>()", 17, "'dtype' is 7, which is not one of FLOAT, DOUBLE"),
         ("y = Multinomial<dtype = 1>(x)", 17, "'dtype' is 1, which is not one of INT32, INT64"),
         ("y = RandomNormalLike()", 17, "has 0 operands, needs 1"),
@@ -90,6 +91,15 @@ def test_functions_that_call_themselves() -> None:
     )
     with pytest.raises(ModelError, match="recursion"):
         with_draws(model(text, functions=again, more_opsets=', "f" : 1'), 1)
+
+
+def test_attributes_that_are_not_supported() -> None:
+    """The import names the node, in place of the draws."""
+    made = model(CALLS, functions=FUNCTION, more_opsets=', "f" : 1')
+    odd = onnx.helper.make_attribute("high", [onnx.helper.make_tensor("t", 1, [1], [1.0])])
+    made.graph.node[0].attribute.append(odd)
+    with pytest.raises(UnsupportedError, match="attribute 'high' is of a type that is not supported"):
+        import_model(with_draws(made, 1))
 
 
 def test_long_chains_of_functions() -> None:
