@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
+from optdnn.importers.draw_nodes import DRAWS
 from optdnn.ops import classic, contrib, sequences
 from optdnn.ops import tf_ops as leftovers
 from optdnn.ops.table import FAMILIES, IMPORTERS
@@ -29,6 +30,7 @@ def table() -> str:
         lines.append(f"| {title} | {', '.join(names)} |")
     count = len(IMPORTERS) - len(classic.REFUSALS) - len(leftovers.IMPORTERS)
     lines += ["", f"{count} ONNX operators in all; those that ONNX defines by a function of others import too.", ""]
+    lines += [f"With a seed (`--random-seed`), also the random operators: {', '.join(DRAWS)}.", ""]
     lines += ["Not supported, of the newest opset:", "", "| reason | operators |", "|---|---|"]
     lines += [f"| {why} | {', '.join(names)} |" for why, names in missing().items()]
     return "\n".join(lines)
@@ -44,9 +46,6 @@ NOT_DONE: Mapping[str, str] = {
     "ai.onnx.ml.ZipMap": "sequences, optionals and maps are not tensors",
     "ai.onnx.ml.CastMap": "sequences, optionals and maps are not tensors",
     "ai.onnx.ml.DictVectorizer": "sequences, optionals and maps are not tensors",
-    "Random*": "random: a compiled network gives the same result for the same input",
-    "Bernoulli": "random: a compiled network gives the same result for the same input",
-    "Multinomial": "random: a compiled network gives the same result for the same input",
     "ai.onnx.preview.training.*": "training",
     "ImageDecoder": "files of pictures are decoded before the network",
 }
@@ -67,7 +66,8 @@ def missing() -> dict[str, list[str]]:
         pattern = next((p for p in NOT_DONE if fnmatch.fnmatchcase(name, p)), None)
         defined: Any = schema  # onnx's stubs lack these two
         composed = defined.has_function or defined.has_context_dependent_function
-        done = (name in IMPORTERS and name not in classic.REFUSALS) or (composed and pattern is None)
+        imported = (name in IMPORTERS and name not in classic.REFUSALS) or name in DRAWS
+        done = imported or (composed and pattern is None)
         if schema.deprecated or done:
             continue
         if pattern is None:

@@ -26,6 +26,8 @@ NETWORK_OPTIONS = [
            help="The constant value of an input; sizes follow from it."),
     option("--sample", group=NETWORK, metavar="OUTPUT",
            help="Sample the next token from this output of logits inside of the engine."),
+    option("--random-seed", type=click.IntRange(min=0), group=NETWORK, metavar="N",
+           help="Take random operators: they draw from this seed, the same numbers in every run."),
     option("--preprocess", "preprocess", multiple=True, group=NETWORK, metavar="NAME=SPEC",
            help="The input takes pictures, which the engine prepares: JSON of an ImageSpec, or a file of it."),
     option("--postprocess", "postprocess", multiple=True, group=NETWORK, metavar="NAME=STEPS",

@@ -102,9 +102,10 @@ def _step(program: Program, k: int) -> dict[str, Any]:
 
 
 def _model_facts(file: Path, *, nodes: bool) -> dict[str, Any]:
+    from optdnn.importers.draws import with_draws
     from optdnn.importers.onnx import import_model
 
-    graph = import_model(file)
+    graph = import_model(with_draws(file, 0))
     constants = [op.attrs.value for op in graph.of_kind("Constant")]
     return {
         "kind": "model",

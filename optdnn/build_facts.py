@@ -41,6 +41,7 @@ def build_facts(graph: Graph, passes: Sequence[PassReport], *, options: BuildOpt
             **({"strict": True} if options.strict else {}),
             **({"values": {n: np.asarray(v).tolist() for n, v in options.values.items()}} if options.values else {}),
             **({"sample": options.sample} if options.sample is not None else {}),
+            **({"random_seed": options.random_seed} if options.random_seed is not None else {}),
             **_pictures(options),
             **({"devices": options.devices, "split": options.split} if options.devices > 1 else {}),
             **({"streams": options.streams} if options.streams != AUTO else {}),

@@ -17,7 +17,7 @@ from optdnn.config import AUTO, BuildOptions, checked_keywords
 from optdnn.custom import CustomOp
 from optdnn.devices import check_memory, chosen_split, split_for
 from optdnn.errors import ModelError, NotMet, OptdnnError, UsageError, machine_errors
-from optdnn.importers.asked import asked_model
+from optdnn.importers.asked import asked_model, changes_model
 from optdnn.importers.model import open_model
 from optdnn.importers.onnx import import_model
 from optdnn.ir.body import custom_digests
@@ -132,6 +132,7 @@ def build(
     shapes: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     values: Mapping[str, Any] | None = None,
     sample: str | None = None,
+    random_seed: int | None = None,
     preprocess: Mapping[str, Any] | None = None,
     postprocess: Mapping[str, Any] | None = None,
     io_dtype: str = "model",
@@ -324,7 +325,7 @@ def _imported(model: Any, options: BuildOptions, say: Progress, seconds: dict[st
     with _timed(seconds, "import"):
         say("import")
         try:
-            if options.values or options.sample is not None or options.preprocess or options.postprocess:
+            if changes_model(options):
                 model = asked_model(model, options)
             graph = import_model(model, shapes=options.shapes, custom_ops=options.custom_ops)
         except OptdnnError:

@@ -80,6 +80,10 @@ class BuildOptions:
     ``sample`` names the output of a language model that holds logits: the engine samples the next token from them, and gives that
     instead (:mod:`optdnn.importers.sampling` lists the inputs).
 
+    ``random_seed`` is a number from 0 on. With it, random operators are taken: they draw numbers that depend only on the seed, the
+    node and the element's position, the same ones in every run and on every target (:mod:`optdnn.importers.draws`). Without it,
+    they are refused.
+
     ``preprocess`` maps input names to :class:`optdnn.image_spec.ImageSpec` (or JSON of it): these inputs take
     pictures. ``postprocess`` maps output names to :class:`optdnn.answer_spec.AnswerSpec` (or text of it).
 
@@ -124,6 +128,7 @@ class BuildOptions:
     split: str = AUTO
     values: Mapping[str, Any] = field(default_factory=dict)
     sample: str | None = None
+    random_seed: int | None = None
     preprocess: Mapping[str, ImageSpec] = field(default_factory=dict)
     postprocess: Mapping[str, AnswerSpec] = field(default_factory=dict)
     calib: Any = None
@@ -165,6 +170,8 @@ class BuildOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UsageError(f"{name} must be positive, not {value}")
+        if self.random_seed is not None and self.random_seed < 0:
+            raise UsageError(f"random_seed must be 0 or more, not {self.random_seed}")
         if self.threads is not None and self.threads > THREADS_LIMIT:
             raise UsageError(f"threads must be at most {THREADS_LIMIT}, not {self.threads}")
         self._check_precision()
@@ -356,7 +363,7 @@ _NORMAL: Mapping[str, Callable[[str, Any], Any]] = {
     "sample": _sample,
     **dict.fromkeys(("preprocess", "postprocess"), _specs),
     "streams": _streams,
-    **dict.fromkeys(("opt_level", "threads", "workspace", "memory_limit", "devices"), _integer),
+    **dict.fromkeys(("opt_level", "threads", "workspace", "memory_limit", "devices", "random_seed"), _integer),
     "precision_map": _precisions,
     "candidates": _candidates,
 }

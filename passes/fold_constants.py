@@ -22,16 +22,16 @@ from optdnn.passes.support.facts import bytes_of
 from optdnn.passes.support.folding_budget import MOST_TRIPS, FoldingBudget
 from optdnn.passes.support.packed import Packable, packable
 from optdnn.runtime.reference.run import run_kernel
-from optdnn.types import FP64, Array, is_float
+from optdnn.types import DTYPES, FP64, Array, is_float
 
 
 class FoldConstants(Pass):
     """One sweep in topological order; the shapes that folding an op reveals reach the ops after it.
 
     Refused: results over ``PassContext.fold_limit_bytes`` that are larger than their operands (a filled or expanded
-    tensor is cheaper to compute than to store), weights that can stay packed, and operands that the operator
-    itself rejects (an index out of range stays a failure at run time). The DequantizeLinear of constant weights stays where its
-    user reads another one: it marks the weights as integers.
+    tensor is cheaper to compute than to store), positions of random numbers over ``DRAWN_LIMIT``, weights that can stay packed,
+    and operands that the operator itself rejects (an index out of range stays a failure at run time). The DequantizeLinear of
+    constant weights stays where its user reads another one: it marks the weights as integers.
     """
 
     name = "fold_constants"
@@ -93,6 +93,8 @@ DECIDES = frozenset(
     }
 )
 """Kinds whose result jumps; and Cast to integers, see :func:`_decided`."""
+DRAWN_LIMIT = 1 << 16
+"""Most bytes of positions (uint32, as :mod:`optdnn.importers.draw_nodes` makes them) whose random numbers become constants."""
 OWN_LIMIT = 1 << 20
 """Most elements of a result that is also computed in the network's own types."""
 
@@ -130,6 +132,8 @@ def _refusal(graph: Graph, op: Op, context: PassContext) -> str | None:
         return None
     made = sum(bytes_of(graph, Value(op.id, i)) for i in range(len(op.outputs)))
     read = sum(bytes_of(graph, v) for v in op.inputs if v is not None and graph.type(v).is_static)
+    if made > max(read, DRAWN_LIMIT) and op.outputs[0].type.dtype == DTYPES["uint32"]:
+        return "random numbers of these positions are cheaper to compute than to store"
     if made > context.fold_limit_bytes and made > read:
         return f"its result of {made / 1e6:.1f} MB is over the bound of {context.fold_limit_bytes / 1e6:.1f} MB for folding"
     return None

@@ -30,8 +30,11 @@ from optdnn.config import AUTO, BuildOptions
 from optdnn.custom import CustomOp
 from optdnn.errors import MissingDependency, UsageError
 from optdnn.importers.asked import asked_model
+from optdnn.importers.draws import draws
+from optdnn.importers.model import open_model
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate, promote
+from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
 from optdnn.report.drawing import Drawing, draw
@@ -72,6 +75,13 @@ class Subject:
     inputs: tuple[TensorSpec, ...]
     model: Path | None = None
     original: Graph | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether the model has random operators, which the build replaced by draws from its seed."""
+        if self.model is None or self.original is None or self.options.random_seed is None:
+            return False
+        return draws(open_model(self.model))
 
 
 @dataclass
@@ -120,7 +130,7 @@ class Comparison:
 
 def build_subject(model: Path, options: BuildOptions, folder: Path, say: Progress) -> Subject:
     """Build ``model`` into an engine in ``folder``. The threads of the comparison hold for the choice of tactics too."""
-    original = import_model(model, shapes=options.shapes)
+    original = import_model(asked_model(model, options), shapes=options.shapes)
     build: Build = build_verbose(model, replace(options, threads=options.threads or usable_cores()), say)
     path = folder / f"{model.stem}.engine"
     build.engine.save(path)
@@ -144,6 +154,7 @@ def load_subject(path: Path, model: Path | None, threads: int | None, **data: An
         io_dtype=made.get("io_dtype", "model"),
         opt_level=made.get("opt_level", 3),
         stop_after=made.get("stop_after"),
+        random_seed=made.get("random_seed"),
         threads=threads,
         **{k: v for k, v in data.items() if v is not None},
     )
@@ -169,7 +180,7 @@ def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: S
         target="reference",
         preprocess=preprocess,
         postprocess=postprocess,
-        **{n: made[n] for n in ("values", "sample") if n in made},
+        **{n: made[n] for n in ("values", "sample", "random_seed") if n in made},
     )
     source = asked_model(model, asked)
     there = {v.name for v in source.proto.graph.input}  # without one of the inputs, it is told below
@@ -243,25 +254,40 @@ def candidates(names: Sequence[str], subject: Subject, folder: Path, say: Progre
     """The subject and its rivals, ready to race."""
     found = [Candidate(subject.name, "engine", str(subject.engine))]
     shapes = _fixed_shapes(subject)
+    model = _model_of_others(subject, folder, say)
     for name in names:
         library, _, precision = name.partition(":")
         if library in LIBRARIES:
-            found.append(Candidate(name, library, str(subject.model), precision or "fp32", shapes))
+            found.append(Candidate(name, library, str(model), precision or "fp32", shapes))
         elif name in RESTRICTED:
             assert subject.model is not None
             found.append(restricted(name, subject.model, subject.options, folder, say))
         elif name == ONNXRUNTIME_CUDA:
-            assert subject.model is not None
-            found.append(onnxruntime_cuda(subject.model, shapes))
+            assert model is not None
+            found.append(onnxruntime_cuda(model, shapes))
         elif name == REFERENCE:
             say("build the NumPy reference")
             assert subject.model is not None
-            options = BuildOptions(target="reference", shapes=subject.options.shapes, opt_level=0)
+            asked = subject.options
+            options = BuildOptions("reference", shapes=asked.shapes, opt_level=0, random_seed=asked.random_seed)
             build_verbose(subject.model, options).engine.save(folder / "reference.engine")
             found.append(Candidate(name, "engine", str(folder / "reference.engine")))
         else:
             found.append(Candidate(rival_name(name, [c.name for c in found]), "engine", name))
     return found
+
+
+def _model_of_others(subject: Subject, folder: Path, say: Progress) -> Path | None:
+    """The file for other libraries. Where the model has random operators, it is the network as imported, with the engine's draws:
+    a library's own random numbers would be others, and no error of the engine."""
+    if not subject.draws:
+        return subject.model
+    assert subject.model is not None
+    assert subject.original is not None
+    say(f"other libraries run {subject.model.name} with the engine's draws in place of its random operators")
+    path = folder / subject.model.name
+    export_model(subject.original, external_weights=True).save(path)
+    return path
 
 
 def rival_name(path: str, taken: Collection[str]) -> str:
@@ -345,6 +371,11 @@ def compare(
     if subject.original is not None and error_reference in (None, REFERENCE):
         say("evaluate the model in NumPy")
         judge_errors(outcome, oracle(subject.original, feeds))
+    if subject.draws:
+        for name, row in zip(names, outcome.rows, strict=True):
+            if name.partition(":")[0] == "openvino":
+                row.max_abs_err = row.max_rel_err = None
+                row.error = "it keeps uint32 as int32, and cannot draw the random numbers of the engine"
     result = Comparison(subject, outcome, feeds, feeds_from)
     if look_inside:
         result.findings = look(subject, feeds, tolerance, say, _engine_rival(against))

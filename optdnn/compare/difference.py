@@ -18,6 +18,7 @@ import numpy as np
 from optdnn.compare.divergence import finite
 from optdnn.compiler import build
 from optdnn.errors import OptdnnError
+from optdnn.importers.draws import with_draws
 from optdnn.importers.onnx import import_model
 from optdnn.refitting.record import KEY as NETWORK
 from optdnn.refitting.record import network_record
@@ -59,11 +60,22 @@ class Side:
     program: Program | None = None
 
     @classmethod
-    def read(cls, path: Path, shapes: Mapping[str, Any]) -> Side:
-        """``shapes`` fix those of a model's inputs. Raises EngineError, UsageError, ModelError."""
-        with path.open("rb") as f:
-            is_engine = f.read(len(MAGIC)) == MAGIC
-        return _engine(path) if is_engine else _model(path, shapes)
+    def read(cls, path: Path, shapes: Mapping[str, Any], random_seed: int = 0) -> Side:
+        """``shapes`` fix those of a model's inputs; its random operators draw from ``random_seed``. Raises EngineError, UsageError,
+        ModelError."""
+        return _engine(path) if _is_engine(path) else _model(path, shapes, random_seed)
+
+
+def _is_engine(path: Path) -> bool:
+    with path.open("rb") as f:
+        return f.read(len(MAGIC)) == MAGIC
+
+
+def _random_seed(*paths: Path) -> int:
+    """The seed of the random operators: that of the engine among the files that has one, else 0."""
+    engines = (read(path, verify=False) for path in paths if _is_engine(path))
+    seeds = (program.meta.get("options", {}).get("random_seed") for program in engines)
+    return next((seed for seed in seeds if seed is not None), 0)
 
 
 def _engine(path: Path) -> Side:
@@ -103,8 +115,8 @@ def _engine(path: Path) -> Side:
     return Side(path, True, tables, inputs, program)
 
 
-def _model(path: Path, shapes: Mapping[str, Any]) -> Side:
-    graph = import_model(path, shapes=shapes)
+def _model(path: Path, shapes: Mapping[str, Any], random_seed: int) -> Side:
+    graph = import_model(with_draws(path, random_seed), shapes=shapes)
     ports = [graph.op(i).outputs[0] for i in (*graph.inputs, *graph.outputs)]
     record = network_record(graph)
     facts = {
@@ -181,7 +193,8 @@ def difference(
 ) -> dict[str, Plain]:  # fmt: skip
     """What differs between two files, as plain data. ``run``: also their outputs on the same random inputs and, of two engines,
     their times (``duration`` seconds each)."""
-    sides = Side.read(a, shapes), Side.read(b, shapes)
+    random_seed = _random_seed(a, b)
+    sides = Side.read(a, shapes, random_seed), Side.read(b, shapes, random_seed)
     changed = {name: table for name in TABLES if (table := _changed(*(s.tables.get(name) for s in sides)))}
     plain: dict[str, Plain] = {
         "a": {"file": str(a), **sides[0].tables["facts"]},
@@ -195,7 +208,7 @@ def difference(
     if not run:
         return plain | {"not_run": "not asked for"}
     try:
-        found: dict[str, Plain] = finite(plain | _ran(sides, shapes, seed, duration, say))
+        found: dict[str, Plain] = finite(plain | _ran(sides, shapes, seed, random_seed, duration, say))
         return found
     except OptdnnError as error:
         return plain | {"not_run": error.message}
@@ -210,9 +223,11 @@ def _changed(a: Table | None, b: Table | None) -> list[dict[str, Plain]]:
 
 
 def _ran(
-    sides: tuple[Side, Side], shapes: Mapping[str, Any], seed: int, duration: float, say: Progress
+    sides: tuple[Side, Side], shapes: Mapping[str, Any], seed: int, random_seed: int, duration: float, say: Progress
 ) -> dict[str, Plain]:
-    """``outputs`` (how far those of B are from those of A), and ``race`` (times of two engines)."""
+    """``outputs`` (how far those of B are from those of A), and ``race`` (times of two engines).
+
+    ``seed`` is that of the inputs, ``random_seed`` that of the models' random operators."""
     with temporary_folder() as folder:
         files, inputs, feeds = [], [], {}
         for name, side in zip("ab", sides, strict=True):
@@ -220,7 +235,7 @@ def _ran(
             if not side.is_engine:
                 say(f"evaluate {side.path.name} in NumPy")
                 path = Path(folder) / f"{name}.engine"
-                engine = build(side.path, target="reference", opt_level=0, shapes=shapes)
+                engine = build(side.path, target="reference", opt_level=0, shapes=shapes, random_seed=random_seed)
                 engine.save(path)
                 specs = engine.inputs
             files.append(path)

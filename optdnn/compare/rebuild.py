@@ -14,6 +14,7 @@ from typing import Any
 from optdnn.compare.divergence import Side
 from optdnn.config import BuildOptions
 from optdnn.errors import UsageError
+from optdnn.importers.asked import asked_model
 from optdnn.importers.onnx import import_model
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
@@ -40,7 +41,7 @@ def side_of(path: Path, model: Path, options: BuildOptions, say: Progress = lamb
     engine was built with.
     """
     program = read(path, verify=False)
-    exact = import_model(model, shapes=options.shapes)
+    exact = import_model(asked_model(model, options), shapes=options.shapes)
     optimize(exact, options, program.target, stop_before=AssignPrecision.name)
     told = program.meta.get("precision")
     plan = PrecisionPlan.from_json(told["plan"]) if isinstance(told, Mapping) else PrecisionPlan()

@@ -12,7 +12,7 @@ import onnx.helper
 from optdnn.errors import ModelError
 from optdnn.importers.model import FunctionKey, Model, domain_of
 from optdnn.ir.onnx_protos import schema
-from optdnn.limits import INLINED_NODES
+from optdnn.limits import FUNCTION_NESTING, INLINED_NODES
 from optdnn.ops.exchange import onnx_number
 from optdnn.types import TensorType
 
@@ -38,6 +38,11 @@ def check_calls(model: Model) -> None:
     total = sum(totals[c] for c in _calls(model.proto.graph.node, model))
     if total > INLINED_NODES.value:
         raise ModelError(f"{model.name} has {total} nodes once its functions are inlined", hint=INLINED_NODES.hint)
+
+
+def too_deep() -> str:
+    """What is wrong where functions call one another too deep."""
+    return f"functions call one another more than {FUNCTION_NESTING.value} deep (recursion?)"
 
 
 def _calls(nodes: Sequence[onnx.NodeProto], model: Model) -> Iterator[FunctionKey]:

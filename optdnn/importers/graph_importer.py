@@ -17,8 +17,9 @@ from onnx import AttributeProto
 
 from optdnn.dim import Dim
 from optdnn.errors import ModelError, ShapeError, UnsupportedNode
+from optdnn.importers.draws import REFUSED, is_random
 from optdnn.importers.emitter import Emitter, Weight, fits
-from optdnn.importers.functions import default_attributes, definition, resolved, schema_defaults
+from optdnn.importers.functions import default_attributes, definition, resolved, schema_defaults, too_deep
 from optdnn.importers.inputs import known_type, refusal
 from optdnn.importers.model import Model, domain_of, read_opsets
 from optdnn.importers.nodes import (
@@ -204,6 +205,8 @@ class GraphImporter(Emitter):
         if rules is not None and not isinstance(rules, str):
             check_node(node, attrs, rules)
         if importer is None:
+            if is_random(node.op_type, domain):
+                raise Unsupported(REFUSED)
             known = None if UNKNOWN in operands else [None if r is None else self.type(r) for r in operands]
             body = definition(resolved(node, attrs), domain, opset, known)
             if body is None:
@@ -300,8 +303,7 @@ class GraphImporter(Emitter):
     ) -> Sequence[Any]:
         """Inline one call: the body's nodes are called ``<call>/<node>``, in the function's own opsets."""
         if depth >= FUNCTION_NESTING.value:
-            deep = f"functions call one another more than {FUNCTION_NESTING.value} deep (recursion?)"
-            raise ModelError(deep, hint=FUNCTION_NESTING.hint)
+            raise ModelError(too_deep(), hint=FUNCTION_NESTING.hint)
         if len(operands) > len(function.input):
             raise ModelError(f"is called with {len(operands)} operands, the function has {len(function.input)}")
         if len(outputs) > len(function.output):

@@ -338,9 +338,10 @@ def _shapes(model: Any, sizes: Mapping[str, int]) -> dict[str, tuple[int | None,
     """
     from optdnn.dim import Dim
     from optdnn.dim_text import parse_dim
+    from optdnn.importers.draws import with_draws
     from optdnn.importers.onnx import import_model
 
-    graph = import_model(model)
+    graph = import_model(with_draws(model, 0))  # only its inputs are looked at
     ports = [graph.op(i).outputs[0] for i in graph.inputs]
     dims = {d for p in ports for d in p.type.shape or () if isinstance(d, Dim)}
     symbols = graph.symbols()

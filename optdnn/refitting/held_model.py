@@ -22,7 +22,7 @@ from optdnn.types import Array
 
 KEY = "held_model"
 """The key in the program's ``meta``."""
-_ASKED = ("values", "sample", "preprocess", "postprocess")
+_ASKED = ("values", "sample", "random_seed", "preprocess", "postprocess")
 """Options that change the model before it is compiled."""
 
 

@@ -55,8 +55,8 @@ Shapes = dict[str, tuple[int, ...]]
 PLANNED, MEASURED = "planned", "measurement"
 """Key of a plan's meta for how its tactics were chosen; and the value of one that was tuned."""
 NOT_KEPT = (
-    "shapes", "sample", "preprocess", "postprocess", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug", "budget",
-    "threads", "calibrator", "refit", "lock", "locked",
+    "shapes", "sample", "random_seed", "preprocess", "postprocess", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug",
+    "budget", "threads", "calibrator", "refit", "lock", "locked",
 )  # fmt: skip
 """Options that further plans do not need."""
 

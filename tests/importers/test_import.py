@@ -269,7 +269,7 @@ def test_huge_declarations_are_refused_before_any_allocation():
 def test_every_unsupported_node_is_reported_in_one_error():
     m = model(
         """g (float[2] x) => (float[2] y) <float[2] a, float[2] r> {
-        [one] a = Multinomial(x)  [fine] b = Relu(a)  [two] c = ai.onnx.ml.DictVectorizer(b)
+        [one] a = StringNormalizer(x)  [fine] b = Relu(a)  [two] c = ai.onnx.ml.DictVectorizer(b)
         [three] d = custom.Thing(c)  y = Add(d, b) [dead] z = custom.Other(x) }""",
         more_opsets=', "ai.onnx.ml" : 3, "custom" : 5',
     )
@@ -277,7 +277,7 @@ def test_every_unsupported_node_is_reported_in_one_error():
         import_model(open_model(m, "net.onnx"))
     found = {n.node: (n.op_type, n.domain, n.opset, n.reason) for n in e.value.nodes}
     assert found == {
-        "one": ("Multinomial", "", 17, "the operator is not supported"),
+        "one": ("StringNormalizer", "", 17, "the operator is not supported"),
         "two": ("DictVectorizer", "ai.onnx.ml", 3, "maps are no tensors: give the features as a matrix"),
         "three": ("Thing", "custom", 5, "the custom operator is unknown"),
     }

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from support import draws
 from support.net import Net
 from support.pictures import resized
 from support.positions import FAMILIES as POSITIONS
@@ -256,7 +257,7 @@ def integers(n: Net) -> list[Any]:
     ]  # fmt: skip
 
 
-FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
+_NETS: dict[str, Callable[[Net], list[Any]]] = {
     f.__name__: f
     for f in (
         softmaxes,
@@ -278,8 +279,12 @@ FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
         integers,
     )
 } | POSITIONS
+_IMPORTED: dict[str, Callable[[], Graph]] = {"draws": draws.family}
+FAMILIES = (*_NETS, *_IMPORTED)
 
 
 def graph_of(family: str) -> Graph:
+    if family in _IMPORTED:
+        return _IMPORTED[family]()
     n = Net(seed=5)
-    return n.done(*FAMILIES[family](n))
+    return n.done(*_NETS[family](n))

@@ -24,6 +24,7 @@ FAMILIES = (
     "pictures",
     "gathers",
     "movements",
+    "draws",
     *POSITIONS,
 )
 

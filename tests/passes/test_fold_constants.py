@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 
@@ -106,6 +107,18 @@ def test_a_filled_tensor_over_the_bound_is_left_to_run_time() -> None:
     graph = n.done(n.op("Mul", x, filled))
     check_refused(FOLD, graph, because="0.0 MB is over the bound", context=PassContext(fold_limit_bytes=255))
     check_pass(FOLD, graph, changes=1, drops=["ConstantOfShape_1"], context=PassContext(fold_limit_bytes=512))
+
+
+@pytest.mark.parametrize(("rows", "folds"), [(16, True), (17, False)])
+def test_large_positions_of_random_numbers_are_left_to_run_time(rows: int, folds: bool) -> None:
+    n = Net()
+    x = n.input(rows, 1024, dtype=DTYPES["uint32"])
+    starts, columns = (n.const(np.arange(k).reshape(s), np.uint32) for k, s in ((rows, (-1, 1)), (1024, -1)))
+    graph = n.done(n.op("Mul", x, n.op("Add", starts, columns)))
+    if folds:
+        check_pass(FOLD, graph, changes=1, drops=["Add_1"])
+    else:
+        check_refused(FOLD, graph, because="random numbers of these positions are cheaper to compute than to store")
 
 
 def test_a_large_constant_that_shrinks_is_folded() -> None:

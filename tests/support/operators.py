@@ -10,6 +10,7 @@ import onnx.defs
 
 import optdnn.ops
 from benchmarks.supported import missing
+from optdnn.importers.draw_nodes import DRAWS
 from optdnn.ops import classic
 from optdnn.ops.table import IMPORTERS
 
@@ -41,7 +42,7 @@ def table(models: Mapping[str, Callable[[], Any]], passing: Sequence[str], liste
         own = cases.get(key, [])
         cpu = _where(own, listed["by_numpy"], "libraries", "NumPy")
         gpu = _where(own, listed["on_cpu"], "kernels", "CPU")
-        inlined = "" if key in IMPORTERS else " (function)"
+        inlined = "" if key in IMPORTERS else " (with a seed)" if key in DRAWS else " (function)"
         lines.append(f"| {key}{inlined} | {', '.join(map(str, versions))} | {len(own) or '–'} | {cpu} | {gpu} |")
     lines += ["", "Not supported:", "", "| reason | operators |", "|---|---|"]
     lines += [f"| {why} | {', '.join(names)} |" for why, names in missing().items()]
