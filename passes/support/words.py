@@ -70,6 +70,7 @@ RULES: Mapping[str, str] = {
     "linear_recurrence": "unrolled linear recurrences computed for all steps at once",
     "stacked_products": "products of each step made one stack of products",
     "add_before_reshape": "biases moved before Reshapes",
+    "split_tokens": "transposes of parts moved in front of their Split",
     "image_to_tokens": "conversions from images to tokens removed",
     "tokens_to_image": "conversions from tokens to images removed",
     "activate_image": "activations of tokens moved to the image",
