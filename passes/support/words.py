@@ -20,6 +20,7 @@ RULES: Mapping[str, str] = {
     "known_branch": "Ifs with a known condition replaced by their branch",
     # arithmetic
     "constant_last": "operands put in order",
+    "reduced_stack": "reductions of stacked tensors written as their sums",
     "sum_is_add": "Sums written as additions",
     "reciprocal": "reciprocals merged with divisions",
     "negation": "negations merged with additions",
