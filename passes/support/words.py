@@ -112,6 +112,8 @@ RULES: Mapping[str, str] = {
     "normalized_softmax": "normalizations of a Softmax's result left out",
     "layer_norm": "layer and instance normalizations recognized",
     "rms_norm": "RMS normalizations recognized",
+    "layer_norm_of_channels": "layer normalizations over channels recognized",
+    "rms_norm_of_channels": "RMS normalizations over channels recognized",
     "group_norm": "group normalizations recognized",
     "attention": "attentions fused into one operator",
     "values_first": "attentions with values first put in the usual order",
