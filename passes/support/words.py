@@ -90,6 +90,8 @@ RULES: Mapping[str, str] = {
     "conv3d_to_conv2d": "3-d convolutions written as 2-d ones",
     "transpose3d_to_transpose2d": "3-d transposed convolutions written as 2-d ones",
     "bn_of_rows": "BatchNormalizations of flattened rows moved before Reshapes",
+    "bn_of_parts": "BatchNormalizations of several convolutions given to each of them",
+    "activation_of_parts": "activations of several convolutions given to each of them",
     "conv_bn": "BatchNormalizations folded into the convolution or product before them",
     "conv_scale_shift": "scales and shifts folded into the weights and bias before them",
     "bn_conv": "BatchNormalizations folded into the convolution or product after them",
