@@ -15,6 +15,7 @@ from optdnn.passes.rules.shape import (
     constant_target,
     gemm_transpose,
     reshape_chain,
+    spare_expand,
     transpose_chain,
     transpose_is_reshape,
 )
@@ -31,6 +32,7 @@ class Canonicalize(RulePass):
         constant_target,  # before chains: a target that is constant is one less to refuse
         reshape_chain,
         input_target,  # after chains: an outer Reshape may spare the inner one its target
+        spare_expand,  # after targets are constant, which tells the sizes
         transpose_chain,  # before sinking: two neighbours merge where they are
         transpose_is_reshape,
         gemm_transpose,

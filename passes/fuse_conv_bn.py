@@ -16,6 +16,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.norm import EpsilonAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.parallel_convs import ParallelConvs
+from optdnn.passes.rules.concats import activation_of_parts, bn_of_parts
 from optdnn.passes.support.affine import IDENTITY, Affine, read, round_to, variable
 from optdnn.passes.support.facts import RESHAPES, operand, producer, shape_of
 from optdnn.passes.support.linear import LINEAR, Linear
@@ -114,10 +115,12 @@ class FuseConvBn(RulePass):
     name = "fuse_conv_bn"
     rules = (
         bn_of_rows,
+        bn_of_parts,
         _FoldChain("conv_bn", after=True, batch_norm=True),
         _FoldChain("conv_scale_shift", after=True, batch_norm=False),
         _FoldChain("bn_conv", after=False, batch_norm=True),
         _FoldChain("scale_shift_conv", after=False, batch_norm=False),
+        activation_of_parts,  # when no scale or shift is left in between
         ParallelConvs(),  # here, since scales and shifts around a sum of branches fold into what they merge to
     )
 

@@ -112,6 +112,10 @@ class FusedNorm:
     positions: tuple[int, ...] | None = None
     """The axes after the channels that the result is reshaped to; None: those of ``x``."""
 
+    def norm(self, patch: Patch, *parameters: Value) -> Value:
+        """Add the op, with its scale and shift."""
+        return patch.add(self.kind, [self.x, *parameters], self.attrs)
+
     def match(self, graph: Graph, core: frozenset[int]) -> Match | Miss:
         """The fusion of the ops of ``core`` with the scale and shift."""
         given = self.parameters
@@ -124,10 +128,10 @@ class FusedNorm:
             return patch.constant(array.astype(dtype), f"{graph.output(given.result).name}.{name}")
 
         def build(patch: Patch) -> Value:
-            inputs = [self.x, constant(patch, given.scale, 1.0, "scale")]
+            parameters = [constant(patch, given.scale, 1.0, "scale")]
             if given.bias is not None or self.always_bias:
-                inputs.append(constant(patch, given.bias, 0.0, "bias"))
-            y = patch.add(self.kind, inputs, self.attrs)
+                parameters.append(constant(patch, given.bias, 0.0, "bias"))
+            y = self.norm(patch, *parameters)
             if self.positions is None:
                 return y
             return reshaped(patch, y, (0, 0, *self.positions))
@@ -236,11 +240,11 @@ class NormRule(PatternRule):
         norms: list[FusedNorm] = []
         own = dims[rank - len(axes) :]
         if _static(own):
-            given = _parameters(graph, root, trailing(own), found, shift=self.centred)
+            given = norm_parameters(graph, root, trailing(own), found, shift=self.centred)
             if given is not None:
                 norms.append(FusedNorm(self.kind, LayerNormAttrs(-len(axes), epsilon), x, given, own))
         if instance and isinstance(dims[1], int):
-            given = _parameters(graph, root, per_channel(rank, dims[1]), found)
+            given = norm_parameters(graph, root, per_channel(rank, dims[1]), found)
             if given is not None:
                 norm = FusedNorm("InstanceNormalization", EpsilonAttrs(epsilon), x, given, (dims[1],), True)
                 norms.insert(0 if len(axes) > 1 else len(norms), norm)
@@ -249,7 +253,7 @@ class NormRule(PatternRule):
         return norms
 
 
-def _parameters(
+def norm_parameters(
     graph: Graph, root: Value, fits: Fits, found: dict[str, Any], shift: bool = True
 ) -> NormParameters | None:
     """The scale and shift within the match and after it; None when those within do not fit."""

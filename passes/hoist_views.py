@@ -184,13 +184,15 @@ def _split_axes(fine: tuple[int, ...], coarse: tuple[int, ...]) -> list[range] |
 def add_before_turn(graph: Graph, op: Op) -> Match | Miss | None:
     """``turn(x @ W) + image`` is ``turn(x @ W + back(image))``, where ``turn`` puts the last axis, the channels, second.
 
-    The addition becomes a stage of the product. ``back(image)`` costs nothing: the image is a convolution's result, whose channels
-    are last in memory, or it is turned itself.
+    The addition becomes a stage of the product; the kernel of a norm of rows in its place adds, too. ``back(image)`` costs nothing:
+    the image is a convolution's result, whose channels are last in memory, or it is turned itself.
     """
     for slot in (0, 1):
         turn = producer(graph, op.inputs[slot], {"Transpose"}, alone=True)
         image = operand(op, 1 - slot)
-        if turn is None or turn.value == image or not behind_anchor(graph, turn):
+        if turn is None or turn.value == image:
+            continue
+        if not behind_anchor(graph, turn) and producer(graph, turn.inputs[0], NORMS, alone=True) is None:
             continue
         rank = op.outputs[0].type.rank
         if rank is None or rank < 3 or turn.attrs.perm != channels_from_last(rank):

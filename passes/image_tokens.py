@@ -4,11 +4,13 @@ Transformers with convolutions between their layers (SegFormer: Xie et al., 2021
 a Reshape to (B, C, H * W) and a Transpose, and back in the opposite order. That form needs the image in plain order. With the
 Transpose on the image's side, a channels-last image is its tokens in memory, and nothing moves. Where the Reshape splits the image
 into windows (MaxViT: Tu et al., 2022) or the channels into heads (EfficientViT: Cai et al., 2022), a second Transpose orders
-these, and keeps rows of channels whole.
+these, and keeps rows of channels whole. Where parts of the channels are transposed after a Split (LeViT: Graham et al., 2021), the
+Transpose moves in front of the Split first.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from optdnn.dim import Dim
@@ -29,7 +31,7 @@ from optdnn.passes.support.facts import (
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.stages import ACTIVATIONS
-from optdnn.types import Shape
+from optdnn.types import Shape, normalize_axis
 
 OF_IMAGES = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "Resize"})
 """Kinds that write or read images in channels-last order as well."""
@@ -45,12 +47,10 @@ _INEXPRESSIBLE = Miss("no constant target can express its shape")
 @pattern_rule("image_to_tokens", node("Transpose", node(RESHAPES, Var("image"), name="flat", alone=True)))
 def image_to_tokens(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
     """A Reshape of an image to (B, C, positions...) and a Transpose that puts C, or its last part, last: C is moved first."""
-    image, flat = found["image"], found["flat"]
-    before, after, perm = shape_of(graph, image), flat.outputs[0].type.shape, root.attrs.perm
-    channels = _channels(before, after)
-    if before is None or after is None or channels is None or not _is_image(graph, image):
-        return None
-    if perm is None or perm[-1] != channels.stop - 1:
+    image, flat, perm = found["image"], found["flat"], root.attrs.perm
+    before, after = shape_of(graph, image), flat.outputs[0].type.shape
+    channels = _turned(graph, flat, perm)
+    if before is None or after is None or channels is None:
         return None
     last = (*(k for k in range(len(after)) if k not in channels), *channels)
     target = reshape_target((before[0], *before[2:], before[1]), tuple(after[k] for k in last))
@@ -63,6 +63,30 @@ def image_to_tokens(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
         return _ordered(patch, reshaped(patch, patch.add("Transpose", [image], turn), target), order)
 
     return Match((root, flat), build)
+
+
+@rule("split_tokens", {"Split"})
+def split_tokens(graph: Graph, op: Op) -> Match | Miss | None:
+    """Parts of an image's channels that are all transposed alike: one Transpose before the Split, for `image_to_tokens`."""
+    flat = producer(graph, op.inputs[0], RESHAPES, alone=True)
+    values = [Value(op.id, port) for port in range(len(op.outputs))]
+    users = [graph.sole_user(v) for v in values]
+    turns = [u for u in users if u is not None and u.kind == "Transpose"]
+    if flat is None or not turns or _turned(graph, flat, turns[0].attrs.perm) is None:
+        return None
+    perm = turns[0].attrs.perm
+    if len(turns) < len(values) or any(t.attrs.perm != perm for t in turns):
+        return Miss("its parts are not all transposed alike")
+    axis = perm.index(normalize_axis(op.attrs.axis, len(perm)))
+
+    def build(patch: Patch) -> None:
+        turned = patch.add("Transpose", [flat.value], TransposeAttrs(perm))
+        attrs = replace(op.attrs, axis=axis)
+        parts = patch.add_op("Split", [turned, *op.inputs[1:]], attrs, outputs=len(values), src=op.src)
+        for port, turn in enumerate(turns):
+            patch.replace(turn.value, Value(parts.id, port))
+
+    return Match((op, *turns), build)
 
 
 @pattern_rule("tokens_to_image", node(RESHAPES, node("Transpose", Var("tokens"), name="swap", alone=True)))
@@ -88,6 +112,15 @@ def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
         return patch.add("Transpose", [reshaped(patch, _ordered(patch, tokens, order), target)], turn)
 
     return Match((root, found["swap"]), build)
+
+
+def _turned(graph: Graph, flat: Op, perm: tuple[int, ...] | None) -> range | None:
+    """The axes of the channels of an image that the Reshape ``flat`` flattens, if ``perm`` puts the last of them last."""
+    image = operand(flat)
+    channels = _channels(shape_of(graph, image), flat.outputs[0].type.shape)
+    if perm is None or channels is None or perm[-1] != channels.stop - 1:
+        return None
+    return channels if _is_image(graph, image) else None
 
 
 def _channels(image: Shape | None, tokens: Shape | None) -> range | None:
@@ -173,4 +206,4 @@ def _is_image(graph: Graph, value: Value) -> bool:
 
 class ImageTokens(RulePass):
     name = "image_tokens"
-    rules = (image_to_tokens, tokens_to_image, activate_image)
+    rules = (split_tokens, image_to_tokens, tokens_to_image, activate_image)

@@ -10,6 +10,7 @@ from optdnn.passes.base import Pass
 from optdnn.passes.bodies import OptimizeBodies
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
+from optdnn.passes.channel_norms import ChannelNorms
 from optdnn.passes.channel_shuffles import ChannelShuffles
 from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
 from optdnn.passes.cse import CommonSubexpressions
@@ -105,6 +106,7 @@ O2_GPU: tuple[Pass, ...] = (
     MaskedRows(),  # sizes that depend on data: with the operators as they are, before fusions need to know of rows
     PadRows(),  # the sizes that are left
     UnrolledScans(),  # before fusions: chains of steps have many small operators
+    ChannelNorms(),  # before epilogues, which would take their arithmetic; the libraries of CPUs would have to transpose
     FuseL2Norm(),  # queries and keys of cosine attention, before attention; a GPU has a kernel for it
     FuseRotary(),  # the rotation of queries and keys, before attention
     TalkingHeads(),  # before attention, which it leaves behind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,9 +14,16 @@ from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, reshape_target, reshaped, shape_of
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
-from optdnn.types import Shape
+from optdnn.types import Shape, broadcast_dims
 
 X = Var("x")
+BROADCASTING = frozenset(
+    {
+        *("Add", "Sub", "Mul", "Div", "Pow", "Min", "Max", "Sum", "Mean", "Where"),
+        *("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Xor"),
+    }
+)
+"""Kinds whose result has the shape to which all operands broadcast."""
 _SYMBOLIC = Miss("more than one symbolic dimension moves, which no constant target can express")
 
 
@@ -58,6 +66,32 @@ def _expand_target(before: Shape, after: Shape) -> tuple[int, ...] | None:
     target = [d if isinstance(d, int) else int(i >= lead and before[i - lead] == d) for i, d in enumerate(after)]
     grows = any(not isinstance(d, int) and not t for d, t in zip(after, target, strict=True))
     return None if grows else tuple(target)
+
+
+@rule("spare_expand", BROADCASTING)
+def spare_expand(graph: Graph, op: Op) -> Match | Miss | None:
+    """A pointwise operator reads what an Expand repeats, if its other operands have the repeated sizes: it broadcasts.
+
+    PyTorch's ``expand_as`` writes such an Expand in front of a gate's multiplication, for example.
+    """
+    refused = None
+    for slot, value in enumerate(op.inputs):
+        expand = producer(graph, value, {"Expand"})
+        if expand is None:
+            continue
+        operands = [expand.inputs[0] if i == slot else v for i, v in enumerate(op.inputs)]
+        shapes = [shape for v in operands if (shape := shape_of(graph, v)) is not None]
+        after = op.outputs[0].type.shape
+        if after is None or len(shapes) < len(operands):
+            return Miss("a rank is unknown")
+        if broadcast_dims(*shapes) == after:
+            return Match((op, expand), partial(_reading, op, operands))
+        refused = Miss("no other operand has the sizes to which it is expanded")
+    return refused
+
+
+def _reading(op: Op, operands: Sequence[Value | None], patch: Patch) -> Value:
+    return patch.add(op.kind, operands, op.attrs)
 
 
 @pattern_rule("transpose_chain", node("Transpose", node("Transpose", X, name="inner")))

@@ -263,6 +263,31 @@ def test_an_expand_to_a_symbolic_shape() -> None:
     assert tuple(graph.constant_value(graph.of_kind("Expand")[0].inputs[1])) == (1, 3, 4)
 
 
+@pytest.mark.parametrize("batch", [2, N])
+@pytest.mark.parametrize("kind", ["Mul", "Max", "Less"])
+def test_an_expand_is_left_to_an_operator_that_broadcasts(kind: str, batch: DimLike) -> None:
+    n = Net()
+    x, gate = n.input(batch, 4, 5, 6), n.input(1, 4, 1, 1, name="gate")
+    wide = n.op("Expand", gate, n.op("Shape", x) if batch == N else n.ints(2, 4, 5, 6))
+    rules = {"spare_expand": 1}
+    check_pass(CANON, n.done(n.op(kind, wide, x)), changes=1, kinds={kind: 1}, rules=rules, sizes={"n": 2})
+
+
+def test_the_first_of_two_expands_is_left_to_the_operator() -> None:
+    n = Net()
+    rows, columns = (n.op("Expand", n.input(*s), n.ints(2, 3, 4)) for s in ((2, 1, 4), (3, 1)))
+    check_pass(CANON, n.done(n.op("Add", rows, columns)), changes=2, kinds={"Add": 1})
+    n = Net()
+    row = n.op("Expand", n.input(1, 4), n.ints(3, 4))
+    check_refused(CANON, n.done(n.op("Less", row, 0.5)), because="no other operand has the sizes")
+
+
+def test_expands_to_an_unknown_rank_stay() -> None:
+    n = Net()
+    wide = n.op("Expand", n.input(4), n.input(M, name="sizes", dtype=np.int64))
+    check_refused(CANON, n.done(n.op("Mul", n.input(3, 4, name="x"), wide)), because="a rank is unknown")
+
+
 def test_targets_that_a_constant_cannot_express_are_refused() -> None:
     n = Net()
     x = n.input(N, 3, M)
@@ -283,7 +308,8 @@ def test_sizes_of_inner_values_are_read_from_the_inputs(kind: str) -> None:
         length = n.op("Gather", n.op("Shape", inner), shape_of(1))
         y = n.op("Reshape", inner, n.op("Concat", shape_of(-1, 3), length, attrs=ConcatAttrs(0)))
     else:
-        y = n.op("Mul", inner, n.op("Expand", n.input(1, 6, name="row"), n.op("Shape", inner)))
+        row = n.op("Expand", n.input(1, 6, name="row"), n.op("Shape", inner))
+        y = n.op("Concat", inner, row, attrs=ConcatAttrs(0))
     rules = {"input_target": 1}
     graph, _ = check_pass(CANON, n.done(y), changes=1, rules=rules, sizes={"n": 2, "m": 4})
     assert {graph.op(op.inputs[0]).kind for op in graph.of_kind("Shape")} == {"Input"}

@@ -245,6 +245,22 @@ def test_a_residual_is_added_before_the_turn_to_an_image(second: bool) -> None:
     assert graph.users(op.value)[0].kind == "Transpose"
 
 
+@pytest.mark.parametrize("readers", [1, 2])
+def test_a_residual_is_added_before_the_turn_of_a_norm(readers: int) -> None:
+    """``readers`` of the norm: its kernel adds where nothing else reads its result."""
+    n = Net(np.float64)
+    x = n.conv(n.input(2, 6, 4, 5), 6)
+    attrs = LayerNormAttrs(-1, 1e-3)
+    rows = n.op("RMSNormalization", transposed(n, n.op("Relu", x), 0, 2, 3, 1), n.random(6), attrs=attrs)
+    graph = n.done(n.op("Add", x, transposed(n, rows, 0, 3, 1, 2)), *(n.op("Exp", rows) for _ in range(readers - 1)))
+    if readers > 1:
+        check_untouched(HoistViews(), graph)
+    else:
+        check_pass(HoistViews(), graph, changes=1, rules={"add_before_turn": 1}, kinds={
+            "Conv": 1, "Relu": 1, "Transpose": 3, "RMSNormalization": 1, "Add": 1,
+        })  # fmt: skip
+
+
 def test_a_turned_residual_is_added_as_it_was() -> None:
     graph, _ = check_pass(HoistViews(), residual("turned"), changes=1, rules={"add_before_turn": 1})
     assert {graph.op(v).kind for v in graph.of_kind("Add")[0].inputs} == {"Mul", "Relu"}  # type: ignore[arg-type]

@@ -1,0 +1,70 @@
+"""Operators after a Concat of convolutions move in front of it, where weights and epilogues absorb them.
+
+Mixed depthwise convolutions (Tan and Le, 2019) and cross-stage partial networks (Wang et al., 2020) put the results of several
+convolutions side by side, and normalize and activate all of them together.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.facts import operand, producer
+from optdnn.passes.support.stages import ACTIVATIONS
+from optdnn.types import normalize_axis
+
+CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
+
+
+def _joined(graph: Graph, op: Op) -> Op | Miss | None:
+    """The Concat of channels that only ``op`` reads, of convolutions that only it reads; None where there is no such Concat."""
+    concat = producer(graph, op.inputs[0], {"Concat"}, alone=True)
+    if concat is None or normalize_axis(concat.attrs.axis, len(concat.outputs[0].type.dims)) != 1:
+        return None
+    convolutions = [producer(graph, v, CONVOLUTIONS) for v in concat.inputs]
+    if not any(convolutions):
+        return None
+    if any(c is None or graph.use_count(c.value) > 1 for c in convolutions):
+        return Miss("the Concat before it has parts that are no convolutions' results, or are read elsewhere")
+    return concat
+
+
+@rule("bn_of_parts", {"BatchNormalization"})
+def bn_of_parts(graph: Graph, op: Op) -> Match | Miss | None:
+    """``bn(concat(conv, conv))`` is ``concat(bn(conv), bn(conv))``, each with the statistics of its own channels."""
+    concat = _joined(graph, op)
+    if concat is None or isinstance(concat, Miss):
+        return concat
+    widths = [graph.type(operand(concat, i)).dims[1] for i in range(len(concat.inputs))]
+    statistics = [graph.constant_value(v) for v in op.inputs[1:5]]
+    if any(s is None for s in statistics) or not all(isinstance(w, int) for w in widths):
+        return Miss("its statistics or the widths of the parts are not constant")
+    bounds = list(pairwise(accumulate((int(str(w)) for w in widths), initial=0)))
+
+    def build(patch: Patch) -> Value:
+        parts = []
+        for part, (start, end) in zip(concat.inputs, bounds, strict=True):
+            own = [patch.constant(s[start:end].copy(), "statistic") for s in statistics if s is not None]
+            parts.append(patch.add("BatchNormalization", [part, *own], op.attrs))
+        return patch.add("Concat", parts, concat.attrs, src=concat.src)
+
+    return Match((op, concat), build)
+
+
+@rule("activation_of_parts", ACTIVATIONS)
+def activation_of_parts(graph: Graph, op: Op) -> Match | Miss | None:
+    """``f(concat(conv, conv))`` is ``concat(f(conv), f(conv))``, where f reads nothing else but numbers."""
+    concat = _joined(graph, op)
+    if concat is None or isinstance(concat, Miss):
+        return concat
+    numbers = [graph.constant_value(v) for v in op.inputs[1:] if v is not None]
+    if any(n is None or n.size > 1 for n in numbers):
+        return Miss("it reads more than numbers beside the Concat")
+
+    def build(patch: Patch) -> Value:
+        parts = [patch.add(op.kind, [part, *op.inputs[1:]], op.attrs) for part in concat.inputs]
+        return patch.add("Concat", parts, concat.attrs, src=concat.src)
+
+    return Match((op, concat), build)

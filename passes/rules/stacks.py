@@ -1,0 +1,95 @@
+"""Reductions over the axis along which tensors were stacked become arithmetic of these tensors, which needs no copies of them.
+
+Selective kernels (Li et al., 2019) stack the results of several convolutions, and sum them over the new axis: as they are, and
+multiplied by the weights of a softmax over that axis.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.index import SplitAttrs
+from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.facts import integers, ints, operand, producer, reshape_target, reshaped, shape_of
+from optdnn.types import Shape, is_float, normalize_axis
+
+JOINED_BY = {"ReduceSum": "Add", "ReduceMean": "Add", "ReduceMax": "Max", "ReduceMin": "Min"}
+"""Reduction -> the operator of two tensors that it repeats."""
+MOST_PARTS = 8
+"""Tensors of a stack; one kernel of a reduction is better than long chains of operators."""
+
+
+@rule("reduced_stack", frozenset(JOINED_BY))
+def reduced_stack(graph: Graph, op: Op) -> Match | Miss | None:
+    """``sum(stack(a, b))`` is ``a + b``, and ``sum(stack(a, b) * w)`` is ``a * w[0] + b * w[1]``; means and extrema likewise."""
+    scaled = producer(graph, op.inputs[0], {"Mul"}, alone=True)
+    sources = op.inputs[:1] if scaled is None else scaled.inputs
+    stack = next((s for v in sources if (s := producer(graph, v, {"Concat"})) is not None), None)
+    axes, before, after = ints(graph, op.input(1)), shape_of(graph, op.inputs[0]), op.outputs[0].type.shape
+    if stack is None or before is None or after is None or axes is None or len(axes) != 1:
+        return None
+    axis = normalize_axis(axes[0], len(before)) - len(before)  # from the last one, as broadcasting counts
+    parts = [operand(stack, i) for i in range(len(stack.inputs))]
+    rank = len(stack.outputs[0].type.dims)
+    if normalize_axis(stack.attrs.axis, rank) - rank != axis or any(graph.type(p).dims[axis] != 1 for p in parts):
+        return None
+    weights = None if scaled is None else next((v for v in scaled.inputs if v != stack.value), stack.value)
+    if len(parts) > MOST_PARTS:
+        return Miss(f"{len(parts)} tensors are stacked")
+    if op.kind == "ReduceMean" and not is_float(op.outputs[0].type.dtype):
+        return Miss("a mean of integers is rounded")
+    if weights is not None and not _fits(graph, weights, axis, len(parts)):
+        return Miss("what multiplies the stack is neither one tensor nor one for each of its parts")
+    whole = _without(before, axis)
+    moves = [(own, _without(own, axis)) for v in (*parts, weights) if (own := shape_of(graph, v)) is not None]
+    if any(reshape_target(*move) is None for move in (*moves, (whole, after))):
+        return Miss("no constant target can express a shape without the axis")
+
+    def build(patch: Patch) -> Value:
+        terms = [_squeezed(patch, p, axis) for p in parts]
+        if weights is not None:
+            own = _weights(patch, weights, axis, len(parts))
+            terms = [patch.add("Mul", [t, w]) for t, w in zip(terms, own, strict=True)]
+        y = reduce(lambda a, b: patch.add(JOINED_BY[op.kind], [a, b]), terms)
+        if op.kind == "ReduceMean":
+            y = patch.add("Mul", [y, patch.constant(np.asarray(1 / len(parts), op.outputs[0].type.dtype), "share")])
+        return y if whole == after else _reshaped(patch, y, after)
+
+    return Match((op, *([] if scaled is None else [scaled])), build)
+
+
+def _fits(graph: Graph, weights: Value, axis: int, count: int) -> bool:
+    """Whether a tensor beside a stack of ``count`` parts has the stack's axis with one element, or one for each, or not at all."""
+    shape = shape_of(graph, weights)
+    return shape is not None and (-axis > len(shape) or shape[axis] in (1, count))
+
+
+def _without(shape: Shape, axis: int) -> Shape:
+    """``shape`` without an axis, which is counted from the last one."""
+    return tuple(n for i, n in enumerate(shape) if i - len(shape) != axis)
+
+
+def _reshaped(patch: Patch, value: Value, shape: Shape) -> Value:
+    target = reshape_target(patch.type(value).dims, shape)
+    assert target is not None  # `reduced_stack` refuses others
+    return reshaped(patch, value, target)
+
+
+def _squeezed(patch: Patch, value: Value, axis: int) -> Value:
+    return _reshaped(patch, value, _without(patch.type(value).dims, axis))
+
+
+def _weights(patch: Patch, weights: Value, axis: int, count: int) -> list[Value]:
+    """What multiplies each of ``count`` parts, without the axis."""
+    shape = patch.type(weights).dims
+    if -axis > len(shape):
+        return [weights] * count
+    if shape[axis] == 1:
+        return [_squeezed(patch, weights, axis)] * count
+    sizes = integers(patch, [1] * count, "sizes")
+    split = patch.add_op("Split", [weights, sizes], SplitAttrs(axis % len(shape)), outputs=count)
+    return [_squeezed(patch, Value(split.id, port), axis) for port in range(count)]

@@ -1,0 +1,91 @@
+"""channel_norms: normalizations over axis 1 become one op between transpositions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated
+
+from optdnn.dim import symbol
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.passes.channel_norms import ChannelNorms
+
+EPSILON = 1e-3
+LAYER, RMS = {"layer_norm_of_channels": 1}, {"rms_norm_of_channels": 1}
+
+
+def mean(n: Net, x: Value, axis: int = 1) -> Value:
+    return n.op("ReduceMean", x, n.ints(axis), attrs=ReduceAttrs())
+
+
+def layer_norm(n: Net, x: Value, *scale_and_shift: Value, axis: int = 1) -> Value:
+    """As Segment Anything writes it."""
+    centred = n.op("Sub", x, mean(n, x, axis))
+    variance = mean(n, n.op("Pow", centred, 2.0), axis)
+    y = n.op("Div", centred, n.op("Sqrt", n.op("Add", variance, EPSILON)))
+    for kind, value in zip(("Mul", "Add"), scale_and_shift, strict=False):
+        y = n.op(kind, y, value)
+    return y
+
+
+def rms_norm(n: Net, x: Value, axis: int = 1) -> Value:
+    """As timm writes it."""
+    squares = mean(n, n.op("Mul", x, x), axis)
+    return n.op("Mul", x, n.op("Reciprocal", n.op("Sqrt", n.op("Add", squares, EPSILON))))
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 4, 5), (symbol("N", 1), 8, 5), (2, 8, 3, 4, 5)])
+def test_layer_norm_of_channels(shape: tuple[Any, ...]) -> None:
+    n = Net(np.float64)
+    own = (8, *(1 for _ in shape[2:]))
+    y = layer_norm(n, n.input(*shape), n.random(*own), n.random(1, *own))
+    sizes = None if isinstance(shape[0], int) else {"N": 2}
+    kinds = {"Transpose": 2, "LayerNormalization": 1}
+    check_pass(ChannelNorms(), n.done(y), changes=1, rules=LAYER, kinds=kinds, sizes=sizes)
+
+
+def test_rms_norm_of_channels() -> None:
+    n = Net(np.float64)
+    y = n.op("Mul", rms_norm(n, n.input(2, 8, 4, 5)), n.random(8, 1, 1))
+    check_pass(ChannelNorms(), n.done(y), changes=1, rules=RMS, kinds={"Transpose": 2, "RMSNormalization": 1})
+
+
+def images(n: Net, kind: str) -> Graph:
+    """Convolutions with norms of channels between them, and an addition."""
+    x = n.conv(n.input(1, 8, 6, 6), 16)
+    y = layer_norm(n, x, n.random(16, 1, 1), n.random(16, 1, 1)) if kind == "layer" else rms_norm(n, x)
+    return n.done(n.conv(n.op("Add", x, rms_norm(n, n.conv(n.op("Relu", y), 16))), 8))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_on_a_gpu_nothing_moves_between_convolutions_and_norms(kind: str, precision: str) -> None:
+    program = check_simulated(images(Net(), kind), precision)
+    kinds = [s.params["op"]["kind"] for s in program.steps]
+    assert not any(k.startswith("Reduce") for k in kinds)
+    assert kinds.count("Copy") <= 2  # into and out of the layout of convolutions
+
+
+def test_refused() -> None:
+    n = Net(np.float64)
+    check_refused(
+        ChannelNorms(), n.done(rms_norm(n, n.input(2, symbol("c"), 5))), because="number of channels is not known"
+    )
+    n = Net(np.float64)
+    x = n.input(2, 8, 5)
+    scale = n.input(8, 1, name="scale")
+    centred = n.op("Sub", x, mean(n, x))
+    root = n.op("Sqrt", n.op("Add", mean(n, n.op("Mul", centred, centred)), EPSILON))
+    scaled = n.op("Mul", centred, n.op("Div", scale, root))
+    check_refused(ChannelNorms(), n.done(scaled), because="not a constant for each channel")
+
+
+def test_others_are_no_candidates() -> None:
+    for shape, axis in (((2, 8), 1), ((2, 4, 8), 2), ((2, 4, 5, 8), 2)):
+        n = Net(np.float64)
+        check_untouched(ChannelNorms(), n.done(layer_norm(n, n.input(*shape), axis=axis)))

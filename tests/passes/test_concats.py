@@ -1,0 +1,85 @@
+"""bn_of_parts, activation_of_parts: what follows a Concat of convolutions moves in front of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.norm import EpsilonAttrs
+from optdnn.passes.base import RulePass
+from optdnn.passes.fuse_conv_bn import FuseConvBn
+from optdnn.passes.rules.concats import activation_of_parts, bn_of_parts
+
+
+class Parts(RulePass):
+    name = "parts"
+    rules = (bn_of_parts, activation_of_parts)
+
+
+def mixed(n: Net, *, axis: int = 1) -> tuple[Value, tuple[Value, ...]]:
+    """Two convolutions of different kernels side by side."""
+    x = n.input(2, 6, 7, 5)
+    parts = (n.conv(x, 4, 3), n.conv(x, 4 if axis != 1 else 8, 5, pads=2))
+    return n.op("Concat", *parts, attrs=ConcatAttrs(axis)), parts
+
+
+def normalized(n: Net, x: Value, channels: int, mean: Any = None) -> Value:
+    mean = n.random(channels) if mean is None else mean
+    own = (n.positive(channels), n.random(channels), mean, n.positive(channels))
+    return n.op("BatchNormalization", x, *own, attrs=EpsilonAttrs(1e-3))
+
+
+def test_a_normalization_and_an_activation_of_all_parts_become_the_convolutions_own() -> None:
+    n = Net(np.float64)
+    graph = n.done(n.op("Relu", normalized(n, mixed(n)[0], 12)))
+    rules = {"bn_of_parts": 1, "conv_bn": 2, "activation_of_parts": 1}
+    check_pass(FuseConvBn(), graph, changes=4, rules=rules, kinds={"Conv": 2, "Relu": 2, "Concat": 1})
+
+
+@pytest.mark.parametrize(("kind", "numbers"), [("Swish", ()), ("Clip", (0.0, 6.0))])
+def test_activations_with_numbers(kind: str, numbers: tuple[float, ...]) -> None:
+    n = Net(np.float64)
+    graph = n.done(n.op(kind, mixed(n)[0], *numbers))
+    check_pass(Parts(), graph, changes=1, kinds={"Conv": 2, kind: 2, "Concat": 1})
+
+
+def network(n: Net) -> Graph:
+    return n.done(n.conv(n.op("Relu", normalized(n, mixed(n)[0], 12)), 8))
+
+
+def test_on_a_gpu_the_convolutions_compute_it() -> None:
+    program = check_simulated(network(Net()), "fp16")
+    assert "Pointwise" not in [s.params["op"]["kind"] for s in program.steps][1:-1]
+
+
+def test_refused() -> None:
+    n = Net(np.float64)
+    joined, parts = mixed(n)
+    check_refused(Parts(), n.done(n.op("Relu", joined), n.op("Exp", parts[0])), because="or are read elsewhere")
+    n = Net(np.float64)
+    wide = n.op("Concat", n.conv(n.input(2, 6, 7, 5), 4), n.input(2, 3, 7, 5, name="y"), attrs=ConcatAttrs(1))
+    check_refused(Parts(), n.done(n.op("Relu", wide)), because="parts that are no convolutions' results")
+    n = Net(np.float64)
+    slopes = n.op("PRelu", mixed(n)[0], n.random(12, 1, 1))
+    check_refused(Parts(), n.done(slopes), because="more than numbers")
+    n = Net(np.float64)
+    y = normalized(n, mixed(n)[0], 12, n.input(12, name="mean"))
+    check_refused(Parts(), n.done(y), because="statistics or the widths of the parts are not constant")
+
+
+def test_others_are_no_candidates() -> None:
+    n = Net(np.float64)
+    check_untouched(Parts(), n.done(n.op("Relu", mixed(n, axis=2)[0])))  # rows of one image after another
+    n = Net(np.float64)
+    joined, _ = mixed(n)
+    check_untouched(Parts(), n.done(n.op("Relu", joined), n.op("Exp", joined)))  # read as it is, too
+    n = Net(np.float64)
+    inputs = (n.input(2, 3, 4, name=name) for name in "xy")
+    check_untouched(Parts(), n.done(n.op("Relu", n.op("Concat", *inputs, attrs=ConcatAttrs(1)))))

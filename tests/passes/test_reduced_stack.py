@@ -1,0 +1,113 @@
+"""reduced_stack: reductions over the axis along which tensors were stacked become arithmetic of these tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated
+
+from optdnn.dim import symbol
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
+from optdnn.passes.base import RulePass
+from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
+from optdnn.passes.rules.stacks import reduced_stack
+
+
+class Stacks(RulePass):
+    name = "stacks"
+    rules = (reduced_stack,)
+
+
+STACKS = Stacks()
+
+
+def stacked(n: Net, *parts: Value, axis: int = 1) -> Value:
+    wide = [n.op("Unsqueeze", part, n.ints(axis)) for part in parts]
+    return n.op("Concat", *wide, attrs=ConcatAttrs(axis))
+
+
+def inputs(n: Net, count: int, *shape: Any) -> list[Value]:
+    return [n.input(*shape, name=f"x{i}") for i in range(count)]
+
+
+@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "left"),
+    [
+        ("ReduceSum", {"Add": 2}),
+        ("ReduceMean", {"Add": 2, "Mul": 1}),
+        ("ReduceMax", {"Max": 2}),
+        ("ReduceMin", {"Min": 2}),
+    ],
+)
+def test_a_reduction_over_the_new_axis(kind: str, left: dict[str, int], keepdims: bool) -> None:
+    n = Net(np.float64)
+    y = n.op(kind, stacked(n, *inputs(n, 3, 2, 4, 5)), n.ints(1), attrs=ReduceAttrs(keepdims=keepdims))
+    kinds = {"Unsqueeze": 3, "Reshape": 4 if keepdims else 3, **left}
+    check_pass(STACKS, n.done(y), changes=1, kinds=kinds)
+
+
+@pytest.mark.parametrize("batch", [2, symbol("N", 1)])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("shape", [(3, 4, 1), (1, 4, 5), (4, 5), (), (2, 2, 3, 4, 1)])
+def test_weights_are_one_for_each_part_or_for_all(shape: tuple[int, ...], first: bool, batch: Any) -> None:
+    n = Net(np.float64)
+    stack, weights = stacked(n, *inputs(n, 3, batch, 4, 5)), n.input(*shape, name="w")
+    product = n.op("Mul", *((weights, stack) if first else (stack, weights)))
+    graph = n.done(n.op("ReduceSum", product, n.ints(-3), attrs=ReduceAttrs(keepdims=False)))
+    done, _ = check_pass(STACKS, graph, changes=1, sizes={"N": 2} if batch != 2 else None)
+    assert {"Concat", "ReduceSum"}.isdisjoint(done.kinds())
+    assert done.kinds()["Add"] == 2
+
+
+def selective(n: Net) -> Graph:
+    """A selective kernel: two convolutions, weighted by a softmax of the mean of their sum."""
+    x = n.input(1, 8, 6, 6)
+    stack = stacked(n, n.conv(x, 16, 3, pads=(1,) * 4), n.conv(x, 16, 3, pads=(1,) * 4))
+    total = n.op("ReduceSum", stack, n.ints(1), attrs=ReduceAttrs(keepdims=False))
+    scores = n.op("Reshape", n.conv(n.op("GlobalAveragePool", total), 32), n.ints(1, 2, 16, 1, 1))
+    weighted = n.op("Mul", stack, n.op("Softmax", scores, attrs=SoftmaxAttrs(1)))
+    return n.done(n.conv(n.op("ReduceSum", weighted, n.ints(1), attrs=ReduceAttrs(keepdims=False)), 8))
+
+
+def test_selective_kernels_are_not_copied() -> None:
+    done, _ = check_pass(STACKS, selective(Net(np.float64)), changes=2)
+    CanonicalizeArithmetic()(done)
+    assert {"Concat", "ReduceSum", "Unsqueeze"}.isdisjoint(done.kinds())
+    program = check_simulated(selective(Net()), "fp16")
+    kinds = [s.params["op"]["kind"] for s in program.steps]
+    assert "ReduceSum" not in kinds
+    assert kinds.count("Copy") <= 2  # into and out of the layout of convolutions
+
+
+def test_refused() -> None:
+    n = Net(np.float64)
+    y = n.op("ReduceSum", stacked(n, *inputs(n, 9, 2, 3)), n.ints(1), attrs=ReduceAttrs())
+    check_refused(STACKS, n.done(y), because="9 tensors are stacked")
+    n = Net(np.int64)
+    y = n.op("ReduceMean", stacked(n, *inputs(n, 2, 2, 3)), n.ints(1), attrs=ReduceAttrs())
+    check_refused(STACKS, n.done(y), because="mean of integers is rounded")
+    n = Net(np.float64)
+    product = n.op("Mul", stacked(n, *inputs(n, 2, 2, 3)), n.input(symbol("n"), 3, name="w"))
+    y = n.op("ReduceSum", product, n.ints(1), attrs=ReduceAttrs())
+    check_refused(STACKS, n.done(y), because="neither one tensor nor one for each")
+    n = Net(np.float64)
+    y = n.op("ReduceSum", stacked(n, *inputs(n, 2, 3, symbol("a"), symbol("b"))), n.ints(1), attrs=ReduceAttrs())
+    check_refused(STACKS, n.done(y), because="no constant target can express a shape")
+
+
+def test_others_are_no_candidates() -> None:
+    n = Net(np.float64)
+    check_untouched(STACKS, n.done(n.op("ReduceSum", stacked(n, *inputs(n, 2, 2, 3)), n.ints(2))))  # another axis
+    n = Net(np.float64)
+    longer = n.op("Concat", *inputs(n, 2, 2, 3), attrs=ConcatAttrs(1))
+    check_untouched(STACKS, n.done(n.op("ReduceSum", longer, n.ints(1))))  # parts of several elements
+    n = Net(np.float64)
+    check_untouched(STACKS, n.done(n.op("ReduceSum", stacked(n, *inputs(n, 2, 2, 3)), n.ints(1, 2))))
