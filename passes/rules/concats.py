@@ -37,16 +37,17 @@ def bn_of_parts(graph: Graph, op: Op) -> Match | Miss | None:
     concat = _joined(graph, op)
     if concat is None or isinstance(concat, Miss):
         return concat
-    widths = [graph.type(operand(concat, i)).dims[1] for i in range(len(concat.inputs))]
-    statistics = [graph.constant_value(v) for v in op.inputs[1:5]]
-    if any(s is None for s in statistics) or not all(isinstance(w, int) for w in widths):
+    dims = [graph.type(operand(concat, i)).dims[1] for i in range(len(concat.inputs))]
+    widths = [d for d in dims if isinstance(d, int)]
+    statistics = [s for v in op.inputs[1:5] if (s := graph.constant_value(v)) is not None]
+    if len(widths) < len(dims) or len(statistics) < 4:
         return Miss("its statistics or the widths of the parts are not constant")
-    bounds = list(pairwise(accumulate((int(str(w)) for w in widths), initial=0)))
+    bounds = list(pairwise(accumulate(widths, initial=0)))
 
     def build(patch: Patch) -> Value:
         parts = []
         for part, (start, end) in zip(concat.inputs, bounds, strict=True):
-            own = [patch.constant(s[start:end].copy(), "statistic") for s in statistics if s is not None]
+            own = [patch.constant(s[start:end].copy(), "statistic") for s in statistics]
             parts.append(patch.add("BatchNormalization", [part, *own], op.attrs))
         return patch.add("Concat", parts, concat.attrs, src=concat.src)
 
