@@ -82,7 +82,9 @@ class RotaryRule(PatternRule):
         return Match(tuple(graph.op(i) for i in sorted(ops | parts)), build, root.value)
 
 
-_SWAPPED = node("Transpose", node("RotaryEmbedding", node("Transpose", FIRST, name="there"), name="turned"), name="back")
+_SWAPPED = node(
+    "Transpose", node("RotaryEmbedding", node("Transpose", FIRST, name="there"), name="turned"), name="back"
+)
 _PART = any_of(node("RotaryEmbedding", FIRST, name="turned"), _SWAPPED)
 
 

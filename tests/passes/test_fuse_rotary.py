@@ -117,7 +117,9 @@ def test_tables_without_a_batch() -> None:
 
 def positions_first(body: str) -> str:
     """x and y have their positions before their heads: (2, 5, 3, 4), as GPT-J rotates them."""
-    return body.replace("[2,3,5,4]", "[2,5,3,4]").replace("Constant<value_ints=[2,3,5,4]>", "Constant<value_ints=[2,5,3,4]>")
+    return body.replace("[2,3,5,4]", "[2,5,3,4]").replace(
+        "Constant<value_ints=[2,3,5,4]>", "Constant<value_ints=[2,5,3,4]>"
+    )
 
 
 POSITIONS_FIRST = {
@@ -216,7 +218,9 @@ REFUSED = {
     ),
     "the neighbours of c are not known to be equal": model(NEIGHBOURS["roformer"], BOTH),
     "is not one angle per position": model(FORMS["llama"], np.tile(BOTH, (3, 1)), "[1,3,5,4]"),
-    r"c fp32\[1, 5, 3, 4\] is not one angle": positions_first(model(FORMS["llama"], np.repeat(BOTH, 3, 0), "[1,5,3,4]")),
+    r"c fp32\[1, 5, 3, 4\] is not one angle": positions_first(
+        model(FORMS["llama"], np.repeat(BOTH, 3, 0), "[1,5,3,4]")
+    ),
 }
 
 
