@@ -37,6 +37,7 @@ RULES: Mapping[str, str] = {
     "constant_target": "computed shapes replaced by known ones",
     "input_target": "shapes of inner values taken from the inputs",
     "reshape_chain": "Reshapes in a row merged",
+    "assembled_writes": "writes of all parts of a tensor joined",
     "known_writes": "writes to known places written as Concat or Pad",
     "transpose_chain": "Transposes in a row merged",
     "transpose_is_reshape": "Transposes of axes of size 1 written as Reshape",
