@@ -62,6 +62,7 @@ RULES: Mapping[str, str] = {
     "loop_of_bags": "loops over embedding bags made one gather and one reduction",
     "concat_of_bags": "reductions of runs of rows made one reduction",
     "pad_heads": "attention heads padded to a multiple of 8 features",
+    "selected_weights": "products with a matrix of each row become one with all matrices",
     "take_rows": "rows taken before what computes each row by itself",
     "row_is_slice": "rows taken by slices",
     "take_row_of_each": "one row of each sample taken before operators that compute each row independently",
