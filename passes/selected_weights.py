@@ -27,7 +27,7 @@ def selected_weights(graph: Graph, op: Op) -> Match | Miss | None:
     if found is None or len(op.inputs) != 2 or op.attrs.prologue or op.attrs.epilogue:
         return None
     slot, pick = found
-    rows, result = operand(op, 1 - slot), op.outputs[0].type.dims
+    rows = operand(op, 1 - slot)
     many, *matrix = graph.type(operand(pick)).static_shape
     width, size = matrix if slot == 0 else matrix[::-1]
     shape = shape_of(graph, rows)
@@ -48,7 +48,7 @@ def selected_weights(graph: Graph, op: Op) -> Match | Miss | None:
         products = patch.add("MatMul", [reshaped(patch, rows, (count, size)), line], MatMulAttrs())
         index = reshaped(patch, operand(pick, 1), (count, 1))
         own = patch.add("GatherND", [reshaped(patch, products, (count, many, width)), index], GatherNDAttrs(1))
-        return reshaped(patch, own, result)
+        return reshaped(patch, own, (count, width, 1) if slot == 0 else (count, 1, width))
 
     return Match((op, pick), build)
 
