@@ -2,7 +2,8 @@
 
 A mixture of experts is exported as ``weights[expert of each row] @ row``: each row copies its expert's matrix and reads it once,
 so that a product of rows becomes as many products of one row. Where there are no more matrices than rows, the product of all rows
-with all matrices reads each weight once, on tensor cores, and a gather picks the results.
+with all matrices reads each weight once, on tensor cores, and a gather picks the results. Rows that are repeated for each of
+their experts are multiplied once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from optdnn.ops.gather import GatherNDAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import operand, producer, reshaped, shape_of
+from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped, shape_of
 
 MOST = 128
 """Matrices up to which one product with all of them takes less time than to copy one for each row: arithmetic grows with their
@@ -41,16 +42,33 @@ def selected_weights(graph: Graph, op: Op) -> Match | Miss | None:
     if many > min(MOST, size):
         return Miss(f"the products of each row with all {many} matrices would take longer than a copy of one")
 
+    once, times, between = _repeated(graph, rows, size)
+    different = count // times
+
     def build(patch: Patch) -> Value:
         perm = (2, 0, 1) if slot == 0 else (1, 0, 2)
         stack = patch.add("Transpose", [operand(pick)], TransposeAttrs(perm))
         line = reshaped(patch, stack, (size, many * width))
-        products = patch.add("MatMul", [reshaped(patch, rows, (count, size)), line], MatMulAttrs())
-        index = reshaped(patch, operand(pick, 1), (count, 1))
-        own = patch.add("GatherND", [reshaped(patch, products, (count, many, width)), index], GatherNDAttrs(1))
+        products = patch.add("MatMul", [reshaped(patch, once, (different, size)), line], MatMulAttrs())
+        index = reshaped(patch, operand(pick, 1), (different, times, 1))
+        own = patch.add("GatherND", [reshaped(patch, products, (different, many, width)), index], GatherNDAttrs(1))
         return reshaped(patch, own, (count, width, 1) if slot == 0 else (count, 1, width))
 
-    return Match((op, pick), build)
+    return Match((op, pick, *between), build)
+
+
+def _repeated(graph: Graph, rows: Value, size: int) -> tuple[Value, int, tuple[Op, ...]]:
+    """The rows of ``size`` numbers without repetitions, how many times in a row each occurs, and the ops that repeat them."""
+    value, between = rows, list[Op]()
+    while (op := producer(graph, value, RESHAPES | {"Expand"}, alone=True)) is not None:
+        between.append(op)
+        before, after, value = shape_of(graph, operand(op)), shape_of(graph, value), operand(op)
+        if op.kind == "Expand":
+            times = after[1] if after is not None and len(after) == 3 else None
+            if before is None or after is None or not isinstance(times, int) or before != (after[0], 1, size):
+                break
+            return value, times, tuple(between)
+    return rows, 1, ()
 
 
 def _picked(graph: Graph, value: Value | None) -> Op | None:

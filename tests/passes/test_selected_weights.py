@@ -56,6 +56,29 @@ def test_rows_take_their_product_of_all(take: Take, slot: int) -> None:
     assert not list(after.of_kind("Gather"))
 
 
+def repeated(axis: int = 1) -> Graph:
+    """Each row selects two of four matrices: it is repeated next to itself, or all rows are after all rows."""
+    n = Net(np.float64)
+    x = n.op("Unsqueeze", n.input(3, SIZE), n.ints(axis))
+    x = n.op("Expand", x, n.ints(*((3, 2) if axis == 1 else (2, 3)), SIZE))
+    own = gathered(n, n.random(4, WIDTH, SIZE), ROWS, 4)
+    return n.done(n.op("MatMul", own, n.op("Reshape", x, n.ints(ROWS, SIZE, 1))))
+
+
+def test_repeated_rows_are_multiplied_once() -> None:
+    after, _ = check_pass(SelectedWeights(), repeated(), changes=1)
+    (product,) = after.of_kind("MatMul")
+    assert product.outputs[0].type.dims == (3, 4 * WIDTH)
+    assert "Expand" not in after.kinds()
+
+
+def test_all_rows_after_all_rows_are_multiplied_as_they_are() -> None:
+    after, _ = check_pass(SelectedWeights(), repeated(axis=0), changes=1)
+    (product,) = after.of_kind("MatMul")
+    assert product.outputs[0].type.dims == (ROWS, 4 * WIDTH)
+    assert "Expand" in after.kinds()
+
+
 def test_as_many_rows_as_matrices_are_enough() -> None:
     check_pass(SelectedWeights(), mixture(many=5, rows=5), changes=1)
 
