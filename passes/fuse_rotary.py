@@ -2,7 +2,7 @@
 
 ``x * cos + rotate(x) * sin``: ``rotate`` puts the negated second half of each head before the first, and cosines and sines hold
 the same numbers in both halves (GPT-NeoX, Llama); or it exchanges neighbours and negates the second of each pair, and cosines and
-sines repeat each number (RoFormer, GPT-J). Where only the first numbers of each head are turned (GPT-NeoX, Phi) and the rest is
+sines repeat each number (RoFormer, GPT-J, Flux). Where only the first numbers of each head are turned (GPT-NeoX, Phi) and the rest is
 concatenated after them, the op absorbs the Concat as well. Rows in front of those that turn (class tokens of EVA-02, DINOv3)
 turn by an angle of zero.
 
@@ -51,9 +51,10 @@ _SWAP = (0, 2, 1, 3)
 X, COS, SIN, FIRST, SECOND = map(Var, ("x", "cos", "sin", "first", "second"))
 _NEGATED = any_of(node("Neg", SECOND, name="negation"), node("Mul", SECOND, Scalar(-1.0), name="negation"))
 _HALVES = node("Concat", _NEGATED, FIRST, name="joined")
+_LEFT = node(RESHAPES, _NEGATED)
 _NEIGHBOURS = node(
     RESHAPES,
-    node("Concat", node(RESHAPES, _NEGATED, name="left"), node(RESHAPES, FIRST, name="right"), name="joined"),
+    any_of(*(node("Concat", _LEFT, right, name="joined") for right in (node(RESHAPES, FIRST), FIRST))),
     name="merged",
 )
 
@@ -78,7 +79,7 @@ class RotaryRule(PatternRule):
             caches = [_half(patch, graph, found[name], axis, interleaved) for name in ("cos", "sin")]
             return _turned(patch, x, caches, RotaryAttrs(interleaved=interleaved), swapped=axis == -3)
 
-        parts = {found["first"].op, found["second"].op}
+        parts = {op.id for name in ("first", "second") for op in _behind(graph, found[name])}
         return Match(tuple(graph.op(i) for i in sorted(ops | parts)), build, root.value)
 
 
@@ -146,7 +147,9 @@ def _are_halves(graph: Graph, found: dict[str, Any]) -> bool:
 
 
 def _are_neighbours(graph: Graph, found: dict[str, Any]) -> bool:
-    """Whether "first" and "second" are the even and odd numbers of x, stacked along a new last axis that is then merged."""
+    """Whether "first" and "second" are the even and odd numbers of x, stacked along a new last axis that is then merged.
+
+    They are slices of x, or the two parts of x reshaped to pairs."""
     x, joined, first, second = (found[name] for name in ("x", "joined", "first", "second"))
     shape = graph.type(x).shape
     if len(joined.inputs) != 2 or not _last(graph, joined.value, joined.attrs.axis) or not shape:
@@ -154,13 +157,30 @@ def _are_neighbours(graph: Graph, found: dict[str, Any]) -> bool:
     size = shape[-1]
     if found["merged"].outputs[0].type.shape != shape or not isinstance(size, int) or size % 2:
         return False
-    slices = [graph.op(first), graph.op(second)]
-    if any(op.input(0) != x for op in slices):
+    stacked = (*shape[:-1], size // 2, 1)
+    if any(shape_of(graph, v) != stacked for v in joined.inputs):
         return False
-    if [span(graph, op, size) for op in slices] != [(0, size, 2), (1, size, 2)]:
+    parts = [graph.op(first), graph.op(second)]
+    if all(op.kind == "Slice" and op.input(0) == x for op in parts):
+        return [span(graph, op, size) for op in parts] == [(0, size, 2), (1, size, 2)]
+    pairs = whole(graph, _unshaped(graph, first), _unshaped(graph, second), even=True)
+    if pairs is None or shape_of(graph, pairs) != (*shape[:-1], size // 2, 2):
         return False
-    stacked = (*graph.type(first).dims, 1)
-    return all(found[name].outputs[0].type.shape == stacked for name in ("left", "right"))
+    return _unshaped(graph, pairs) == _unshaped(graph, x)
+
+
+def _unshaped(graph: Graph, value: Value) -> Value:
+    """The value without the Reshapes that make it."""
+    chain = _behind(graph, value)
+    return operand(chain[-2]) if len(chain) > 1 else value
+
+
+def _behind(graph: Graph, value: Value) -> list[Op]:
+    """The Reshapes that make a value, the last one first, and the op in front of them."""
+    ops = [graph.op(value)]
+    while ops[-1].kind in RESHAPES:
+        ops.append(graph.op(operand(ops[-1])))
+    return ops
 
 
 def _last(graph: Graph, x: Value, axis: int) -> bool:

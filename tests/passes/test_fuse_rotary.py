@@ -60,7 +60,14 @@ FORMS = {
 STACKED = """o = Slice(x, one, end, last, two) e = Slice(x, zero, end, last, two) n = Neg(o) four = Constant<value_ints=[4]>()
     nu = Unsqueeze(n, four) eu = Unsqueeze(e, four) st = Concat<axis=-1>(nu, eu) full = Constant<value_ints=[2,3,5,4]>()
     r = Reshape(st, full)"""
+PAIRS = """pairs = Constant<value_ints=[2,3,5,2,2]>() xp = Reshape(x, pairs) four = Constant<value_ints=[4]>()
+    full = Constant<value_ints=[2,3,5,4]>()"""
+UNBOUND = f"""{PAIRS} ep, op = Split<axis=-1, num_outputs=2>(xp) e = Squeeze(ep, four) o = Squeeze(op, four) n = Neg(o)
+    nu = Unsqueeze(n, four) eu = Unsqueeze(e, four) st = Concat<axis=-1>(nu, eu) r = Reshape(st, full)"""
 NEIGHBOURS = {
+    "unbound pairs": f"{UNBOUND} {TABLES} {SUM}",
+    "slices of pairs": f"""{PAIRS} e = Slice(xp, zero, one, four) op = Slice(xp, one, two, four) o = Squeeze(op, four) n = Neg(o)
+        nu = Unsqueeze(n, four) st = Concat<axis=-1>(nu, e) r = Reshape(st, full) {TABLES} {SUM}""",
     "roformer": f"{STACKED} {TABLES} {SUM}",
     "of an input": f"""{STACKED} pair = Unsqueeze(turn, last) w0 = Concat<axis=3>(pair, pair) size = Constant<value_ints=[2,5,4]>()
         w1 = Reshape(w0, size) w = Unsqueeze(w1, one) c = Cos(w) s = Sin(w) {SUM}""",
@@ -117,15 +124,14 @@ def test_tables_without_a_batch() -> None:
 
 def positions_first(body: str) -> str:
     """x and y have their positions before their heads: (2, 5, 3, 4), as GPT-J rotates them."""
-    return body.replace("[2,3,5,4]", "[2,5,3,4]").replace(
-        "Constant<value_ints=[2,3,5,4]>", "Constant<value_ints=[2,5,3,4]>"
-    )
+    return body.replace("[2,3,5,", "[2,5,3,")
 
 
 POSITIONS_FIRST = {
     "halves": (model(FORMS["llama"], shape="[1,5,1,4]"), 1, 0),
     "tables without a batch": (model(FORMS["llama"], shape="[5,1,4]"), 1, 0),
     "neighbours": (model(NEIGHBOURS["roformer"], REPEATED, "[1,5,1,4]"), 1, 0),
+    "unbound pairs": (model(NEIGHBOURS["unbound pairs"], REPEATED, "[1,5,1,4]"), 1, 0),
     "the first numbers": (model(part(), ONE_TURN, "[1,5,1,2]"), 2, 2),
     "rows of a table": (model(FORMS["rows of a table"].replace("Unsqueeze(g, one)", "Unsqueeze(g, two)")), 1, 0),
 }
@@ -258,6 +264,13 @@ OTHERS = {
     "not negated": f"{SLICED} n = Abs(b)  r = Concat<axis=-1>(n, a) {TABLES} {SUM}",
     "first half negated": f"{SLICED} n = Neg(a)  r = Concat<axis=-1>(n, b) {TABLES} {SUM}",
     "thirds": f"a = Slice(x, zero, one, last)  b = Slice(x, one, end, last) {TURNED} {TABLES} {SUM}",
+    "halves of pairs exchanged": f"{UNBOUND} {TABLES} {SUM}".replace("Neg(o)", "Neg(e)").replace(
+        "Unsqueeze(e,", "Unsqueeze(o,"
+    ),
+    "pairs of something else": f"z = Abs(x) {UNBOUND} {TABLES} {SUM}".replace("Reshape(x,", "Reshape(z,"),
+    "columns of pairs": f"{UNBOUND} {TABLES} {SUM}".replace(
+        "xp = Reshape(x, pairs)", "xq = Reshape(x, pairs) xp = Transpose<perm=[0,1,2,4,3]>(xq)"
+    ),
     "neighbours not negated": f"{STACKED} {TABLES} {SUM}".replace("Neg", "Abs"),
     "the first neighbour negated": f"{STACKED} {TABLES} {SUM}".replace("Neg(o)", "Neg(e)").replace(
         "Unsqueeze(e,", "Unsqueeze(o,"
