@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from optdnn.passes.base import RulePass
 from optdnn.passes.rules.input_sizes import input_target
-from optdnn.passes.rules.known_writes import known_writes
+from optdnn.passes.rules.known_writes import assembled_writes, known_writes
 from optdnn.passes.rules.noop import idempotent, no_op, unused_indices
 from optdnn.passes.rules.select import select_is_where
 from optdnn.passes.rules.shape import (
@@ -36,6 +36,7 @@ class Canonicalize(RulePass):
         transpose_chain,  # before sinking: two neighbours merge where they are
         transpose_is_reshape,
         gemm_transpose,
+        assembled_writes,
         known_writes,  # before sinking: the Transposes around a write are still next to it
         sink_transpose,
         select_is_where,

@@ -2,13 +2,17 @@
 
 ``x * cos + rotate(x) * sin``: ``rotate`` puts the negated second half of each head before the first, and cosines and sines hold
 the same numbers in both halves (GPT-NeoX, Llama); or it exchanges neighbours and negates the second of each pair, and cosines and
-sines repeat each number (RoFormer, GPT-J). Where only the first numbers of each head are turned (GPT-NeoX, Phi) and the rest is
+sines repeat each number (RoFormer, GPT-J, Flux). Where only the first numbers of each head are turned (GPT-NeoX, Phi) and the rest is
 concatenated after them, the op absorbs the Concat as well. Rows in front of those that turn (class tokens of EVA-02, DINOv3)
 turn by an angle of zero.
+
+The op's positions come after its heads. Where they come before them (GPT-J, Gemma 3n), it stands between two Transposes, which
+usually merge with those of the attention.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +23,9 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass
+from optdnn.passes.rules.shape import transpose_chain
 from optdnn.passes.support.facts import (
     RESHAPES,
     integers,
@@ -39,13 +45,16 @@ _DEPTH = 12
 """How far back a proof looks."""
 _POINTWISE = frozenset({"Cos", "Sin", "Cast", "Neg", "Exp", "Sqrt", "Identity"})
 _SCALED = frozenset({"Mul", "Div", "Add", "Sub"})
+_SWAP = (0, 2, 1, 3)
+"""Exchanges heads and positions."""
 
 X, COS, SIN, FIRST, SECOND = map(Var, ("x", "cos", "sin", "first", "second"))
 _NEGATED = any_of(node("Neg", SECOND, name="negation"), node("Mul", SECOND, Scalar(-1.0), name="negation"))
 _HALVES = node("Concat", _NEGATED, FIRST, name="joined")
+_LEFT = node(RESHAPES, _NEGATED)
 _NEIGHBOURS = node(
     RESHAPES,
-    node("Concat", node(RESHAPES, _NEGATED, name="left"), node(RESHAPES, FIRST, name="right"), name="joined"),
+    any_of(*(node("Concat", _LEFT, right, name="joined") for right in (node(RESHAPES, FIRST), FIRST))),
     name="merged",
 )
 
@@ -61,32 +70,42 @@ class RotaryRule(PatternRule):
         interleaved = "merged" in found
         if not (_are_neighbours if interleaved else _are_halves)(graph, found):
             return None
-        reason = _refuse(graph, found, interleaved)
+        axis = next((n for n in (-2, -3) if all(_per_position(graph, x, found[c], n) for c in ("cos", "sin"))), -2)
+        reason = _refuse(graph, found, axis, interleaved)
         if reason is not None:
             return Miss(reason)
 
         def build(patch: Patch) -> Value:
-            caches = [_half(patch, graph, found[name], interleaved) for name in ("cos", "sin")]
-            return patch.add("RotaryEmbedding", [x, *caches], RotaryAttrs(interleaved=interleaved))
+            caches = [_half(patch, graph, found[name], axis, interleaved) for name in ("cos", "sin")]
+            return _turned(patch, x, caches, RotaryAttrs(interleaved=interleaved), swapped=axis == -3)
 
-        parts = {found["first"].op, found["second"].op}
+        parts = {op.id for name in ("first", "second") for op in _behind(graph, found[name])}
         return Match(tuple(graph.op(i) for i in sorted(ops | parts)), build, root.value)
 
 
-@pattern_rule("partial_rotary_embedding", node("Concat", node("RotaryEmbedding", FIRST, name="turned"), SECOND))
+_SWAPPED = node(
+    "Transpose", node("RotaryEmbedding", node("Transpose", FIRST, name="there"), name="turned"), name="back"
+)
+_PART = any_of(node("RotaryEmbedding", FIRST, name="turned"), _SWAPPED)
+
+
+@pattern_rule("partial_rotary_embedding", node("Concat", _PART, SECOND))
 def partial_rotary(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """``Concat(RotaryEmbedding(first numbers of x), the rest of x)`` along the last axis."""
+    """``Concat(RotaryEmbedding(first numbers of x), the rest of x)`` along the last axis, the op also between Transposes."""
     first, rest, inner = found["first"], found["second"], found["turned"]
+    swaps = [found[name] for name in ("there", "back") if name in found]
+    if any(op.attrs.perm != _SWAP for op in swaps):
+        return None
     x = whole(graph, first, rest)
     if x is None or inner.attrs.rotary_embedding_dim or len(root.inputs) != 2 or not _last(graph, x, root.attrs.axis):
         return None
-    if len(graph.uses(inner.value)) > 1:
+    if any(len(graph.uses(op.value)) > 1 for op in (inner, *swaps[1:])):
         return Miss(f"its turned part is used elsewhere: {inner.name}")
     attrs = replace(inner.attrs, rotary_embedding_dim=graph.type(first).dims[-1])
-    covered = {op.id: op for op in (root, graph.op(first), graph.op(rest), inner)}
+    covered = {op.id: op for op in (root, graph.op(first), graph.op(rest), inner, *swaps)}
 
     def build(patch: Patch) -> Value:
-        return patch.add("RotaryEmbedding", [x, *inner.inputs[1:]], attrs)
+        return _turned(patch, x, inner.inputs[1:], attrs, swapped=bool(swaps))
 
     return Match(tuple(covered.values()), build)
 
@@ -128,7 +147,9 @@ def _are_halves(graph: Graph, found: dict[str, Any]) -> bool:
 
 
 def _are_neighbours(graph: Graph, found: dict[str, Any]) -> bool:
-    """Whether "first" and "second" are the even and odd numbers of x, stacked along a new last axis that is then merged."""
+    """Whether "first" and "second" are the even and odd numbers of x, stacked along a new last axis that is then merged.
+
+    They are slices of x, or the two parts of x reshaped to pairs."""
     x, joined, first, second = (found[name] for name in ("x", "joined", "first", "second"))
     shape = graph.type(x).shape
     if len(joined.inputs) != 2 or not _last(graph, joined.value, joined.attrs.axis) or not shape:
@@ -136,53 +157,85 @@ def _are_neighbours(graph: Graph, found: dict[str, Any]) -> bool:
     size = shape[-1]
     if found["merged"].outputs[0].type.shape != shape or not isinstance(size, int) or size % 2:
         return False
-    slices = [graph.op(first), graph.op(second)]
-    if any(op.input(0) != x for op in slices):
+    stacked = (*shape[:-1], size // 2, 1)
+    if any(shape_of(graph, v) != stacked for v in joined.inputs):
         return False
-    if [span(graph, op, size) for op in slices] != [(0, size, 2), (1, size, 2)]:
+    parts = [graph.op(first), graph.op(second)]
+    if all(op.kind == "Slice" and op.input(0) == x for op in parts):
+        return [span(graph, op, size) for op in parts] == [(0, size, 2), (1, size, 2)]
+    pairs = whole(graph, _unshaped(graph, first), _unshaped(graph, second), even=True)
+    if pairs is None or shape_of(graph, pairs) != (*shape[:-1], size // 2, 2):
         return False
-    stacked = (*graph.type(first).dims, 1)
-    return all(found[name].outputs[0].type.shape == stacked for name in ("left", "right"))
+    return _unshaped(graph, pairs) == _unshaped(graph, x)
+
+
+def _unshaped(graph: Graph, value: Value) -> Value:
+    """The value without the Reshapes that make it."""
+    chain = _behind(graph, value)
+    return operand(chain[-2]) if len(chain) > 1 else value
+
+
+def _behind(graph: Graph, value: Value) -> list[Op]:
+    """The Reshapes that make a value, the last one first, and the op in front of them."""
+    ops = [graph.op(value)]
+    while ops[-1].kind in RESHAPES:
+        ops.append(graph.op(operand(ops[-1])))
+    return ops
 
 
 def _last(graph: Graph, x: Value, axis: int) -> bool:
     return is_axis(graph, x, axis, -1)
 
 
-def _refuse(graph: Graph, found: dict[str, Any], interleaved: bool) -> str | None:
-    """Why there is no rotary embedding of "x" by "cos" and "sin", or None."""
+def _turned(patch: Patch, x: Value, caches: Sequence[Value | None], attrs: RotaryAttrs, *, swapped: bool) -> Value:
+    """A RotaryEmbedding of x; ``swapped``: of x whose positions come before its heads."""
+    if swapped:
+        x = patch.add("Transpose", [x], TransposeAttrs(_SWAP))
+    y = patch.add("RotaryEmbedding", [x, *caches], attrs)
+    return patch.add("Transpose", [y], TransposeAttrs(_SWAP)) if swapped else y
+
+
+def _per_position(graph: Graph, x: Value, angles: Value, axis: int) -> bool:
+    """Whether all heads of x have the same angles for each position along ``axis``, -2 or -3; the heads lie along the other one."""
+    dims, shape = (graph.type(v).shape or () for v in (x, angles))
+    heads = -5 - axis
+    if not -axis <= len(shape) <= len(dims) or shape[-1] != dims[-1] or shape[axis] != dims[axis]:
+        return False
+    return (len(shape) < -heads or shape[heads] == 1) and (len(shape) < 4 or shape[0] in (1, dims[0]))
+
+
+def _refuse(graph: Graph, found: dict[str, Any], axis: int, interleaved: bool) -> str | None:
+    """Why there is no rotary embedding of "x" by "cos" and "sin", with its positions along ``axis``, or None."""
     x = graph.type(found["x"])
     if x.rank != 4:
         return f"{graph.output(found['x']).name} {x} does not have four axes"
     for value in (found["cos"], found["sin"]):
         t, name = graph.type(value), graph.output(value).name
-        shape = t.shape or ()
         if t.dtype != x.dtype:
             return f"{name} is {t.dtype}, its operand {x.dtype}"
-        fits = len(shape) >= 2 and shape[-2:] == x.dims[-2:] and all(d == 1 for d in shape[-3:-2])
-        if not fits or (len(shape) == 4 and shape[0] not in (1, x.dims[0])) or len(shape) > 4:
+        if not _per_position(graph, found["x"], value, axis):
             return f"{name} {t} is not one angle per position of {x}"
-        if reshape_target(shape, _cache_shape(shape)) is None:
+        if reshape_target(t.dims, _cache_shape(t.dims, axis)) is None:
             return f"the size of {name} {t} cannot be written"
         if not doubled(graph, value, interleaved=interleaved):
             return f"the {'neighbours' if interleaved else 'halves'} of {name} are not known to be equal"
     return None
 
 
-def _cache_shape(shape: Shape) -> Shape:
+def _cache_shape(shape: Shape, axis: int) -> Shape:
     batch = shape[0] if len(shape) == 4 else 1
-    return (batch, shape[-2], shape[-1])
+    return (batch, shape[axis], shape[-1])
 
 
-def _half(patch: Patch, graph: Graph, value: Value, interleaved: bool) -> Value:
-    """The first half of the angles (or every second), one row per position: (batch or 1, length, D / 2)."""
+def _half(patch: Patch, graph: Graph, value: Value, axis: int, interleaved: bool) -> Value:
+    """The first half of the angles (or every second), one row per position along ``axis``: (batch or 1, length, D / 2)."""
     shape = graph.type(value).dims
     size = shape[-1]
     assert isinstance(size, int)
     limits = (0, size, len(shape) - 1, 2) if interleaved else (0, size // 2, len(shape) - 1)
     half = patch.add("Slice", [value, *(integers(patch, [n], "half") for n in limits)])
     now = patch.type(half).dims
-    target = reshape_target(now, _cache_shape(now))
+    target = reshape_target(now, _cache_shape(now, axis))
     assert target is not None
     return reshaped(patch, half, target)
 
@@ -246,4 +299,4 @@ class FuseRotary(RulePass):
     """Rotary embeddings as one op, for targets that have a kernel for it."""
 
     name = "fuse_rotary"
-    rules = (RotaryRule(), partial_rotary, rotary_rows)
+    rules = (RotaryRule(), partial_rotary, rotary_rows, transpose_chain)

@@ -42,6 +42,7 @@ from optdnn.passes.pad_rows import PadRows
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.pool_last import PoolLast
 from optdnn.passes.relative_positions import RelativePositions
+from optdnn.passes.selected_weights import SelectedWeights
 from optdnn.passes.split_products import SplitProducts
 from optdnn.passes.support.stages import ANCHORS
 from optdnn.passes.take_rows import TakeRows
@@ -112,6 +113,7 @@ O2_GPU: tuple[Pass, ...] = (
     TalkingHeads(),  # before attention, which it leaves behind
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     PadHeads(),  # behind attention; before views are hoisted and epilogues fused, which hide the projections of heads
+    SelectedWeights(),  # before constants are folded: its stacks of matrices become one; before epilogues
     TakeRows(),  # behind attention, whose queries are rows; before epilogues, and before constants are folded
     FoldConstants(),  # sums of constant masks and biases; their rows
     RelativePositions(),  # biases of attention, before their views are hoisted and their arithmetic is fused

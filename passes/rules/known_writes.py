@@ -93,6 +93,70 @@ def known_writes(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, turned[1]), build, turned[1].value) if turned else Match((op,), build)
 
 
+@rule("assembled_writes", SCATTERS)
+def assembled_writes(graph: Graph, op: Op) -> Match | Miss | None:
+    """Scatters in a row, each of which writes its own part of one axis, become one Concat: ``y[:, t] = step(t)`` of a loop."""
+    after = graph.sole_user(op.value)
+    if (after is not None and after.kind in SCATTERS and after.inputs[0] == op.value) or _writes(
+        graph, op
+    ) <= MOST_WRITES:
+        return None
+    parts: list[_Part] = []
+    write: Op | None = op
+    while write is not None and (part := _part(graph, write)) is not None:
+        if parts and part.span.axis != parts[0].span.axis:
+            break
+        parts.append(part)
+        write = producer(graph, write.inputs[0], SCATTERS, alone=True)
+    if len(parts) <= MOST_WRITES:
+        return Miss("its writes are no parts of one axis")
+    base, size = operand(parts[-1].op), parts[0].span.size
+    parts.sort(key=lambda p: p.span.start)
+    ends = [p.span.start + p.span.count for p in parts]
+    if any(p.span.start < end for p, end in zip(parts[1:], ends, strict=False)):
+        return Miss("places are written more than once")
+
+    def build(patch: Patch) -> Value:
+        axis, pieces, at = parts[0].span.axis, list[Value](), 0
+        for p, end in zip(parts, ends, strict=True):
+            if p.span.start > at:
+                pieces.append(_slice(patch, base, axis, at, p.span.start))
+            pieces.append(operand(p.op, 2) if p.target is None else reshaped(patch, operand(p.op, 2), p.target))
+            at = end
+        if at < size:
+            pieces.append(_slice(patch, base, axis, at, size))
+        return patch.add("Concat", pieces, ConcatAttrs(axis))
+
+    others = [p.op for p in parts if p.op is not op]
+    return Match((op, *others), build)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What ``op`` writes: all positions of ``span``, along the other axes all there are; ``target``: to reshape it to first."""
+
+    op: Op
+    span: Span
+    target: tuple[int, ...] | None
+
+
+def _part(graph: Graph, op: Op) -> _Part | None:
+    """The part of one axis that a scatter writes, None where it writes something else."""
+    shape, given = shape_of(graph, operand(op)), shape_of(graph, operand(op, 2))
+    table = graph.constant_value(op.inputs[1])
+    if table is None or shape is None or given is None or not table.size or op.attrs.reduction != "none":
+        return None
+    spans = [s for s in _box(op, table, shape) or () if not s.whole]
+    if len(spans) != 1 or not spans[0].dense:
+        return None
+    (span,) = spans
+    box = tuple(span.count if k == span.axis else d for k, d in enumerate(shape))
+    target = reshape_target(given, box)
+    if target is None:
+        return None
+    return _Part(op, span, None if given == box else target)
+
+
 def _writes(graph: Graph, op: Op) -> int:
     """How many scatters in a row write into the tensor, this one among them."""
     count, before, after = 1, producer(graph, op.inputs[0], SCATTERS), graph.sole_user(op.value)

@@ -13,6 +13,7 @@ from support.shared import needs_shared_graphs, shared_network
 from optdnn.dim import symbol
 from optdnn.importers.onnx import import_model
 from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import PassContext, run_pipeline
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.fuse_rotary import FuseRotary
@@ -59,7 +60,14 @@ FORMS = {
 STACKED = """o = Slice(x, one, end, last, two) e = Slice(x, zero, end, last, two) n = Neg(o) four = Constant<value_ints=[4]>()
     nu = Unsqueeze(n, four) eu = Unsqueeze(e, four) st = Concat<axis=-1>(nu, eu) full = Constant<value_ints=[2,3,5,4]>()
     r = Reshape(st, full)"""
+PAIRS = """pairs = Constant<value_ints=[2,3,5,2,2]>() xp = Reshape(x, pairs) four = Constant<value_ints=[4]>()
+    full = Constant<value_ints=[2,3,5,4]>()"""
+UNBOUND = f"""{PAIRS} ep, op = Split<axis=-1, num_outputs=2>(xp) e = Squeeze(ep, four) o = Squeeze(op, four) n = Neg(o)
+    nu = Unsqueeze(n, four) eu = Unsqueeze(e, four) st = Concat<axis=-1>(nu, eu) r = Reshape(st, full)"""
 NEIGHBOURS = {
+    "unbound pairs": f"{UNBOUND} {TABLES} {SUM}",
+    "slices of pairs": f"""{PAIRS} e = Slice(xp, zero, one, four) op = Slice(xp, one, two, four) o = Squeeze(op, four) n = Neg(o)
+        nu = Unsqueeze(n, four) st = Concat<axis=-1>(nu, e) r = Reshape(st, full) {TABLES} {SUM}""",
     "roformer": f"{STACKED} {TABLES} {SUM}",
     "of an input": f"""{STACKED} pair = Unsqueeze(turn, last) w0 = Concat<axis=3>(pair, pair) size = Constant<value_ints=[2,5,4]>()
         w1 = Reshape(w0, size) w = Unsqueeze(w1, one) c = Cos(w) s = Sin(w) {SUM}""",
@@ -114,6 +122,56 @@ def test_tables_without_a_batch() -> None:
     check_pass(FuseRotary(), model(FORMS["llama"], shape="[5,4]"), changes=1)
 
 
+def positions_first(body: str) -> str:
+    """x and y have their positions before their heads: (2, 5, 3, 4), as GPT-J rotates them."""
+    return body.replace("[2,3,5,", "[2,5,3,")
+
+
+POSITIONS_FIRST = {
+    "halves": (model(FORMS["llama"], shape="[1,5,1,4]"), 1, 0),
+    "tables without a batch": (model(FORMS["llama"], shape="[5,1,4]"), 1, 0),
+    "neighbours": (model(NEIGHBOURS["roformer"], REPEATED, "[1,5,1,4]"), 1, 0),
+    "unbound pairs": (model(NEIGHBOURS["unbound pairs"], REPEATED, "[1,5,1,4]"), 1, 0),
+    "the first numbers": (model(part(), ONE_TURN, "[1,5,1,2]"), 2, 2),
+    "rows of a table": (model(FORMS["rows of a table"].replace("Unsqueeze(g, one)", "Unsqueeze(g, two)")), 1, 0),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS_FIRST)
+def test_positions_before_heads_turn_between_two_transposes(name: str) -> None:
+    text, changes, size = POSITIONS_FIRST[name]
+    graph, _ = check_pass(FuseRotary(), positions_first(text), changes=changes)
+    (op,) = graph.of_kind("RotaryEmbedding")
+    assert op.attrs.rotary_embedding_dim == size
+    assert not {"Neg", "Add", "Concat"} & graph.kinds().keys()
+    there, back = graph.op(op.inputs[0]), graph.users(op.value)[0]
+    assert there.attrs.perm == back.attrs.perm == (0, 2, 1, 3)
+    assert graph.op(there.inputs[0]).kind == "Input"
+
+
+def test_a_transpose_behind_the_rotation_cancels() -> None:
+    body = FORMS["llama"].replace("y = Add", "t = Add") + " y = Transpose<perm=[0,2,1,3]>(t)"
+    text = model(body, shape="[1,5,1,4]").replace("float[2,3,5,4] x", "float[2,5,3,4] x")
+    graph, _ = check_pass(FuseRotary(), text, changes=2, rules={"rotary_embedding": 1, "transpose_chain": 1})
+    assert graph.kinds()["Transpose"] == graph.kinds()["RotaryEmbedding"] == 1
+
+
+def test_a_turned_part_between_transposes_that_is_used_elsewhere_stays() -> None:
+    body = part().replace("y = Concat", "u = Concat") + " more = Neg(t) w = Concat<axis=-1>(more, g) y = Add(u, w)"
+    text = positions_first(model(body, ONE_TURN, "[1,5,1,2]"))
+    _, report = check_pass(FuseRotary(), text, changes=1)
+    assert [r.reason for r in report.refused if "its turned part is used elsewhere" in r.reason]
+
+
+def test_a_turned_part_between_other_transposes_stays() -> None:
+    n = Net()
+    x, cos, sin = n.input(3, 5, 2, 4), *(n.input(2, 5, 1, name=name) for name in ("cos", "sin"))
+    first, rest = (n.op("Slice", x, n.ints(a), n.ints(b), n.ints(3)) for a, b in ((0, 2), (2, 4)))
+    turned = n.op("RotaryEmbedding", n.op("Transpose", first, attrs=TransposeAttrs((2, 0, 1, 3))), cos, sin)
+    back = n.op("Transpose", turned, attrs=TransposeAttrs((1, 2, 0, 3)))
+    check_untouched(FuseRotary(), n.done(n.op("Concat", back, rest, attrs=ConcatAttrs(3))))
+
+
 def rows(first: str = "f = Slice(x, zero, two, positions)", joined: str = "f, t", axis: int = 2, of: str = "x") -> str:
     """The rows after the first two turn."""
     return f"""positions = Constant<value_ints=[2]>() {first} g = Slice({of}, two, end, positions)
@@ -166,6 +224,9 @@ REFUSED = {
     ),
     "the neighbours of c are not known to be equal": model(NEIGHBOURS["roformer"], BOTH),
     "is not one angle per position": model(FORMS["llama"], np.tile(BOTH, (3, 1)), "[1,3,5,4]"),
+    r"c fp32\[1, 5, 3, 4\] is not one angle": positions_first(
+        model(FORMS["llama"], np.repeat(BOTH, 3, 0), "[1,5,3,4]")
+    ),
 }
 
 
@@ -203,6 +264,13 @@ OTHERS = {
     "not negated": f"{SLICED} n = Abs(b)  r = Concat<axis=-1>(n, a) {TABLES} {SUM}",
     "first half negated": f"{SLICED} n = Neg(a)  r = Concat<axis=-1>(n, b) {TABLES} {SUM}",
     "thirds": f"a = Slice(x, zero, one, last)  b = Slice(x, one, end, last) {TURNED} {TABLES} {SUM}",
+    "halves of pairs exchanged": f"{UNBOUND} {TABLES} {SUM}".replace("Neg(o)", "Neg(e)").replace(
+        "Unsqueeze(e,", "Unsqueeze(o,"
+    ),
+    "pairs of something else": f"z = Abs(x) {UNBOUND} {TABLES} {SUM}".replace("Reshape(x,", "Reshape(z,"),
+    "columns of pairs": f"{UNBOUND} {TABLES} {SUM}".replace(
+        "xp = Reshape(x, pairs)", "xq = Reshape(x, pairs) xp = Transpose<perm=[0,1,2,4,3]>(xq)"
+    ),
     "neighbours not negated": f"{STACKED} {TABLES} {SUM}".replace("Neg", "Abs"),
     "the first neighbour negated": f"{STACKED} {TABLES} {SUM}".replace("Neg(o)", "Neg(e)").replace(
         "Unsqueeze(e,", "Unsqueeze(o,"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -114,9 +115,67 @@ def test_places_that_depend_on_data_are_left() -> None:
     check_untouched(CANON, n.done(made))
 
 
-def test_many_writes_in_a_row_are_left() -> None:
+def in_a_row(places: Sequence[Any], *, base: Any = None, reduction: str = "none") -> Graph:
+    """Writes into one tensor (2, 8, 4), one after the other."""
     n = Net(np.float64)
-    x = n.input(8, 4)
-    for k in range(5):
-        x = n.op("ScatterND", x, table([k]), n.input(1, 4, name=f"u{k}"), attrs=ScatterNDAttrs())
-    check_refused(CANON, n.done(x), because="too many writes")
+    x = n.input(2, 8, 4) if base is None else n.const(np.full((2, 8, 4), base))
+    for k, one in enumerate(places):
+        part = n.input(*one.shape[:-1], *(2, 8, 4)[one.shape[-1] :], name=f"u{k}")
+        x = n.op("ScatterND", x, one, part, attrs=ScatterNDAttrs(reduction))
+    return n.done(x)
+
+
+BOTH = range(2)
+
+
+@pytest.mark.parametrize(
+    ("places", "parts"),
+    [
+        ([table(BOTH, [k]) for k in range(8)], 8),
+        ([table(BOTH, [k]) for k in (5, 2, 7, 0, 1)], 7),
+        ([table(BOTH, [k]) for k in (1, 2, 3, 4, 5)], 7),
+        ([table(BOTH, [6, 7]), *(table(BOTH, [k]) for k in (0, 1, 2, 3))], 6),
+    ],
+    ids=["all", "any_order", "middle", "two_at_once"],
+)
+def test_writes_of_the_parts_of_an_axis_are_joined(places: list[Any], parts: int) -> None:
+    after, _ = check_pass(CANON, in_a_row(places), changes=1, rules={"assembled_writes": 1})
+    (concat,) = after.of_kind("Concat")
+    assert len(concat.inputs) == parts
+
+
+def test_a_write_before_them_that_is_no_part_stays() -> None:
+    graph = in_a_row([table(BOTH, [5, 7]), *(table(BOTH, [k]) for k in range(5))])
+    check_pass(CANON, graph, changes=1, rules={"assembled_writes": 1}, kinds={"ScatterND": 1, "Slice": 1, "Concat": 1})
+
+
+def test_parts_that_are_all_leave_nothing_of_the_tensor() -> None:
+    kinds = {"Concat": 1}
+    check_pass(CANON, in_a_row([table(BOTH, [k]) for k in range(8)], base=0.0), changes=1, kinds=kinds)
+
+
+@pytest.mark.parametrize(
+    ("places", "reduction", "because"),
+    [
+        ([table(BOTH, [k]) for k in (0, 1, 2, 3, 1)], "none", "places are written more than once"),
+        ([table(BOTH, [k]) for k in range(5)], "add", "no parts of one axis"),
+        ([*(table(BOTH, [k]) for k in range(4)), table(BOTH, [5, 7])], "none", "no parts of one axis"),
+        ([*(table(BOTH, [k]) for k in range(4)), table([0], [5])], "none", "no parts of one axis"),
+        ([*(table(BOTH, [k]) for k in range(4)), table(BOTH, range(8), [1])], "none", "no parts of one axis"),
+    ],
+    ids=["twice", "added", "gaps", "two_axes", "another_axis"],
+)
+def test_other_writes_in_a_row_are_left(places: list[Any], reduction: str, because: str) -> None:
+    check_refused(CANON, in_a_row(places, reduction=reduction), because=because, rule="assembled_writes")
+    check_refused(CANON, in_a_row(places, reduction=reduction), because="too many writes", rule="known_writes")
+
+
+def test_a_result_that_is_read_in_between_is_joined_by_itself() -> None:
+    n = Net(np.float64)
+    results = [n.input(10, 4)]
+    for k in range(10):
+        part = n.input(1, 4, name=f"u{k}")
+        results.append(n.op("ScatterND", results[-1], table([k]), part, attrs=ScatterNDAttrs()))
+    graph = n.done(n.op("Add", results[10], results[5]))
+    after, _ = check_pass(CANON, graph, changes=2, rules={"assembled_writes": 2})
+    assert [len(op.inputs) for op in after.of_kind("Concat")] == [6, 6]

@@ -1,0 +1,89 @@
+"""Rows that each select their matrix are multiplied with all matrices, and keep the product of their own.
+
+A mixture of experts is exported as ``weights[expert of each row] @ row``: each row copies its expert's matrix and reads it once,
+so that a product of rows becomes as many products of one row. Where there are no more matrices than rows, the product of all rows
+with all matrices reads each weight once, on tensor cores, and a gather picks the results. Rows that are repeated for each of
+their experts are multiplied once.
+"""
+
+from __future__ import annotations
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.gather import GatherNDAttrs
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped, shape_of
+
+MOST = 128
+"""Matrices up to which one product with all of them takes less time than to copy one for each row: arithmetic grows with their
+number, the copies do not. A copied number costs as much memory time as some 500 multiplications."""
+
+
+@rule("selected_weights", {"MatMul"})
+def selected_weights(graph: Graph, op: Op) -> Match | Miss | None:
+    """``W[index of row] @ row`` or ``row @ W[index of row]``, with a constant stack of matrices W: a product and a GatherND."""
+    found = next(((slot, pick) for slot in (0, 1) if (pick := _picked(graph, op.inputs[slot])) is not None), None)
+    if found is None or len(op.inputs) != 2 or op.attrs.prologue or op.attrs.epilogue:
+        return None
+    slot, pick = found
+    rows = operand(op, 1 - slot)
+    many, *matrix = graph.type(operand(pick)).static_shape
+    width, size = matrix if slot == 0 else matrix[::-1]
+    shape = shape_of(graph, rows)
+    if shape is None or shape[1:] != ((size, 1) if slot == 0 else (1, size)):
+        return None
+    count = shape[0]
+    if not isinstance(count, int):
+        return Miss("the number of rows is not known")
+    if count < many:
+        return Miss(f"{count} rows select fewer matrices than the {many} that there are")
+    if many > min(MOST, size):
+        return Miss(f"the products of each row with all {many} matrices would take longer than a copy of one")
+
+    once, times, between = _repeated(graph, rows, size)
+    different = count // times
+
+    def build(patch: Patch) -> Value:
+        perm = (2, 0, 1) if slot == 0 else (1, 0, 2)
+        stack = patch.add("Transpose", [operand(pick)], TransposeAttrs(perm))
+        line = reshaped(patch, stack, (size, many * width))
+        products = patch.add("MatMul", [reshaped(patch, once, (different, size)), line], MatMulAttrs())
+        index = reshaped(patch, operand(pick, 1), (different, times, 1))
+        own = patch.add("GatherND", [reshaped(patch, products, (different, many, width)), index], GatherNDAttrs(1))
+        return reshaped(patch, own, (count, width, 1) if slot == 0 else (count, 1, width))
+
+    return Match((op, pick, *between), build)
+
+
+def _repeated(graph: Graph, rows: Value, size: int) -> tuple[Value, int, tuple[Op, ...]]:
+    """The rows of ``size`` numbers without repetitions, how many times in a row each occurs, and the ops that repeat them."""
+    value, between = rows, list[Op]()
+    while (op := producer(graph, value, RESHAPES | {"Expand"}, alone=True)) is not None:
+        between.append(op)
+        before, after, value = shape_of(graph, operand(op)), shape_of(graph, value), operand(op)
+        if op.kind == "Expand":
+            times = after[1] if after is not None and len(after) == 3 else None
+            if before is None or after is None or not isinstance(times, int) or before != (after[0], 1, size):
+                break
+            return value, times, tuple(between)
+    return rows, 1, ()
+
+
+def _picked(graph: Graph, value: Value | None) -> Op | None:
+    """The Gather or GatherND that takes a matrix for each row from a constant stack, where the product alone reads them."""
+    op = producer(graph, value, {"Gather", "GatherND"}, alone=True)
+    if op is None or graph.constant_value(op.inputs[0]) is None or graph.type(operand(op)).rank != 3:
+        return None
+    index = shape_of(graph, operand(op, 1))
+    if index is None:
+        return None
+    if op.kind == "Gather":
+        return op if len(index) == 1 and op.attrs.axis in (0, -3) else None
+    return op if len(index) == 2 and index[1] == 1 and op.attrs.batch_dims == 0 else None
+
+
+class SelectedWeights(RulePass):
+    name = "selected_weights"
+    rules = (selected_weights,)
