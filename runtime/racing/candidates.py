@@ -205,7 +205,6 @@ def converted(feeds: Mapping[str, Array], inputs: Sequence[TensorSpec] | None) -
 
 
 def _library(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError:
-        raise MissingDependency(name, "cpu", "to compare with it") from None
+    from optdnn.runtime.cpu.library import library_module
+
+    return library_module(name, "to compare with it")
