@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.errors import MissingDependency, UsageError
+from optdnn.errors import UsageError
 from optdnn.runtime.contexts.base import BaseContext
 from optdnn.runtime.contexts.stepwise import poison
 from optdnn.runtime.program import Plain, known_sizes, target_of
