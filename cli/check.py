@@ -56,7 +56,7 @@ def findings(model: Path, options: BuildOptions) -> dict[str, Any]:
     suggested = suggest_shapes(graph)
     if suggested and on_gpu and not graph.profiles:
         raise UsageError(
-            f"an engine for {target} needs sizes, or ranges of them (least..likely..most); not fixed are {_symbols(graph)}",
+            f"an engine for {target} needs sizes, or ranges of them (MIN..OPT..MAX); not fixed are {_symbols(graph)}",
             hint=f"a range that may fit: {' '.join(f'--shape {s}' for s in suggested)}",
         )
     if graph.profiles and on_gpu:

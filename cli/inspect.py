@@ -195,7 +195,8 @@ def _show_passes(passes: Sequence[Mapping[str, Any]]) -> None:
         if p["fired"] or p["refused"]
     ]
     stdout.print(table("\npasses", ["pass", "operators", "refused", "made"], rows, right=[1, 2]))
-    idle = dict.fromkeys(p["name"] for p in passes if not p["fired"] and not p["refused"])
+    busy = {p["name"] for p in passes if p["fired"] or p["refused"]}
+    idle = dict.fromkeys(p["name"] for p in passes if p["name"] not in busy)
     if idle:
         stdout.print(f"found nothing to do: {', '.join(idle)}")
     refused = [[p["name"], r["rule"], " + ".join(r["nodes"]), r["reason"]] for p in passes for r in p["refused"]]
