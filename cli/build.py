@@ -155,7 +155,8 @@ def _error(build: Any, model: Path, options: Any) -> dict[str, Any]:
     try:
         return output_error(build.engine, model, options).to_plain()
     except OptdnnError as error:
-        return {"not_measured": str(error.message), "hint": error.hint}
+        fits = f"do the sizes of --shape fit the model? With inputs of your own: optdnn verify ENGINE --model {model} --input FILE"
+        return {"not_measured": str(error.message), "hint": error.hint or fits}
 
 
 def _check_precision_report(asked: str, path: Path) -> None:
