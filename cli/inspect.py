@@ -103,6 +103,7 @@ def _step(program: Program, k: int) -> dict[str, Any]:
 
 def _model_facts(file: Path, *, nodes: bool) -> dict[str, Any]:
     from optdnn.importers.onnx import import_model
+    from optdnn.ir.graph import STRUCTURAL
 
     graph = import_model(file)
     constants = [op.attrs.value for op in graph.of_kind("Constant")]
@@ -116,7 +117,7 @@ def _model_facts(file: Path, *, nodes: bool) -> dict[str, Any]:
         "operators": graph.kinds(),
         "nodes": len(graph),
         "parameters": int(sum(c.size for c in constants)),
-        "critical_path": len(graph.critical_path()),
+        "critical_path": sum(op.kind not in STRUCTURAL for op in graph.critical_path()),
         **({"names": [[op.kind, op.name] for op in graph.order() if op.src]} if nodes else {}),
     }
 
