@@ -80,9 +80,7 @@ def later_plans(program: Program) -> str:
     if not program.dynamic.source.options.get("nearest_tactics", True):
         return "when first seen, by the cost model"
     tuned = any(_plan(p)["chosen_by"] == "measurement" for p in (program, *program.dynamic.plans))
-    return (
-        f"when first seen, with the tactics of the nearest {'tuned ' if tuned else ''}plan if these files still exist"
-    )
+    return f"when first seen, with the tactics of the nearest {'tuned ' if tuned else ''}plan or predicted faster ones"
 
 
 def _step(program: Program, k: int) -> dict[str, Any]:

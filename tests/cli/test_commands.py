@@ -181,7 +181,7 @@ def test_inspect_an_engine_for_ranges_of_shapes(cli: Cli, tmp_path: Path) -> Non
     assert facts["inputs"] == ["x: fp32[n, 3, 8, 8]"]
     assert facts["profiles"] == ["n=1..2..4"]
     assert facts["plans"] == [{"inputs": ["x: fp32[2, 3, 8, 8]"], "chosen_by": "the cost model"}]
-    assert facts["later_plans"] == "when first seen, with the tactics of the nearest plan if these files still exist"
+    assert facts["later_plans"] == "when first seen, with the tactics of the nearest plan or predicted faster ones"
     assert "profiles: n=1..2..4" in cli("inspect", tmp_path / "e").out
     assert "[2, 5]" in cli("run", tmp_path / "e").out  # random inputs are of the optimum
 
