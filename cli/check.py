@@ -28,7 +28,8 @@ def command(ctx: click.Context, /, model: Path, json_file: Path | None, **option
     """Import and optimize MODEL.onnx without building: whether it is supported.
 
     Shows the operators before and after the passes; --json also what each pass did. For a GPU it shows what the GPU lacks:
-    the operators that would run on the CPU, why, and what that costs. --strict refuses them. Sizes that are not fixed get a suggestion for --shape.
+    the operators that would run on the CPU, why, and what that costs. --strict refuses them. Sizes that are not
+    fixed get a suggestion for --shape.
     """
     from optdnn.targets import resolve_target
 
