@@ -15,6 +15,7 @@ from support.cli import Cli, libraries, strict
 from support.onnxnet import convnet, save_convnet
 
 import optdnn
+from optdnn.cli.summary import _nodes
 from optdnn.errors import EngineError
 
 
@@ -209,3 +210,9 @@ def test_int8_tells_how_far_the_outputs_moved(cli: Cli, model: Path, tmp_path: P
     assert 1e-5 < error["rms_rel_err"] < 0.3
     assert 0 <= error["same_top"] <= 1
     assert error["max_rel_err"] < error["input_difference"]
+
+
+def test_the_node_of_the_operators_own_kind_is_named_first() -> None:
+    row = {"kind": "Conv", "nodes": ["/Add", "/Constant", "/Div", "/dw/Conv"], "op": "y"}
+    assert _nodes(row) == "/dw/Conv, /Add, /Constant and 1 more"
+    assert _nodes({**row, "nodes": []}) == "y"
