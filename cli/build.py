@@ -100,7 +100,7 @@ def command(
 
 def _checked(build: Any, model: Path, check: bool, options: Any, say: Any) -> dict[str, Any]:
     """The error of the finished engine; with why it does not run on this machine as ``elsewhere``."""
-    say("hold it against the model")
+    say("compare it with the model")
     elsewhere = _why_not_here(build.engine.target)
     if elsewhere is not None:
         return {"elsewhere": elsewhere, "error": {"not_measured": elsewhere}}
@@ -155,7 +155,8 @@ def _error(build: Any, model: Path, options: Any) -> dict[str, Any]:
     try:
         return output_error(build.engine, model, options).to_plain()
     except OptdnnError as error:
-        return {"not_measured": str(error.message)}
+        fits = f"do the sizes of --shape fit the model? With inputs of your own: optdnn verify ENGINE --model {model} --input FILE"
+        return {"not_measured": str(error.message), "hint": error.hint or fits}
 
 
 def _check_precision_report(asked: str, path: Path) -> None:

@@ -144,7 +144,10 @@ def make_options(
     postprocess: Sequence[str] = (),
     **options: Any,
 ) -> BuildOptions:
-    """Build options from a command's arguments."""
+    """Build options from a command's arguments. Raises UsageError."""
+    calib = options.get("calib")
+    if calib is not None and not Path(calib).exists():  # fp32 reads it only after the build
+        raise UsageError(f"there is no calibration data {calib}")
     return BuildOptions(
         shapes=parse_shapes(shape),
         values=parse_values(value),

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 @json_option
 @click.pass_context
 def command(ctx: click.Context, /, model: Path, json_file: Path | None, **options: Any) -> None:
-    """Import and optimize MODEL.onnx without building: whether it is supported, and what each pass would do.
+    """Import and optimize MODEL.onnx without building: whether it is supported.
 
-    For a GPU also what it lacks: the operators that would run on the CPU, why, and what that costs. --strict refuses them.
-    Sizes that are not fixed get a suggestion for --shape.
+    Shows the operators before and after the passes; --json also what each pass did. For a GPU it shows what the GPU lacks:
+    the operators that would run on the CPU, why, and what that costs. --strict refuses them. Sizes that are not
+    fixed get a suggestion for --shape.
     """
     from optdnn.targets import resolve_target
 
@@ -56,7 +57,7 @@ def findings(model: Path, options: BuildOptions) -> dict[str, Any]:
     suggested = suggest_shapes(graph)
     if suggested and on_gpu and not graph.profiles:
         raise UsageError(
-            f"an engine for {target} needs sizes, or ranges of them (least..likely..most); not fixed are {_symbols(graph)}",
+            f"an engine for {target} needs sizes, or ranges of them (MIN..OPT..MAX); not fixed are {_symbols(graph)}",
             hint=f"a range that may fit: {' '.join(f'--shape {s}' for s in suggested)}",
         )
     if graph.profiles and on_gpu:

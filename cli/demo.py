@@ -33,10 +33,10 @@ Say = Callable[[str], None]
 @output_option(f"The HTML report of the comparison (extra report).  [default: {REPORT}, in this folder]")
 @json_option
 def command(threads: int | None, output: Path | None, json_file: Path | None) -> None:
-    """Build, save, load and run the shipped networks, and hold them against ONNX Runtime: a first look.
+    """Build, save, load and run the shipped networks, and compare them with ONNX Runtime: a first look.
 
     Small networks that were really trained are judged by their accuracy on held-out data, a ResNet-50 by its outputs. Exit
-    code 7 where an accuracy or an error is not what it should be.
+    code 7 if an accuracy or an error is not what it should be.
     """
     from optdnn import __version__
     from optdnn.compare.comparison import check_rivals

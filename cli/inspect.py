@@ -80,9 +80,7 @@ def later_plans(program: Program) -> str:
     if not program.dynamic.source.options.get("nearest_tactics", True):
         return "when first seen, by the cost model"
     tuned = any(_plan(p)["chosen_by"] == "measurement" for p in (program, *program.dynamic.plans))
-    return (
-        f"when first seen, with the tactics of the nearest {'tuned ' if tuned else ''}plan if these files still exist"
-    )
+    return f"when first seen, with the tactics of the nearest {'tuned ' if tuned else ''}plan or predicted faster ones"
 
 
 def _step(program: Program, k: int) -> dict[str, Any]:
@@ -104,6 +102,7 @@ def _step(program: Program, k: int) -> dict[str, Any]:
 def _model_facts(file: Path, *, nodes: bool) -> dict[str, Any]:
     from optdnn.importers.draws import with_draws
     from optdnn.importers.onnx import import_model
+    from optdnn.ir.graph import STRUCTURAL
 
     graph = import_model(with_draws(file, 0))
     constants = [op.attrs.value for op in graph.of_kind("Constant")]
@@ -117,7 +116,7 @@ def _model_facts(file: Path, *, nodes: bool) -> dict[str, Any]:
         "operators": graph.kinds(),
         "nodes": len(graph),
         "parameters": int(sum(c.size for c in constants)),
-        "critical_path": len(graph.critical_path()),
+        "critical_path": sum(op.kind not in STRUCTURAL for op in graph.critical_path()),
         **({"names": [[op.kind, op.name] for op in graph.order() if op.src]} if nodes else {}),
     }
 
@@ -196,7 +195,8 @@ def _show_passes(passes: Sequence[Mapping[str, Any]]) -> None:
         if p["fired"] or p["refused"]
     ]
     stdout.print(table("\npasses", ["pass", "operators", "refused", "made"], rows, right=[1, 2]))
-    idle = dict.fromkeys(p["name"] for p in passes if not p["fired"] and not p["refused"])
+    busy = {p["name"] for p in passes if p["fired"] or p["refused"]}
+    idle = dict.fromkeys(p["name"] for p in passes if p["name"] not in busy)
     if idle:
         stdout.print(f"found nothing to do: {', '.join(idle)}")
     refused = [[p["name"], r["rule"], " + ".join(r["nodes"]), r["reason"]] for p in passes for r in p["refused"]]

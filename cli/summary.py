@@ -11,6 +11,7 @@ from optdnn.cli.bench_tables import show_cliffs
 from optdnn.cli.common import print_host, print_tuning, remark, stdout, table, warn
 from optdnn.cli.precision import show_auto
 from optdnn.cli.words import precision_text, runs_on
+from optdnn.report.words import first_of
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.target_name import GPUS, TargetName
 
@@ -77,7 +78,7 @@ def _error(report: Mapping[str, Any]) -> str:
     """How far the outputs are from the model's."""
     e = report["error"]
     if "not_measured" in e:
-        return f"not measured: {e['not_measured']}"
+        return f"not measured: {e['not_measured']}" + (f"\n{e['hint']}" if e.get("hint") else "")
     if e["max_rel_err"] is None:
         return f"elements that are not finite, or other shapes than the model's, on {e['inputs_from']}"
     text = f"{e['max_rel_err']:.1e} of the largest output, from the model in NumPy (float64)"
@@ -109,14 +110,11 @@ def _speed(report: Mapping[str, Any], engine: Any) -> str:
         lines.append(text + (f"; it beat {lost}" if lost else ""))
     elif tuned is not None:
         lines.append(f"{tuned:.4f} ms a run on the GPU")
-    elif not lines:
-        lines.append(f"not measured: optdnn build --bench{_why(engine)}")
-    lines += [f"refused: {t['tactic']}: {t['refused']}" for t in report.get("tactics", ()) if t.get("refused")]
-    return "\n".join(lines)
-
-
-def _why(engine: Any) -> str:
-    return " (the cost model chose)" if engine.target.startswith("cuda") else ""
+    refused = [f"refused: {t['tactic']}: {t['refused']}" for t in report.get("tactics", ()) if t.get("refused")]
+    if not lines:
+        how = "" if refused or "elsewhere" in report else ": optdnn build --bench"
+        lines.append(f"not measured{how}" + (" (the cost model chose)" if engine.target.startswith("cuda") else ""))
+    return "\n".join(lines + refused)
 
 
 def _seconds(seconds: Mapping[str, float]) -> str:
@@ -143,17 +141,22 @@ def _precisions(engine: Any) -> None:
     """Operators that do not run as asked, hazards of quantization, risks of fp16."""
     told = engine.meta.get("precision", {})
     lines = [
-        f"{r['kind']} {' + '.join(r['nodes']) or r['op']}: asked for {r['asked']}, runs in {r['runs']}: {r['reason']}"
+        f"{r['kind']} {_nodes(r)}: asked for {r['asked']}, runs in {r['runs']}: {r['reason']}"
         for r in told.get("differs", ())
     ]
     for title in ("hazards", "risks"):
-        lines += [f"{r['kind']} {' + '.join(r['nodes']) or r['op']}: {r['what']}" for r in told.get(title, ())]
+        lines += [f"{r['kind']} {_nodes(r)}: {r['what']}" for r in told.get(title, ())]
     if lines:
         stdout.print()
     for line in lines[:SHOWN]:
         stdout.print(line)
     if len(lines) > SHOWN:
         stdout.print(f"… and {len(lines) - SHOWN} more: optdnn inspect, or --json")
+
+
+def _nodes(row: Mapping[str, Any]) -> str:
+    """The first ONNX nodes of an operator; those that are named like its kind before the nodes that were fused with it."""
+    return first_of(sorted(row["nodes"], key=lambda name: row["kind"] not in name), 3) or str(row["op"])
 
 
 def _fallbacks(build: Any) -> None:
@@ -194,6 +197,7 @@ def _passes(passes: Sequence[Any]) -> None:
             stdout.print(f"  {p.name}/{fired.rule}: {' + '.join(fired.nodes)}")
         for one in p.refused:
             stdout.print(f"  {p.name}/{one.rule} not at {' + '.join(one.nodes)}: {one.reason}")
-    idle = [p.name for p in passes if not p.fired and not p.refused]
+    busy = {p.name for p in passes if p.fired or p.refused}
+    idle = dict.fromkeys(p.name for p in passes if p.name not in busy)
     if idle:
-        stdout.print(f"found nothing to do: {', '.join(dict.fromkeys(idle))}\n")
+        stdout.print(f"found nothing to do: {', '.join(idle)}\n")

@@ -51,7 +51,9 @@ def _families(steps: Sequence[Any]) -> str:
     tactics = [step.params.get("tactic") for step in steps if step.executor == "cuda"]
     families = Counter(tactic.partition(" ")[0] for tactic in sorted(t for t in tactics if isinstance(t, str)))
     most = families.most_common(4)
-    return f" ({', '.join(f'{n} {name}' for name, n in most)})" if most else ""
+    others = len(tactics) - sum(n for _, n in most)
+    rest = f", {_counted(others, 'other')}" if others else ""
+    return f" ({', '.join(f'{n} {name}' for name, n in most)}{rest})" if most else ""
 
 
 def _counted(n: int, one: str, many: str | None = None) -> str:

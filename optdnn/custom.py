@@ -133,8 +133,12 @@ def known(digest: str, name: str) -> CustomOp:
 
 
 def run_custom(*arrays: Array | None, name: str, digest: str, values: Sequence[Sequence[Any]]) -> tuple[Array, ...]:
-    """The NumPy kernel of the kind "Custom": the operator's own."""
-    results = known(digest, name).reference(*arrays, **{str(k): v for k, v in values})
+    """The NumPy kernel of the kind "Custom": the operator's own. Raises RunError where it fails."""
+    op, attributes = known(digest, name), {str(k): v for k, v in values}
+    try:
+        results = op.reference(*arrays, **attributes)
+    except Exception as error:  # it is the user's own
+        raise RunError(f"reference of the custom operator {name} failed: {type(error).__name__}: {error}") from error
     return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
 

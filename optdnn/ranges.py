@@ -123,7 +123,7 @@ def parse_dims(text: str) -> ShapeSpec:
         found = _DIM.fullmatch(part)
         if not found:
             raise UsageError(
-                f"the shape {text!r} is not one",
+                f"the shape {text!r} cannot be read: {part!r} is neither a size nor a range",
                 hint="write 1x3x224x224, ? for a dimension that stays symbolic, or ranges: MIN..OPT..MAX",
             )
         low, opt, high, size, _ = found.groups()

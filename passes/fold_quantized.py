@@ -128,8 +128,10 @@ class QuantizedProduct(Rule):
         if x is None and w is None:
             return None
         if x is None or w is None:
-            what = "its weights are, its operand is not" if x is None else "its operand is, its weights are not"
-            return Miss(f"only one of them is dequantized by constants: {what}")
+            weights_only = "its weights are quantized, its input is not"
+            return Miss(
+                weights_only if x is None else "its input is quantized, its second operand is no quantized constant"
+            )
         fp8 = "float8" in x[1].dtype and not multiplies(context.target, "fp8")
         reason = f"there are no kernels of fp8 for {context.target}" if fp8 else self._refusal(graph, op, x[1], w)
         if reason is not None:

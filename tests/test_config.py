@@ -37,7 +37,7 @@ def test_paths_may_be_text_and_numbers_numpys() -> None:
         ({"opt_level": 4}, "opt-level 4 is not one of"),
         ({"shapes": [1, 2]}, "shapes must map names"),
         ({"shapes": {"x": 3}}, "shape of 'x' must be a tuple"),
-        ({"shapes": {"x": "1,3"}}, "the shape '1,3' is not one"),
+        ({"shapes": {"x": "1,3"}}, "the shape '1,3' cannot be read"),
         ({"shapes": {"x": ("N", 3)}}, "must hold integers.*\n.*None leaves"),
         ({"shapes": {"x": (-1, 3)}}, "negative dimension"),
         ({"target": "reference", "precision": "bf16"}, "there is no precision bf16"),

@@ -200,7 +200,7 @@ def library_steps(
         found.append(replace(judged, text=f"step {k} ({step.executor}): {judged.text}"))
     if not found:
         return not_checked("every step is a NumPy kernel, which is its own meaning")
-    return worst_of(found, f"{len(found)} library steps against their models in NumPy, float64")
+    return worst_of(found, f"steps of libraries ({len(found)}) against their models in NumPy, float64")
 
 
 def worst_of(found: Sequence[Found], what: str) -> Found:

@@ -59,6 +59,8 @@ def open_model(source: Source, source_name: str | None = None) -> Model:
             proto.ParseFromString(data)
         except DecodeError as error:
             raise _no_model(name, data, str(error)) from error
+    if data == b"" and not isinstance(source, onnx.ModelProto):
+        raise ModelError(f"{name} is empty")
     if not proto.ir_version or not proto.HasField("graph"):
         raise _no_model(name, data, f"it has no {'graph' if proto.ir_version else 'IR version'}")
     if not all(isinstance(text, str) for text in _texts(proto)):  # protobuf returns bytes where decoding fails

@@ -76,7 +76,10 @@ def _fitting(port: onnx.ValueInfoProto, given: Any) -> Array:
         if (len(dims) == 1 and not array.ndim) or (not dims and array.size == 1):
             array = array.reshape([1] * len(dims))
         if len(dims) != array.ndim or any(d is not None and d != n for d, n in zip(dims, array.shape, strict=True)):
-            raise UsageError(f"the value of input {port.name!r} has shape {list(array.shape)}, the input {dims}")
+            declared = ", ".join(
+                d.dim_param or (str(d.dim_value) if d.HasField("dim_value") else "?") for d in t.shape.dim
+            )
+            raise UsageError(f"the value of input {port.name!r} has shape {list(array.shape)}, the input [{declared}]")
     return array
 
 

@@ -235,7 +235,7 @@ def _need_static(graph: Graph) -> None:
             shape = f"--shape {out.name}={one}, or {some} for a range" if names else f"--shape {out.name}=1x3x224x224"
             raise UsageError(
                 f"input {out.name!r} has dimensions that are not fixed ({', '.join(names) or 'unknown rank'})",
-                hint=f"an engine for a GPU needs sizes, or ranges of sizes (least..likely..most): {shape}",
+                hint=f"an engine for a GPU needs sizes, or ranges of sizes (MIN..OPT..MAX): {shape}",
             )
 
 

@@ -241,14 +241,13 @@ class Reasons:
                 word = "slower than" if _faster(mine, other) else "no faster than"
                 return f"{q} is {word} {p} here: {_us(other.us)} against {_us(mine.us)}"
             saves = f" would save {_us(mine.us - other.us)}, but"
-        it = f"{saves} it" if saves else ""
-        costs = f"puts {_share(s.noise)} of the output's variation on it"
+        error = f"its error is {_share(s.noise)} of the output's variation"
         if self.chosen.single:
-            return f"{q}{it} {costs}, and no mixture was faster"
+            return f"{q}{saves or ':'} no mixture was faster{f' ({error})' if s.noise > 0 else ''}"
         if (why := self._beyond(node, q)) is not None:
             return f"{q}{saves} {why}"
         alone = f" (in {q} alone, {s.drop:.3g} {self.unit})" if math.isfinite(s.drop) and s.drop > self.bound else ""
-        return f"{q}{it} {costs}{alone}"
+        return f"{q}{saves or ':'} {error}{alone}"
 
     def _beyond(self, node: NodeFacts, q: str) -> str | None:
         """What the search found of the chosen plan with this one change."""

@@ -97,7 +97,11 @@ def _layers(report: Mapping[str, Plain]) -> list[str]:
 def _build(build: Mapping[str, Any]) -> list[str]:
     parts = []
     if passes := build.get("passes"):
-        rows = [[p["name"], len(p["fired"]), len(p["refused"]), p["nodes_before"], p["nodes_after"]] for p in passes]
+        rows = [
+            [p["name"], len(p["fired"]), len(p["refused"]), p["nodes_before"], p["nodes_after"]]
+            for p in passes
+            if p["fired"] or p["refused"]
+        ]
         parts += ["## Passes", grid(["pass", "made", "refused", "nodes before", "after"], rows, right=[1, 2, 3, 4])]
         before, after = passes[0]["kinds_before"], passes[-1]["kinds_after"]
         kinds = sorted({*before, *after}, key=lambda k: (-before.get(k, 0), k))

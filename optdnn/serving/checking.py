@@ -65,7 +65,7 @@ def _tensor(spec: TensorSpec, given: GivenTensor) -> Tensor:
         raise Refusal(f"input {spec.name!r} is {given.datatype!r:.40}; the model takes {datatype(spec.dtype)}")
     shape = given.shape
     if len(shape) > RANK_LIMIT or not all(type(d) is int and 0 <= d < 1 << 63 for d in shape):
-        raise Refusal(f"the shape of input {spec.name!r} is not one")
+        raise Refusal(f"the shape of input {spec.name!r} is not valid")
     dims = tuple(shape)
     assert not isinstance(given.data, NamedPart)
     size = given.data.nbytes

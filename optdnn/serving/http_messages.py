@@ -50,7 +50,7 @@ class HttpRequest:
         if not isinstance(name, str) or not isinstance(kind, str) or not isinstance(shape, list):
             raise Refusal("an input needs a name, a datatype and a shape")
         if len(shape) > RANK_LIMIT or not all(type(d) is int for d in shape):
-            raise Refusal(f"the shape of input {name!r} is not one")
+            raise Refusal(f"the shape of input {name!r} is not valid")
         parameters = _parameters(row.get("parameters", {}), "the parameters of an input")
         region, size, data = NamedPart.of(parameters), parameters.get("binary_data_size"), row.get("data")
         if (region is not None) + (size is not None) + (data is not None) != 1:

@@ -21,7 +21,7 @@ def bytes_of_list(name: str, kind: str, data: list[Any], shape: Sequence[Any]) -
     if dtype is None:
         raise Refusal(f"input {name!r} is {kind!r:.40}, which is not a datatype of numbers")
     if not all(type(d) is int for d in shape):
-        raise Refusal(f"the shape of input {name!r} is not one")
+        raise Refusal(f"the shape of input {name!r} is not valid")
     try:
         found = np.array(_numbers(data)) if data else np.zeros(0, dtype)
     except (ValueError, OverflowError, TypeError) as error:

@@ -107,7 +107,7 @@ class Linear:
         if self.bias_unknown:
             return f"the bias of {self.op.name} is not constant"
         if chain.shifts and not self.can_hold_bias:
-            return f"{self.op.name} has no bias operand that could hold the shift"
+            return f"{self.op.name} has no bias operand that could hold the shift, which stays an addition"
         return None
 
     def absorb_after(self, chain: Affine) -> Absorbed | Miss:

@@ -181,9 +181,16 @@ def outcome(
             reason = None
         elif reason is None:
             reason = next((why[n] for n in one.nodes if n in why), None)
-            reason = reason or f"the graph has it in {runs}"
+            reason = reason or _half_quantized(graph, op) or f"the graph has it in {runs}"
         rows.append(PrecisionOutcome(one, runs, reason))
     return rows
+
+
+def _half_quantized(graph: Graph, op: Op | None) -> str | None:
+    """That the model quantizes only one operand of a product."""
+    if op is None or op.kind not in ANCHORS or is_dequantized(graph, op.input(1)):
+        return None
+    return "its input is quantized, its second operand is not" if is_dequantized(graph, op.input(0)) else None
 
 
 def _on_eight_bits(graph: Graph, op: Op) -> str | None:
@@ -247,7 +254,7 @@ def hazards(graph: Graph) -> list[Remark]:
         readers = [u for u in graph.users(op.value) if u.kind not in ("QuantizeLinear", "Output")]
         if readers:
             names = ", ".join(f"{u.kind} {u.name}" for u in readers[:3]) + (" …" if len(readers) > 3 else "")
-            what = f"its float result is read by {names}: quantize it there, or run those in integers"
+            what = f"its result stays float: {names} reads it"
             found.append(_remark(op, what))
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -25,6 +26,7 @@ from optdnn.runtime.steps.executor import Executor, LibraryPart, LoadOptions, Po
 from optdnn.types import Array, TensorSpec, dtype_name
 
 PRECISIONS = ("fp32", "bf16")
+OPENVINO_TELEMETRY = "openvino_telemetry"
 EXACT_INTEGER = 1 << 24
 """The largest magnitude of integers that a library gets that keeps them in 32 bits, or computes with them in fp32 (OpenVINO)."""
 
@@ -143,14 +145,20 @@ def symbols_of(inputs: Sequence[TensorSpec], profiles: Sequence[Profile]) -> dic
     return ranges
 
 
-def library_module(name: str) -> ModuleType:
-    """Import a CPU library; raises MissingDependency that names the pip command.
+def library_module(name: str, purpose: str = "for the cpu target") -> ModuleType:
+    """Import a CPU library, without its telemetry; raises MissingDependency that names the pip command.
 
     From 1.29 on, ONNX Runtime reports sessions to its maker over the network, with names and hashes of the model, unless the
-    environment forbids it before the first import.
+    environment forbids it before the first import. OpenVINO reports its import. Without the package that does so, it has a stub.
     """
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    hidden = name == "openvino" and OPENVINO_TELEMETRY not in sys.modules
+    if hidden:
+        sys.modules[OPENVINO_TELEMETRY] = None  # type: ignore[assignment]  # an import of it fails
     try:
         return import_module(name)
     except ImportError as error:
-        raise MissingDependency(name, "cpu", f"for the cpu target ({error})") from None
+        raise MissingDependency(name, "cpu", f"{purpose} ({error})") from None
+    finally:
+        if hidden:
+            sys.modules.pop(OPENVINO_TELEMETRY, None)

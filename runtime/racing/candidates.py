@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.errors import MissingDependency, UsageError
+from optdnn.errors import UsageError
 from optdnn.runtime.contexts.base import BaseContext
 from optdnn.runtime.contexts.stepwise import poison
 from optdnn.runtime.program import Plain, known_sizes, target_of
@@ -205,7 +205,6 @@ def converted(feeds: Mapping[str, Array], inputs: Sequence[TensorSpec] | None) -
 
 
 def _library(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError:
-        raise MissingDependency(name, "cpu", "to compare with it") from None
+    from optdnn.runtime.cpu.library import library_module
+
+    return library_module(name, "to compare with it")

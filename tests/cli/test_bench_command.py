@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import onnx
 import pytest
@@ -13,7 +14,7 @@ from support.cli import Cli
 import optdnn
 from optdnn.cli.bench import command as bench_command
 from optdnn.cli.bench_tables import SHOWN_LAYERS, show_layers
-from optdnn.cli.words import precision_text
+from optdnn.cli.words import precision_text, runs_on
 
 QUICK = ("--iterations", 3, "--warmup", 1)
 
@@ -123,6 +124,7 @@ def test_an_engine_for_elsewhere_cannot_be_measured(cli: Cli, model: Path, tmp_p
     code, out, _ = cli(*argv)
     assert code == 0
     assert "not measured: cuda:sm_90a does not run here" in out
+    assert "not measured (the cost model chose)" in out  # and no advice to measure here
     assert f"optdnn run {tmp_path / 'e'} --simulate" in out
     code, _, err = cli(*argv, "--bench")
     assert code == 6
@@ -152,3 +154,10 @@ def test_the_words_for_a_precision() -> None:
 
 def test_bench_has_no_build_options() -> None:
     assert "--precision" not in {o for p in bench_command.params for o in p.opts}
+
+
+def test_the_kernels_of_an_engine_add_up() -> None:
+    tactics = ["a 1", "a 2", "b", "c", "d", "e", "f"]
+    steps = [SimpleNamespace(executor="cuda", params={"tactic": name}) for name in tactics]
+    said = runs_on(SimpleNamespace(meta={}, steps=steps))
+    assert said == "7 GPU kernels (2 a, 1 b, 1 c, 1 d, 2 others)"

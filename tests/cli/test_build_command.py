@@ -15,6 +15,7 @@ from support.cli import Cli, libraries, strict
 from support.onnxnet import convnet, save_convnet
 
 import optdnn
+from optdnn.cli.summary import _nodes
 from optdnn.errors import EngineError
 
 
@@ -92,6 +93,22 @@ def test_an_engine_for_another_machine_says_how_it_is_tuned_there(
     said = next(line for line in text.splitlines() if line.startswith("next"))
     assert f"--simulate, or {what}" in said
     assert said.rstrip().endswith("on the machine with the GPU")
+
+
+def test_sizes_that_the_model_does_not_take_get_advice(cli: Cli, tmp_path: Path) -> None:
+    """A table of 4 positions, and a range of sizes beyond it."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        net (int64[N] x) => (float[N] y) <float[4] table = {1.0, 2.0, 3.0, 4.0}, int64 zero = {0}, int64 one = {1}> {
+            shape = Shape(x) size = Squeeze(shape) places = Range(zero, size, one) rows = Gather(table, places)
+            f = Cast<to = 1>(x) y = Add(rows, f) }""")
+    onnx.save(model, tmp_path / "net.onnx")
+    code, out, _ = cli("build", tmp_path / "net.onnx", "--target", "reference", "--shape", "x=1..8..16")
+    assert code == 0
+    assert "out of range" in out
+    assert "do the sizes of --shape fit the model?" in out
+    assert (
+        "do the sizes" not in cli("build", tmp_path / "net.onnx", "--target", "reference", "--shape", "x=1..2..4").out
+    )
 
 
 def test_the_engine_goes_beside_the_model(cli: Cli, tmp_path: Path) -> None:
@@ -193,3 +210,9 @@ def test_int8_tells_how_far_the_outputs_moved(cli: Cli, model: Path, tmp_path: P
     assert 1e-5 < error["rms_rel_err"] < 0.3
     assert 0 <= error["same_top"] <= 1
     assert error["max_rel_err"] < error["input_difference"]
+
+
+def test_the_node_of_the_operators_own_kind_is_named_first() -> None:
+    row = {"kind": "Conv", "nodes": ["/Add", "/Constant", "/Div", "/dw/Conv"], "op": "y"}
+    assert _nodes(row) == "/dw/Conv, /Add, /Constant and 1 more"
+    assert _nodes({**row, "nodes": []}) == "y"

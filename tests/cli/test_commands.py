@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from onnx import TensorProto, helper
 from support import small_models
@@ -180,14 +181,14 @@ def test_inspect_an_engine_for_ranges_of_shapes(cli: Cli, tmp_path: Path) -> Non
     assert facts["inputs"] == ["x: fp32[n, 3, 8, 8]"]
     assert facts["profiles"] == ["n=1..2..4"]
     assert facts["plans"] == [{"inputs": ["x: fp32[2, 3, 8, 8]"], "chosen_by": "the cost model"}]
-    assert facts["later_plans"] == "when first seen, with the tactics of the nearest plan if these files still exist"
+    assert facts["later_plans"] == "when first seen, with the tactics of the nearest plan or predicted faster ones"
     assert "profiles: n=1..2..4" in cli("inspect", tmp_path / "e").out
     assert "[2, 5]" in cli("run", tmp_path / "e").out  # random inputs are of the optimum
 
 
 def test_inspect_a_model_and_an_engine(cli: Cli, model: Path, engine: Path) -> None:
     facts = strict(cli("inspect", model, "--json").out)
-    assert (facts["kind"], facts["nodes"]) == ("model", 10)
+    assert (facts["kind"], facts["nodes"], facts["critical_path"]) == ("model", 10, 10)  # it is a chain
     assert facts["inputs"] == ["x: fp32[N, 3, 8, 8]"]
     facts = strict(cli("inspect", engine, "--json").out)
     assert (facts["kind"], facts["target"], len(facts["steps"])) == ("engine", "reference", 5)
@@ -196,6 +197,21 @@ def test_inspect_a_model_and_an_engine(cli: Cli, model: Path, engine: Path) -> N
         assert (code, err) == (0, "")
         assert str(file) in out  # on one line, however long
         assert "Conv" in out
+
+
+def test_a_pass_that_did_something_is_not_listed_as_idle(cli: Cli, tmp_path: Path) -> None:
+    """It runs twice, the second time for nothing."""
+    text = '<ir_version: 10, opset_import: ["": 18]> net (float[1,3,8,8] x) => (float[1,3] y) <int64[2] a = {2, 3}>'
+    net = onnx.parser.parse_model(text + " { y = ReduceMean<keepdims = 0>(x, a) }")
+    onnx.save(net, tmp_path / "m.onnx")
+    assert cli("build", tmp_path / "m.onnx", "-o", tmp_path / "e", "--target", "reference").code == 0
+    for out in (
+        cli("inspect", tmp_path / "e").out,
+        cli("build", tmp_path / "m.onnx", "-v", "--target", "reference").out,
+    ):
+        idle = next(line for line in out.splitlines() if line.startswith("found nothing to do"))
+        assert "canonicalize_arithmetic" in out
+        assert "canonicalize_arithmetic" not in idle
 
 
 def test_check_says_what_a_build_would_do(cli: Cli, model: Path) -> None:

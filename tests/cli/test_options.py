@@ -75,13 +75,32 @@ def test_what_is_misspelt_gets_a_suggestion(cli: Cli, argv: list[str], meant: st
 
 
 @pytest.mark.parametrize(
-    "name", ["--onnx=a.onnx", "--minShapes=x:1x3", "--useDLACore=0", "--noTF32", "--versionCompatible"]
+    "name",
+    [
+        "--onnx=a.onnx",
+        "--minShapes=x:1x3",
+        "--shapes=x:1x3",
+        "--useDLACore=0",
+        "--noTF32",
+        "--versionCompatible",
+        "--sparsity=enable",
+    ],
 )
 def test_an_option_of_trtexec_gets_advice(cli: Cli, name: str) -> None:
     word = name.partition("=")[0]
     code, _, err = cli("build", name)
     assert code == 2
     assert f"No such option {word!r}. {ADVICE[word.lower()]}." in err
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_calibration_data_that_is_not_there_ends_the_build_first(
+    cli: Cli, model: Path, tmp_path: Path, precision: str
+) -> None:
+    argv = ("build", model, "-o", tmp_path / "e", "--target", "simulate", "--precision", precision)
+    code, _, err = cli(*argv, "--calib", tmp_path / "no.npz")
+    assert (code, err) == (2, f"error: there is no calibration data {tmp_path / 'no.npz'}\n")
+    assert not (tmp_path / "e").exists()
 
 
 @pytest.mark.parametrize(

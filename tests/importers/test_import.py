@@ -378,7 +378,7 @@ def test_truncated_and_corrupt_files_name_the_file(tmp_path):
         survived += message is None
     assert 0 < survived < 1500
     path.write_bytes(b"")
-    with pytest.raises(ModelError, match="not an ONNX model: it has no IR version"):
+    with pytest.raises(ModelError, match=r"bad\.onnx is empty"):
         import_model(path)
 
 

@@ -62,6 +62,12 @@ def test_values_that_do_not_fit(values: Any, message: str) -> None:
         with_values(network(), values)
 
 
+def test_a_value_that_does_not_fit_is_compared_with_named_sizes() -> None:
+    made = model([node("Relu", "x", "y")], [("x", F, ["batch", 3])], [("y", F, None)])
+    with pytest.raises(UsageError, match=r"has shape \[\], the input \[batch, 3\]"):
+        with_values(made, {"x": 1.0})
+
+
 def test_the_model_is_left_as_it_was() -> None:
     made = network()
     before = made.SerializeToString()

@@ -194,6 +194,10 @@ def test_faults_in_the_users_code_are_reported() -> None:
     engine = optdnn.build(MODEL, target="reference", custom_ops=[shrink(reference=broken)])
     with pytest.raises(RunError, match=r"Shrink.* failed: KeyError"):
         engine.run({"x": X})
+    with pytest.raises(
+        UnsupportedError, match=r"reference of the custom operator com\.example\.Shrink failed: KeyError"
+    ):
+        optdnn.build(MODEL, target="cpu", custom_ops=[shrink(reference=broken)], shapes={"x": (4, 8)})
     with pytest.raises(UnsupportedError, match="has no attribute 'bias'"):
         import_model(MODEL, custom_ops=[shrink(attributes={"lambd": 1.0})])
     strange = shrink(cuda=CudaKernel(SOURCE, "shrink", lambda i, o, a: None))  # type: ignore[arg-type, return-value]

@@ -157,6 +157,15 @@ def test_why_a_product_stays_float_on_a_gpu_is_what_the_pass_says() -> None:
     assert outcome(graph, account)[0].reason == "the graph has it in int8"
 
 
+def test_a_half_quantized_product_says_which_half() -> None:
+    n = QNet()
+    graph = n.done(n.op("MatMul", n.fake(n.input(2, 8), 0.1), n.const(np.ones((8, 4), np.float32))))
+    account = PrecisionLog()
+    AssignPrecision()(graph, PassContext(target="cpu", plan=PrecisionPlan("int8"), account=account))
+    (row,) = (r for r in outcome(graph, account) if r.asked.kind == "MatMul")
+    assert (row.runs, row.reason) == ("fp32", "its input is quantized, its second operand is not")
+
+
 def test_a_library_that_runs_otherwise_is_reported() -> None:
     n = Net()
     graph = n.done(n.gemm(n.input(2, 8), 4))
@@ -181,8 +190,8 @@ def test_a_float_result_of_a_quantized_op_is_a_hazard() -> None:
     assigned(graph, PrecisionPlan("int8"), ranges(graph))
     found = hazards(graph)
     assert [(h.key, h.what) for h in found] == [
-        ("Conv_1", "its float result is read by Sigmoid Sigmoid_2: quantize it there, or run those in integers"),
-        ("Conv_3", "its float result is read by Softmax Softmax_4: quantize it there, or run those in integers"),
+        ("Conv_1", "its result stays float: Sigmoid Sigmoid_2 reads it"),
+        ("Conv_3", "its result stays float: Softmax Softmax_4 reads it"),
     ]
     n = Net()
     graph = n.done(n.conv(n.conv(n.input(1, 4, 6, 6), 4), 4))
@@ -208,7 +217,7 @@ def test_hazards_are_reported_of_what_later_passes_fold_away(target: str) -> Non
     y = n.op("Softmax", n.qconv(n.fake(n.input(1, 16, 6, 6), 0.02), 16))
     built = build_verbose(export_model(n.done(y)).proto, BuildOptions(target=target))
     (found,) = built.engine.meta["precision"]["hazards"]
-    assert "its float result is read by Softmax" in found["what"]
+    assert "its result stays float: Softmax" in found["what"]
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan"), float("inf")])

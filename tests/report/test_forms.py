@@ -80,6 +80,13 @@ def test_every_section_has_its_chart(report: dict[str, Any]) -> None:
     assert "10 → 5" in source
 
 
+def test_passes_that_did_nothing_are_left_out_of_markdown(report: dict[str, Any]) -> None:
+    table = to_markdown(report).split("## Passes")[1].split("## ")[0]
+    assert "fuse" in table
+    assert "| 0 | 0 |" not in table
+    assert any(not p["fired"] and not p["refused"] for p in report["build"]["passes"])
+
+
 def test_what_was_not_measured_is_left_out(altered: dict[str, Any]) -> None:
     del altered["layers"], altered["bisect"]
     altered["build"] = {}

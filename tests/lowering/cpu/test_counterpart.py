@@ -16,9 +16,13 @@ from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions
 from optdnn.errors import UnsupportedError
 from optdnn.importers.onnx import import_model
+from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu import counterpart
-from optdnn.lowering.cpu.partition import choose
+from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.report.words import problems
+from optdnn.target_name import TargetName
+from optdnn.targets.base import Optimized, Source
+from optdnn.targets.cpu import Cpu
 from optdnn.tuning.timing_cache import TimingCache
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
@@ -106,22 +110,20 @@ def test_a_network_that_no_library_runs_in_fp32_is_compared_with_nothing(
     assert "beside_fp32" not in build_verbose(model, int8(model)).report()
 
 
-def test_what_precision_auto_came_to_is_compared_with_fp32(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock(monkeypatch, 3.0, 2.0)
-    options = BuildOptions(
-        target="cpu",
-        precision="auto",
-        calib=model.parent / "data.npz",
-        metric="mse",
-        max_drop=10.0,
-        candidates=("bf16",),
-    )
-    graph, cache = import_model(model), TimingCache.open(None)
-    choice = choose(graph, counterpart.fp32_of(options), cache, {})
-    found = counterpart.beside_fp32(graph.copy, choice, "bf16+fp32", options, cache)
-    assert found is not None
-    assert found.slower
-    assert found.to_json()["precision"] == "bf16+fp32"
+@pytest.mark.parametrize("precision", ["int8", "auto"])
+def test_precision_auto_is_not_compared_with_fp32_again(model: Path, precision: str) -> None:
+    """Its own race of whole engines has compared them already."""
+    asked: list[int] = []
+
+    def in_fp32() -> Graph:
+        asked.append(1)
+        return graph.copy()
+
+    graph = import_model(model)
+    options = BuildOptions(target="cpu", precision=precision, calib=model.parent / "data.npz", threads=1)
+    work = Optimized(graph, Source(model), PrecisionPlan("fp32"), "int8", {}, in_fp32)
+    compiled = Cpu(TargetName.parse("cpu")).compile(work, options, TimingCache.open(None), print)
+    assert (compiled.beside_fp32 is None, len(asked)) == ((True, 0) if precision == "auto" else (False, 1))
 
 
 def test_options_of_fp32_leave_out_what_belongs_to_other_precisions(tmp_path: Path) -> None:

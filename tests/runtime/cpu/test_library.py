@@ -28,6 +28,20 @@ def test_onnxruntime_reports_nothing_to_its_maker(tmp_path: Path) -> None:
     assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == []
 
 
+def test_openvino_reports_nothing_to_its_maker(tmp_path: Path) -> None:
+    """Where it reports, it first writes an identifier of the machine into the home folder."""
+    pytest.importorskip("openvino")
+    pytest.importorskip("openvino_telemetry")
+    free = {name: value for name, value in os.environ.items() if name != "CI"}
+    free |= {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    for made in (
+        "from optdnn.runtime.cpu.library import library_module as m; m('openvino').Core(); import openvino_telemetry",
+        "from optdnn.runtime.racing.candidates import _library as m; m('openvino').Core()",
+    ):
+        subprocess.run([sys.executable, "-c", made], env=free, check=True)
+        assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == []
+
+
 def test_what_the_environment_says_of_telemetry_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORT_DISABLE_TELEMETRY", "0")
     library_module("json")
