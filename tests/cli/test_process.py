@@ -57,7 +57,8 @@ def failing(name):
 main.import_module = failing
 main.main(["env"])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=_signals_by_default)
     assert done.returncode == (130 if interrupted else 70)
     assert done.stderr.startswith("interrupted" if interrupted else "internal error: ImportError")
 

@@ -44,11 +44,11 @@ def test_the_text_of_a_shape(text: str, dims: tuple[Any, ...]) -> None:
     [
         ("8..1..32x3", "minimum 8, optimum 1 and maximum 32 are not in this order"),
         ("1x3..9x3..4x3", "axis 0: minimum 1, optimum 9 and maximum 4"),
-        ("1x3..2x3", "is not one"),
-        ("1..2x3", "is not one"),
-        ("1x3..2x3x4..3x3", "is not one"),
+        ("1x3..2x3", "'3..2' is neither a size nor a range"),
+        ("1..2x3", "'1..2' is neither"),
+        ("1x3..2x3x4..3x3", "'3..2' is neither"),
         ("1x?..2x3..3x3", "axis 1 of .* is symbolic in one shape"),
-        ("", "is not one"),
+        ("", "'' is neither"),
     ],
 )
 def test_a_malformed_shape_is_refused(text: str, because: str) -> None:
