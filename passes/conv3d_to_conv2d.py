@@ -30,10 +30,9 @@ from optdnn.passes.rules.shape import reshape_chain, transpose_chain
 from optdnn.passes.support.facts import (
     channels_from_last,
     channels_to_last,
+    in_shape,
     integers,
     operand,
-    reshape_target,
-    reshaped,
     shape_of,
 )
 from optdnn.types import Array, Shape
@@ -114,7 +113,7 @@ def _as_images(graph: Graph, patch: Patch, op: Op, found: Volume) -> Value:
     operands = [None if v is None else _operand(patch, graph, v, after, found.rows) for v in op.inputs[_ARITY:]]
     y = patch.add("Conv", [image, kernel, *op.inputs[2:_ARITY], *operands], geometry)
     y = patch.add("Transpose", [y], TransposeAttrs(_LAST_2D))
-    y = _shaped(patch, y, (after[0], *after[2:], after[1]))
+    y = in_shape(patch, y, (after[0], *after[2:], after[1]))
     return patch.add("Transpose", [y], TransposeAttrs(FIRST))
 
 
@@ -159,16 +158,10 @@ def _grown(graph: Graph, patch: Patch, op: Op, a: ConvTransposeAttrs, weight: Ar
         kernel = patch.constant(np.ascontiguousarray(weight[:, :, tap]), "conv3d.weight")
         y = patch.add("ConvTranspose", [image, kernel, *more], geometry)
         y = patch.add("Transpose", [y], TransposeAttrs(_LAST_2D))
-        parts.append(_shaped(patch, y, (patch.type(y).dims[0], 1, *size, filters)) if taps > 1 else y)
+        parts.append(in_shape(patch, y, (patch.type(y).dims[0], 1, *size, filters)) if taps > 1 else y)
     y = patch.add("Concat", parts, ConcatAttrs(1)) if taps > 1 else parts[0]
-    y = _shaped(patch, y, (n, depth, *size, filters))
+    y = in_shape(patch, y, (n, depth, *size, filters))
     return patch.add("Transpose", [y], TransposeAttrs(FIRST))
-
-
-def _shaped(patch: Patch, x: Value, shape: Shape, src: frozenset[str] | None = None) -> Value:
-    target = reshape_target(patch.type(x).dims, shape)
-    assert target is not None, "only the batch of its dimensions may be symbolic"
-    return reshaped(patch, x, target, src)
 
 
 def _names(graph: Graph, x: Value) -> frozenset[str] | None:
@@ -202,7 +195,7 @@ def _frames(patch: Patch, x: Value, found: Volume, depth: int) -> Value:
     begin, end = a.pads[0], a.pads[3]
     if taps > 1 and a.group > 1:  # a group's channels stay together
         *outer, channels = patch.type(x).dims
-        x = _shaped(patch, x, (*outer, a.group, channels // a.group))
+        x = in_shape(patch, x, (*outer, a.group, channels // a.group))
     if begin or end:
         rest = (0,) * (len(patch.type(x).dims) - 2)
         x = patch.add("Pad", [x, integers(patch, [0, begin, *rest, 0, end, *rest], "pads")], PadAttrs())
@@ -218,7 +211,7 @@ def _image(patch: Patch, x: Value, rows: bool, src: frozenset[str] | None) -> Va
     """(N, D, H, W, C) as (N * D, C, H, W), or (``rows``) as (N, C, D, H * W)."""
     n, d, h, w, *channels = patch.type(x).dims
     c = math.prod(channels)
-    x = _shaped(patch, x, (n, d, h * w, c) if rows else (n * d, h, w, c), src)
+    x = in_shape(patch, x, (n, d, h * w, c) if rows else (n * d, h, w, c), src)
     return patch.add("Transpose", [x], TransposeAttrs(_FIRST_2D), src=src)
 
 
@@ -248,9 +241,9 @@ def _operand(patch: Patch, graph: Graph, value: Value, result: Shape, rows: bool
     if target is None and all(dims[i] == 1 for i in ((3, 4) if rows else (0, 2))):
         n, c, d, h, w = dims
         shape = (n, c, d, 1) if rows else (1, c, h, w)
-        return _shaped(patch, value, shape)
+        return in_shape(patch, value, shape)
     full = dims if target is None else (*(1,) * (5 - len(own)), *own)
-    x = value if len(own) == 5 else _shaped(patch, value, full)
+    x = value if len(own) == 5 else in_shape(patch, value, full)
     if target is not None:
         x = patch.add("Expand", [x, integers(patch, target, "shape")])
     src = _names(graph, value)

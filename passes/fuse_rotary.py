@@ -28,11 +28,11 @@ from optdnn.passes.base import Match, Miss, RulePass
 from optdnn.passes.rules.shape import transpose_chain
 from optdnn.passes.support.facts import (
     RESHAPES,
+    in_shape,
     integers,
     ints,
     operand,
     reshape_target,
-    reshaped,
     scalar,
     shape_of,
 )
@@ -234,10 +234,7 @@ def _half(patch: Patch, graph: Graph, value: Value, axis: int, interleaved: bool
     assert isinstance(size, int)
     limits = (0, size, len(shape) - 1, 2) if interleaved else (0, size // 2, len(shape) - 1)
     half = patch.add("Slice", [value, *(integers(patch, [n], "half") for n in limits)])
-    now = patch.type(half).dims
-    target = reshape_target(now, _cache_shape(now, axis))
-    assert target is not None
-    return reshaped(patch, half, target)
+    return in_shape(patch, half, _cache_shape(patch.type(half).dims, axis))
 
 
 def doubled(graph: Graph, value: Value, depth: int = _DEPTH, *, interleaved: bool = False) -> bool:

@@ -14,7 +14,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import integers, ints, operand, producer, reshape_target, reshaped, shape_of
+from optdnn.passes.support.facts import in_shape, integers, ints, operand, producer, reshape_target, shape_of
 from optdnn.types import Shape, is_float, normalize_axis
 
 JOINED_BY = {"ReduceSum": "Add", "ReduceMean": "Add", "ReduceMax": "Max", "ReduceMin": "Min"}
@@ -57,7 +57,7 @@ def reduced_stack(graph: Graph, op: Op) -> Match | Miss | None:
         y = reduce(lambda a, b: patch.add(JOINED_BY[op.kind], [a, b]), terms)
         if op.kind == "ReduceMean":
             y = patch.add("Mul", [y, patch.constant(np.asarray(1 / len(parts), op.outputs[0].type.dtype), "share")])
-        return y if whole == after else _reshaped(patch, y, after)
+        return y if whole == after else in_shape(patch, y, after)
 
     return Match((op, *([] if scaled is None else [scaled])), build)
 
@@ -73,14 +73,8 @@ def _without(shape: Shape, axis: int) -> Shape:
     return tuple(n for i, n in enumerate(shape) if i - len(shape) != axis)
 
 
-def _reshaped(patch: Patch, value: Value, shape: Shape) -> Value:
-    target = reshape_target(patch.type(value).dims, shape)
-    assert target is not None  # `reduced_stack` refuses others
-    return reshaped(patch, value, target)
-
-
 def _squeezed(patch: Patch, value: Value, axis: int) -> Value:
-    return _reshaped(patch, value, _without(patch.type(value).dims, axis))
+    return in_shape(patch, value, _without(patch.type(value).dims, axis))
 
 
 def _weights(patch: Patch, weights: Value, axis: int, count: int) -> list[Value]:

@@ -9,8 +9,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.shape import ReshapeAttrs
-from optdnn.passes.support.facts import integers, ints, operand, reshape_target
+from optdnn.passes.support.facts import in_shape, integers, ints, operand
 from optdnn.types import Array, Shape, normalize_axis, product
 
 
@@ -238,9 +237,7 @@ def _reshape(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, w
 def reshaped_to(patch: Patch, x: Value, after: Shape, axis: int, size: int, wide: int) -> Value:
     dims = [*after]
     dims[axis] = int(dims[axis]) // size * wide  # type: ignore[arg-type]
-    target = reshape_target(patch.type(x).dims, tuple(dims))
-    assert target is not None
-    return patch.add("Reshape", [x, integers(patch, target, "shape")], ReshapeAttrs())
+    return in_shape(patch, x, tuple(dims))
 
 
 def _split(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wide: int) -> Sequence[Value]:

@@ -173,6 +173,13 @@ def reshaped(patch: Patch, x: Value, target: tuple[int, ...], src: frozenset[str
     return patch.add("Reshape", [x, integers(patch, target, "shape")], ReshapeAttrs(), src=src)
 
 
+def in_shape(patch: Patch, x: Value, shape: Shape, src: frozenset[str] | None = None) -> Value:
+    """Add a Reshape to ``shape``, for which there must be a constant target."""
+    target = reshape_target(patch.type(x).dims, shape)
+    assert target is not None, "no constant target can express the shape"
+    return reshaped(patch, x, target, src)
+
+
 def integers(patch: Patch, numbers: Sequence[int], name: str) -> Value:
     """Add a constant int64 vector."""
     return patch.constant(np.asarray(numbers, np.int64), name)
