@@ -80,7 +80,7 @@ class HostKernels:
                 continue
             texts = recipe_of(kernel).sources()
             common = texts["general.cuh"]
-            body = re.sub(r"#include .*", "", texts[kernel.template])
+            body = re.sub(r"#include .*|#pragma once", "", texts.get("element.cuh", "") + texts[kernel.template])
             parts.append(_namespace(number, kernel.function, f"{texts['generated.cuh']}\n{body}"))
         machine = (HERE / "host_machine.hpp").read_text(encoding="utf-8")
         common = common.replace('#include "machine.cuh"', machine).replace("#pragma once", "")

@@ -25,7 +25,7 @@ import numpy as np
 from optdnn.errors import MissingDependency, OptdnnError, RankError, RunError
 from optdnn.runtime.cuda.allocator import DeviceMemory, PinnedMemory
 from optdnn.runtime.cuda.collectives.handle import Handle
-from optdnn.runtime.cuda.collectives.peers import ELEMENTS, LIMIT_NS, WORLDS, Peers, ways
+from optdnn.runtime.cuda.collectives.peers import ELEMENT_BYTES, LIMIT_NS, WORLDS, Peers, ways
 from optdnn.runtime.cuda.device import Device, Launch, check, choose, driver, gpu_count
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream, time_runs
 from optdnn.runtime.cuda.libraries.calls import Called, Collective
@@ -207,7 +207,7 @@ class Communicator:
         return self._prepared[operation]
 
     def _choose(self, operation: Collective) -> Prepared:
-        size = operation.count * ELEMENTS[operation.dtype][1]
+        size = operation.count * ELEMENT_BYTES[operation.dtype]
         parts = operation.world if operation.kind == "gather" else 1
         x, y = (DeviceMemory(n, "a trial of a collective") for n in (size, size * parts))
         x.clear()

@@ -21,14 +21,13 @@ FLAGS = 1 << 16
 LIMIT_NS = 60_000_000_000
 """How long a block waits for another GPU. A rank that ends or fails is noticed at once, by its connection: this is for one that
 hangs, and longer than a busy machine needs to launch a graph."""
-ELEMENTS = {"float16": (0, 2), "bfloat16": (1, 2), "float32": (2, 4)}
-"""Element type -> its number in the kernels, and its size in bytes."""
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 def ways(operation: Collective) -> list[str]:
     """The kernels that an operation may take, by name: ``flagged`` (packets that carry their own flags) and, for sums, ``one_shot``
     (a flag behind each block)."""
-    size = operation.count * ELEMENTS[operation.dtype][1]
+    size = operation.count * ELEMENT_BYTES[operation.dtype]
     found = ["flagged"] if size <= FLAGGED else []
     return [*found, "one_shot"] if operation.kind == "reduce" and size <= ONE_SHOT else found
 
@@ -87,14 +86,15 @@ def packets_at(world: int) -> int:
 
 def blocks_of(way: str, operation: Collective) -> int:
     """Blocks of a launch."""
-    return -(-operation.count * ELEMENTS[operation.dtype][1] // (CHUNK if way == "one_shot" else CHUNK // 2))
+    return -(-operation.count * ELEMENT_BYTES[operation.dtype] // (CHUNK if way == "one_shot" else CHUNK // 2))
 
 
 def recipe_for(way: str, operation: Collective, arch: str) -> Recipe:
     """The kernel ``way`` of an operation, whose count is a parameter."""
     defines = {
         "WORLD": operation.world,
-        "ELEMENT": ELEMENTS[operation.dtype][0],
+        "WIDE": int(operation.dtype == "float32"),
+        "BFLOAT": int(operation.dtype == "bfloat16"),
         "BLOCKS": BLOCKS,
         "LIMIT": f"{LIMIT_NS}ull",
     }

@@ -17,7 +17,7 @@ from optdnn.runtime.cuda.collectives import communicator
 from optdnn.runtime.cuda.collectives.communicator import Communicator
 from optdnn.runtime.cuda.collectives.handle import Handle
 from optdnn.runtime.cuda.collectives.peers import (
-    ELEMENTS,
+    ELEMENT_BYTES,
     FLAGGED,
     ONE_SHOT,
     WORLDS,
@@ -173,7 +173,7 @@ def test_inboxes_have_pages_of_their_own() -> None:
 
 
 def test_kernels_are_for_small_arrays() -> None:
-    for dtype, (_, size) in ELEMENTS.items():
+    for dtype, size in ELEMENT_BYTES.items():
         for kind, count, offered in (
             ("reduce", FLAGGED // size, ["flagged", "one_shot"]),
             ("reduce", FLAGGED // size + 1, ["one_shot"]),
@@ -185,7 +185,7 @@ def test_kernels_are_for_small_arrays() -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("dtype", ELEMENTS)
+@pytest.mark.parametrize("dtype", ELEMENT_BYTES)
 def test_the_kernels_compile(dtype: str) -> None:
     for world, arch in ((2, "sm_90a"), (8, "sm_90a"), (4, "sm_80")):
         for way, kind in (("one_shot", "reduce"), ("flagged", "reduce"), ("flagged", "gather")):

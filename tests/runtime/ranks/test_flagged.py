@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from support.host import HERE, WHY_NOT, library
 
-from optdnn.runtime.cuda.collectives.peers import BLOCKS, ELEMENTS, FLAGGED, THREADS, Peers, blocks_of, recipe_for
+from optdnn.runtime.cuda.collectives.peers import BLOCKS, ELEMENT_BYTES, FLAGGED, THREADS, Peers, blocks_of, recipe_for
 from optdnn.runtime.cuda.libraries.calls import Collective
 
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -62,7 +62,7 @@ def compiled(operation: Collective, folder: Path) -> ctypes.CDLL:
     machine = (HERE / "host_machine.hpp").read_text(encoding="utf-8")
     general = texts["general.cuh"].replace('#include "machine.cuh"', machine)
     general = general.replace("#define DEVICE __device__ __forceinline__", "#define DEVICE inline")
-    kernel = re.sub(r"#include .*", "", texts["flagged.cu"]).replace('extern "C" ', "static ")
+    kernel = re.sub(r"#include .*", "", texts["element.cuh"] + texts["flagged.cu"]).replace('extern "C" ', "static ")
     host = (HERE / "host.hpp").read_text(encoding="utf-8")
     text = "\n".join([host, general, PACKETS, texts["generated.cuh"], kernel, RUN])
     return library(text.replace("#pragma once", ""), folder, "-O1")
@@ -109,7 +109,7 @@ NUMPY = {"float16": np.float16, "float32": np.float32, "bfloat16": ml_dtypes.bfl
 @pytest.mark.parametrize(("world", "dtype"), [(2, "float16"), (4, "bfloat16"), (3, "float32")])
 def test_sums_and_gathers_take_turns(world: int, dtype: str, tmp_path: Path) -> None:
     """Launches of several sizes over the same inboxes: every rank gets the sum in the order of the ranks, or all parts."""
-    size = ELEMENTS[dtype][1]
+    size = ELEMENT_BYTES[dtype]
     most = 3 * FLAGGED // BLOCKS // size  # three blocks
     counts = [(kind, n) for n in (most, 1, most - 1, 7, 1030) for kind in ("reduce", "gather", "reduce")]
     loaded = {k: compiled(Collective(dtype, k, 8, world), tmp_path / k) for k in ("reduce", "gather")}

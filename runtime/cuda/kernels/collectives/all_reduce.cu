@@ -6,17 +6,9 @@
 // overwrites. A flag is released to, and acquired from, the whole system. Waits end after LIMIT, or when the host says so: then this GPU
 // does not wait any more, its results are wrong, and the host raises an error.
 //
-// generated.cuh defines WORLD, ELEMENT (0 fp16, 1 bf16, 2 fp32), BLOCKS (most blocks) and LIMIT (nanoseconds).
-#include "general.cuh"
-#include "generated.cuh"
-
-#if ELEMENT == 0
-typedef f16 Element;
-#elif ELEMENT == 1
-typedef bf16 Element;
-#else
-typedef f32 Element;
-#endif
+// generated.cuh defines WORLD, WIDE (fp32), BFLOAT (bf16), BLOCKS (most blocks) and LIMIT (nanoseconds).
+#include "element.cuh"
+#include "packets.cuh"
 
 constexpr u32 THREADS = 256, VECTOR = 16 / sizeof(Element);
 constexpr u32 CHUNK = THREADS * 16;                // bytes of a block
@@ -37,20 +29,6 @@ union Words {
     Element at[VECTOR];
 };
 
-DEVICE u64 now() {
-    u64 t;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-    return t;
-}
-
-DEVICE void release(u32* flag, u32 value) { asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory"); }
-
-DEVICE u32 acquire(const u32* flag) {
-    u32 value;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-    return value;
-}
-
 DEVICE uint4 fresh(const char* at) {               // not from L1, which another GPU's writes do not reach
     uint4 v;
     asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
@@ -63,9 +41,9 @@ DEVICE char* inbox(char* memory, u32 from, u32 slot) {
 
 // Wait for a rank's flag of this epoch; false where that took too long.
 DEVICE bool arrived(const u32* flag, u32 epoch, const u32* word) {
-    const u64 start = now();
-    for (u32 k = 1; acquire(flag) != epoch; ++k) {
-        if (k % 256 == 0 && (now() - start > LIMIT || acquire(word) != 0)) return false;
+    const u64 start = nanoseconds();
+    for (u32 k = 1; word_now(flag) != epoch; ++k) {
+        if (k % 256 == 0 && (nanoseconds() - start > LIMIT || word_now(word) != 0)) return false;
     }
     return true;
 }
@@ -98,11 +76,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) all_reduce(const __grid_co
 #pragma unroll
         for (u32 r = 1; r < WORLD; ++r) mine = p.rank == r ? p.memory[r] : mine;
         asm volatile("fence.acq_rel.sys;" ::: "memory");
-        release(reinterpret_cast<u32*>(other) + p.rank * BLOCKS + b, epoch);
+        tell(reinterpret_cast<u32*>(other) + p.rank * BLOCKS + b, epoch);
         u32* given_up = p.epochs + BLOCKS;
-        if (acquire(given_up) == 0 && !arrived(reinterpret_cast<const u32*>(mine) + t * BLOCKS + b, epoch, p.word)) {
-            release(given_up, 1 + t);
-            release(p.word, 1 + t);
+        if (word_now(given_up) == 0 && !arrived(reinterpret_cast<const u32*>(mine) + t * BLOCKS + b, epoch, p.word)) {
+            tell(given_up, 1 + t);
+            tell(p.word, 1 + t);
         }
     }
     __syncthreads();

@@ -8,19 +8,10 @@
 // then this GPU hardly waits any more, the results are wrong, and the host raises an error. The host's word is looked at seldom: thousands
 // of threads that read it together would take a tenth of a millisecond.
 //
-// generated.cuh defines WORLD, GATHER (else a sum), ELEMENT (0 fp16, 1 bf16, 2 fp32), BLOCKS (most blocks), INBOXES (bytes before the
+// generated.cuh defines WORLD, GATHER (else a sum), WIDE (fp32), BFLOAT (bf16), BLOCKS (most blocks), INBOXES (bytes before the
 // inboxes) and LIMIT (nanoseconds).
-#include "general.cuh"
-#include "generated.cuh"
+#include "element.cuh"
 #include "packets.cuh"
-
-#if ELEMENT == 0
-typedef f16 Element;
-#elif ELEMENT == 1
-typedef bf16 Element;
-#else
-typedef f32 Element;
-#endif
 
 constexpr u32 THREADS = 256, COUNT = 8 / sizeof(Element);      // elements of a thread
 constexpr u32 CHUNK = THREADS * 16;                // bytes of a block's packets
@@ -35,7 +26,7 @@ struct Params {
 };
 
 // Element i of two words; an empty one is put.
-#if ELEMENT == 2
+#if WIDE
 DEVICE Element element(const uint2& words, u32 i) { return __uint_as_float(i == 0 ? words.x : words.y); }
 DEVICE void put_element(uint2& words, u32 i, Element v) { (i == 0 ? words.x : words.y) = __float_as_uint(v); }
 #else

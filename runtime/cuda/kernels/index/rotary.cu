@@ -9,16 +9,7 @@
 // generated.cuh defines TENSORS (1 or 2), LANES (elements per access), WIDE (fp32 elements), BFLOAT (bf16 ones), RANK (axes of rows), TURNING and COPYING
 // (vectors of pairs, and of other features, in a row), INTERLEAVED (neighbours are pairs), EARLY (the angles are constant),
 // COSINE_VECTORS and SINE_VECTORS (the angles of a thread are one aligned vector).
-#include "general.cuh"
-#include "generated.cuh"
-
-#if WIDE
-typedef f32 Element;
-#elif BFLOAT
-typedef bf16 Element;
-#else
-typedef f16 Element;
-#endif
+#include "element.cuh"
 
 typedef Pack<Element, LANES> Vector;
 constexpr u32 THREADS = 128;

@@ -8,16 +8,7 @@
 // integers, and the histogram of a digit tells which bin holds the unit that is searched. Units are tokens, or parts of the mass.
 //
 // generated.cuh defines THREADS (a multiple of 32 up to 1024), LANES (elements per access), WIDE (fp32 logits), BFLOAT (bf16 ones).
-#include "general.cuh"
-#include "generated.cuh"
-
-#if WIDE
-typedef f32 Element;
-#elif BFLOAT
-typedef bf16 Element;
-#else
-typedef f16 Element;
-#endif
+#include "element.cuh"
 
 struct Params {
     const Element* logits;

@@ -15,16 +15,8 @@
 // two up to 32), COLUMNS, THREADS, WIDE (fp32), BFLOAT (bf16), WIDE_GATES (products of the inputs in fp32), HAS_BIAS, HAS_PEEPHOLES,
 // HAS_LENGTHS, HAS_INITIAL, COUPLED (an LSTM's forget gate is 1 - its input gate), RESET_FIRST (a GRU's reset gate comes before the
 // product), and the activations.
-#include "general.cuh"
-#include "generated.cuh"
+#include "element.cuh"
 
-#if WIDE
-typedef f32 Element;
-#elif BFLOAT
-typedef bf16 Element;
-#else
-typedef f16 Element;
-#endif
 #if WIDE_GATES
 typedef f32 Gate;
 #else
