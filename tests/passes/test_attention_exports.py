@@ -1,6 +1,7 @@
 """Small transformers from both of torch's exporters, sizes symbolic: each attention ends as one node, which computes the same.
 
-And a block of Keras by tf2onnx. (The graphs are made by tests/golden/make_attention_exports.py and make_keras_exports.py.)
+And a block of Keras by tf2onnx, transformers of the zoo, and the shared graphs. (The first two kinds are made by
+tests/golden/make_attention_exports.py and make_keras_exports.py.)
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from support.shared import needs_shared_graphs, shared_network
 
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate, promote
+from optdnn.ir.graph import Graph
+from optdnn.models import zoo
 from optdnn.passes.base import PassContext, run_pipeline
 from optdnn.passes.pipelines import PIPELINE
 from optdnn.types import Array
@@ -86,3 +90,49 @@ def test_a_block_of_keras(exports: dict[str, onnx.ModelProto], batch: str) -> No
     given = {n: np.random.default_rng(0).standard_normal(s) for n, s in sizes.items()}
     (want,), (got,) = (evaluate(g, given).values() for g in (before, promote(graph)))
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+# ---------------------------------------------------------------- networks of the zoo, and shared ones
+
+
+def counted(graph: Graph) -> dict[str, int]:
+    run_pipeline(graph, PIPELINE(3, TARGET), PassContext(TARGET), verify=True)
+    return {k: n for k, n in graph.kinds().items() if k in ("Attention", "Softmax")}
+
+
+@pytest.mark.parametrize(("name", "layers"), [("vit_b_16", 2), ("bert_base", 2)])
+def test_one_node_per_attention_in_the_zoo(name: str, layers: int) -> None:
+    graph = import_model(zoo.build(name, batch=2, depth=layers / 12, width=0.25))
+    assert counted(graph) == {"Attention": layers}
+    assert graph.kinds()["LayerNormalization"] == 2 * layers + 1
+
+
+def test_the_cpu_target_keeps_the_decomposed_form() -> None:
+    graph = import_model(zoo.build("bert_base", batch=2, depth=1 / 12, width=0.25))
+    run_pipeline(graph, PIPELINE(3, "cpu"), PassContext("cpu"))
+    assert graph.kinds()["Softmax"] == 1
+
+
+SHARED = {
+    "bert": 4, "distilbert": 3, "clipvision": 3, "t5enc": 3, "whisperenc": 3, "swin_t": 12,
+}  # fmt: skip
+ONLY_DYNAMO = {"gpt2": 3, "llama": 2, "vit_b_16": 12}
+EXPORTS = [
+    *((f"{n}.{e}", c) for n, c in SHARED.items() for e in ("ts", "dyn")),
+    *((f"{n}.dyn", c) for n, c in ONLY_DYNAMO.items()),
+]
+
+
+@pytest.mark.slow
+@needs_shared_graphs
+@pytest.mark.parametrize(("name", "count"), EXPORTS)
+def test_one_node_per_attention_in_exports(name: str, count: int, tmp_path: Path) -> None:
+    model = shared_network(name, tmp_path)
+    sizes = {
+        v.name: [d.dim_value or (2 if i == 0 else 24) for i, d in enumerate(v.type.tensor_type.shape.dim)]
+        for v in model.graph.input
+    }
+    graph = import_model(model, shapes=sizes)
+    assert counted(graph) == {"Attention": count}
+    if name.startswith("swin"):
+        assert counted(import_model(model)) == {"Attention": count}, "with a symbolic batch"

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched, from_text
 from support.net import Net
-from support.shared import needs_shared_graphs, shared_network
 
 from optdnn.dim import symbol
-from optdnn.importers.onnx import import_model
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.models import zoo
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
-from optdnn.passes.base import PassContext, run_pipeline
+from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_attention import FuseAttention
-from optdnn.passes.pipelines import PIPELINE
 
 B, H, L, D = 2, 3, 5, 4
 ONE = {"Attention": 1}
@@ -388,52 +383,6 @@ def test_other_products_are_no_candidates() -> None:
     n = Net()
     x = n.op("Reshape", n.op("Softmax", n.input(2, 3, 4)), n.ints(2, 12))
     check_untouched(FuseAttention(), n.done(n.op("MatMul", x, n.random(12, 3), attrs=MatMulAttrs())))
-
-
-# ---------------------------------------------------------------- real networks
-
-
-def counted(graph: Graph) -> dict[str, int]:
-    run_pipeline(graph, PIPELINE(3, "cuda:sm_90a"), CUDA, verify=True)
-    return {k: n for k, n in graph.kinds().items() if k in ("Attention", "Softmax")}
-
-
-@pytest.mark.parametrize(("name", "layers"), [("vit_b_16", 2), ("bert_base", 2)])
-def test_one_node_per_attention_in_the_zoo(name: str, layers: int) -> None:
-    graph = import_model(zoo.build(name, batch=2, depth=layers / 12, width=0.25))
-    assert counted(graph) == {"Attention": layers}
-    assert graph.kinds()["LayerNormalization"] == 2 * layers + 1
-
-
-def test_the_cpu_target_keeps_the_decomposed_form() -> None:
-    graph = import_model(zoo.build("bert_base", batch=2, depth=1 / 12, width=0.25))
-    run_pipeline(graph, PIPELINE(3, "cpu"), PassContext("cpu"))
-    assert graph.kinds()["Softmax"] == 1
-
-
-SHARED = {
-    "bert": 4, "distilbert": 3, "clipvision": 3, "t5enc": 3, "whisperenc": 3, "swin_t": 12,
-}  # fmt: skip
-ONLY_DYNAMO = {"gpt2": 3, "llama": 2, "vit_b_16": 12}
-EXPORTS = [
-    *((f"{n}.{e}", c) for n, c in SHARED.items() for e in ("ts", "dyn")),
-    *((f"{n}.dyn", c) for n, c in ONLY_DYNAMO.items()),
-]
-
-
-@pytest.mark.slow
-@needs_shared_graphs
-@pytest.mark.parametrize(("name", "count"), EXPORTS)
-def test_one_node_per_attention_in_exports(name: str, count: int, tmp_path: Path) -> None:
-    model = shared_network(name, tmp_path)
-    sizes = {
-        v.name: [d.dim_value or (2 if i == 0 else 24) for i, d in enumerate(v.type.tensor_type.shape.dim)]
-        for v in model.graph.input
-    }
-    graph = import_model(model, shapes=sizes)
-    assert counted(graph) == {"Attention": count}
-    if name.startswith("swin"):
-        assert counted(import_model(model)) == {"Attention": count}, "with a symbolic batch"
 
 
 def blind(guarded: bool) -> Graph:
