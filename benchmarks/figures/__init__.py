@@ -15,6 +15,7 @@ from benchmarks.rows import Row, newest, read
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "readme-gpu": gpu.readme,
     "readme-cpu": cpu.readme,
+    "readme-wide": wide.readme,
     **{f"cpu-{precision}": partial(cpu.speed, precision) for precision in ("fp32", "int8", "bf16")},
     "precision-cpu": partial(cpu.precision, "cpu"),
     "precision-h200": partial(cpu.precision, "cuda"),

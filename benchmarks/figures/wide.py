@@ -40,16 +40,31 @@ class Pairs:
         theirs, ours = ms(row, "compile"), ms(row, "ours")
         return theirs / ours if theirs and ours else None
 
+    @property
+    def ratios(self) -> list[float]:
+        """Those of all pairs that torch.compile ran, too."""
+        return [over for r in self.rows if (over := self.over(r)) is not None]
+
+
+def readme(rows: Sequence[Row]) -> str:
+    """The README's two sentences; "" without rows beside torch.compile."""
+    ratios = _pairs(rows, _mine(rows)).ratios
+    if not ratios:
+        return ""
+    slower = sum(ratio < 1 for ratio in ratios) or "none"
+    return (
+        f"[The wide benchmark](docs/performance/wide.md) has {len(ratios)} pairs of a network and a batch size that nothing was "
+        "tuned for. Built by the cost model\n"
+        f"only, optdnn is {geometric(ratios):.2f} times as fast as `torch.compile` in geometric mean, and slower on {slower}."
+    )
+
 
 def page(rows: Sequence[Row]) -> str:
     """Everything that there are rows for, each part under a heading."""
-    mine = [r for r in speeds(rows) if workload(r).source in TORCH and "ours" in r["times"] and _beside_torch(r)]
+    mine = _mine(rows)
     if not mine:
         return ""
-    profiled = {
-        r["workload"]: r for r in rows if r["what"] == "roofline" and "words" in r and "predicted" not in r["setup"]
-    }
-    pairs = joined([r for r in mine if "compile-max" not in r["times"]], profiled)
+    pairs = _pairs(rows, mine)
     parts = {
         "": _summary(pairs, rows),
         "Goals": named(pairs),
@@ -59,6 +74,19 @@ def page(rows: Sequence[Row]) -> str:
         "Slow steps": cliffs(pairs),
     }
     return "\n\n".join(f"## {head}\n\n{text}" if head else text for head, text in parts.items() if text)
+
+
+def _mine(rows: Sequence[Row]) -> list[Row]:
+    """The times of networks of PyTorch's packages, beside PyTorch's own."""
+    return [r for r in speeds(rows) if workload(r).source in TORCH and "ours" in r["times"] and _beside_torch(r)]
+
+
+def _pairs(rows: Sequence[Row], mine: Sequence[Row]) -> Pairs:
+    """The pairs of the times ``mine``, with the profiles among ``rows``."""
+    profiled = {
+        r["workload"]: r for r in rows if r["what"] == "roofline" and "words" in r and "predicted" not in r["setup"]
+    }
+    return joined([r for r in mine if "compile-max" not in r["times"]], profiled)
 
 
 def _beside_torch(row: Row) -> bool:
@@ -95,7 +123,7 @@ def _ordered(rows: dict[str, Row]) -> list[Row]:
 
 def _summary(pairs: Pairs, rows: Sequence[Row]) -> str:
     """Means, counts, and pairs that are not right."""
-    ratios = [over for r in pairs.rows if (over := pairs.over(r)) is not None]
+    ratios = pairs.ratios
     eager = [r["times"]["eager"]["ms"] / r["times"]["ours"]["ms"] for r in pairs.rows if "eager" in r["times"]]
     said = []
     if ratios:

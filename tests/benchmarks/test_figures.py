@@ -130,6 +130,9 @@ def test_the_page_of_the_wide_benchmark(monkeypatch: pytest.MonkeyPatch) -> None
     text = wide.page(wide_rows())
     assert "optdnn is **1.39 times** as fast as torch.compile (default mode) in geometric mean of 3 pairs." in text
     assert "Slower: 1. Under 2 times: 2 (the least: 0.90)." in text
+    readme = wide.readme(wide_rows())
+    assert "has 3 pairs" in readme
+    assert "optdnn is 1.39 times as fast as `torch.compile` in geometric mean, and slower on 1." in readme
     assert "Without a result: hrnet_w18_small, 1 (measure: no end in 400 s)." in text
     lines = text.splitlines()
     assert "| mixer_b16_224, 16 | 1.200 | 1 |" in lines
@@ -182,7 +185,7 @@ def test_pages_say_what_there_are_rows_for() -> None:
     shaken = row(MIXER, times=ms(ours=1.0, eager=3.0), disturbed=True) | {"checks": {"ours": {"wrong": "inf"}}}
     assert "The GPU was not quiet before: mixer_b16_224, 16." in wide.page([shaken])
     assert "Further off than rounding, or not finite: mixer_b16_224, 16." in wide.page([shaken])
-    assert wide.page(wide_rows()[-3:]) == ""
+    assert wide.page(wide_rows()[-3:]) == wide.readme(wide_rows()[-3:]) == ""
 
 
 def test_a_newer_row_takes_the_time_of_torch_compile_from_an_earlier_run() -> None:
