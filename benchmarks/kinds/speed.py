@@ -38,6 +38,8 @@ from benchmarks.harness import Job, Kind, release, turn
 from benchmarks.models import TORCH, engine_of, feeds_of, forbidden, module_of, onnx_of, ranged, tests_on_path
 from benchmarks.rows import Row, told
 from benchmarks.workloads import Workload
+from optdnn.errors import MissingDependency
+from optdnn.runtime.cuda.libraries import find
 
 ENGINES = {
     "ours": "auto", "untuned": "auto", "own": "own", "libraries": "cudnn,cublaslt", "one_lane": "auto", "ranged": "auto",
@@ -111,6 +113,8 @@ def _built(job: Job, name: str, times: Path | None) -> Row:
     workload, start = job.workload, time.perf_counter()
     plain, _, precision = name.partition("@")
     plain, _, without = plain.partition("-")
+    if plain == "libraries" and not find.present("cudnn"):
+        raise MissingDependency("nvidia-cudnn-frontend", "cuda-libs", "to measure the libraries alone")
     seconds = job.options.tune * SHARE.get(name, 1.0)
     asked = ENGINES[plain]
     if not seconds:  # by the cost model, which knows our own kernels; of the libraries', what they rank first

@@ -195,14 +195,12 @@ def usable(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection) 
             able.append(tactic)
         else:
             refused.append({"tactic": tactic.name, "reason": why})
-    listed = [t for t in able if t.provider in selection.providers]
+    listed = [t for t in able if t.provider in selection.providers] or [t for t in able if t.provider == "own"]
     fusing = next((t for t in listed if t.region(b, op).after), None)
     if fusing is not None:
         reason = f"{fusing.name} computes its neighbour as well"
         return [fusing], refused + [{"tactic": t.name, "reason": reason} for t in listed if t is not fusing]
-    if listed:
-        return listed, refused
-    return [t for t in able if t.provider == "own"], refused
+    return listed, refused
 
 
 def offers_of(b: Builder, op: Op, tactic: Tactic, selection: Selection) -> tuple[list[Offer | None], str | None]:

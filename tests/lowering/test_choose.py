@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.conv_cases import excited
 from support.net import Net
+from support.quantized_nets import norm_network
 from support.sequence_cases import heads, recurrent
 from support.simulated import feeds_of, lowered, simulate
 
@@ -26,6 +28,8 @@ from optdnn.lowering.cuda import Emitted, Prepared, emit_program, lower_cuda
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.norm import GroupNormAttrs
 from optdnn.optimize import optimize
+from optdnn.passes.base import PassContext
+from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
@@ -249,6 +253,26 @@ def test_providers_restrict_and_our_own_stand_in(monkeypatch: pytest.MonkeyPatch
     assert set(tactics) - {"foreign"}, "what the library has no kernels for runs on ours"
     for own in ("own", "heuristic", "auto"):
         assert "foreign" not in [d.choice.tactic for d in emitted(two_like(), tactics=own).decisions]
+
+
+def test_each_candidate_that_stands_in_for_a_library_can_be_chosen() -> None:
+    copy = norm_network(np.dtype(np.int8)).copy()
+    FoldQuantized()(copy, PassContext(target="cuda:sm_90a"))
+    options = BuildOptions(target="cuda:sm_90a", tactics="cublaslt")
+    found: dict[str, set[str]] = {}
+
+    def visit(b: Builder, op: Any, key: str) -> None:
+        able = alternatives(b, op, table.TACTICS[op.kind], Selection.of(options))
+        found.setdefault(key, set()).update(t.name for t, _ in able)
+
+    decisions = emit_program(copy, options, of_arch("sm_90a"), {}, None, visit).decisions
+    norms = [d.signature for d in decisions if d.op.kind == "LayerNormalization"]
+    assert norms
+    for key in norms:
+        assert found[key] == {"rows_quantized"}, "as with our kernels alone"
+        choices = {key: TacticChoice("rows_quantized")}
+        again = emit_program(copy, options, of_arch("sm_90a"), {}, choices).decisions
+        assert [d.choice.tactic for d in again] == [d.choice.tactic for d in decisions]
 
 
 def test_a_tactic_whose_rows_depend_on_the_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
