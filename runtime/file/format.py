@@ -44,7 +44,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from optdnn.errors import EngineError, InternalError, ShapeError, UnsupportedError
+from optdnn.errors import EngineError, InternalError, ShapeError, UnsupportedError, UsageError
 from optdnn.limits import HEADER_BYTES
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.runtime.file.header import BlobEntry, header_text, minor_of, parse_header
@@ -170,7 +170,7 @@ def read(
     ``seen`` is called with the program once the header is verified, when it has no blobs yet.
     A mapped file must not be truncated in place while the engine lives; replacing it, as :func:`write` does, is fine. Other changes
     in place are noticed by the next run (:class:`optdnn.runtime.mapped.MappedFile`).
-    Raises EngineError for anything that :func:`write` would not have written exactly so.
+    Raises UsageError for a file that is not there, EngineError for anything that :func:`write` would not have written exactly so.
     """
     shown, mapped, wanted = os.fspath(path), None, signers(signed_by)
     try:
@@ -181,7 +181,7 @@ def read(
             else:
                 data = memoryview(f.read())
     except FileNotFoundError as e:
-        raise EngineError(f"there is no engine file {shown}") from e
+        raise UsageError(f"there is no engine file {shown}") from e
     except (OSError, ValueError, MemoryError) as e:
         raise EngineError(f"{shown} cannot be read: {e}") from e
     if wanted:

@@ -31,8 +31,8 @@ def sign(
     ``key`` is a PEM file with a private key of P-256 (or P-384, P-521); ``password`` opens it where it is encrypted. With
     ``certificate`` (PEM, of that key; ``chain``: those between it and the root) it is checked by the root's certificate.
     ``sigstore=True`` signs without a key, by the identity of the CI job or of a login in the browser; this needs the network.
-    Raises EngineError for a file that is no engine, UsageError for keys that cannot be used, OutputError where the signature cannot
-    be written, MissingDependency without the extra ``sign``.
+    Raises EngineError for a file that is no engine, UsageError for keys that cannot be used or a file that is not there, OutputError
+    where the signature cannot be written, MissingDependency without the extra ``sign``.
     """
     path = os.fspath(engine)
     if sigstore == (key is not None):
@@ -44,6 +44,8 @@ def sign(
     try:
         with open(path, "rb", opener=open_regular) as f:
             data = memoryview(f.read())
+    except FileNotFoundError as error:
+        raise UsageError(f"there is no engine file {path}") from error
     except (OSError, ValueError, MemoryError) as error:
         raise EngineError(f"{path} cannot be read: {error}") from error
     try:

@@ -277,7 +277,7 @@ def test_as_a_program(model: Path, engine: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     done = program("run", tmp_path / "absent.engine")
-    assert (done.returncode, done.stdout) == (5, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
 
@@ -285,7 +285,7 @@ def test_as_a_program(model: Path, engine: Path, tmp_path: Path) -> None:
 def test_debug_shows_tracebacks_wherever_it_stands(cli: Cli, tmp_path: Path) -> None:
     for argv in (["run", tmp_path / "absent.engine", "--debug"], ["--debug", "run", tmp_path / "absent.engine"]):
         code, _, err = cli(*argv)
-        assert code == 5
+        assert code == 2
         assert "Traceback" in err
     assert "there is no engine file --debug" in cli("run", "--", "--debug").err
 

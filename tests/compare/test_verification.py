@@ -389,7 +389,7 @@ def test_operators_of_the_users_own(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_loaded_and_models_of_other_engines(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="there is no engine file"):
+    with pytest.raises(UsageError, match="there is no engine file"):
         optdnn.verify(tmp_path / "none.engine")
     (tmp_path / "broken.engine").write_bytes(b"\x89OPTDNN\n" + bytes(100))
     with pytest.raises(EngineError, match=r"broken\.engine"):

@@ -42,7 +42,6 @@ def test_files_that_are_no_engines(tmp_path: Path) -> None:
     (tmp_path / "net.onnx").write_bytes(b"\x08\x07\x12\x07pytorch" + bytes(100))
     (tmp_path / "crlf").write_bytes(contents(mlp()).replace(b"\n", b"\r\n", 1))
     for name, message in (
-        ("none", "there is no engine file"),
         ("fifo", "not a regular file"),
         (".", "cannot be read"),
         ("empty", "truncated: 0 bytes"),
@@ -52,6 +51,8 @@ def test_files_that_are_no_engines(tmp_path: Path) -> None:
     ):
         with pytest.raises(EngineError, match=message):
             load(tmp_path / name)
+    with pytest.raises(UsageError, match="there is no engine file"):
+        load(tmp_path / "none")
 
 
 @pytest.mark.parametrize("path", [contents(mlp()), None, 7])

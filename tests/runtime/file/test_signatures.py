@@ -273,7 +273,7 @@ def test_an_encrypted_key(engine: Path, tmp_path: Path) -> None:
 
 def test_what_is_no_engine_is_not_signed(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     path = tmp_path / "text.engine"
-    with pytest.raises(EngineError, match="cannot be read"):
+    with pytest.raises(UsageError, match="there is no engine file"):
         optdnn.sign(path, keys[0])
     path.write_text("text")
     with pytest.raises(EngineError, match="is not signed: this is not an optdnn engine"):
