@@ -278,7 +278,7 @@ def load(
     that the process reads. A signed file is read into memory (``mmap`` has no effect). It is trusted as with ``trust_cubins=True``.
     An engine for several GPUs starts one process for each further GPU, unless a launcher such as torchrun has started them
     (:mod:`optdnn.runtime.ranks`). ``devices`` refuses an engine for another number of GPUs.
-    Raises UsageError if there is no such file, EngineError for a file that is unreadable, corrupt, of another version or for another
+    Raises UsageError without such a file, EngineError for a file that is unreadable, corrupt, of another version or for another
     machine, that lacks the required signature, or whose kernels are refused. Raises EngineStale if this version would make other
     kernels, and MissingDependency for a library that is not installed.
     """

@@ -31,7 +31,7 @@ def sign(
     ``key`` is a PEM file with a private key of P-256 (or P-384, P-521); ``password`` opens it where it is encrypted. With
     ``certificate`` (PEM, of that key; ``chain``: those between it and the root) it is checked by the root's certificate.
     ``sigstore=True`` signs without a key, by the identity of the CI job or of a login in the browser; this needs the network.
-    Raises EngineError for a file that is no engine, UsageError for keys that cannot be used or a file that is not there, OutputError
+    Raises EngineError for a file that is no engine, UsageError for keys that cannot be used or no such file, OutputError
     where the signature cannot be written, MissingDependency without the extra ``sign``.
     """
     path = os.fspath(engine)
