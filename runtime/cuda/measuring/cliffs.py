@@ -39,12 +39,12 @@ def _why(step: Mapping[str, Any], program: Program) -> str:
     if step["executor"] != "cuda":
         rows: Any = program.meta.get("host", {}).get("operators", ())
         return next((str(o["why"]) for o in rows if src & set(o["nodes"])), "it runs on the CPU")
-    reasons = []
     launch = program.steps[step["step"]].params.get("launch")
     blocks = 0 if launch is None else int(launch["grid"][0]) * int(launch["grid"][1]) * int(launch["grid"][2])
     planned: Any = program.meta.get("gpu")
     if planned and 0 < blocks < planned["multiprocessors"]:
-        reasons.append(f"{blocks} blocks do not fill {planned['multiprocessors']} multiprocessors")
+        filled = "1 block does" if blocks == 1 else f"{blocks} blocks do"
+        return f"{filled} not fill {planned['multiprocessors']} multiprocessors"
     decisions: Any = program.meta.get("tactics", ())
     tactic = str(step["tactic"]).partition(" ")[0]
     mine = [
@@ -55,6 +55,5 @@ def _why(step: Mapping[str, Any], program: Program) -> str:
     # Those of the tactic's own family say more than those that are for other operators.
     family = tactic.partition("_")[0]
     told = sorted(mine[0].get("refused", ()) if mine else (), key=lambda r: r["tactic"].partition("_")[0] != family)
-    for refused in told[:3]:
-        reasons.append(f"{refused['tactic']} refuses: {refused['reason']}")
+    reasons = [f"{r['tactic']} refuses: {r['reason']}" for r in told[:3]]
     return "; ".join(reasons) or "no other tactic runs it, and its best configuration is no faster"
