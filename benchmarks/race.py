@@ -124,6 +124,13 @@ def torch_graph(
         inductor.freezing = True
         torch._dynamo.reset()
         run = torch.compile(run, mode=mode)
+    return captured(run, feeds, stream)
+
+
+def captured(
+    run: Callable[..., Any], feeds: Sequence[torch.Tensor], stream: Any
+) -> tuple[Replay, Callable[[], list[torch.Tensor]]]:
+    """A function of PyTorch, captured into a CUDA graph: (replay, outputs)."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):

@@ -3,15 +3,19 @@
     python -m benchmarks decode --groups decoders --out decode.jsonl
     python -m benchmarks decode decoders/llama_8b:1,16,64:layers=4:bits=4 --out decode.jsonl
     python -m benchmarks decode decoders/llama_8b:1:layers=4:tokens=2048 --out prefill.jsonl
+    python -m benchmarks decode decoders/llama_8b:1:layers=4 --torch --out beside.jsonl
 
 Each run decodes the token at the same position, or reads a prompt of so many ``tokens``: a bound call, whose caches are state,
-replayed between two events. Engines take the cost model's tactics (``--tune S``: measured ones).
+replayed between two events. Engines take the cost model's tactics (``--tune S``: measured ones). ``--torch``: PyTorch in the way of
+gpt-fast beside it, compiled and in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import optdnn
@@ -22,16 +26,20 @@ from benchmarks.rows import Row
 from benchmarks.workloads import Workload
 
 RUNS, ROUNDS = 50, 9
+WRONG = 0.1
+"""Distance from PyTorch's logits, of the largest one, beyond which a result is wrong (bf16 beside fp16 is off by 0.02)."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tune", type=float, default=0.0, metavar="S", help="tune each engine for so many seconds (not)"
     )
+    parser.add_argument("--torch", action="store_true", help="PyTorch beside it, where one token is decoded")
 
 
 def setups(options: argparse.Namespace, workload: Workload) -> list[str]:
-    return [f"{options.target}{f' tuned {options.tune:g} s' if options.tune else ''}"]
+    beside = " beside PyTorch" if options.torch else ""
+    return [f"{options.target}{f' tuned {options.tune:g} s' if options.tune else ''}{beside}"]
 
 
 def prepare(job: Job) -> Row:
@@ -46,43 +54,77 @@ def prepare(job: Job) -> Row:
 
 
 def measure(job: Job) -> Row:
-    """The time of a call, the median of several rounds."""
+    """The time of a call, the median of several rounds in which the candidates take turns."""
     import cupy
 
-    workload = job.workload
+    workload, d = job.workload, decoders.Decoder.of(job.workload)
     context: Any = optdnn.load(job.folder / "engine").context()
-    feeds = {n: cupy.asarray(a) for n, a in decoders.feeds(workload, 1).items()}
-    bound = context.bind(feeds, state=decoders.states(workload))
+    given = decoders.feeds(workload, 1)
+    bound = context.bind({n: cupy.asarray(a) for n, a in given.items()}, state=decoders.states(workload))
     stream = cupy.cuda.Stream(non_blocking=True)
-    events = [cupy.cuda.Event() for _ in range(2)]
-
-    def once() -> float:
-        events[0].record(stream)
-        for _ in range(RUNS):
-            bound.run(stream)
-        events[1].record(stream)
-        events[1].synchronize()
-        return float(cupy.cuda.get_elapsed_time(*events)) / RUNS
-
     bound.run(stream)
     stream.synchronize()
+    logits = bound.outputs["logits"]
+    calls, checks = {"ours": partial(bound.run, stream)}, {"ours": {"finite": bool(cupy.isfinite(logits).all())}}
+    if job.options.torch:
+        calls["torch"], checks["torch"] = _beside(job, given, stream, logits)
     turn()
-    once()
-    rounds = [once() for _ in range(ROUNDS)]
-    ms, d = statistics.median(rounds), decoders.Decoder.of(workload)
-    share = {"ours": round(d.nbytes / BANDWIDTH / (ms * 1e-3), 4)}
-    finite = bool(cupy.isfinite(bound.outputs["logits"]).all())
-    times = {"ours": {"ms": ms, "rounds_ms": rounds}}
+    times: dict[str, Row] = {name: {"rounds_ms": []} for name in calls}
+    for _ in range(1 + ROUNDS):
+        for name, call in calls.items():
+            times[name]["rounds_ms"].append(_once(call, stream))
+    for row in times.values():
+        row["rounds_ms"] = row["rounds_ms"][1:]
+        row["ms"] = statistics.median(row["rounds_ms"])
+    ms = times["ours"]["ms"]
+    share = {n: round(d.nbytes / BANDWIDTH / (t["ms"] * 1e-3), 4) for n, t in times.items()}
     rates = {"tokens_per_s": round(d.batch * d.tokens / ms * 1e3, 1), "tflop_per_s": round(d.flops / ms / 1e9, 1)}
     figures = {**rates, "bytes": d.nbytes, "flops": d.flops, **job.prepared}
-    return {"times": times, **figures, "of_bandwidth": share, "verdict": "right" if finite else "wrong"}
+    right = checks["ours"]["finite"] and checks.get("torch", {}).get("error_rel", 0.0) < WRONG
+    return {
+        "times": times, "checks": checks, **figures, "of_bandwidth": share, "verdict": "right" if right else "wrong",
+    }  # fmt: skip
+
+
+def _once(call: Callable[[], object], stream: Any) -> float:
+    """Milliseconds of a call."""
+    import cupy
+
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    begin.record(stream)
+    for _ in range(RUNS):
+        call()
+    end.record(stream)
+    end.synchronize()
+    return float(cupy.cuda.get_elapsed_time(begin, end)) / RUNS
+
+
+def _beside(job: Job, given: dict[str, Any], stream: Any, logits: Any) -> tuple[Callable[[], object], Row]:
+    """PyTorch's call, and how far its logits are from ours, of the largest one."""
+    import torch
+
+    from benchmarks import race, torch_decoder
+
+    race.begin()
+    outside = torch.cuda.ExternalStream(stream.ptr)
+    run, feeds = torch_decoder.compiled(decoders.Decoder.of(job.workload), decoders.model(job.workload), given)
+    replay, outputs = race.captured(run, feeds, outside)
+    error = race.errors(outputs(), [torch.from_dlpack(logits)])
+
+    def call() -> None:
+        with torch.cuda.stream(outside):
+            replay()
+
+    return call, {"error_rel": error}
 
 
 def shown(row: Row) -> str:
     """Time, rate and share."""
     ms, share = row["times"]["ours"]["ms"], row["of_bandwidth"]["ours"]
     rates = f"{row['tokens_per_s']:g} tokens/s, {row['tflop_per_s']:g} TFLOP/s"
-    return f"{ms:.4f} ms, {rates}, {share:.0%} of bandwidth, {row['launches']} steps"
+    torch = row["times"].get("torch")
+    beside = "" if torch is None else f"; PyTorch {torch['ms']:.4f} ms"
+    return f"{ms:.4f} ms, {rates}, {share:.0%} of bandwidth, {row['launches']} steps{beside}"
 
 
 KIND = Kind(

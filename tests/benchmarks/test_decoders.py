@@ -31,6 +31,21 @@ def test_a_token_beside_the_reference(bits: int, monkeypatch: pytest.MonkeyPatch
     assert engines[0].meta["operators"]["Attention"] == 2
 
 
+def test_the_same_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from benchmarks.torch_decoder import Model
+
+    monkeypatch.setitem(decoders.DECODERS, "tiny", decoders.Decoder(128, 256, 4, 2, 32, 2, 128, 16, 5))
+    (workload,) = parse("decoders/tiny:2")
+    model, feeds = decoders.model(workload), decoders.feeds(workload, 1)
+    engine = optdnn.build(model, target="reference", precision="fp32")
+    want = engine.run({k: v.astype(s.dtype) for k, v in feeds.items() for s in engine.inputs if s.name == k})["logits"]
+    module = Model(decoders.Decoder.of(workload), model, feeds, device="cpu")
+    with torch.no_grad():
+        got = module(torch.from_numpy(feeds["token"]), torch.from_numpy(feeds["at"][:1])).float().numpy()
+    np.testing.assert_allclose(got, want.astype(np.float32), rtol=0, atol=0.02 * np.abs(want).max())
+
+
 def test_a_prompt_is_its_tokens_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     small = decoders.Decoder(128, 256, 4, 2, 32, 2, 128, 16)
     monkeypatch.setitem(decoders.DECODERS, "tiny", small)
