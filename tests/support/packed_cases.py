@@ -70,6 +70,7 @@ CASES = {
     "an odd depth": Case(2, 17, 333, block=32),
     "by channel": Case(8, 64, 640, block=0, stages=(("add",), ("relu",))),
     "zero points that are no integers": Case(2, 48, 512, block=32, zeros="float16"),
+    "by channel, shallow": Case(3, 17, 40, block=0, zeros="uint8"),
     "gated": Case(3, 96, 768, zeros="uint8", stages=GATED),
     "8 bits by channel": Case(1, 64, 1024, "uint8", 0),
     "8 bits, bf16": Case(2, 48, 520, "uint8", 64, "uint8", "bfloat16", "bfloat16"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from optdnn.ops.packed_layout import is_block
 from optdnn.runtime.reference.packed import numbers_of
 from optdnn.types import DTYPES, Array, bits_of
 
@@ -22,8 +23,8 @@ def chunk_depth(bits: int) -> int:
 
 
 def groups_of(bits: int, block_size: int) -> int:
-    """Scales of a channel in a chunk."""
-    return max(1, chunk_depth(bits) // block_size)
+    """Scales of a channel in a chunk. A block that is no power of two is a whole row: one scale, also where a chunk is deeper."""
+    return max(1, chunk_depth(bits) // block_size) if is_block(block_size) else 1
 
 
 def row_bytes(chunks: int, bits: int, block_size: int) -> int:

@@ -14,7 +14,7 @@ from support.sweep import sweep
 from optdnn.kernels.packed import dense_kernel as dense
 from optdnn.kernels.packed import gemv_kernel as gemv
 from optdnn.kernels.packed.problem import Problem, refuse
-from optdnn.kernels.packed.tiles import set_shift
+from optdnn.kernels.packed.tiles import chunk_depth, groups_of, set_shift
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.reference.packed import numbers_of, tiled_matmul
@@ -61,6 +61,15 @@ def test_chunks_share_scales() -> None:
     assert set_shift(4096, 4, 4096) == set_shift(100, 4, 100) == 31
 
 
+def test_a_scale_is_of_whole_products() -> None:
+    for bits in (2, 4, 8):
+        products = chunk_depth(bits) // 16
+        assert [groups_of(bits, block) for block in (16, 32, 64)] == [products, products // 2, max(1, products // 4)]
+        assert {groups_of(bits, depth) for depth in range(17, 4096) if depth & (depth - 1)} == {1}, (
+            "a block for each row"
+        )
+
+
 def run(case: Case, config: gemv.Config, folder: Path) -> None:
     p, o = case.problem, drawn(case)
     assert gemv.refuse(p, config) is None
@@ -81,7 +90,16 @@ def run(case: Case, config: gemv.Config, folder: Path) -> None:
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(
-    "name", sweep(CASES, "blocks of 16", "blocks of 64, bf16", "a last block that is not full", "8 bits, bf16", "gated")
+    "name",
+    sweep(
+        CASES,
+        "blocks of 16",
+        "blocks of 64, bf16",
+        "a last block that is not full",
+        "8 bits, bf16",
+        "gated",
+        "by channel, shallow",
+    ),
 )
 def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
     case = CASES[name]
