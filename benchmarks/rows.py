@@ -147,6 +147,7 @@ DETAIL: Mapping[str, str] = {
     "": "rounds_ms runs tuning stages further_steps took_s clocks_held_by sm_mhz flops bytes",
     "correctness": "errors repeats",
     "ranges": "sizes shape",
+    "decode": "verdict checks launches arena_bytes",
     "roofline": "times",
     "speed": "verdict another_input min_ms p99_ms load_s repeats build_s steps kernels arena_bytes",
 }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.figures import checks, cpu, gpu, waits, wide
+from benchmarks.figures import checks, cpu, decoding, gpu, waits, wide
 from benchmarks.rows import Row, newest, read
 
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
@@ -24,6 +24,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "soak": checks.soak,
     "targets": gpu.targets,
     "compiled": gpu.compiled,
+    "decoding": decoding.decoding,
     "streams": gpu.lanes,
     "waits": waits.waits,
     "growth": gpu.growth,

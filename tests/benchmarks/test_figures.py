@@ -12,7 +12,7 @@ pytest.importorskip("benchmarks.harness", reason="an installed copy has no bench
 
 from benchmarks import figures
 from benchmarks.__main__ import main
-from benchmarks.figures import checks, cpu, gpu, waits, wide
+from benchmarks.figures import checks, cpu, decoding, gpu, waits, wide
 from benchmarks.figures.markdown import geometric, measured_on, note
 from benchmarks.rows import RESULTS, read
 
@@ -283,3 +283,30 @@ def test_runs_are_reported_once() -> None:
     assert measured_on(rows) == "NVIDIA H200, driver 580; torch 2.11; 2026-11-20 to 2026-11-22, commit 12345678"
     assert "```text\npython x\npython y\n```" in note("So.", rows)
     assert note("So.", []) == ""
+
+
+def test_the_table_of_decoders() -> None:
+    name = "decoders/llama_8b:16:layers={}:bits=4@fp16"
+    rows = [
+        row(name.format(2), "cuda:sm_90a", "decode", times=ms(ours=0.3, torch=0.8)),
+        row(name.format(4), "cuda:sm_90a", "decode", times=ms(ours=0.5, torch=1.2)),
+        row(
+            "decoders/llama_8b:1:layers=2@fp16", "cuda:sm_90a", "decode", times=ms(ours=0.3)
+        ),  # alone, it says nothing of 32
+        row("decoders/llama_1b:1@fp16", "cuda:sm_90a", "decode", times=ms(ours=0.8)),
+        row(
+            "decoders/llama_8b:1:layers=4:tokens=2048@fp16",
+            "cuda:sm_90a",
+            "decode",
+            times=ms(ours=5.0),
+            tflop_per_s=540.4,
+        ),
+    ]
+    text = decoding.decoding(rows)
+    lines = text.splitlines()
+    assert lines[2].startswith("| Llama 3 8B | 4 bits | 16 | 3.300 | 4,848 | "), "0.3 + 30 * 0.1"
+    assert lines[2].endswith(" | 6.80 |")
+    assert lines[3].startswith("| Llama 3.2 1B | fp16 | 1 | 0.800 | 1,250 | 73% | – |")
+    assert lines[4] == ""
+    assert "A prompt of 2,048 tokens through 4 layers and the head of Llama 3 8B takes 5.00 ms: 540 TFLOP/s." in text
+    assert decoding.decoding(rows[:1]) == ""
