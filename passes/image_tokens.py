@@ -52,6 +52,8 @@ def image_to_tokens(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
     channels = _turned(graph, flat, perm)
     if before is None or after is None or channels is None:
         return None
+    if perm == channels_from_last(len(after)) and _read_as_image(graph, root.value):
+        return Miss("its result is an image already")  # `tokens_to_image` writes this form
     last = (*(k for k in range(len(after)) if k not in channels), *channels)
     target = reshape_target((before[0], *before[2:], before[1]), tuple(after[k] for k in last))
     if target is None:
@@ -99,7 +101,7 @@ def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
         return None
     if perm is None or perm[channels.stop - 1] != len(perm) - 1:
         return None
-    if not any(_reads_image(graph, user, root.value) for user in graph.users(root.value)):
+    if not _read_as_image(graph, root.value):
         return Miss("nothing that works on images reads it")
     last = (*(k for k in range(len(before)) if k not in channels), *channels)
     target = reshape_target(tuple(before[k] for k in last), (after[0], *after[2:], after[1]))
@@ -146,6 +148,10 @@ def _end(shape: Shape, start: int, size: int | Dim) -> int | None:
 def _ordered(patch: Patch, value: Value, perm: tuple[int, ...]) -> Value:
     """``value`` transposed; as it is where nothing moves."""
     return value if perm == tuple(range(len(perm))) else patch.add("Transpose", [value], TransposeAttrs(perm))
+
+
+def _read_as_image(graph: Graph, value: Value) -> bool:
+    return any(_reads_image(graph, user, value) for user in graph.users(value))
 
 
 def _reads_image(graph: Graph, op: Op, value: Value, within: int = _BETWEEN) -> bool:

@@ -257,3 +257,13 @@ def test_channels_that_are_not_whole_stay() -> None:
     n = Net(np.float64)
     first = n.op("Reshape", n.conv(n.input(2, 3, 4, 5), 6), n.ints(0, 2, 3, -1))
     check_untouched(ImageTokens(), n.done(n.op("Transpose", first, attrs=TransposeAttrs((0, 2, 3, 1)))))  # heads last
+
+
+def test_heads_that_become_an_image_are_no_tokens() -> None:
+    """YOLO12's attention over areas: its result (B, heads, features, positions) is transposed as if it were channels-last,
+    and its positions split as if they were channels. One rule's result was the other one's candidate, without an end."""
+    n = Net(np.float64)
+    turned = n.op("Transpose", n.input(1, 4, 3, 20), attrs=TransposeAttrs((0, 3, 1, 2)))
+    image = n.op("Reshape", turned, n.ints(1, 4, 5, 12))
+    graph = n.done(n.conv(n.op("Transpose", image, attrs=TransposeAttrs((0, 3, 1, 2))), 6))
+    check_refused(ImageTokens(), graph, because="its result is an image already")
