@@ -124,6 +124,7 @@ RULES: Mapping[str, str] = {
     "talking_heads": "attentions whose heads are mixed made of all features",
     "rotary_embedding": "rotary embeddings recognized",
     "partial_rotary_embedding": "partial rotary embeddings recognized",
+    "masked_boxes": "boxes above a score suppressed among all boxes, by the suppression's own threshold",
     "masked_rows": "operators on selected rows computed for all rows, and chosen by the mask",
     "l2_norm": "normalizations by the Euclidean norm recognized",
     "rotary_rows": "rotary embeddings extended to rows that do not turn",
