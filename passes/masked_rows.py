@@ -6,6 +6,8 @@ Detectors send each region of interest to the level of its size: for each level,
 
 Detectors that suppress boxes inside of the graph (YOLO) first take the boxes whose scores exceed a threshold. The suppression
 has such a threshold itself. With it, the suppression reads all boxes, and its results are their numbers among all boxes.
+
+Graph networks take the edges that are no loops, and sum over them (``passes/rules/masked_sums.py``).
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.masked_sums import masked_sums
 from optdnn.passes.support.facts import RESHAPES, ints, operand
-from optdnn.passes.support.rows import SHAPED, RowOp, by_number, copy_of, row_op, zero
+from optdnn.passes.support.rows import SHAPED, RowOp, by_number, chosen_by, copy_of, row_op, zero
 from optdnn.types import BOOL, Shape, normalize_axis
 
 MOST_ELEMENTS = 1 << 28
@@ -105,7 +108,7 @@ def _scores_above(graph: Graph, op: Op) -> tuple[Op, Value, float] | None:
         gather = graph.op(operand(gather))
     if gather.kind not in ("Gather", "GatherND") or graph.type(operand(op, 1)).dims[:2] != (1, 1):
         return None
-    chooser, scores = _positions(graph, operand(gather, 1)), operand(gather)
+    chooser, scores = chosen_by(graph, operand(gather, 1)), operand(gather)
     compared = None if chooser is None else graph.op(operand(chooser))
     if chooser is None or compared is None or compared.kind not in ("Greater", "Less"):
         return None
@@ -157,17 +160,7 @@ def _rows_written(graph: Graph, op: Op) -> Op | None:
     elif graph.type(indices).dims[1:] != (1,):
         return None
     dims = graph.type(indices).dims
-    return _positions(graph, indices) if dims[0] == updates.shape[0] and all(d == 1 for d in dims[1:]) else None
-
-
-def _positions(graph: Graph, value: Value) -> Op | None:
-    """The NonZero of a mask of one axis whose positions, in their order, are the elements of ``value``."""
-    op = graph.op(value)
-    while op.kind in RESHAPES or (op.kind == "Transpose" and 1 in graph.type(operand(op)).dims):
-        op = graph.op(operand(op))
-    if op.kind != "NonZero" or len(graph.type(operand(op)).dims) != 1:
-        return None
-    return op
+    return chosen_by(graph, indices) if dims[0] == updates.shape[0] and all(d == 1 for d in dims[1:]) else None
 
 
 def _computed(
@@ -201,7 +194,7 @@ def _gathers(graph: Graph, op: Op, chooser: Op, rows: DimLike) -> bool:
             return False
     elif op.kind != "GatherND" or op.attrs.batch_dims or graph.type(operand(op, 1)).dims[1:] != (1,):
         return False
-    found = _positions(graph, operand(op, 1))
+    found = chosen_by(graph, operand(op, 1))
     return found is not None and found.id == chooser.id and graph.type(operand(op)).dims[0] == rows
 
 
@@ -228,4 +221,4 @@ def _elements(dims: Shape, rows: int) -> int:
 
 class MaskedRows(RulePass):
     name = "masked_rows"
-    rules = (masked_rows, masked_boxes)
+    rules = (masked_rows, masked_boxes, masked_sums)

@@ -239,14 +239,16 @@ def _padded(patch: Patch, value: Value, rows: Rows, source: Value) -> Value:
 def _filled_up(patch: Patch, pad: Op, value: Value, size: Value, rows: Rows) -> Value:
     """Elements of ``value`` before ``size`` along the rows' axis, and the Pad's value after them."""
     t, wanted = patch.type(value), pad.outputs[0].type.dims[rows.axis]
+    there = t.dims[rows.axis]
     assert isinstance(wanted, int)
+    assert isinstance(there, int)
     filler = pad.input(2)
     if filler is None:
         filler = zero(patch, t.dtype)
     dims = [1] * len(t.dims)
     dims[rows.axis] = wanted
     places = patch.constant(np.arange(wanted).reshape(dims), "places")
-    missing = wanted - int(t.dims[rows.axis])
+    missing = wanted - there
     if missing:
         pads = np.zeros(2 * len(dims), np.int64)
         pads[len(dims) + rows.axis] = missing

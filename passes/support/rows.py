@@ -295,6 +295,16 @@ SHAPED = {"Expand": 1, "ConstantOfShape": 0, "Resize": 3}
 """Kinds with an operand that holds the shape of the result, and its slot."""
 
 
+def chosen_by(graph: Graph, value: Value) -> Op | None:
+    """The NonZero of a mask of one axis whose positions, in their order, are the elements of ``value``."""
+    op = graph.op(value)
+    while op.kind in RESHAPES or (op.kind == "Transpose" and 1 in graph.type(operand(op)).dims):
+        op = graph.op(operand(op))
+    if op.kind != "NonZero" or len(graph.type(operand(op)).dims) != 1:
+        return None
+    return op
+
+
 # ---------------------------------------------------------------- copies
 
 
