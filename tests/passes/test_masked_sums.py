@@ -18,7 +18,7 @@ EDGES = """<ir_version: 10, opset_import: ["": 18]>
 g (float[6,4] x, int64[2,10] edges) => (float[OUT] y)
 <int64 zero = {0}, int64 one = {1}, int64[1] flat = {-1}, int64[2] column = {-1, 1}, int64[2] wide = {1, 4},
  int64[2,6] loops = {0,1,2,3,4,5, 0,1,2,3,4,5}, float[6,4] none = {0,0,0,0, 0,0,0,0, 0,0,0,0, 0,0,0,0, 0,0,0,0, 0,0,0,0},
- int64[1] first = {0}>
+ int64[1] first = {0}, int64[1] last = {1}>
 { from = Gather(edges, zero) to = Gather(edges, one) same = Equal(from, to) mask = Not(same) chosen = NonZero(mask)
   i = Reshape(chosen, flat) kept = Gather<axis = 1>(edges, i) all = Concat<axis = 1>(kept, loops)
   source = Gather<axis = 0>(all, zero) target = Gather<axis = 0>(all, one) rows = Gather(x, source) message = Exp(rows)
@@ -81,9 +81,21 @@ def test_edges_without_loops_by_a_mask_of_numbers() -> None:
     check_values(text)
 
 
+def test_rows_that_are_looked_up_by_gather_nd() -> None:
+    """As PyTorch's newer exporter writes them."""
+    check_values(
+        edges()
+        .replace("Gather(x, source)", "GatherND(x, source1)")
+        .replace("rows =", "source1 = Unsqueeze(source, last) rows =", 1)
+    )
+
+
 def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     text = edges('sums = CumSum(message, zero) y = ScatterElements<axis = 0, reduction = "add">(none, at, sums)')
     check_refused(MaskedRows(), text, because="does not compute each row from a row that the mask chose", context=GPU)
+    again = "at2 = Unsqueeze(target, last) again = GatherND(message, at2) y ="
+    text = edges(SCATTER.replace("y =", again).replace("at, message", "at, again"))
+    check_refused(MaskedRows(), text, because="GatherND.* does not compute each row", context=GPU)
     turned = "other = Concat<axis = 1>(loops, kept) begin = Gather<axis = 0>(other, zero) rows = Gather(x, begin)"
     text = edges().replace("rows = Gather(x, source)", turned)
     check_refused(MaskedRows(), text, because="holds other rows than a value of the same size", context=GPU)
