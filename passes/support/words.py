@@ -77,6 +77,7 @@ RULES: Mapping[str, str] = {
     "split_tokens": "transposes of parts moved in front of their Split",
     "image_to_tokens": "conversions from images to tokens removed",
     "tokens_to_image": "conversions from tokens to images removed",
+    "channel_attention": "attention between channels computed on tokens",
     "activate_image": "activations of tokens moved to the image",
     "pool_last": "average pools moved after convolutions with fewer channels",
     "patch_rows": "patch embeddings written as matrix products",
