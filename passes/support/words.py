@@ -42,6 +42,7 @@ RULES: Mapping[str, str] = {
     "assembled_writes": "writes of all parts of a tensor joined",
     "known_writes": "writes to known places written as Concat or Pad",
     "transpose_chain": "Transposes in a row merged",
+    "concat_of_split": "parts joined again replaced by the value that was split",
     "transpose_is_reshape": "Transposes of axes of size 1 written as Reshape",
     "gemm_transpose": "Transposes merged into matrix products",
     "sink_transpose": "Transposes moved past other operators",
