@@ -150,7 +150,8 @@ class _Chosen:
 
     def _joined(self, op: Op) -> Parts | None:
         """The rows that a Concat puts one after the other."""
-        axis, parts = normalize_axis(op.attrs.axis, self._rank(op)), []
+        axis = normalize_axis(op.attrs.axis, self._rank(op))
+        parts: list[tuple[Value | None, int]] = []
         for slot in range(len(op.inputs)):
             size = self.graph.type(operand(op, slot)).dims[axis]
             if isinstance(size, int):
