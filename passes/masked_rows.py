@@ -84,6 +84,8 @@ def masked_boxes(graph: Graph, op: Op) -> Match | Miss | None:
         inside.update({r.op.id: r for r in part[0]})
         gathers.update({g.id: g for g in part[1]})
     copied = [inside[other.id] for other in graph.order() if other.id in inside]
+    if any(_elements(r.op.outputs[0].type.dims, rows) > MOST_ELEMENTS for r in copied):
+        return Miss("all rows together are too large")
 
     def build(patch: Patch) -> None:
         new: dict[Value, Value] = {g.value: operand(g) for g in gathers.values()}

@@ -160,6 +160,11 @@ def test_boxes_whose_numbers_are_read_are_left() -> None:
     check_refused(MaskedRows(), text, because="does not compute each row", context=GPU)
 
 
+def test_all_boxes_together_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masked_rows, "MOST_ELEMENTS", 40 * 4 - 1)
+    check_refused(MaskedRows(), BOXES, because="too large", context=GPU)
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [("Greater(scores, least)", "GreaterOrEqual(scores, least)"), ("Reshape(s, single)", "Reshape(s9, single)")],
