@@ -52,6 +52,8 @@ def image_to_tokens(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
     channels = _turned(graph, flat, perm)
     if before is None or after is None or channels is None:
         return None
+    if perm == channels_from_last(len(after)) and _read_as_image(graph, root.value):
+        return Miss("its result is an image already")  # `tokens_to_image` writes this form
     last = (*(k for k in range(len(after)) if k not in channels), *channels)
     target = reshape_target((before[0], *before[2:], before[1]), tuple(after[k] for k in last))
     if target is None:
@@ -99,7 +101,9 @@ def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
         return None
     if perm is None or perm[channels.stop - 1] != len(perm) - 1:
         return None
-    if not any(_reads_image(graph, user, root.value) for user in graph.users(root.value)):
+    if perm == channels_to_last(len(perm)) and _is_image(graph, tokens):
+        return Miss("its rows are an image already")  # `channel_attention` writes this form
+    if not _read_as_image(graph, root.value):
         return Miss("nothing that works on images reads it")
     last = (*(k for k in range(len(before)) if k not in channels), *channels)
     target = reshape_target(tuple(before[k] for k in last), (after[0], *after[2:], after[1]))
@@ -112,6 +116,62 @@ def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
         return patch.add("Transpose", [reshaped(patch, _ordered(patch, tokens, order), target)], turn)
 
     return Match((root, found["swap"]), build)
+
+
+@rule("channel_attention", {"Attention"})
+def channel_attention(graph: Graph, op: Op) -> Match | Miss | None:
+    """Attention between channels of images (Restormer: Zamir et al., 2022), (B, heads, C / heads, H * W): as views of tokens."""
+    flats = [_of_channels(graph, operand(op, slot)) for slot in range(3 if len(op.outputs) == 1 else 0)]
+    users = graph.users(op.value)
+    back = users[0] if len(users) == 1 and users[0].kind in RESHAPES else None
+    if back is None or not flats or None in flats:
+        return None
+    image, before = back.outputs[0].type.shape, op.outputs[0].type.shape
+    if image is None or before is None or _channels(image, before) != range(1, 3):
+        return None
+    if not _read_as_image(graph, back.value):
+        return Miss("nothing that works on images reads it")
+    made = [flat for flat in flats if flat is not None]
+    targets = {f.id: reshape_target(*_rows_of_tokens(graph, f)) for f in made}
+    target = reshape_target((before[0], before[3], before[1], before[2]), (image[0], *image[2:], image[1]))
+    if target is None or None in targets.values():
+        return _INEXPRESSIBLE
+    turn, turned = TransposeAttrs(channels_to_last(len(image))), TransposeAttrs(channels_from_last(len(image)))
+
+    def build(patch: Patch) -> None:
+        given = list(op.inputs)
+        for slot, flat in enumerate(made):
+            rows = reshaped(patch, patch.add("Transpose", [operand(flat)], turn, src=flat.src), targets[flat.id] or ())
+            y = patch.add("Transpose", [rows], TransposeAttrs((0, 2, 3, 1)), src=flat.src)
+            norm = graph.op(operand(op, slot))
+            given[slot] = y if norm.id == flat.id else patch.add(norm.kind, [y], norm.attrs, src=norm.src)
+        tokens = patch.add("Transpose", [patch.add(op.kind, given, op.attrs)], TransposeAttrs((0, 3, 1, 2)))
+        patch.replace(back.value, patch.add("Transpose", [reshaped(patch, tokens, target)], turned))
+
+    norms = (graph.op(operand(op, slot)) for slot in range(3))
+    return Match((op, back, *{o.id: o for o in (*norms, *made)}.values()), build)
+
+
+def _of_channels(graph: Graph, value: Value) -> Op | None:
+    """The Reshape that makes an image (B, heads, C / heads, H * W), directly or before a norm of its channels."""
+    op = graph.op(value)
+    if (
+        op.kind == "LpNormalization"
+        and normalize_axis(op.attrs.axis, 4) == 3
+        and graph.sole_user(operand(op)) is not None
+    ):
+        op = graph.op(operand(op))
+    after = op.outputs[0].type.shape
+    if op.kind not in RESHAPES or graph.sole_user(op.value) is None or after is None or len(after) != 4:
+        return None
+    image = operand(op)
+    return op if _channels(shape_of(graph, image), after) == range(1, 3) and _is_image(graph, image) else None
+
+
+def _rows_of_tokens(graph: Graph, flat: Op) -> tuple[Shape, Shape]:
+    """The shapes of a channels-last image, and of its tokens with channels in heads."""
+    image, after = graph.type(operand(flat)).dims, flat.outputs[0].type.dims
+    return (image[0], *image[2:], image[1]), (after[0], after[3], after[1], after[2])
 
 
 def _turned(graph: Graph, flat: Op, perm: tuple[int, ...] | None) -> range | None:
@@ -146,6 +206,10 @@ def _end(shape: Shape, start: int, size: int | Dim) -> int | None:
 def _ordered(patch: Patch, value: Value, perm: tuple[int, ...]) -> Value:
     """``value`` transposed; as it is where nothing moves."""
     return value if perm == tuple(range(len(perm))) else patch.add("Transpose", [value], TransposeAttrs(perm))
+
+
+def _read_as_image(graph: Graph, value: Value) -> bool:
+    return any(_reads_image(graph, user, value) for user in graph.users(value))
 
 
 def _reads_image(graph: Graph, op: Op, value: Value, within: int = _BETWEEN) -> bool:
@@ -206,4 +270,4 @@ def _is_image(graph: Graph, value: Value) -> bool:
 
 class ImageTokens(RulePass):
     name = "image_tokens"
-    rules = (split_tokens, image_to_tokens, tokens_to_image, activate_image)
+    rules = (split_tokens, image_to_tokens, tokens_to_image, activate_image, channel_attention)

@@ -1,8 +1,13 @@
-"""Rows that are gathered by a mask, computed, and scattered back become a choice between all rows, computed, and the old ones.
+"""Rows that are gathered by a mask become all rows, where the mask decides at the end.
 
 Detectors send each region of interest to the level of its size: for each level, ``i = NonZero(mask)`` and
 ``y[i] = f(x[i])``. The size of ``i`` depends on data, so no kernel can be planned for ``f``. Wherever ``f`` keeps rows apart,
 ``Where(mask, f(Where(mask, x, 0)), y)`` is the same, and its sizes are those of ``x``.
+
+Detectors that suppress boxes inside of the graph (YOLO) first take the boxes whose scores exceed a threshold. The suppression
+has such a threshold itself. With it, the suppression reads all boxes, and its results are their numbers among all boxes.
+
+Graph networks take the edges that are no loops, and sum over them (``passes/rules/masked_sums.py``).
 """
 
 from __future__ import annotations
@@ -17,8 +22,9 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, operand
-from optdnn.passes.support.rows import SHAPED, RowOp, by_number, copy_of, row_op, zero
+from optdnn.passes.rules.masked_sums import masked_sums
+from optdnn.passes.support.facts import RESHAPES, ints, operand
+from optdnn.passes.support.rows import SHAPED, RowOp, by_number, chosen_by, copy_of, row_op, zero
 from optdnn.types import BOOL, Shape, normalize_axis
 
 MOST_ELEMENTS = 1 << 28
@@ -51,11 +57,93 @@ def masked_rows(graph: Graph, op: Op) -> Match | Miss | None:
             x = operand(gather)
             new[gather.value] = patch.add("Where", [_over(patch, chosen, x), x, zero(patch, graph.type(x).dtype)])
         for r in copied:
-            made = copy_of(patch, r, new, None)
+            made = copy_of(patch, r, new, rows if isinstance(rows, int) else None)
             new.update({Value(r.op.id, i): Value(made.id, i) for i in range(len(made.outputs))})
         return patch.add("Where", [_over(patch, chosen, base), new[updates], _scalar(patch, base)])
 
     return Match((op, *(r.op for r in copied), *gathers, chooser), build)
+
+
+@rule("masked_boxes", {"NonMaxSuppression"})
+def masked_boxes(graph: Graph, op: Op) -> Match | Miss | None:
+    """A suppression among ``boxes[i]`` by ``scores[i]``, ``i = NonZero(scores > t)``, and rows picked by its results."""
+    found = _scores_above(graph, op)
+    if found is None:
+        return None
+    chooser, scores, threshold = found
+    rows, count = graph.type(scores).dims[0], chooser.outputs[0].type.dims[1]
+    ends = _picked(graph, op)
+    if isinstance(ends, Miss) or not isinstance(rows, int) or not isinstance(count, Dim):
+        return ends if isinstance(ends, Miss) else None
+    inside: dict[int, RowOp] = {}
+    gathers: dict[int, Op] = {}
+    for value in (operand(op), operand(op, 1), *(operand(end) for end in ends)):
+        part = _computed(graph, value, chooser, rows, count)
+        if isinstance(part, Miss):
+            return part
+        inside.update({r.op.id: r for r in part[0]})
+        gathers.update({g.id: g for g in part[1]})
+    copied = [inside[other.id] for other in graph.order() if other.id in inside]
+    if any(_elements(r.op.outputs[0].type.dims, rows) > MOST_ELEMENTS for r in copied):
+        return Miss("all rows together are too large")
+
+    def build(patch: Patch) -> None:
+        new: dict[Value, Value] = {g.value: operand(g) for g in gathers.values()}
+        for r in copied:
+            made = copy_of(patch, r, new, rows)
+            new.update({Value(r.op.id, i): Value(made.id, i) for i in range(len(made.outputs))})
+        least = patch.constant(np.array([threshold], graph.type(scores).dtype), "least")
+        given = [new[operand(op)], new[operand(op, 1)], op.input(2), op.input(3), least]
+        src = op.src.union(chooser.src, *(g.src for g in gathers.values()))
+        patch.replace(op.value, patch.add("NonMaxSuppression", given, op.attrs, src=src))
+        for end in ends:
+            taken = patch.add("Gather", [new[operand(end)], operand(end, 1)], end.attrs, src=end.src)
+            patch.replace(end.value, taken)
+
+    return Match((op, *(r.op for r in copied), *gathers.values(), *ends, chooser), build)
+
+
+def _scores_above(graph: Graph, op: Op) -> tuple[Op, Value, float] | None:
+    """The NonZero that chose the boxes of a suppression, all scores, and the threshold that the chosen ones exceed."""
+    gather = graph.op(operand(op, 1))
+    while gather.kind in RESHAPES:
+        gather = graph.op(operand(gather))
+    if gather.kind not in ("Gather", "GatherND") or graph.type(operand(op, 1)).dims[:2] != (1, 1):
+        return None
+    chooser, scores = chosen_by(graph, operand(gather, 1)), operand(gather)
+    compared = None if chooser is None else graph.op(operand(chooser))
+    if chooser is None or compared is None or compared.kind not in ("Greater", "Less"):
+        return None
+    over, least = (operand(compared, i) for i in ((0, 1) if compared.kind == "Greater" else (1, 0)))
+    levels = [graph.constant_value(v) for v in (least, op.input(4)) if v is not None]
+    if over != scores or any(v is None or v.size != 1 for v in levels):
+        return None
+    return chooser, scores, max(float(v.reshape(-1)[0]) for v in levels if v is not None)
+
+
+def _picked(graph: Graph, op: Op) -> list[Op] | Miss:
+    """The Gathers that pick rows by the numbers of boxes in a suppression's result (…, 3), if nothing else reads these numbers."""
+    ends: dict[int, Op] = {}
+    left = [(user, op.value) for user in graph.users(op.value)]
+    while left:
+        user, value = left.pop()
+        dims = graph.type(value).dims
+        if user.kind == "Gather" and user.attrs.axis == 0 and operand(user, 1) == value and operand(user) != value:
+            ends[user.id] = user
+        elif (
+            user.kind in RESHAPES
+            or (user.kind == "Slice" and ints(graph, user.input(3)) == (0,))
+            or (user.kind == "Gather" and len(dims) == 2 and user.attrs.axis == 1 and _column(graph, user) == 2)
+        ):
+            left += [(u, user.value) for u in graph.users(user.value)]
+        elif user.kind != "Shape" and not (user.kind == "Gather" and len(dims) == 2 and _column(graph, user) in (0, 1)):
+            return Miss(f"{user.name} ({user.kind}) reads the numbers of the boxes that stay")
+    return [ends[i] for i in sorted(ends)]
+
+
+def _column(graph: Graph, gather: Op) -> int | None:
+    index = graph.constant_value(gather.input(1))
+    return None if index is None or index.size != 1 or gather.attrs.axis != 1 else int(index.reshape(-1)[0]) % 3
 
 
 def _rows_written(graph: Graph, op: Op) -> Op | None:
@@ -74,17 +162,7 @@ def _rows_written(graph: Graph, op: Op) -> Op | None:
     elif graph.type(indices).dims[1:] != (1,):
         return None
     dims = graph.type(indices).dims
-    return _positions(graph, indices) if dims[0] == updates.shape[0] and all(d == 1 for d in dims[1:]) else None
-
-
-def _positions(graph: Graph, value: Value) -> Op | None:
-    """The NonZero of a mask of one axis whose positions, in their order, are the elements of ``value``."""
-    op = graph.op(value)
-    while op.kind in RESHAPES or (op.kind == "Transpose" and 1 in graph.type(operand(op)).dims):
-        op = graph.op(operand(op))
-    if op.kind != "NonZero" or len(graph.type(operand(op)).dims) != 1:
-        return None
-    return op
+    return chosen_by(graph, indices) if dims[0] == updates.shape[0] and all(d == 1 for d in dims[1:]) else None
 
 
 def _computed(
@@ -102,7 +180,7 @@ def _computed(
             gathers[op.id] = op
             continue
         found = row_op(graph, op, count)
-        if found is None or by_number(found) or op.kind in SHAPED:
+        if found is None or by_number(found) or (op.kind in SHAPED and not isinstance(rows, int)):
             return Miss(f"{op.name} ({op.kind}) does not compute each row from a row that the mask chose")
         inside[op.id] = found
         left += [graph.op(operand(op, i)) for i, r in enumerate(found.given) if r is not None]
@@ -113,9 +191,12 @@ def _computed(
 
 def _gathers(graph: Graph, op: Op, chooser: Op, rows: DimLike) -> bool:
     """Whether an operator takes the chosen rows of a tensor."""
-    if op.kind != "Gather" or len(graph.type(operand(op, 1)).dims) != 1 or op.attrs.axis != 0:
+    if op.kind == "Gather":
+        if len(graph.type(operand(op, 1)).dims) != 1 or op.attrs.axis != 0:
+            return False
+    elif op.kind != "GatherND" or op.attrs.batch_dims or graph.type(operand(op, 1)).dims[1:] != (1,):
         return False
-    found = _positions(graph, operand(op, 1))
+    found = chosen_by(graph, operand(op, 1))
     return found is not None and found.id == chooser.id and graph.type(operand(op)).dims[0] == rows
 
 
@@ -142,4 +223,4 @@ def _elements(dims: Shape, rows: int) -> int:
 
 class MaskedRows(RulePass):
     name = "masked_rows"
-    rules = (masked_rows,)
+    rules = (masked_rows, masked_boxes, masked_sums)

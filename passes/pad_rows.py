@@ -4,6 +4,9 @@ A GPU's kernels are planned for sizes that are known. Behind a non-maximum suppr
 ``n <= 1000`` regions of interest: their operands are padded to 1000 rows, and of the results the first ``n`` rows are taken. All
 operators in between keep rows apart (``passes/support/rows.py``), so the first ``n`` rows are the same. The rows after them
 repeat the first ones, so that the ranges of values, which calibration finds, are those of real rows; missing rows are zeros.
+
+A Pad that fills up the rows to a known number (YOLO's results behind a suppression) becomes a choice between the rows and its
+value.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs, ModAttrs
 from optdnn.ops.gather import GatherAttrs
-from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.shape import ShapeAttrs
 from optdnn.passes.base import Fired, Match, Miss, Pass, PassContext, PassReport, Refused, node_names
+from optdnn.passes.support.facts import operand
 from optdnn.passes.support.rows import RowOp, Rows, by_number, copy_of, elements_with, row_op, zero
 from optdnn.types import INT64
 
@@ -50,7 +54,18 @@ class PadRows(Pass):
 
 
 def _workers(graph: Graph) -> Iterator[Op]:
-    return (op for op in graph.of_kind(*WORK) if not op.outputs[0].type.is_static)
+    yield from (op for op in graph.of_kind(*WORK) if not op.outputs[0].type.is_static)
+    yield from (graph.op(operand(op)) for op in graph.of_kind("Pad") if _fills_up(graph, op))
+
+
+def _fills_up(graph: Graph, op: Op) -> bool:
+    """Whether it is a Pad after the last of rows whose number depends on data, to a size that is known."""
+    known, rank = graph.known(op.input(1)), len(op.outputs[0].type.dims)
+    if op.attrs.mode != "constant" or not op.outputs[0].type.is_static or op.input(3) is not None or known is None:
+        return False
+    pads, dims = known.reshape(-1).tolist(), graph.type(operand(op)).dims
+    moved = [k for k in range(rank) if isinstance(dims[k], Dim)]
+    return len(moved) == 1 and all(bounds(p)[0] >= 0 if k == rank + moved[0] else p == 0 for k, p in enumerate(pads))
 
 
 def _counts(graph: Graph) -> Iterator[Dim]:
@@ -101,9 +116,16 @@ class _Part:
             for port, rows in enumerate(r.made):
                 value = Value(r.op.id, port)
                 readers = self.graph.users(value)
-                if rows is not None and any(u.id not in self.inside and not self.asks_shape(u) for u in readers):
+                pads = {pad.id for pad, _ in self.filled()}
+                if rows is not None and any(u.id not in self.inside | pads and not self.asks_shape(u) for u in readers):
                     found[value] = rows
         return found
+
+    def filled(self) -> list[tuple[Op, Rows]]:
+        """The Pads that fill up the rows of a value inside, and where it has them."""
+        return [
+            (u, r.made[0]) for r in self.ops for u in _pads_of(r) if r.made[0] is not None and _fills_up(self.graph, u)
+        ]
 
     def shapes(self) -> list[Op]:
         """The operators that ask for the shape of a value inside."""
@@ -138,7 +160,7 @@ def _match(graph: Graph, count: Dim) -> Match | Miss:
         nbytes = elements_with(r.op, r.made, most) * r.op.outputs[0].type.dtype.itemsize
         if nbytes > MOST_BYTES:
             return Miss(f"{r.op.name} would have {most} rows of {nbytes // most} bytes")
-    covered = (*(r.op for r in part.ops), *part.shapes())
+    covered = (*(r.op for r in part.ops), *part.shapes(), *(pad for pad, _ in part.filled()))
     return Match(covered, lambda patch: _build(patch, part))
 
 
@@ -157,9 +179,14 @@ def _connected(graph: Graph, members: Sequence[RowOp]) -> list[RowOp]:
             for v, rows in zip(r.op.inputs, r.given, strict=True)
             if v is not None and rows is not None and v.op in links
         )
-    workers = {r.op.id for r in members if r.op.kind in WORK}
+    workers = {r.op.id for r in members if r.op.kind in WORK or any(_fills_up(r.graph, u) for u in _pads_of(r))}
     kept = {i for group in nx.connected_components(links) if group & workers for i in group}
     return [r for r in members if r.op.id in kept]
+
+
+def _pads_of(r: RowOp) -> list[Op]:
+    """The Pads of an operator's first result."""
+    return [u for u in r.graph.users(r.op.value) if u.kind == "Pad" and operand(u) == r.op.value]
 
 
 def _build(patch: Patch, part: _Part) -> None:
@@ -180,6 +207,8 @@ def _build(patch: Patch, part: _Part) -> None:
             operands[indices] = _from_front(patch, new.get(indices, indices), _times(patch, number, r.given[0]))
         made = copy_of(patch, r, operands, most)
         new.update({Value(r.op.id, i): Value(made.id, i) for i in range(len(made.outputs))})
+    for pad, rows in part.filled():
+        patch.replace(pad.value, _filled_up(patch, pad, new[operand(pad)], _times(patch, number, rows), rows))
     start = patch.constant(np.array([0], np.int64), "start")
     for value, rows in part.wanted().items():
         axes = patch.constant(np.array([rows.axis], np.int64), "axes")
@@ -205,6 +234,26 @@ def _padded(patch: Patch, value: Value, rows: Rows, source: Value) -> Value:
     spare = patch.constant(np.zeros([d for d in shape if isinstance(d, int)], t.dtype), "spare")
     some = patch.add("Concat", [value, spare], ConcatAttrs(rows.axis), src=src)
     return patch.add("Gather", [some, source], GatherAttrs(rows.axis), src=src)
+
+
+def _filled_up(patch: Patch, pad: Op, value: Value, size: Value, rows: Rows) -> Value:
+    """Elements of ``value`` before ``size`` along the rows' axis, and the Pad's value after them."""
+    t, wanted = patch.type(value), pad.outputs[0].type.dims[rows.axis]
+    there = t.dims[rows.axis]
+    assert isinstance(wanted, int)
+    assert isinstance(there, int)
+    filler = pad.input(2)
+    if filler is None:
+        filler = zero(patch, t.dtype)
+    dims = [1] * len(t.dims)
+    dims[rows.axis] = wanted
+    places = patch.constant(np.arange(wanted).reshape(dims), "places")
+    missing = wanted - there
+    if missing:
+        pads = np.zeros(2 * len(dims), np.int64)
+        pads[len(dims) + rows.axis] = missing
+        value = patch.add("Pad", [value, patch.constant(pads, "pads")], PadAttrs(), src=pad.src)
+    return patch.add("Where", [patch.add("Less", [places, size], src=pad.src), value, filler], src=pad.src)
 
 
 def _times(patch: Patch, number: Value, rows: Rows | None) -> Value:

@@ -312,7 +312,7 @@ class Graph:
             outputs = []
             for i, out in enumerate(op.outputs):
                 known = _kept(found.values[i]) if i < len(found.values) else None
-                better = known is not None and (out.known is None or (_symbolic(out.known) and not _symbolic(known)))
+                better = _better_known(out.known, known, inputs)
                 type = out.type.with_shape(sharper(out.type.shape, found.types[i].shape, inputs))
                 outputs.append(Output(out.name, type, known if better else out.known))
                 if better or type != out.type:
@@ -375,17 +375,35 @@ def infer(
 
 
 def sharper(old: Shape | None, new: Shape | None, inputs: frozenset[str]) -> Shape | None:
-    """``old`` with the dimensions of ``new`` that are known better: integers, or expressions of only the inputs' symbols."""
+    """``old`` with the dimensions of ``new`` that are known better: integers, or expressions of only the inputs' symbols.
+
+    Of two other expressions the simpler one is taken. So once two equal operators are one, the sizes that depend on it are
+    written with one symbol.
+    """
     if old is None or new is None or len(old) != len(new):
         return new if old is None else old
 
     def free(d: DimLike) -> bool:
         return isinstance(d, Dim) and not all(s.name in inputs for s in d.symbols())
 
-    return tuple(
-        b if isinstance(a, Dim) and (isinstance(b, int) or (free(a) and not free(b))) else a
-        for a, b in zip(old, new, strict=True)
-    )
+    def better(a: DimLike, b: DimLike) -> bool:
+        if not isinstance(a, Dim) or isinstance(b, int):
+            return isinstance(a, Dim)
+        return free(a) and (not free(b) or _complexity(b) < _complexity(a))
+
+    return tuple(b if better(a, b) else a for a, b in zip(old, new, strict=True))
+
+
+def _better_known(old: Known | None, new: Known | None, inputs: frozenset[str]) -> bool:
+    if old is None or new is None or not _symbolic(old):
+        return old is None and new is not None
+    sizes, found = known_shape(old), known_shape(new)
+    return not _symbolic(new) or (sizes != found and sharper(sizes, found, inputs) == found)
+
+
+def _complexity(d: Dim) -> tuple[int, list[tuple[int, str]]]:
+    """An order of expressions: fewer parts first, then older symbols."""
+    return d.parts, sorted((len(s.name), s.name) for s in d.symbols())
 
 
 def _symbolic(value: Known) -> bool:

@@ -200,8 +200,10 @@ def _import_deform_conv(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _cost_nms(call: Call, result: Result) -> Cost:
-    """Overlaps of every pair, as a bound."""
+    """Overlaps of every pair, as a bound; of one box in 64 where scores have to exceed a threshold."""
     boxes = extent(call.type(0).dims[1])
+    if call.has(4):
+        boxes = -(-boxes // 64)
     return Cost(10 * boxes * boxes * extent(*call.type(1).dims[:2]))
 
 

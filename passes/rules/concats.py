@@ -1,7 +1,7 @@
-"""Operators after a Concat of convolutions move in front of it, where weights and epilogues absorb them.
+"""Concats: whole values in place of all their parts, and operators that move in front of a Concat of convolutions.
 
 Mixed depthwise convolutions (Tan and Le, 2019) and cross-stage partial networks (Wang et al., 2020) put the results of several
-convolutions side by side, and normalize and activate all of them together.
+convolutions side by side, and normalize and activate all of them together. Moved in front, weights and epilogues absorb these.
 """
 
 from __future__ import annotations
@@ -29,6 +29,24 @@ def _joined(graph: Graph, op: Op) -> Op | Miss | None:
     if any(c is None or graph.use_count(c.value) > 1 for c in convolutions):
         return Miss("the Concat before it has parts that are no convolutions' results, or are read elsewhere")
     return concat
+
+
+@rule("concat_of_split", {"Concat"})
+def concat_of_split(graph: Graph, op: Op) -> Match | None:
+    """``concat(a, b, c)``, where a and b are all parts of a Split of x in their order, is ``concat(x, c)`` (C2f of YOLOv8).
+
+    So the operator that computes x can write it in place.
+    """
+    axis, parts = normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)), list(op.inputs)
+    for at, value in enumerate(parts):
+        split = None if value is None or value.port else producer(graph, value, {"Split"})
+        if split is None or normalize_axis(split.attrs.axis, len(op.outputs[0].type.dims)) != axis:
+            continue
+        end = at + len(split.outputs)
+        if parts[at:end] == [Value(split.id, port) for port in range(len(split.outputs))]:
+            parts[at:end] = [operand(split)]
+            return Match((op,), lambda patch: patch.add("Concat", parts, op.attrs))
+    return None
 
 
 @rule("bn_of_parts", {"BatchNormalization"})

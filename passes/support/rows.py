@@ -246,6 +246,14 @@ def by_number(r: RowOp) -> bool:
     )
 
 
+def _gather_nd(r: RowOp) -> bool:
+    """Elements of a tensor by their numbers: rows after the last one pick element 0."""
+    rows = r.given[1]
+    if rows is None or r.given[0] is not None or r.op.attrs.batch_dims or rows.axis == len(r.dims(1)) - 1:
+        return False
+    return r.out == rows and all(bounds(d)[0] >= 1 for d in r.dims(0))
+
+
 def _gather_elements(r: RowOp) -> bool:
     return r.same(0, 1) and normalize_axis(r.op.attrs.axis, r.rank) != r.out.axis
 
@@ -285,6 +293,7 @@ _CHECKS: dict[str, Callable[[RowOp], bool]] = {
     "Pad": _pad,
     "Gather": _gather,
     "GatherElements": _gather_elements,
+    "GatherND": _gather_nd,
     "Expand": _expand,
     "ConstantOfShape": _filled,
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _quantized),
@@ -293,6 +302,16 @@ _CHECKS: dict[str, Callable[[RowOp], bool]] = {
 
 SHAPED = {"Expand": 1, "ConstantOfShape": 0, "Resize": 3}
 """Kinds with an operand that holds the shape of the result, and its slot."""
+
+
+def chosen_by(graph: Graph, value: Value) -> Op | None:
+    """The NonZero of a mask of one axis whose positions, in their order, are the elements of ``value``."""
+    op = graph.op(value)
+    while op.kind in RESHAPES or (op.kind == "Transpose" and 1 in graph.type(operand(op)).dims):
+        op = graph.op(operand(op))
+    if op.kind != "NonZero" or len(graph.type(operand(op)).dims) != 1:
+        return None
+    return op
 
 
 # ---------------------------------------------------------------- copies

@@ -1,4 +1,4 @@
-"""bn_of_parts, activation_of_parts: what follows a Concat of convolutions moves in front of it."""
+"""Concats of all parts of a Split, and what moves in front of a Concat of convolutions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from support.net import Net
 from support.simulated import check_simulated
 
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.norm import EpsilonAttrs
 from optdnn.passes.base import RulePass
+from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.fuse_conv_bn import FuseConvBn
 from optdnn.passes.rules.concats import activation_of_parts, bn_of_parts
 
@@ -83,3 +84,31 @@ def test_others_are_no_candidates() -> None:
     n = Net(np.float64)
     inputs = (n.input(2, 3, 4, name=name) for name in "xy")
     check_untouched(Parts(), n.done(n.op("Relu", n.op("Concat", *inputs, attrs=ConcatAttrs(1)))))
+
+
+def split_and_joined(n: Net, order: tuple[int, ...] = (0, 1), axis: int = 1) -> Graph:
+    """A stage of YOLOv8's kind: both halves of a convolution, and a convolution of the second one, side by side."""
+    halves = n.op("Split", n.conv(n.input(2, 6, 8, 4), 16), n.ints(8, 8), outputs=2, attrs=SplitAttrs(1))
+    more = n.conv(halves[1], 8, 3, pads=1)
+    return n.done(n.conv(n.op("Concat", *(halves[k] for k in order), more, attrs=ConcatAttrs(axis)), 8))
+
+
+def test_all_parts_of_a_split_are_the_whole() -> None:
+    graph = split_and_joined(Net(np.float64))
+    done, _ = check_pass(Canonicalize(), graph, changes=1, rules={"concat_of_split": 1})
+    assert len(done.of_kind("Concat")[0].inputs) == 2
+
+
+def test_the_whole_is_written_in_place() -> None:
+    program = check_simulated(split_and_joined(Net()), "fp16")
+    kinds = [s.params["op"]["kind"] for s in program.steps if "op" in s.params]
+    assert kinds.count("Concat") == 0
+
+
+@pytest.mark.parametrize("order", [(1, 0), (0,), (1,), (0, 0, 1)[:2]])
+def test_some_parts_or_another_order_stay(order: tuple[int, ...]) -> None:
+    check_untouched(Canonicalize(), split_and_joined(Net(np.float64), order))
+
+
+def test_parts_joined_along_another_axis_stay() -> None:
+    check_untouched(Canonicalize(), split_and_joined(Net(np.float64), axis=2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.check import check_pass, check_untouched, sources
+from support.check import check_pass, check_untouched, from_text, sources
 from support.net import Net
 
 from optdnn.ops.table import OPDEFS
@@ -107,6 +107,22 @@ def test_two_outputs_of_the_network_may_come_from_one_op() -> None:
 )
 def test_attribute_keys(a: object, b: object, equal: bool) -> None:
     assert (attribute_key(a) == attribute_key(b)) is equal
+
+
+def test_sizes_that_depend_on_equal_ops_are_written_with_one_symbol() -> None:
+    """Two lists of chosen rows have two symbols when they are imported, and their sum the larger of them."""
+    graph = from_text("""<ir_version: 9, opset_import: ["": 17]>
+      g (bool[9] mask, float[9,4] x) => (float[n,4] y, int64[2] size) <int64[1] flat = {-1}>
+      { a = NonZero(mask) b = NonZero(mask) i = Reshape(a, flat) j = Reshape(b, flat)
+        u = Gather(x, i) v = Gather(x, j) w = Relu(v) y = Add(u, w) size = Shape(w) }""")
+    before = next(op for op in graph.of_kind("Add")).outputs[0].type.dims[0]
+    CommonSubexpressions()(graph)
+    chosen = graph.of_kind("NonZero")[0].outputs[0].type.dims[1]
+    assert before != chosen
+    assert {op.outputs[0].type.dims[0] for op in graph.of_kind("Gather", "Relu", "Add")} == {chosen}
+    known = graph.of_kind("Shape")[0].outputs[0].known
+    assert known is not None
+    assert known.tolist() == [chosen, 4]
 
 
 def test_dead_ops_are_removed_and_inputs_stay() -> None:

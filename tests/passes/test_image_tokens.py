@@ -12,8 +12,9 @@ from support.simulated import check_simulated
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
+from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
-from optdnn.ops.norm import GroupNormAttrs
+from optdnn.ops.norm import GroupNormAttrs, LpNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.image_tokens import ImageTokens
 
@@ -257,3 +258,51 @@ def test_channels_that_are_not_whole_stay() -> None:
     n = Net(np.float64)
     first = n.op("Reshape", n.conv(n.input(2, 3, 4, 5), 6), n.ints(0, 2, 3, -1))
     check_untouched(ImageTokens(), n.done(n.op("Transpose", first, attrs=TransposeAttrs((0, 2, 3, 1)))))  # heads last
+
+
+def test_heads_that_become_an_image_are_no_tokens() -> None:
+    """YOLO12's attention over areas: its result (B, heads, features, positions) is transposed as if it were channels-last,
+    and its positions split as if they were channels. One rule's result was the other one's candidate, without an end."""
+    n = Net(np.float64)
+    turned = n.op("Transpose", n.input(1, 4, 3, 20), attrs=TransposeAttrs((0, 3, 1, 2)))
+    image = n.op("Reshape", turned, n.ints(1, 4, 5, 12))
+    graph = n.done(n.conv(n.op("Transpose", image, attrs=TransposeAttrs((0, 3, 1, 2))), 6))
+    check_refused(ImageTokens(), graph, because="its result is an image already")
+
+
+def channels_attended(n: Net, normalized: bool = True, back: tuple[int, ...] = (0, 8, 4, 6)) -> Graph:
+    """A layer of Restormer's kind: attention between the channels of an image, in two heads."""
+    parts = n.conv(n.input(2, 3, 4, 6), 24)
+    split = n.op("Split", parts, n.ints(8, 8, 8), outputs=3, attrs=SplitAttrs(1))
+    q, k, v = (n.op("Reshape", x, n.ints(0, 2, 4, 24)) for x in split)
+    if normalized:
+        q, k = (n.op("LpNormalization", x, attrs=LpNormAttrs(-1, 2, 1e-12)) for x in (q, k))
+    y = n.op("Reshape", n.op("Attention", q, k, v, attrs=AttentionAttrs(1.0)), n.ints(*back))
+    return n.done(n.conv(y, 8))
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_attention_between_channels_reads_tokens(normalized: bool) -> None:
+    graph = channels_attended(Net(np.float64), normalized)
+    kinds = {"Transpose": 8, "Reshape": 4, "Attention": 1, "Split": 1, "Conv": 2}
+    kinds |= {"LpNormalization": 2} if normalized else {}
+    check_pass(ImageTokens(), graph, changes=1, rules={"channel_attention": 1}, kinds=kinds)
+
+
+def test_attention_between_channels_takes_no_copies() -> None:
+    program = check_simulated(channels_attended(Net()), "fp16")
+    tactics = [s.params.get("tactic", "") for s in program.steps]
+    assert any(t.startswith("attention_channels") for t in tactics)
+
+
+def test_attention_between_channels_of_no_image() -> None:
+    n = Net(np.float64)
+    q = n.op("Reshape", n.conv(n.input(2, 3, 4, 6), 8), n.ints(0, 2, 4, 24))
+    y = n.op("Attention", q, q, q, attrs=AttentionAttrs(1.0))
+    check_untouched(ImageTokens(), n.done(n.op("Reshape", y, n.ints(0, 8, 24))))
+    graph = channels_attended(Net(np.float64), back=(0, 4, 8, 6))
+    check_untouched(ImageTokens(), graph)
+    n = Net(np.float64)
+    parts = [n.op("Reshape", n.conv(n.input(2, 3, 4, 6), 8), n.ints(0, 2, 4, 24)) for _ in range(3)]
+    y = n.op("Reshape", n.op("Attention", *parts, attrs=AttentionAttrs(1.0)), n.ints(0, 8, 4, 6))
+    check_refused(ImageTokens(), n.done(n.op("Tanh", y)), because="nothing that works on images reads it")

@@ -87,15 +87,88 @@ def test_all_rows_together_are_too_large(monkeypatch: pytest.MonkeyPatch) -> Non
     check_refused(MaskedRows(), head(), because="too large", context=GPU)
 
 
+def test_places_that_are_not_those_of_the_mask_are_no_candidates() -> None:
+    moved = SCATTER.replace("wide = Reshape(i, four)", "moved = Add(i, column) wide = Reshape(moved, four)")
+    assert moved != SCATTER
+    check_untouched(MaskedRows(), head(scatter=moved), GPU)
+
+
+def test_sums_by_the_numbers_of_the_chosen_rows_are_refused() -> None:
+    text = head(scatter=SCATTER.replace("axis = 0>(old", 'axis = 0, reduction = "add">(old'))
+    check_refused(MaskedRows(), text, because="NonZero.* does not compute each row", rule="masked_sums", context=GPU)
+
+
+BOXES = """<ir_version: 9, opset_import: ["": 17]>
+g (float[40,4] boxes, float[40] scores, int64[40] labels) => (float[n,4] kept, float[n] best, float[n,1] far)
+<float least = {0.5}, int64[1] flat = {-1}, int64[3] single = {1, 1, -1}, int64[1] first = {0}, int64[2] column = {-1, 1},
+ int64[2] wide = {1, 4}, float size = {100}, int64[1] third = {2}, int64[1] one = {1}, int64[1] some = {7},
+ int64 most = {20}, float iou = {0.3}, float second = {0.6}>
+{ mask = Greater(scores, least) chosen = NonZero(mask) i = Transpose<perm = [1, 0]>(chosen)
+  b = GatherND(boxes, i) s = GatherND(scores, i) c = GatherND(labels, i)
+  c2 = Reshape(c, column) c4 = Expand(c2, wide) offset = Cast<to = 1>(c4) far4 = Mul(offset, size) apart = Add(b, far4)
+  given = Unsqueeze(apart, first) scored = Reshape(s, single)
+  stay = NonMaxSuppression(given, scored, most, iou) numbers = Gather<axis = 1>(stay, third)
+  picked = Squeeze(numbers, one) best7 = Slice(picked, first, some, first)
+  kept = Gather(b, best7) best = Gather(s, best7) near = Gather(offset, best7) far = Slice(near, first, one, one)
+}"""
+
+
+def boxes_of(count: int) -> dict[str, np.ndarray]:
+    """Boxes of three classes, of which ``count`` have high scores."""
+    rng = np.random.default_rng(count)
+    low = rng.uniform(0, 30, (40, 2))
+    scores = np.where(rng.permutation(40) < count, 0.6, 0.1) + rng.uniform(0, 0.3, 40)
+    boxes = np.concatenate([low, low + rng.uniform(5, 20, (40, 2))], 1)
+    return {"boxes": boxes.astype(np.float32), "scores": scores.astype(np.float32), "labels": rng.integers(0, 3, 40)}
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 40])
+def test_boxes_above_a_score(count: int) -> None:
+    graph = from_text(BOXES)
+    after = graph.copy()
+    assert MaskedRows()(after, GPU).fired[0].rule == "masked_boxes"
+    assert "NonZero" not in after.kinds()
+    assert {op.kind for op in after.ops() if not op.outputs[0].type.is_static and op.kind != "Output"} == {
+        "NonMaxSuppression", "Gather", "Squeeze", "Slice"
+    }  # fmt: skip
+    feeds = boxes_of(count)
+    expected, found = evaluate(graph, feeds), evaluate(after, feeds)
+    assert (len(expected["kept"]) > 0) == (count > 0)
+    for name, a in expected.items():
+        np.testing.assert_array_equal(found[name], a)
+
+
+def test_boxes_above_a_score_are_structured_and_idempotent() -> None:
+    check_pass(MaskedRows(), BOXES, changes=1, rules={"masked_boxes": 1}, context=GPU)
+
+
+def test_the_higher_of_two_thresholds_counts() -> None:
+    text = BOXES.replace("most, iou)", "most, iou, second)").replace("Greater(scores, least)", "Less(least, scores)")
+    graph = from_text(text)
+    after = graph.copy()
+    assert MaskedRows()(after, GPU).changes == 1
+    least = after.constant_value(after.of_kind("NonMaxSuppression")[0].inputs[4])
+    assert least is not None
+    assert least.tolist() == [np.float32(0.6)]
+
+
+def test_boxes_whose_numbers_are_read_are_left() -> None:
+    text = BOXES.replace("float[n,1] far)", "float[n,1] far, int64[n] best7)")
+    check_refused(MaskedRows(), text, because="reads the numbers of the boxes that stay", context=GPU)
+    text = BOXES.replace("far4)", "sums)").replace("apart =", "sums = CumSum(far4, none) apart =")
+    text = text.replace("float iou", "int64 none = {0}, float iou")
+    check_refused(MaskedRows(), text, because="does not compute each row", context=GPU)
+
+
+def test_all_boxes_together_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masked_rows, "MOST_ELEMENTS", 40 * 4 - 1)
+    check_refused(MaskedRows(), BOXES, because="too large", context=GPU)
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
-    [
-        ("ScatterElements<axis = 0>(old, at, made)", 'ScatterElements<axis = 0, reduction = "add">(old, at, made)'),
-        ("wide = Reshape(i, four)", "moved = Add(i, column) wide = Reshape(moved, four)"),
-    ],
+    [("Greater(scores, least)", "GreaterOrEqual(scores, least)"), ("Reshape(s, single)", "Reshape(s9, single)")],
 )
-def test_other_scatters_are_no_candidates(old: str, new: str) -> None:
-    """Sums, and places that are not those of the mask."""
-    text = head(scatter=SCATTER.replace(old, new))
-    assert text != head()
+def test_boxes_chosen_otherwise_are_no_candidates(old: str, new: str) -> None:
+    text = BOXES.replace(old, new).replace("scored =", "s9 = Neg(s) scored =" if "s9" in new else "scored =")
     check_untouched(MaskedRows(), text, GPU)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched, from_text
@@ -135,3 +137,38 @@ def test_rows_after_repeat_the_first_ones(count: int) -> None:
     assert len(aligned) == 6
     np.testing.assert_array_equal(aligned, aligned[np.arange(6) % max(count, 1)])
     assert len({row.tobytes() for row in aligned}) == max(count, 1)
+
+
+FILL = re.sub(
+    "n = Shape<.*\n.*RoiAlign.*\n",
+    "",
+    select(
+        "float[ROWS,4] y",
+        """count1 = Shape<start = 0, end = 1>(rois) more = Sub(all, count1) four = Mul(more, width)
+       pads = Concat<axis = 0>(start, four) moved = Relu(rois) row = Reshape(moved, flat) filled = Pad(row, pads, filler)
+       y = Reshape(filled, back)""",
+    ),
+).replace(
+    "float[2] b", "int64[1] all = {ROWS}, int64[1] width = {4}, int64[2] back = {-1, 4}, float filler = {7}, float[2] b"
+)
+
+
+@pytest.mark.parametrize("rows", [6, 9])
+def test_rows_that_a_pad_fills_up(rows: int) -> None:
+    graph = from_text(FILL.replace("ROWS", str(rows)))
+    after, _ = check_pass(PadRows(), graph, changes=1, context=GPU)
+    assert "Where" in after.kinds()
+    rng = np.random.default_rng(0)
+    for count in (0, 1, 6, 12):
+        scores = np.where(np.arange(12) < count, 1.0, -1.0)
+        feeds = {"boxes": rng.uniform(0, 8, (12, 4)), "scores": scores, "image": rng.standard_normal((1, 3, 8, 8))}
+        feeds = {k: v.astype(np.float32) for k, v in feeds.items()}
+        np.testing.assert_array_equal(evaluate(after, feeds)["y"], evaluate(graph, feeds)["y"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("(start, four)", "(four, start)"), ("Pad(row, pads, filler)", 'Pad<mode = "wrap">(row, pads)')],
+)
+def test_other_pads_do_not_fill_up(old: str, new: str) -> None:
+    check_untouched(PadRows(), FILL.replace("ROWS", "6").replace(old, new), GPU)
