@@ -38,7 +38,7 @@ template <class T> static inline T __ldcg(const T* p) { return *p; }
 struct Index { unsigned x, y, z; };
 static Index threadIdx, blockIdx, gridDim, blockDim;
 
-enum { MOST = 384, STACK = 1 << 18, SHARED = 1 << 18 };
+enum { MOST = 512, STACK = 1 << 18, SHARED = 1 << 18 };
 enum Meeting { RUNNING, WARP, BLOCK, POLL, ENDED };
 alignas(128) static u8 memory[SHARED];
 alignas(16) static u8 barriers[4096];                  // 16 bytes for each 8 of a barrier in shared memory

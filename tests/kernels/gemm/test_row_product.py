@@ -15,11 +15,14 @@ from support.simulated import check_simulated, kinds, lowered
 
 from optdnn.ir.graph import Value
 from optdnn.kernels.gemm import gemv_kernel as gemv
+from optdnn.kernels.gemm import staged_kernel as staged
+from optdnn.kernels.gemm.gemv import planned
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.types import FP16
 
+GPU = of_arch("sm_90a")
 DEPTH, COLUMNS = 1024, 520
 
 
@@ -105,14 +108,12 @@ PROBLEMS = {
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [gemv.Config(2, 4, 2), staged.Config(4, 1, 16, 3), staged.Config(2, 2, 8, 2)], ids=str)
+def test_the_kernel_on_a_processor(name: str, config: Any, tmp_path: Path) -> None:
     p, rng = PROBLEMS[name], np.random.default_rng(0)
-    config = gemv.Config(2, 4, 2)
-    assert gemv.refuse(p, config) is None
-    made = gemv.launch(p, config, of_arch("sm_90a"), p.depth, p.columns, epsilon=1e-3)
-    text = made.recipe.generated["generated.cuh"]
-    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
-    library = emulated.compiled(made.recipe, made.function, tmp_path, rendered=rendered, headers=["vectors.cuh"])
+    made = planned(p, config, GPU, p.depth, p.columns, epsilon=1e-3, largest=4.0)
+    rendered = "\n".join(gemv.epilogues(p))
+    library = emulated.compiled(made.recipe, made.function, tmp_path, rendered=rendered, headers=["vectors.cuh", "gemv_operands.cuh"])
 
     def drawn(*shape: int, scale: float = 1.0) -> np.ndarray:
         return (scale * rng.standard_normal(shape)).astype(FP16)
