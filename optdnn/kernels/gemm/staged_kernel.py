@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from optdnn.errors import InternalError
 from optdnn.kernels.gemm import gemv_kernel as gemv
 from optdnn.kernels.gemm.gemv_kernel import Problem
-from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.launch import Launch, template_options
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -93,10 +93,16 @@ def launch(
     if reason := refuse(problem, config, gpu):
         raise InternalError(f"gemv_staged: {reason}")
     parameters, each = gemv.operands(problem), share(problem, gpu)
-    parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch, each, spans(problem, config)).f32(epsilon, shrink)
+    parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch, each, spans(problem, config)).f32(
+        epsilon, shrink
+    )
     blocks = -(-_tiles(problem) // each)
     return parameters.launch(
-        recipe(problem, config, gpu.arch), "gemv_staged", blocks, config.warps * 32, shared=shared_bytes(problem, config)
+        recipe(problem, config, gpu.arch),
+        "gemv_staged",
+        blocks,
+        config.warps * 32,
+        shared=shared_bytes(problem, config),
     )
 
 

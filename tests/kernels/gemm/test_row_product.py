@@ -108,12 +108,16 @@ PROBLEMS = {
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("config", [gemv.Config(2, 4, 2), staged.Config(4, 1, 16, 3), staged.Config(2, 2, 8, 2)], ids=str)
+@pytest.mark.parametrize(
+    "config", [gemv.Config(2, 4, 2), staged.Config(4, 1, 16, 3), staged.Config(2, 2, 8, 2)], ids=str
+)
 def test_the_kernel_on_a_processor(name: str, config: Any, tmp_path: Path) -> None:
     p, rng = PROBLEMS[name], np.random.default_rng(0)
     made = planned(p, config, GPU, p.depth, p.columns, epsilon=1e-3, largest=4.0)
     rendered = "\n".join(gemv.epilogues(p))
-    library = emulated.compiled(made.recipe, made.function, tmp_path, rendered=rendered, headers=["vectors.cuh", "gemv_operands.cuh"])
+    library = emulated.compiled(
+        made.recipe, made.function, tmp_path, rendered=rendered, headers=["vectors.cuh", "gemv_operands.cuh"]
+    )
 
     def drawn(*shape: int, scale: float = 1.0) -> np.ndarray:
         return (scale * rng.standard_normal(shape)).astype(FP16)

@@ -44,6 +44,7 @@ DEVICE void add_products(float& sum, const uint4& a, const float (&x)[8]) {
 extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_constant__ Params p) {
     __shared__ float partial[WARPS][SUMS];
     grid_launch_dependents();
+    if (threadIdx.x == 0) mark(0);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * COLUMNS;
     constexpr int STEP = WARPS * 256;              // elements of K that a block takes at a time
     const Stream stream;
@@ -66,7 +67,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_const
     const long long at = (long long)m * p.out_pitch + column;
     const float bias = mine ? p.bias[column] : 0.0f, beside_bias = PAIRED && mine ? p.beside_bias[column] : 0.0f;
     if (NORM && begin < p.k) prefetch_l2(p.scale + begin);
+    if (threadIdx.x == 0) mark(1);
     grid_dependency_wait();
+    if (threadIdx.x == 0) mark(2);
     float other = HAS_RESIDUAL && mine ? widen(p.residual[at]) : 0.0f;
     float sum[SUMS];                               // of column c and row m at c ROWS + m, of the squares behind them
     #pragma unroll
@@ -98,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_const
                 if (next < p.k) w[d][c] = stream(rows[c] + next);
         }
     }
+    if (threadIdx.x == 0) mark(4);
     #pragma unroll
     for (int i = 0; i < SUMS; i++) {
         float total = sum[i];
@@ -118,4 +122,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_const
     other = epilogue_beside(whole(COLUMNS * ROWS + threadIdx.x) * factor, beside_bias, 0.0f);
 #endif
     p.output[at] = narrow(epilogue(whole(threadIdx.x) * factor, bias, other));
+    if (threadIdx.x == 0) mark(5);
 }

@@ -101,6 +101,7 @@ DEVICE void scale_rows(u16* own, float (&squares)[ROWS], const Params& p, float 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemv_staged(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) mark(0);
     float* const sums = reinterpret_cast<float*>(shared + WARPS * RING_BYTES);                     // [2][WARPS][SUMS]
     float* const squared = sums + 2 * WARPS * SUMS;                            // [WARPS][ROWS]
     u16* const own = reinterpret_cast<u16*>(squared + WARPS * ROWS) + warp * (ROWS * p.spans * SPAN);      // NORM: [ROWS][spans * SPAN]
@@ -114,6 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemv_staged(cons
     Copies copies(p, stream, first, last, smem_address(ring), warp, lane);
     #pragma unroll 1
     for (int i = 0; i < DEPTH; i++) copies.next();
+    if (threadIdx.x == 0) mark(1);
 #if TRIGGER == 1
     grid_launch_dependents();
 #endif
@@ -139,12 +141,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemv_staged(cons
         if (at < p.k) load_floats<8>(scale, p.scale + at);
     }
     grid_dependency_wait();
+    if (threadIdx.x == 0) mark(2);
     load_residual(column_of(0));
     float squares[ROWS] = {};
     if (NORM) {
         scale_rows(own, squares, p, scale, warp, lane);
         __syncwarp();
     }
+    if (threadIdx.x == 0) mark(3);
     const int row = min(lane / 4, ROWS - 1), k = warp * SPAN + lane % 4 * 8;
     auto load_rows = [&](uint4 (&x)[2], int span) {
         #pragma unroll
@@ -190,6 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemv_staged(cons
                 slot = slot + 1 == DEPTH ? 0 : slot + 1;
             }
         }
+        if (threadIdx.x == 0) mark(4);
         float* const found = sums + group % 2 * (WARPS * SUMS);
         #pragma unroll
         for (int n = 0; n < TILES; n++)
@@ -220,6 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemv_staged(cons
 #endif
             p.output[(long long)m * p.out_pitch + column] = narrow(epilogue(whole(own_sums, SUMS) * factor, bias, other));
         }
+        if (threadIdx.x == 0) mark(5);
         if (group + 1 < groups) {
             load_biases(column_of(group + 1));
             load_residual(column_of(group + 1));
