@@ -43,8 +43,8 @@ ENQUEUED = (Launch, Called, Transfer)
 
 
 def follows_copy(items: Sequence[Item]) -> bool:
-    """Whether the last of ``items`` is a copy, so that a launch behind them cannot begin early. A copy of no bytes, which stands for a
-    step that is left out, is none."""
+    """Whether the last of ``items`` is a copy, so that a launch behind them cannot begin early. A copy of no bytes, which
+    stands for a step that is left out, is none."""
     done = (item for item in reversed(items) if not isinstance(item, Transfer) or item.nbytes)
     return isinstance(next(done, None), Transfer)
 
