@@ -15,7 +15,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 TILE, SPAN = 8, 64
 """Columns of a tile, and elements of K that a warp multiplies at a time."""
 MOST_TILES = {16: 4, 8: 8}
-"""Tiles whose sums a thread keeps, by the warps of a block: two blocks share the registers."""
+"""Tiles whose sums a thread keeps, by the warps of this kernel on a multiprocessor: the next kernel has half of the registers."""
 FIXED = 1.3e-6
 """Seconds from the last store of the kernel before to the last store of one whose weights are here by then."""
 
@@ -29,15 +29,16 @@ class Config:
     together: int
     warps: int
     ahead: int
+    blocks: int = 1
     trigger: int = 0
 
     def __str__(self) -> str:
-        return f"staged{self.tiles}t{self.together}w{self.warps}a{self.ahead}"
+        return f"staged{self.tiles}t{self.together}w{self.warps}a{self.ahead}{f'b{self.blocks}' if self.blocks > 1 else ''}"
 
 
-def share(problem: Problem, gpu: GpuFacts) -> int:
-    """Tiles of a block, of each matrix."""
-    return -(-_tiles(problem) // gpu.multiprocessors)
+def share(problem: Problem, blocks: int, gpu: GpuFacts) -> int:
+    """Tiles of a block, of each matrix, if ``blocks`` of them share a multiprocessor."""
+    return -(-_tiles(problem) // (gpu.multiprocessors * blocks))
 
 
 def _tiles(problem: Problem) -> int:
@@ -63,22 +64,23 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return why
     if (
         config.tiles % problem.matrices
-        or config.tiles > MOST_TILES.get(config.warps, 0)
+        or config.tiles > MOST_TILES.get(config.warps * config.blocks, 0)
         or config.tiles // problem.matrices * TILE * problem.rows > 32 * config.warps
         or config.together not in (1, 2)
         or config.together > config.tiles
         or not 1 <= config.ahead <= 16
     ):
         return "not a tile of this kernel"
-    if 2 * ((needed := shared_bytes(problem, config)) + 1024) > gpu.shared_per_multiprocessor:
-        return f"two blocks of {needed} bytes of shared memory exceed {gpu.shared_per_multiprocessor}"
+    beside = 2 * config.blocks
+    if beside * ((needed := shared_bytes(problem, config)) + 1024) > gpu.shared_per_multiprocessor:
+        return f"{beside} blocks of {needed} bytes of shared memory exceed {gpu.shared_per_multiprocessor}"
     return None
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile; sizes but for the rows are parameters."""
     defines = {
-        "TILES": config.tiles, "TOGETHER": config.together, "WARPS": config.warps, "DEPTH": config.ahead, "RESIDENT": 2, "TRIGGER": config.trigger,
+        "TILES": config.tiles, "TOGETHER": config.together, "WARPS": config.warps, "DEPTH": config.ahead, "RESIDENT": 2 * config.blocks, "TRIGGER": config.trigger,
         **gemv.defines(problem),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(problem.dtype), *gemv.epilogues(problem), ""])
@@ -92,7 +94,7 @@ def launch(
     Raises InternalError."""
     if reason := refuse(problem, config, gpu):
         raise InternalError(f"gemv_staged: {reason}")
-    parameters, each = gemv.operands(problem), share(problem, gpu)
+    parameters, each = gemv.operands(problem), share(problem, config.blocks, gpu)
     parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch, each, spans(problem, config)).f32(
         epsilon, shrink
     )
@@ -114,11 +116,12 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 6) -> list[Config]:
     """The configurations to time, best predicted first."""
-    found = [Config(_even(problem, w, gpu), t, w, a // t) for w in (16, 8) for t in (1, 2) for a in (6, 4, 12, 8)]
+    sizes = ((w, t, a // t, b) for w, b in ((16, 1), (8, 1), (8, 2)) for t in (1, 2) for a in (6, 4, 12, 8))
+    found = [Config(even(problem, w, b, gpu), t, w, a, b) for w, t, a, b in sizes]
     return [c for c in found if refuse(problem, c, gpu) is None][:limit]
 
 
-def _even(problem: Problem, warps: int, gpu: GpuFacts) -> int:
+def even(problem: Problem, warps: int, blocks: int, gpu: GpuFacts) -> int:
     """The tiles that are taken at a time, if every time takes as many."""
-    each, most = share(problem, gpu), MOST_TILES[warps] // problem.matrices
+    each, most = share(problem, blocks, gpu), MOST_TILES[warps * blocks] // problem.matrices
     return -(-each // -(-each // most)) * problem.matrices
