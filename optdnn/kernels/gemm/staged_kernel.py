@@ -16,6 +16,8 @@ TILE, SPAN = 8, 64
 """Columns of a tile, and elements of K that a warp multiplies at a time."""
 MOST_TILES = {16: 4, 8: 8}
 """Tiles whose sums a thread keeps, by the warps of this kernel on a multiprocessor: the next kernel has half of the registers."""
+EARLY = (9, 0)
+"""The first GPUs with programmatic dependent launch."""
 FIXED = 1.3e-6
 """Seconds from the last store of the kernel before to the last store of one whose weights are here by then."""
 
@@ -62,6 +64,8 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if (why := gemv.unfit(problem)) is not None:
         return why
+    if gpu.capability < EARLY:
+        return f"launches of {gpu.arch} do not begin early: a ring is full only then before the rows are there"
     if (
         config.tiles % problem.matrices
         or config.tiles > MOST_TILES.get(config.warps * config.blocks, 0)
