@@ -51,9 +51,10 @@ class Config:
     columns: int
     warps: int
     ahead: int
+    resident: int = 1
 
     def __str__(self) -> str:
-        return f"gemv{self.columns}w{self.warps}a{self.ahead}"
+        return f"gemv{self.columns}w{self.warps}a{self.ahead}{f'r{self.resident}' if self.resident > 1 else ''}"
 
 
 def unfit(problem: Problem) -> str | None:
@@ -103,7 +104,13 @@ def operands(problem: Problem) -> Parameters:
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile; sizes but for the rows are parameters."""
-    found = {"COLUMNS": config.columns, "WARPS": config.warps, "DEPTH": config.ahead, **defines(problem)}
+    found = {
+        "COLUMNS": config.columns,
+        "WARPS": config.warps,
+        "DEPTH": config.ahead,
+        "RESIDENT": config.resident,
+        **defines(problem),
+    }
     text = "\n".join([render.constants(found), *epilogues(problem), ""])
     return Recipe("gemv.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 

@@ -14,8 +14,8 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 TILE, SPAN = 8, 64
 """Columns of a tile, and elements of K that a warp multiplies at a time."""
-MOST_TILES = {16: 4, 8: 8}
-"""Tiles whose sums a thread keeps, by the warps of this kernel on a multiprocessor: the next kernel has half of the registers."""
+MOST_TILES = 4
+"""Tiles whose sums a thread keeps."""
 EARLY = (9, 0)
 """The first GPUs with programmatic dependent launch."""
 FIXED = 1.3e-6
@@ -25,22 +25,21 @@ FIXED = 1.3e-6
 @dataclass(frozen=True, order=True)
 class Config:
     """``tiles`` tiles of eight columns (of both matrices, where there are two) at a time, whose K ``warps`` warps share; each warp has ``ahead``
-    turns of ``together`` tiles in flight. Two blocks fit a multiprocessor: the next kernel's begin beside this one's."""
+    spans of them in its ring, the first of them ``pace`` at a time (0: all). Two blocks fit a multiprocessor: the next kernel's begin beside this one's."""
 
     tiles: int
-    together: int
     warps: int
     ahead: int
-    blocks: int = 1
-    trigger: int = 0
+    pace: int = 0
+    trigger: int = 1
 
     def __str__(self) -> str:
-        return f"staged{self.tiles}t{self.together}w{self.warps}a{self.ahead}{f'b{self.blocks}' if self.blocks > 1 else ''}"
+        return f"staged{self.tiles}w{self.warps}a{self.ahead}{f'p{self.pace}' if self.pace else ''}"
 
 
-def share(problem: Problem, blocks: int, gpu: GpuFacts) -> int:
-    """Tiles of a block, of each matrix, if ``blocks`` of them share a multiprocessor."""
-    return -(-_tiles(problem) // (gpu.multiprocessors * blocks))
+def share(problem: Problem, gpu: GpuFacts) -> int:
+    """Tiles of a block, of each matrix."""
+    return -(-_tiles(problem) // gpu.multiprocessors)
 
 
 def _tiles(problem: Problem) -> int:
@@ -53,10 +52,10 @@ def spans(problem: Problem, config: Config) -> int:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: rings, the sums of two groups of tiles, those of squares, and normalized rows."""
-    ring = config.warps * config.ahead * config.together * TILE * SPAN * 2
+    """Dynamic shared memory of a block: rings, the sums of two groups of tiles, those of squares, and rows."""
+    ring = config.warps * config.ahead * config.tiles * TILE * SPAN * 2
     sums = 2 * config.warps * config.tiles * TILE * problem.rows * 4 + config.warps * problem.rows * 4
-    rows = problem.rows * spans(problem, config) * config.warps * SPAN * 2 if problem.norm else 0
+    rows = problem.rows * spans(problem, config) * config.warps * SPAN * 2
     return ring + sums + rows
 
 
@@ -68,24 +67,23 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return f"launches of {gpu.arch} do not begin early: a ring is full only then before the rows are there"
     if (
         config.tiles % problem.matrices
-        or config.tiles > MOST_TILES.get(config.warps * config.blocks, 0)
+        or config.tiles > MOST_TILES
         or config.tiles // problem.matrices * TILE * problem.rows > 32 * config.warps
-        or config.together not in (1, 2)
-        or config.together > config.tiles
+        or config.warps not in (8, 16)
+        or not 0 <= config.pace < config.ahead
         or not 1 <= config.ahead <= 16
     ):
         return "not a tile of this kernel"
-    beside = 2 * config.blocks
-    if beside * ((needed := shared_bytes(problem, config)) + 1024) > gpu.shared_per_multiprocessor:
-        return f"{beside} blocks of {needed} bytes of shared memory exceed {gpu.shared_per_multiprocessor}"
+    if 2 * ((needed := shared_bytes(problem, config)) + 1024) > gpu.shared_per_multiprocessor:
+        return f"two blocks of {needed} bytes of shared memory exceed {gpu.shared_per_multiprocessor}"
     return None
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile; sizes but for the rows are parameters."""
     defines = {
-        "TILES": config.tiles, "TOGETHER": config.together, "WARPS": config.warps, "DEPTH": config.ahead, "RESIDENT": 2 * config.blocks, "TRIGGER": config.trigger,
-        **gemv.defines(problem),
+        "TILES": config.tiles, "WARPS": config.warps, "DEPTH": config.ahead, "PACE": config.pace, "TRIGGER": config.trigger,
+        "EXACT": int(problem.depth % (SPAN * config.warps) == 0), **gemv.defines(problem),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(problem.dtype), *gemv.epilogues(problem), ""])
     return Recipe("gemv_staged.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
@@ -98,7 +96,7 @@ def launch(
     Raises InternalError."""
     if reason := refuse(problem, config, gpu):
         raise InternalError(f"gemv_staged: {reason}")
-    parameters, each = gemv.operands(problem), share(problem, config.blocks, gpu)
+    parameters, each = gemv.operands(problem), share(problem, gpu)
     parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch, each, spans(problem, config)).f32(
         epsilon, shrink
     )
@@ -120,12 +118,13 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 6) -> list[Config]:
     """The configurations to time, best predicted first."""
-    sizes = ((w, t, a // t, b) for w, b in ((16, 1), (8, 1), (8, 2)) for t in (1, 2) for a in (6, 4, 12, 8))
-    found = [Config(even(problem, w, b, gpu), t, w, a, b) for w, t, a, b in sizes]
+    tiles = even(problem, gpu)
+    sizes = ((w, max(1, a // tiles), p) for w, a in ((8, 12), (16, 6), (8, 8), (16, 4)) for p in (0, 1))
+    found = [Config(tiles, w, a, p) for w, a, p in sizes]
     return [c for c in found if refuse(problem, c, gpu) is None][:limit]
 
 
-def even(problem: Problem, warps: int, blocks: int, gpu: GpuFacts) -> int:
+def even(problem: Problem, gpu: GpuFacts) -> int:
     """The tiles that are taken at a time, if every time takes as many."""
-    each, most = share(problem, blocks, gpu), MOST_TILES[warps * blocks] // problem.matrices
+    each, most = share(problem, gpu), MOST_TILES // problem.matrices
     return -(-each // -(-each // most)) * problem.matrices

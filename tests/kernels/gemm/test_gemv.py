@@ -49,7 +49,7 @@ def test_configurations_keep_enough_loads_in_flight() -> None:
     assert "tile" in str(gemv.refuse(problem, gemv.Config(8, 4, 8)))
 
 
-STAGED = staged.Config(2, 1, 16, 6)
+STAGED = staged.Config(2, 8, 6)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,10 @@ STAGED = staged.Config(2, 1, 16, 6)
     [
         (gemv.Problem(5, 2048, 2048), STAGED, "sm_90a", "up to 4 rows, not 5"),
         (gemv.Problem(1, 2048, 2048), STAGED, "sm_80", "launches of sm_80 do not begin early"),
-        (gemv.Problem(1, 2048, 2048), staged.Config(5, 1, 16, 6), "sm_90a", "tile"),
-        (gemv.Problem(1, 2048, 2048), staged.Config(2, 1, 12, 6), "sm_90a", "tile"),
-        (gemv.Problem(1, 2048, 2048, beside=(("bias",),)), staged.Config(3, 1, 16, 6), "sm_90a", "tile"),
-        (gemv.Problem(1, 2048, 2048), staged.Config(2, 1, 16, 8), "sm_90a", "bytes of shared memory exceed"),
+        (gemv.Problem(1, 2048, 2048), staged.Config(5, 8, 2), "sm_90a", "tile"),
+        (gemv.Problem(1, 2048, 2048), staged.Config(2, 12, 2), "sm_90a", "tile"),
+        (gemv.Problem(1, 2048, 2048, beside=(("bias",),)), staged.Config(3, 8, 2), "sm_90a", "tile"),
+        (gemv.Problem(1, 2048, 2048), staged.Config(2, 8, 8), "sm_90a", "bytes of shared memory exceed"),
         (gemv.Problem(4, 2048, 16384, norm=True), STAGED, "sm_90a", "bytes of shared memory exceed"),
     ],
 )

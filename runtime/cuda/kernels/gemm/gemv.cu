@@ -13,7 +13,6 @@
 // generated.cuh defines ROWS, COLUMNS, WARPS, DEPTH, PASSING (the matrix does not fit L2), HAS_RESIDUAL, NORM, PAIRED,
 // RESULT_FLOAT (results and residuals are fp32), epilogue() and, PAIRED, epilogue_beside().
 #include "vectors.cuh"
-#include "mma.cuh"
 #include "generated.cuh"
 #include "stream.cuh"
 #include "gemv_operands.cuh"
@@ -41,7 +40,7 @@ DEVICE void add_products(float& sum, const uint4& a, const float (&x)[8]) {
     for (int i = 0; i < 8; i++) sum = fmaf(w[i], x[i], sum);
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) gemv(const __grid_constant__ Params p) {
     __shared__ float partial[WARPS][SUMS];
     grid_launch_dependents();
     if (threadIdx.x == 0) mark(0);
@@ -66,7 +65,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_const
     const bool mine = threadIdx.x < COLUMNS * ROWS && column < p.columns;
     const long long at = (long long)m * p.out_pitch + column;
     const float bias = mine ? p.bias[column] : 0.0f, beside_bias = PAIRED && mine ? p.beside_bias[column] : 0.0f;
-    if (NORM && begin < p.k) prefetch_l2(p.scale + begin);
     if (threadIdx.x == 0) mark(1);
     grid_dependency_wait();
     if (threadIdx.x == 0) mark(2);

@@ -8,16 +8,16 @@
 // rounded to 16 bits: ``shrink``, a power of two, keeps them in range.
 //
 // The time between the last store of the kernel before and this one's first product is what a small product costs on top of its bytes. So
-// memory works in that time: each warp has a ring in shared memory, DEPTH turns of TOGETHER tiles, and it is full before
-// griddepcontrol.wait returns. The ring of the next kernel, whose blocks begin beside this one's, fills in the same way. Weights that
-// are on their way take no registers.
+// memory works in that time: each warp has a ring in shared memory, DEPTH spans of TILES tiles, and it is full before
+// griddepcontrol.wait returns. The next kernel begins beside this one when the last weights are on their way: its ring fills then, and its
+// loads hold up none of this one's. Of the first weights, PACE spans are in flight at a time, so that memory answers others in between.
 //
 // A block takes neighbouring tiles of eight columns, TILES (of both matrices) at a time. Its warps share K in spans of 64 elements, and each
 // copies what it multiplies itself: a lane copies and reads the same 16 bytes, so that nothing is synchronized. Weights are operand B of
 // mma.sync, rows operand A: the order of elements within a product is free. The sums of warps are added in a fixed order.
 //
-// generated.cuh defines ROWS, TILES, TOGETHER, WARPS, DEPTH, RESIDENT (blocks of a multiprocessor), PASSING (the matrix does not fit L2), HAS_RESIDUAL,
-// NORM, PAIRED, RESULT_FLOAT (results and residuals are fp32), multiply(), epilogue() and, PAIRED, epilogue_beside().
+// generated.cuh defines ROWS, TILES, WARPS, DEPTH, PACE, EXACT (spans of all warps end where K does), PASSING (the matrix does not fit L2), HAS_RESIDUAL, NORM, PAIRED,
+// RESULT_FLOAT (results and residuals are fp32), multiply(), epilogue() and, PAIRED, epilogue_beside().
 #include "vectors.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -26,8 +26,7 @@
 
 constexpr int MATRICES = 1 + PAIRED, THREADS = WARPS * 32;
 constexpr int SPAN = 64, TILE = 8;                 // elements of K that a warp multiplies at a time, columns
-constexpr int TILE_BYTES = SPAN * TILE * 2, TURN_BYTES = TOGETHER * TILE_BYTES, RING_BYTES = DEPTH * TURN_BYTES;
-constexpr int TURNS = (TILES + TOGETHER - 1) / TOGETHER;           // of a span
+constexpr int TILE_BYTES = SPAN * TILE * 2, STAGE_BYTES = TILES * TILE_BYTES, RING_BYTES = DEPTH * STAGE_BYTES;
 constexpr int PAIRS = TILES / MATRICES, RESULTS = PAIRS * TILE * ROWS, SUMS = TILES * TILE * ROWS;
 static_assert(TILES % MATRICES == 0, "tiles of two matrices come in pairs");
 static_assert(RESULTS <= THREADS, "a thread has one result of a group");
@@ -46,79 +45,96 @@ struct Params {
     float epsilon, shrink;
 };
 
-// The copies of a lane, turn by turn: groups of tiles, their spans, their tiles.
+// The copies of a lane: groups of tiles, span by span.
 struct Copies {
-    const Params& p;
     const Stream& stream;
-    const int first, last, k, row;                 // the block's tiles; the lane's place in a span and in a tile
+    const u16 *from, *beside;                      // the lane's place in the first tile of the group
     const u32 ring;
-    int group = 0, span = 0, turn = 0, slot = 0;
+    const int limit, k, spans, tile_step;          // columns and elements of K that there are; elements from tile to tile
+    int column, at, span = 0, slot = 0, left;      // of the lane in the first tile; spans that are left to copy
 
-    __device__ __forceinline__ Copies(const Params& p, const Stream& stream, int first, int last, u32 ring, int warp, int lane)
-        : p(p), stream(stream), first(first), last(last), k(warp * SPAN + lane % 4 * 8), row(lane / 4), ring(ring + lane * 16) {}
+    __device__ __forceinline__ Copies(const Params& p, const Stream& stream, int first, int last, int groups, u32 ring, int warp, int lane)
+        : stream(stream), ring(ring + lane * 16), limit(min(last * TILE, p.columns)), k(p.k), spans(p.spans), tile_step(TILE * p.k),
+          column(first * TILE + lane / 4), at(warp * SPAN + lane % 4 * 8), left(groups * p.spans) {
+        const long long begin = (long long)column * p.k + at;
+        from = p.weights + begin, beside = PAIRED ? p.beside + begin : nullptr;
+    }
 
-    __device__ __forceinline__ void next() {
-        const int at = span * (WARPS * SPAN) + k;
+    // Gives whether these were the last.
+    __device__ __forceinline__ bool next() {
+        if (left == 0) {
+            copies_commit();
+            return false;
+        }
         #pragma unroll
-        for (int i = 0; i < TOGETHER; i++) {
-            const int n = turn * TOGETHER + i, tile = first + group * PAIRS + n / MATRICES;
-            if (n < TILES && tile < last) {
-                const u16* matrix = n % MATRICES ? p.beside : p.weights;
-                const u16* from = matrix + (long long)min(tile * TILE + row, p.columns - 1) * p.k + at;
-                const u32 to = ring + slot * TURN_BYTES + i * TILE_BYTES;
-                if (at < p.k) stream.copy(to, from);
-                if (at + 32 < p.k) stream.copy(to + 512, from + 32);
+        for (int n = 0; n < TILES; n++) {
+            const u16* const source = (n % MATRICES ? beside : from) + n / MATRICES * tile_step;
+            const u32 to = ring + slot * STAGE_BYTES + n * TILE_BYTES;
+            if (column + n / MATRICES * TILE < limit) {
+                if (EXACT || at < k) stream.copy(to, source);
+                if (EXACT || at + 32 < k) stream.copy(to + 512, source + 32);
             }
         }
         copies_commit();
         slot = slot + 1 == DEPTH ? 0 : slot + 1;
-        if (++turn == TURNS) {
-            turn = 0;
-            if (++span == p.spans) span = 0, group++;
-        }
+        int step = WARPS * SPAN;
+        if (++span == spans) step += PAIRS * tile_step - spans * (WARPS * SPAN), at -= spans * (WARPS * SPAN), column += PAIRS * TILE, span = 0;
+        at += WARPS * SPAN, from += step, beside += PAIRED ? step : 0;
+        return --left == 0;
     }
 };
 
-// The warp's part of the rows, times the scale, in shared memory; gives the lane's sum of their squares.
-DEVICE void scale_rows(u16* own, float (&squares)[ROWS], const Params& p, float (&scale)[8], int warp, int lane) {
-    for (int v = lane; v < p.spans * (SPAN / 8); v += 32) {
-        const int at = v / 8 * (WARPS * SPAN) + warp * SPAN + v % 8 * 8;
-        if (at < p.k && v >= 32) load_floats<8>(scale, p.scale + at);
-        #pragma unroll
-        for (int m = 0; m < ROWS; m++) {
-            float x[8] = {};
-            if (at < p.k) unpack(x, *reinterpret_cast<const uint4*>(p.x + m * p.x_pitch + at));
+// The warp's part of the rows, of a norm times the scale, to shared memory; gives the lane's sum of their squares.
+DEVICE void bring_rows(u16* own, float (&squares)[ROWS], const Params& p, const float (&first_scale)[8], int warp, int lane) {
+    constexpr int MANY = 4;                        // vectors of a lane that are in flight
+    const int vectors = p.spans * (SPAN / 8);
+    for (int m = 0; m < ROWS; m++) {
+        for (int begin = lane; begin < vectors; begin += 32 * MANY) {
+            uint4 v[MANY];
             #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                squares[m] = fmaf(x[i], x[i], squares[m]);
-                x[i] *= scale[i] * p.shrink;
+            for (int i = 0; i < MANY; i++) {
+                const int place = begin + 32 * i, at = place / 8 * (WARPS * SPAN) + warp * SPAN + place % 8 * 8;
+                v[i] = make_uint4(0u, 0u, 0u, 0u);
+                if (place < vectors && at < p.k) v[i] = *reinterpret_cast<const uint4*>(p.x + m * p.x_pitch + at);
             }
-            store_packed<8>(own + (m * p.spans * SPAN + v * 8), pack<8>(x));
+            #pragma unroll
+            for (int i = 0; i < MANY; i++) {
+                const int place = begin + 32 * i, at = place / 8 * (WARPS * SPAN) + warp * SPAN + place % 8 * 8;
+                if (place >= vectors) break;
+                u16* const to = own + (m * vectors + place) * 8;
+                if (NORM) {
+                    float x[8], scale[8];
+                    unpack(x, v[i]);
+                    #pragma unroll
+                    for (int e = 0; e < 8; e++) scale[e] = first_scale[e];
+                    if (place >= 32 && at < p.k) load_floats<8>(scale, p.scale + at);
+                    #pragma unroll
+                    for (int e = 0; e < 8; e++) {
+                        squares[m] = fmaf(x[e], x[e], squares[m]);
+                        x[e] *= scale[e] * p.shrink;
+                    }
+                    store_packed<8>(to, pack<8>(x));
+                } else {
+                    *reinterpret_cast<uint4*>(to) = v[i];
+                }
+            }
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemv_staged(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) gemv_staged(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) mark(0);
     float* const sums = reinterpret_cast<float*>(shared + WARPS * RING_BYTES);                     // [2][WARPS][SUMS]
     float* const squared = sums + 2 * WARPS * SUMS;                            // [WARPS][ROWS]
-    u16* const own = reinterpret_cast<u16*>(squared + WARPS * ROWS) + warp * (ROWS * p.spans * SPAN);      // NORM: [ROWS][spans * SPAN]
+    u16* const own = reinterpret_cast<u16*>(squared + WARPS * ROWS) + warp * (ROWS * p.spans * SPAN);      // [ROWS][spans * SPAN]
     const u8* const ring = shared + warp * RING_BYTES;
 #if TRIGGER == 0
     grid_launch_dependents();
 #endif
     const int tiles = (p.columns + TILE - 1) / TILE, first = blockIdx.x * p.share, last = min(first + p.share, tiles);
-    const int groups = ((last - first) * MATRICES + TILES - 1) / TILES;
-    const Stream stream;
-    Copies copies(p, stream, first, last, smem_address(ring), warp, lane);
-    #pragma unroll 1
-    for (int i = 0; i < DEPTH; i++) copies.next();
-    if (threadIdx.x == 0) mark(1);
-#if TRIGGER == 1
-    grid_launch_dependents();
-#endif
+    const int groups = (last - first + PAIRS - 1) / PAIRS;
 
     // Of a group, this thread's result: its row, its tile and its column.
     const int mine = threadIdx.x, m = mine / (PAIRS * TILE), pair = mine / TILE % PAIRS, c = mine % TILE;
@@ -140,59 +156,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemv_staged(cons
         const int at = lane / 8 * (WARPS * SPAN) + warp * SPAN + lane % 8 * 8;
         if (at < p.k) load_floats<8>(scale, p.scale + at);
     }
+    const Stream stream;
+    Copies copies(p, stream, first, last, groups, smem_address(ring), warp, lane);
+    #pragma unroll 1
+    for (int i = 0; i < DEPTH; i++) {
+        if (copies.next() && TRIGGER == 1) grid_launch_dependents();
+        if (PACE && i >= PACE) copies_wait_but<PACE>();
+    }
+    if (threadIdx.x == 0) mark(1);
     grid_dependency_wait();
     if (threadIdx.x == 0) mark(2);
     load_residual(column_of(0));
     float squares[ROWS] = {};
-    if (NORM) {
-        scale_rows(own, squares, p, scale, warp, lane);
-        __syncwarp();
-    }
+    bring_rows(own, squares, p, scale, warp, lane);
+    __syncwarp();
     if (threadIdx.x == 0) mark(3);
-    const int row = min(lane / 4, ROWS - 1), k = warp * SPAN + lane % 4 * 8;
-    auto load_rows = [&](uint4 (&x)[2], int span) {
-        #pragma unroll
-        for (int j = 0; j < 2; j++) {
-            const int at = span * (WARPS * SPAN) + k + 32 * j;
-            x[j] = make_uint4(0u, 0u, 0u, 0u);
-            if (NORM) x[j] = *reinterpret_cast<const uint4*>(own + (row * p.spans + span) * SPAN + lane % 4 * 8 + 32 * j);
-            else if (at < p.k && span < p.spans) x[j] = *reinterpret_cast<const uint4*>(p.x + row * p.x_pitch + at);
-        }
-    };
 
+    const u16* const rows = own + min(lane / 4, ROWS - 1) * p.spans * SPAN + lane % 4 * 8;
+    const u8* const weights = ring + lane * 16;
     int slot = 0;
     for (int group = 0; group < groups; group++) {
         float sum[TILES][4];
         #pragma unroll
         for (int i = 0; i < TILES * 4; i++) sum[i / 4][i % 4] = 0.0f;
-        uint4 x[2], ahead[2];
-        if (!NORM) load_rows(ahead, 0);
         for (int span = 0; span < p.spans; span++) {
-            const int at = span * (WARPS * SPAN) + k;
-            if (NORM) {
-                load_rows(x, span);
-            } else {
-                x[0] = ahead[0], x[1] = ahead[1];
-                load_rows(ahead, span + 1);
-            }
+            copies_wait_but<DEPTH - 1>();
             #pragma unroll
-            for (int turn = 0; turn < TURNS; turn++) {
-                copies_wait_but<DEPTH - 1>();
+            for (int j = 0; j < 2; j++) {
+                const uint4 x = *reinterpret_cast<const uint4*>(rows + span * SPAN + 32 * j);
+                const bool inside = EXACT || span * (WARPS * SPAN) + warp * SPAN + lane % 4 * 8 + 32 * j < p.k;
+                const u32 even[4] = {x.x, 0u, x.y, 0u}, odd[4] = {x.z, 0u, x.w, 0u};
+                uint4 w[TILES];
                 #pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    #pragma unroll
-                    for (int i = 0; i < TOGETHER; i++) {
-                        if (turn * TOGETHER + i >= TILES) break;
-                        uint4 w = make_uint4(0u, 0u, 0u, 0u);
-                        if (at + 32 * j < p.k) w = *reinterpret_cast<const uint4*>(ring + slot * TURN_BYTES + i * TILE_BYTES + j * 512 + lane * 16);
-                        const u32 even[4] = {x[j].x, 0u, x[j].y, 0u}, odd[4] = {x[j].z, 0u, x[j].w, 0u};
-                        multiply(sum[turn * TOGETHER + i], even, w.x, w.y);
-                        multiply(sum[turn * TOGETHER + i], odd, w.z, w.w);
-                    }
+                for (int n = 0; n < TILES; n++) {
+                    w[n] = make_uint4(0u, 0u, 0u, 0u);
+                    if (inside) w[n] = *reinterpret_cast<const uint4*>(weights + slot * STAGE_BYTES + n * TILE_BYTES + j * 512);
                 }
-                copies.next();
-                slot = slot + 1 == DEPTH ? 0 : slot + 1;
+                #pragma unroll
+                for (int n = 0; n < TILES; n++) multiply(sum[n], even, w[n].x, w[n].y);
+                #pragma unroll
+                for (int n = 0; n < TILES; n++) multiply(sum[n], odd, w[n].z, w[n].w);
             }
+            if (copies.next() && TRIGGER == 1) grid_launch_dependents();
+            slot = slot + 1 == DEPTH ? 0 : slot + 1;
         }
         if (threadIdx.x == 0) mark(4);
         float* const found = sums + group % 2 * (WARPS * SUMS);
@@ -231,7 +237,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemv_staged(cons
             load_residual(column_of(group + 1));
         }
     }
-#if TRIGGER == 2
-    grid_launch_dependents();
-#endif
 }
