@@ -38,7 +38,7 @@ template <class T> static inline T __ldcg(const T* p) { return *p; }
 struct Index { unsigned x, y, z; };
 static Index threadIdx, blockIdx, gridDim, blockDim;
 
-enum { MOST = 512, STACK = 1 << 18, SHARED = 1 << 18 };
+enum { MOST = 384, STACK = 1 << 18, SHARED = 1 << 18 };
 enum Meeting { RUNNING, WARP, BLOCK, POLL, ENDED };
 alignas(128) static u8 memory[SHARED];
 alignas(16) static u8 barriers[4096];                  // 16 bytes for each 8 of a barrier in shared memory
@@ -329,7 +329,6 @@ template <int N> static void wgmma_pixels(float (&d)[N], const u32 (&a)[4], u64 
 }
 static inline void grid_dependency_wait() {}
 static inline void grid_launch_dependents() {}
-static inline void mark(int) {}
 static inline void copy_16_or_zeros(u32 target, const void* source, int bytes) {
     if (target % 16 || reinterpret_cast<u64>(source) % 16 || target + 16 > SHARED) abort();
     copies[threadIdx.x].back().push_back({target, source, bytes});

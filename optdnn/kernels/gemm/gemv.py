@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from optdnn.ir.graph import Op
 from optdnn.ir.strips import contiguous
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
 from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.gemm import gemv_kernel as gemv
-from optdnn.kernels.gemm import staged_kernel as staged
 from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal
-from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
@@ -28,19 +26,7 @@ LARGE = 1 << 20
 def _offers(problem: gemv.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """A column's sum has one order in each of them for any number of rows."""
     gpu = fitted(gpu)
-    found = [Offer(c, gemv.estimate(problem, c, gpu)) for c in gemv.candidates(problem, gpu)]
-    found += [Offer(c, staged.estimate(problem, c, gpu)) for c in staged.candidates(problem, gpu)]
-    return tuple(sorted(found, key=lambda offer: offer.seconds or 0.0))
-
-
-def planned(
-    problem: gemv.Problem, config: Any, gpu: GpuFacts, x_pitch: int, pitch: int, *, epsilon: float = 0.0, largest: float = 1.0,
-) -> Launch:  # fmt: skip
-    """The launch of either kernel. ``largest``: of the norm's scale, in magnitude."""
-    if isinstance(config, gemv.Config):
-        return gemv.launch(problem, config, gpu, x_pitch, pitch, epsilon=epsilon)
-    shrink = math.ldexp(1.0, -math.frexp(largest)[1]) if largest > 1 and math.isfinite(largest) else 1.0
-    return staged.launch(problem, config, gpu, x_pitch, pitch, epsilon=epsilon, shrink=shrink)
+    return tuple(Offer(c, gemv.estimate(problem, c, gpu)) for c in gemv.candidates(problem, gpu))
 
 
 class Gemv(MatrixProduct):
@@ -93,10 +79,10 @@ class Gemv(MatrixProduct):
             operands["residual"] = residual
         return operands, x.strides[0] if problem.rows > 1 else problem.depth, pitch
 
-    def launch(self, b: Builder, op: Op, c: Convolution, problem: gemv.Problem, config: Any) -> None:
+    def launch(self, b: Builder, op: Op, c: Convolution, problem: gemv.Problem, config: gemv.Config) -> None:
         operands, x_pitch, pitch = self.operands(b, op, c, problem)
         weights = operands["weights"]
         logical = weights.view((problem.columns, problem.depth, 1, 1), (problem.depth, 1, 1, 1))
-        launch = planned(problem, config, b.gpu, x_pitch, pitch)
+        launch = gemv.launch(problem, config, b.gpu, x_pitch, pitch)
         reads = [operands["x"], logical, operands["bias"], *stage_operands(b, c.ep, operands.get("residual"))]
         b.emit(op, launch, operands, "Conv", conv_attrs(c.feed.geometry, 1, c.ep.stages), reads, [c.out])

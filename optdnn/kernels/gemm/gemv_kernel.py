@@ -51,27 +51,19 @@ class Config:
     columns: int
     warps: int
     ahead: int
-    resident: int = 1
 
     def __str__(self) -> str:
-        return f"gemv{self.columns}w{self.warps}a{self.ahead}{f'r{self.resident}' if self.resident > 1 else ''}"
+        return f"gemv{self.columns}w{self.warps}a{self.ahead}"
 
 
-def unfit(problem: Problem) -> str | None:
-    """Why no kernel for a few rows runs the problem, or None."""
+def refuse(problem: Problem, config: Config) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
     if not 1 <= problem.rows <= MAX_ROWS:
         return f"it is for up to {MAX_ROWS} rows, not {problem.rows}"
     if problem.depth % 8:
         return f"16-byte loads need a depth that is a multiple of 8, not {problem.depth}"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"the kernel takes 16-bit floats, not {problem.dtype}"
-    return None
-
-
-def refuse(problem: Problem, config: Config) -> str | None:
-    """Why the configuration cannot run the problem, or None."""
-    if (why := unfit(problem)) is not None:
-        return why
     if (
         config.columns * problem.matrices * config.ahead > 16
         or config.columns * problem.rows > 32 * config.warps
@@ -81,37 +73,15 @@ def refuse(problem: Problem, config: Config) -> str | None:
     return None
 
 
-def defines(problem: Problem) -> dict[str, int]:
-    """The constants of a problem."""
-    return {
-        "ROWS": problem.rows, "PASSING": int(problem.matrices * problem.columns * problem.depth * 2 >= PASSING),
-        "HAS_RESIDUAL": int(problem.residual), "RESULT_FLOAT": int(problem.wide), "NORM": int(problem.norm), "PAIRED": problem.matrices - 1,
-    }  # fmt: skip
-
-
-def epilogues(problem: Problem) -> list[str]:
-    """The CUDA source of its stages."""
-    beside = [] if problem.beside is None else [render.epilogue(problem.beside, "epilogue_beside")]
-    return [render.epilogue(problem.epilogue), *beside]
-
-
-def operands(problem: Problem) -> Parameters:
-    """The parameter block up to the last operand."""
-    parameters = Parameters().pointer("x", "weights", "bias", "residual" if problem.residual else None, "output")
-    parameters.pointer(*(("beside", "beside_bias") if problem.matrices > 1 else (None, None)))
-    return parameters.pointer("scale" if problem.norm else None)
-
-
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile; sizes but for the rows are parameters."""
-    found = {
-        "COLUMNS": config.columns,
-        "WARPS": config.warps,
-        "DEPTH": config.ahead,
-        "RESIDENT": config.resident,
-        **defines(problem),
-    }
-    text = "\n".join([render.constants(found), *epilogues(problem), ""])
+    defines = {
+        "ROWS": problem.rows, "COLUMNS": config.columns, "WARPS": config.warps, "DEPTH": config.ahead,
+        "PASSING": int(problem.matrices * problem.columns * problem.depth * 2 >= PASSING), "HAS_RESIDUAL": int(problem.residual),
+        "RESULT_FLOAT": int(problem.wide), "NORM": int(problem.norm), "PAIRED": problem.matrices - 1,
+    }  # fmt: skip
+    beside = [] if problem.beside is None else [render.epilogue(problem.beside, "epilogue_beside")]
+    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), *beside, ""])
     return Recipe("gemv.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
@@ -120,7 +90,10 @@ def launch(
 ) -> Launch:
     """The launch. Operands: ``x``, ``weights`` (``[columns, depth]``), ``bias`` (fp32 ``[columns]``), ``residual``, ``output``;
     ``beside`` and ``beside_bias`` of a second product; ``scale`` (fp32 ``[depth]``) of a norm."""
-    parameters = operands(problem).i32(problem.columns, problem.depth, x_pitch, out_pitch).f32(epsilon)
+    parameters = Parameters().pointer("x", "weights", "bias", "residual" if problem.residual else None, "output")
+    parameters.pointer(*(("beside", "beside_bias") if problem.matrices > 1 else (None, None)))
+    parameters.pointer("scale" if problem.norm else None)
+    parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch).f32(epsilon)
     blocks = -(-problem.columns // config.columns)
     return parameters.launch(recipe(problem, config, gpu.arch), "gemv", blocks, config.warps * 32)
 

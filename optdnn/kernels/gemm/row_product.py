@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.fused import Convolution, bias_row
 from optdnn.kernels.gemm import gemv_kernel as gemv
-from optdnn.kernels.gemm.gemv import Gemv, planned
+from optdnn.kernels.gemm.gemv import Gemv
 from optdnn.kernels.gemm.hopper import rows_of
 from optdnn.kernels.gemm.paired import multiplier, stages_with_other
 from optdnn.kernels.tactic import Region, Tactic
@@ -88,18 +87,18 @@ class RowProduct(TakesAround, Gemv):
         beside = None if around.beside is None else (("bias",), *around.beside.rendered)
         return replace(super().problem_of(b, op, c), norm=around.norm is not None, beside=beside)
 
-    def launch(self, b: Builder, op: Op, c: Convolution, problem: gemv.Problem, config: Any) -> None:
+    def launch(self, b: Builder, op: Op, c: Convolution, problem: gemv.Problem, config: gemv.Config) -> None:
         around = around_of(b, op)
         operands, x_pitch, out_pitch = self.operands(b, op, c, problem)
         weights, bias = operands["weights"], operands["bias"]
         size = (problem.columns, problem.depth)
         reads: list[TensorView | None] = [operands["x"].view((problem.rows, problem.depth), (x_pitch, 1)), None]
-        epsilon, largest, beside = 0.0, 1.0, None if around.beside is None else around.beside.stages
+        epsilon, beside = 0.0, None if around.beside is None else around.beside.stages
         if around.norm is not None:
             scale = b.graph.constant_value(around.norm.inputs[1])
             assert scale is not None
             operands["scale"] = reads[1] = b.constant(scale.astype(np.float32), f"{around.norm.outputs[0].name}.scale")
-            epsilon, largest = around.norm.attrs.epsilon, float(np.abs(scale).max())
+            epsilon = around.norm.attrs.epsilon
         reads += [weights.view(size, (problem.depth, 1)), bias]
         if around.other is not None and around.beside is not None:
             matrix, row = self.factors(b, around.other)
@@ -111,7 +110,7 @@ class RowProduct(TakesAround, Gemv):
         out = c.out.view((problem.rows, problem.columns), (out_pitch, 1))
         attrs = {"epilogue": plain_stages(stages_with_other(c.ep)), "epsilon": epsilon}
         attrs |= {} if beside is None else {"beside": plain_stages(beside)}
-        made = planned(problem, config, b.gpu, x_pitch, out_pitch, epsilon=epsilon, largest=largest)
+        made = gemv.launch(problem, config, b.gpu, x_pitch, out_pitch, epsilon=epsilon)
         b.emit(op, made, operands, "RowProduct", attrs, reads, [out])
 
 

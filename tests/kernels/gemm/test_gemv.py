@@ -6,9 +6,7 @@ import pytest
 from support.net import Net
 from support.simulated import check_simulated
 
-from optdnn.errors import InternalError
 from optdnn.kernels.gemm import gemv_kernel as gemv
-from optdnn.kernels.gemm import staged_kernel as staged
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
@@ -47,28 +45,6 @@ def test_configurations_keep_enough_loads_in_flight() -> None:
     assert 45e-6 < gemv.estimate(problem, best, of_arch("sm_90a")) < 65e-6
     assert gemv.refuse(gemv.Problem(5, 8, 8), best) == "it is for up to 4 rows, not 5"
     assert "tile" in str(gemv.refuse(problem, gemv.Config(8, 4, 8)))
-
-
-STAGED = staged.Config(2, 8, 6)
-
-
-@pytest.mark.parametrize(
-    ("problem", "config", "arch", "reason"),
-    [
-        (gemv.Problem(5, 2048, 2048), STAGED, "sm_90a", "up to 4 rows, not 5"),
-        (gemv.Problem(1, 2048, 2048), STAGED, "sm_80", "launches of sm_80 do not begin early"),
-        (gemv.Problem(1, 2048, 2048), staged.Config(5, 8, 2), "sm_90a", "tile"),
-        (gemv.Problem(1, 2048, 2048), staged.Config(2, 12, 2), "sm_90a", "tile"),
-        (gemv.Problem(1, 2048, 2048, beside=(("bias",),)), staged.Config(3, 8, 2), "sm_90a", "tile"),
-        (gemv.Problem(1, 2048, 2048), staged.Config(2, 8, 8), "sm_90a", "bytes of shared memory exceed"),
-        (gemv.Problem(4, 2048, 16384, norm=True), STAGED, "sm_90a", "bytes of shared memory exceed"),
-    ],
-)
-def test_what_a_ring_is_not_for(problem: gemv.Problem, config: staged.Config, arch: str, reason: str) -> None:
-    gpu = of_arch(arch)
-    assert reason in str(staged.refuse(problem, config, gpu))
-    with pytest.raises(InternalError, match=reason):
-        staged.launch(problem, config, gpu, problem.depth, problem.columns)
 
 
 @pytest.mark.nvrtc

@@ -310,7 +310,6 @@ template <class Put> DEVICE void add_sent(const float* parts, int count, float f
 extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     grid_launch_dependents();
-    if (threadIdx.x == 0) mark(0);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
     u16* const queries = reinterpret_cast<u16*>(shared);                       // [8 TILES][ROW], then the new key and the new value
     u16* const new_key = queries + 8 * TILES * ROW;
@@ -329,20 +328,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
     // The length may not be there yet. What lies in its place does no harm: a line of the cache in L2 is never out of date. But a copy of
     // the length in L1 would be.
     const int* const length = p.lengths + batch * p.length_step;
-    const u16* const cosines = TURNED ? p.cosines + batch * p.cosine_batch : nullptr;
-    const u16* const sines = TURNED ? p.sines + batch * p.sine_batch : nullptr;
-    if (TURNED && threadIdx.x < (TURNED + 127) / 128) prefetch_l2(cosines + 64 * threadIdx.x), prefetch_l2(sines + 64 * threadIdx.x);
     const Range likely(p, __ldcg(length));
     if (split < likely.active()) prefetch_tile(p, keys, values, likely.end, likely.first + split, warp, lane);
-    if (threadIdx.x == 0) mark(1);
     grid_dependency_wait();
-    if (threadIdx.x == 0) mark(2);
 #if CLUSTER
     cluster_wait();                                // each block's barrier is there
 #endif
 
     const int start = p.starts ? p.starts[batch * p.start_step] : 0;
     const Range range(p, *length);
+    const u16* const cosines = TURNED ? p.cosines + batch * p.cosine_batch : nullptr;
+    const u16* const sines = TURNED ? p.sines + batch * p.sine_batch : nullptr;
     constexpr int UNITS = HEAD / 4;
     for (int e = threadIdx.x; e < (GROUP + 2) * UNITS; e += THREADS) {
         const int row = e / UNITS, unit = e % UNITS;
@@ -369,7 +365,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
         }
     }
 
-    if (threadIdx.x == 0) mark(3);
     Fragment q[TILES], k[2];
     uint4 v[PARTS][4];
     auto load_queries = [&] {
@@ -402,7 +397,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
         load_values(v, seen, next, lane);
         at = next;
     }
-    if (threadIdx.x == 0) mark(4);
     found.put(found_at + warp * FOUND, lane);
     __syncthreads();
 
@@ -415,7 +409,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
     };
     if (active == 1) {
         add_up<false>(found_at, WARPS, factor, write);
-        if (threadIdx.x == 0) mark(5);
         return;
     }
 #if CLUSTER

@@ -15,7 +15,16 @@
 #include "vectors.cuh"
 #include "generated.cuh"
 #include "stream.cuh"
-#include "gemv_operands.cuh"
+
+#if RESULT_FLOAT
+typedef float Result;
+DEVICE float widen(float v) { return v; }
+DEVICE Result narrow(float v) { return v; }
+#else
+typedef u16 Result;
+DEVICE float widen(u16 v) { return unpack1(v); }
+DEVICE Result narrow(float v) { return pack1(v); }
+#endif
 
 constexpr int ALL = COLUMNS * (1 + PAIRED);        // columns of a block, of both matrices
 constexpr int SUMS = ROWS * (ALL + NORM);          // numbers that warps add
@@ -33,6 +42,10 @@ struct Params {
     float epsilon;
 };
 
+DEVICE void unpack(float (&x)[8], const uint4& v) {
+    x[0] = low_float(v.x), x[1] = high_float(v.x), x[2] = low_float(v.y), x[3] = high_float(v.y);
+    x[4] = low_float(v.z), x[5] = high_float(v.z), x[6] = low_float(v.w), x[7] = high_float(v.w);
+}
 DEVICE void add_products(float& sum, const uint4& a, const float (&x)[8]) {
     float w[8];
     unpack(w, a);
@@ -40,10 +53,9 @@ DEVICE void add_products(float& sum, const uint4& a, const float (&x)[8]) {
     for (int i = 0; i < 8; i++) sum = fmaf(w[i], x[i], sum);
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) gemv(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_constant__ Params p) {
     __shared__ float partial[WARPS][SUMS];
     grid_launch_dependents();
-    if (threadIdx.x == 0) mark(0);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * COLUMNS;
     constexpr int STEP = WARPS * 256;              // elements of K that a block takes at a time
     const Stream stream;
@@ -60,15 +72,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) gemv(const __
         for (int c = 0; c < ALL; c++)
             w[d][c] = begin + d * STEP < p.k ? stream(rows[c] + begin + d * STEP) : make_uint4(0u, 0u, 0u, 0u);
     }
-    // What the end needs of constants is on its way before the wait, too: memory has not seen it since the last run.
-    const int column = first + int(threadIdx.x) / ROWS, m = threadIdx.x % ROWS;
-    const bool mine = threadIdx.x < COLUMNS * ROWS && column < p.columns;
-    const long long at = (long long)m * p.out_pitch + column;
-    const float bias = mine ? p.bias[column] : 0.0f, beside_bias = PAIRED && mine ? p.beside_bias[column] : 0.0f;
-    if (threadIdx.x == 0) mark(1);
     grid_dependency_wait();
-    if (threadIdx.x == 0) mark(2);
-    float other = HAS_RESIDUAL && mine ? widen(p.residual[at]) : 0.0f;
     float sum[SUMS];                               // of column c and row m at c ROWS + m, of the squares behind them
     #pragma unroll
     for (int i = 0; i < SUMS; i++) sum[i] = 0.0f;
@@ -99,7 +103,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) gemv(const __
                 if (next < p.k) w[d][c] = stream(rows[c] + next);
         }
     }
-    if (threadIdx.x == 0) mark(4);
     #pragma unroll
     for (int i = 0; i < SUMS; i++) {
         float total = sum[i];
@@ -108,7 +111,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) gemv(const __
         if (lane == 0) partial[warp][i] = total;
     }
     __syncthreads();
-    if (!mine) return;
+    const int column = first + int(threadIdx.x) / ROWS, m = threadIdx.x % ROWS;
+    if (threadIdx.x >= COLUMNS * ROWS || column >= p.columns) return;
     auto whole = [&](int i) {
         float total = 0.0f;
         #pragma unroll
@@ -116,9 +120,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) gemv(const __
         return total;
     };
     const float factor = NORM ? rsqrtf(whole(SUMS - ROWS + m) / p.k + p.epsilon) : 1.0f;
+    const long long at = (long long)m * p.out_pitch + column;
+    float other = HAS_RESIDUAL ? widen(p.residual[at]) : 0.0f;
 #if PAIRED
-    other = epilogue_beside(whole(COLUMNS * ROWS + threadIdx.x) * factor, beside_bias, 0.0f);
+    other = epilogue_beside(whole(COLUMNS * ROWS + threadIdx.x) * factor, p.beside_bias[column], 0.0f);
 #endif
-    p.output[at] = narrow(epilogue(whole(threadIdx.x) * factor, bias, other));
-    if (threadIdx.x == 0) mark(5);
+    p.output[at] = narrow(epilogue(whole(threadIdx.x) * factor, p.bias[column], other));
 }
