@@ -22,7 +22,7 @@ from optdnn.runtime.contexts.dlpack import import_cupy, on_gpu
 from optdnn.runtime.contexts.state import Binding
 from optdnn.runtime.cuda.device import Device, Launch, check, driver
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
-from optdnn.runtime.cuda.launches.chain import Chain, Item, Transfer, do, timed
+from optdnn.runtime.cuda.launches.chain import Chain, Item, Transfer, do, follows_copy, timed
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream
 from optdnn.runtime.cuda.launches.nvtx import marked
 from optdnn.runtime.cuda.launches.plan import GRID, Ahead, CudaStep, TensorMap
@@ -134,8 +134,7 @@ class CudaContext(BaseContext):
             if stays(self.program.steps[k], given, self.runner.in_place):
                 launches.append(Transfer(0, 0, 0, False, parsed.label))
                 continue
-            after_copy = bool(launches) and isinstance(launches[-1], Transfer)
-            launches.append(self._launch(k, parsed, given, dependent=not after_copy))
+            launches.append(self._launch(k, parsed, given, dependent=not follows_copy(launches)))
         return launches
 
     def _launch(self, k: int, parsed: CudaStep, given: Mapping[int, int], *, dependent: bool = True) -> Launch | Called:

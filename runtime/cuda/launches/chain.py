@@ -42,6 +42,13 @@ ENQUEUED = (Launch, Called, Transfer)
 """The items that the GPU does, in stream order; others are the host's."""
 
 
+def follows_copy(items: Sequence[Item]) -> bool:
+    """Whether the last of ``items`` is a copy, so that a launch behind them cannot begin early. A copy of no bytes, which
+    stands for a step that is left out, is none."""
+    done = (item for item in reversed(items) if not isinstance(item, Transfer) or item.nbytes)
+    return isinstance(next(done, None), Transfer)
+
+
 class Chain:
     """The items of a run in order, those of the GPU gathered into graphs; like :class:`Graph`, for programs with host steps."""
 

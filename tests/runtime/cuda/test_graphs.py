@@ -1,4 +1,5 @@
-"""Executable graphs are freed once: by whoever closes them, or with the last reference. A driver that counts stands in."""
+"""Executable graphs are freed once: by whoever closes them, or with the last reference. A driver that counts stands in. Which
+launches may begin early."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from optdnn.runtime.cuda.launches import graphs
+from optdnn.runtime.cuda.launches.chain import Transfer, follows_copy
 
 
 @pytest.fixture
@@ -44,3 +46,11 @@ def test_an_executable_graph_is_freed_once(freed: Counter[str]) -> None:
     other.close()
     del other
     assert freed == {"graph 0": 1, "graph 1": 1, "graph 2": 1, "template": 2}
+
+
+def test_a_copy_that_is_left_out_holds_up_no_launch() -> None:
+    copy, none = Transfer(1, 2, 16, False, "copy"), Transfer(0, 0, 0, False, "left out")
+    work: Any = lambda: None  # noqa: E731
+    assert follows_copy([copy])
+    assert follows_copy([work, copy, none])
+    assert not any(map(follows_copy, ([], [none], [copy, work], [copy, work, none, none])))
