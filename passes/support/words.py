@@ -15,6 +15,7 @@ RULES: Mapping[str, str] = {
     "no_op": "operators without effect removed",
     "idempotent": "repeated operators without further effect removed",
     "unused_indices": "unread indices of MaxPool left out",
+    "counted_loop": "Loops that end by a counter given their number of iterations",
     "unroll_loop": "Loops of known length unrolled",
     "unroll_scan": "Scans of known length unrolled",
     "known_branch": "Ifs with a known condition replaced by their branch",
