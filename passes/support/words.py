@@ -34,6 +34,7 @@ RULES: Mapping[str, str] = {
     "scale_first": "scales moved before shifts",
     "hoist_scale": "scales moved into the weights of a matrix product",
     "gemm_scalars": "alpha and beta of Gemm moved into weights and bias",
+    "known_compress": "selections by a known mask written as Gather",
     "select_is_where": "selections by a mask written as Where",
     # shapes and layout
     "constant_target": "computed shapes replaced by known ones",
