@@ -72,14 +72,14 @@ def test_a_part_that_is_in_place_ends_a_run() -> None:
 def test_a_chain_of_growing_concats_shares_one_buffer() -> None:
     """Keras's DenseNet: each concatenation is a part of the next, and no convolution's result is copied."""
     n = Net()
-    x = n.op("Conv", n.input(1, 16, 8, 8), n.random(16, 16, 3, 3), attrs=SAME)
+    x = n.op("Conv", n.input(1, 16, 8, 8), n.random(16, 16, 3, 3, scale=0.05), attrs=SAME)
     for width in (16, 32, 48):
-        y = n.op("Conv", x, n.random(16, width, 3, 3), attrs=SAME)
+        y = n.op("Conv", x, n.random(16, width, 3, 3, scale=0.05), attrs=SAME)
         x = n.op("Concat", x, y, attrs=ConcatAttrs(1))
-    graph = n.done(n.op("Conv", x, n.random(8, 64, 1, 1), attrs=ConvAttrs(strides=(1, 1), pads=(0, 0, 0, 0), dilations=(1, 1))))
+    graph = n.done(n.op("Conv", x, n.random(8, 64, 1, 1, scale=0.05), attrs=ConvAttrs(strides=(1, 1), pads=(0, 0, 0, 0), dilations=(1, 1))))
     program = lowered(graph, "fp16")
     assert kinds(program).count("Conv") == 5
-    assert kinds(program).count("Copy") == 2, "the input and the result change their order, nothing else does"
+    assert kinds(program).count("Copy") == 1, "the channels of the input come last; no part is copied"
     feeds = feeds_of(graph)
     for name, want in evaluate(graph, feeds).items():
         np.testing.assert_allclose(simulate(program, feeds)[name], want, rtol=0.05, atol=0.05 * np.abs(want).max())
