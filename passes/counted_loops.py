@@ -6,6 +6,7 @@ iterations is known when the network is built, by counting them. Results that th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -87,7 +88,7 @@ def _counters(body: Graph, carried: int) -> _Counters | Miss:
         if op.kind in NESTED or any(s is None or any(not isinstance(d, int) for d in s) for s in sizes):
             return Miss("its condition depends on data")
         ops[op.id] = op
-        if len(ops) > OPS or any(np.prod(s or ()) > ELEMENTS for s in sizes):
+        if len(ops) > OPS or any(math.prod(d for d in s or () if isinstance(d, int)) > ELEMENTS for s in sizes):
             return Miss("its condition depends on data")
         wanted += [v for v in op.inputs if v is not None]
     return _Counters(tuple(op for op in body.order() if op.id in ops), tuple(sorted(changed)))
