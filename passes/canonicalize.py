@@ -11,7 +11,7 @@ from optdnn.passes.rules.concats import concat_of_split
 from optdnn.passes.rules.input_sizes import input_target
 from optdnn.passes.rules.known_writes import assembled_writes, known_writes
 from optdnn.passes.rules.noop import idempotent, no_op, unused_indices
-from optdnn.passes.rules.select import select_is_where
+from optdnn.passes.rules.select import known_compress, select_is_where
 from optdnn.passes.rules.shape import (
     constant_target,
     gemm_transpose,
@@ -42,6 +42,7 @@ class Canonicalize(RulePass):
         known_writes,  # before sinking: the Transposes around a write are still next to it
         sink_transpose,
         select_is_where,
+        known_compress,
         pad_conv,
         drop_taps,  # after the padding of its own and of a Pad are one
         pad_pool,

@@ -13,6 +13,7 @@ from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.channel_norms import ChannelNorms
 from optdnn.passes.channel_shuffles import ChannelShuffles
 from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
+from optdnn.passes.counted_loops import CountedLoops
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.einsum_to_matmul import EinsumProducts
@@ -98,6 +99,7 @@ O2: tuple[Pass, ...] = (
 O2_GPU: tuple[Pass, ...] = (
     DeadCode(),  # as below, and
     FoldConstants(),  # trip counts and conditions become known
+    CountedLoops(),  # before loops are unrolled: what ends by a condition on counters has a known number of iterations
     Bags(),  # before loops are unrolled: any number of bags becomes one reduction
     Unroll(),  # before all other passes, which then see through loops
     FoldConstants(),  # the number of an iteration is known now

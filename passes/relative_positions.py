@@ -95,6 +95,8 @@ class _Splitter:
             attrs = TransposeAttrs((0, 1, *(p + 1 for p in attrs.perm[1:])))
         elif op.kind == "GatherElements" and attrs.axis % rank != 0:
             attrs = replace(attrs, axis=attrs.axis % rank + 1)
+        elif op.kind == "MatMul" and rank < 3:
+            return f"{op.name} multiplies one matrix: the first axis of its second operand is no batch"
         elif (
             not (kinds.pointwise or (op.kind == "MatMul" and not attrs.prologue and not attrs.epilogue))
             or len(op.outputs) != 1

@@ -51,6 +51,11 @@ _INVALID = (TypeError, ValueError, KeyError, IndexError, AttributeError, Arithme
 
 
 UNKNOWN_CUSTOM = "the custom operator is unknown"
+REFUSED_DOMAINS = {
+    "com.microsoft.nchwc": "ONNX Runtime wrote the file for its own kernels of this CPU: give the model that it optimized, or save "
+    "with ORT_ENABLE_EXTENDED",
+}
+"""Domain -> why its operators are not taken, and what to do."""
 
 
 class Consequence(Unsupported):
@@ -191,17 +196,17 @@ class GraphImporter(Emitter):
         domain, opset = domain_of(node.domain), self._opset(node, place)
         if not opset and domain == "":
             raise ModelError("belongs to a domain that the model does not import")
-        attrs = attributes(node, place.bound, self._tensor, self._sparse)
         function = self.model.functions.get((domain, node.op_type, node.overload))
-        if function is not None:
-            return self._call(function, name, operands, attrs, outputs, place.depth)
         full = f"{domain}.{node.op_type}" if domain else node.op_type
-        if full not in (*SEQUENCES, "Loop") and any(isinstance(r, TensorList) for r in operands):
-            raise Unsupported("it takes a sequence of tensors")
         importer = IMPORTERS.get(full) or self.custom.get(full)
         rules = schema(node.op_type, domain, opset)
-        if isinstance(rules, str) and (importer is None or rules != NO_SUCH_OPERATOR):
-            raise Unsupported(rules)
+        if function is None and isinstance(rules, str) and (importer is None or rules != NO_SUCH_OPERATOR):
+            raise Unsupported(rules)  # before its attributes are read: those of TensorFlow's operators may be no text
+        attrs = attributes(node, place.bound, self._tensor, self._sparse)
+        if function is not None:
+            return self._call(function, name, operands, attrs, outputs, place.depth)
+        if full not in (*SEQUENCES, "Loop") and any(isinstance(r, TensorList) for r in operands):
+            raise Unsupported("it takes a sequence of tensors")
         if rules is not None and not isinstance(rules, str):
             check_node(node, attrs, rules)
         if importer is None:
@@ -210,7 +215,7 @@ class GraphImporter(Emitter):
             known = None if UNKNOWN in operands else [None if r is None else self.type(r) for r in operands]
             body = definition(resolved(node, attrs), domain, opset, known)
             if body is None:
-                raise Unsupported("the operator is not supported" if rules else UNKNOWN_CUSTOM)
+                raise Unsupported("the operator is not supported" if rules else REFUSED_DOMAINS.get(domain, UNKNOWN_CUSTOM))
             attrs = {**schema_defaults(node.op_type, domain, opset), **attrs}
             return self._call(body, name, operands, attrs, outputs, place.depth)
         if UNKNOWN in operands:

@@ -1,4 +1,4 @@
-"""Selections between two values by a mask, written as arithmetic, become Where."""
+"""Selections by a mask: written as arithmetic, they become Where; slices that a known mask selects, a Gather."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, Miss
+from optdnn.ops.gather import GatherAttrs
+from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.facts import reshaped
 from optdnn.passes.support.pattern import ConstantVar, Pattern, Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.types import BOOL, Array, is_float
@@ -62,3 +64,19 @@ def _constants(mask: Array, low: Array) -> tuple[Array, Array] | None:
     if values[wide == 1].any() or rest.size != 1 or wide.shape != mask.shape:
         return None
     return mask.astype(BOOL), rest.reshape(()).astype(low.dtype)
+
+
+@rule("known_compress", {"Compress"})
+def known_compress(graph: Graph, op: Op) -> Match | None:
+    """Slices that a constant condition selects are a Gather: how tf2onnx removes the edges of symmetric padding."""
+    condition = graph.constant_value(op.inputs[1])
+    if condition is None or op.inputs[0] is None:
+        return None
+    source, axis = op.inputs[0], op.attrs.axis
+
+    def build(patch: Patch) -> Value:
+        indices = patch.constant(np.flatnonzero(condition).astype(np.int64), "kept")
+        x = reshaped(patch, source, (-1,)) if axis is None else source
+        return patch.add("Gather", [x, indices], GatherAttrs(0 if axis is None else axis))
+
+    return Match((op,), build)

@@ -15,6 +15,7 @@ RULES: Mapping[str, str] = {
     "no_op": "operators without effect removed",
     "idempotent": "repeated operators without further effect removed",
     "unused_indices": "unread indices of MaxPool left out",
+    "counted_loop": "Loops that end by a counter given their number of iterations",
     "unroll_loop": "Loops of known length unrolled",
     "unroll_scan": "Scans of known length unrolled",
     "known_branch": "Ifs with a known condition replaced by their branch",
@@ -33,6 +34,7 @@ RULES: Mapping[str, str] = {
     "scale_first": "scales moved before shifts",
     "hoist_scale": "scales moved into the weights of a matrix product",
     "gemm_scalars": "alpha and beta of Gemm moved into weights and bias",
+    "known_compress": "selections by a known mask written as Gather",
     "select_is_where": "selections by a mask written as Where",
     # shapes and layout
     "constant_target": "computed shapes replaced by known ones",

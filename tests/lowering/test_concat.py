@@ -7,14 +7,19 @@ import random
 import numpy as np
 import pytest
 from support.net import Net
-from support.simulated import feeds_of, lowered, simulate
+from support.simulated import feeds_of, kinds, lowered, simulate
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.builder import TensorView
 from optdnn.kernels.layout.views import _runs
+from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.types import FP32
+
+
+SAME = ConvAttrs(strides=(1, 1), pads=(1, 1, 1, 1), dilations=(1, 1))
+"""A convolution of three by three that keeps the size."""
 
 
 def random_concats(seed: int) -> Graph:
@@ -62,3 +67,19 @@ def test_a_part_that_is_in_place_ends_a_run() -> None:
     assert _runs([a, b, pair(8, 8)]) == [[a, b, pair(8, 8)]]
     assert _runs([a, c]) == [[a, c]], "two parts always have one distance"
     assert _runs([a, pair(0, 4), pair(0, 8)]) == [[a, pair(0, 4), pair(0, 8)]], "a part may repeat"
+
+
+def test_a_chain_of_growing_concats_shares_one_buffer() -> None:
+    """Keras's DenseNet: each concatenation is a part of the next, and no convolution's result is copied."""
+    n = Net()
+    x = n.op("Conv", n.input(1, 16, 8, 8), n.random(16, 16, 3, 3, scale=0.05), attrs=SAME)
+    for width in (16, 32, 48):
+        y = n.op("Conv", x, n.random(16, width, 3, 3, scale=0.05), attrs=SAME)
+        x = n.op("Concat", x, y, attrs=ConcatAttrs(1))
+    graph = n.done(n.op("Conv", x, n.random(8, 64, 1, 1, scale=0.05), attrs=ConvAttrs(strides=(1, 1), pads=(0, 0, 0, 0), dilations=(1, 1))))
+    program = lowered(graph, "fp16")
+    assert kinds(program).count("Conv") == 5
+    assert kinds(program).count("Copy") == 1, "the channels of the input come last; no part is copied"
+    feeds = feeds_of(graph)
+    for name, want in evaluate(graph, feeds).items():
+        np.testing.assert_allclose(simulate(program, feeds)[name], want, rtol=0.05, atol=0.05 * np.abs(want).max())

@@ -222,6 +222,13 @@ def test_known_axes_of_pad_are_resolved_on_import() -> None:
     assert len(op.inputs) == 4
 
 
+def test_a_slice_takes_bounds_of_rank_0() -> None:
+    """tf2onnx's loops over regions slice from the number of the iteration, as ONNX Runtime allows."""
+    graph = import_case(Case("Slice", [X, np.array(1), ints(2), np.array(0)], opset=17, constants=(2,)))
+    (op,) = graph.of_kind("Slice")
+    assert [graph.type(v).shape for v in op.inputs if v is not None] == [X.shape, (1,), (1,), (1,)]
+
+
 def test_reflect_pads_stay_inside() -> None:
     x = np.arange(3.0)
     assert run_kernel("Pad", [x, ints(2, 0)], {"mode": "reflect"})[0].tolist() == [2, 1, 0, 1, 2]

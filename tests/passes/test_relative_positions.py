@@ -131,6 +131,14 @@ def test_a_term_with_another_reader_is_not_split() -> None:
     assert "has another reader" in reason
 
 
+def test_the_rows_of_a_matrix_are_no_batch() -> None:
+    """A product of (B * T, K) with a matrix of K = B * T rows."""
+    n = Net()
+    y = n.op("Relu", n.op("MatMul", n.input(6, 6), n.random(6, 4)))
+    graph = n.done(n.op("Reshape", y, n.ints(2, 3, 4)))
+    check_refused(PASS, graph, because="the first axis of its second operand is no batch", rule="split_leading")
+
+
 def by_heads(*, turned: bool = True, own: bool = False, batch: int = BATCH) -> Graph:
     """A product with a matrix for each head."""
     n = Net()

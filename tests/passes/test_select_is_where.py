@@ -1,4 +1,4 @@
-"""select_is_where: a choice that was written as arithmetic."""
+"""select_is_where: a choice that was written as arithmetic. known_compress: a selection of known slices."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from support.net import Net
 
 from optdnn.ir.graph import Value
 from optdnn.ops.binary import CastAttrs
+from optdnn.ops.sort import CompressAttrs
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.types import FP32
 
@@ -67,3 +68,19 @@ def test_a_mask_that_enlarges_is_refused() -> None:
     n = Net()
     y = n.op("Add", n.op("Mul", n.const(LOWER), n.input(1, 4)), n.const((1 - LOWER) * -3.0))
     check_refused(CANON, n.done(y), because="the mask enlarges")
+
+
+@pytest.mark.parametrize(("axis", "shape"), [(1, (3, 2, 2)), (-1, (3, 4, 2)), (None, (2,))])
+def test_slices_that_a_constant_selects_are_gathered(axis: int | None, shape: tuple[int, ...]) -> None:
+    n = Net()
+    mask = n.const(np.array([False, True, False, True] if axis == 1 else [True, True]), bool)
+    y = n.op("Compress", n.input(3, 4, 2), mask, attrs=CompressAttrs(axis))
+    kinds = {"Gather": 1, "Reshape": 1} if axis is None else {"Gather": 1}
+    graph, _ = check_pass(CANON, n.done(y), changes=1, kinds=kinds, rules={"known_compress": 1})
+    assert graph.type(graph.of_kind("Gather")[0].value).shape == shape
+
+
+def test_slices_that_data_selects_stay() -> None:
+    n = Net()
+    mask = n.op("Greater", n.input(4, name="m"), 0.0)
+    check_untouched(CANON, n.done(n.op("Compress", n.input(3, 4), mask, attrs=CompressAttrs(1))))

@@ -302,8 +302,8 @@ VIEWS: dict[str, Callable[[Builder, Op], None]] = {
 def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
     """Reserve joint buffers: parts of a concatenation along channels are written in place by the kernels that make them.
 
-    The last concatenation chooses first, so that chains of growing ones (DenseNet) share one buffer. A part must come from an
-    operator of ``kernels`` (kinds that can write to any place), and lie at a multiple of 8 channels for TMA's sake. Where channels are the
+    The last concatenation chooses first, so that chains of growing ones (DenseNet) share one buffer, also where each is a part of
+    the next. Another part must come from an operator of ``kernels`` (kinds that can write to any place), and lie at a multiple of 8 channels for TMA's sake. Where channels are the
     last axis (rows), only convolutions whose result is transposed write in place.
     """
     for op in reversed(b.graph.order()):
@@ -333,6 +333,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
             and values.count(v) == 1
             and (
                 (b.graph.op(v).kind in kernels and not rows)
+                or (last and _joins_channels(b.graph.op(v)))
                 or (volume and _behind_views(b, v).kind in {*kernels, "Concat"})
                 or (rows and _behind_views(b, v).kind == "Conv")
             )
@@ -353,6 +354,11 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
                 b.reserved[v] = joint.view(shape, joint.strides, int(start) * joint.strides[axis])
                 if volume or rows:
                     _reserve_before(b, v)
+
+
+def _joins_channels(op: Op) -> bool:
+    """A concatenation along channels, whose own parts can then lie in the joint buffer."""
+    return op.kind == "Concat" and normalize_axis(op.attrs.axis, len(op.outputs[0].type.static_shape)) == 1
 
 
 def _behind_views(b: Builder, value: Value) -> Op:

@@ -1,0 +1,100 @@
+"""counted_loops: conditions on counters become trip counts; refused where a condition depends on data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+from support.check import check_pass, check_refused, check_untouched
+from support.fallback import BOOL, I64, F, model, node
+
+from optdnn.importers.onnx import import_model
+from optdnn.ir.graph import Graph
+from optdnn.passes import counted_loops
+from optdnn.passes.base import PassContext
+from optdnn.passes.counted_loops import CountedLoops
+
+
+def counted(
+    first: Any = 0, end: Any = 5, going: bool = True, limit: Any = None, reads: str = "k", step: int = 2, by: str = "Add"
+) -> Graph:
+    """TensorFlow's ``while k < end: v = tanh(v); k += step``; every v is stacked. ``first``, ``end``, ``limit``: a number, or "input"."""
+    given = {"first": first, "end": end, "most": limit}
+    inputs = [("x", F, [2, 3])] + [(n, I64, []) for n, v in given.items() if v == "input"]
+    constants = {n: np.array(v, np.int64) for n, v in given.items() if isinstance(v, int)}
+    total = [node("ReduceSum", "v", "sum", keepdims=0), node("Cast", "sum", "data", to=I64)]
+    inner = helper.make_graph(
+        [*(total if reads == "data" else []), node(by, "k step", "next_k"), node("Cast", "next_k", "f", to=F),
+         node("Cast", "end" if reads == "k" else reads, "e", to=F), node("Less", "f e", "go"), node("Tanh", "v", "next"),
+         node("Identity", "next", "row")],
+        "body", [helper.make_tensor_value_info(*x) for x in (("i", I64, []), ("c", BOOL, []), ("k", I64, []), ("v", F, [2, 3]))],
+        [helper.make_tensor_value_info(*x) for x in (("go", BOOL, []), ("next_k", I64, []), ("next", F, [2, 3]), ("row", F, [2, 3]))],
+    )  # fmt: skip
+    inner.initializer.append(onnx.numpy_helper.from_array(np.array(step, np.int64), "step"))
+    names = f"{'' if limit is None else 'most'} going first x".split(" ")
+    loop = helper.make_node("Loop", [n if n != "-" else "" for n in names], ["", "y", "rows"], body=inner)
+    outputs = [("y", F, [2, 3]), ("rows", F, None)]
+    return import_model(model([loop], inputs, outputs, going=np.array(going), **constants))
+
+
+def trips(graph: Graph) -> int:
+    (loop,) = graph.of_kind("Loop")
+    assert loop.input(1) is None
+    return int(graph.constant_value(loop.input(0)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("graph", "times"),
+    [
+        (counted(), 3),
+        (counted(first=1, end=11), 5),
+        (counted(limit=2), 2),
+        (counted(limit=9), 3),
+        (counted(end=-7), 1),  # as TensorFlow's loops, whose first condition is computed before them
+        (counted(reads="i", end=-1, first=1, step=-1, limit=8), 1),
+    ],
+)
+def test_a_condition_on_counters_is_a_count(graph: Graph, times: int) -> None:
+    result, _ = check_pass(CountedLoops(), graph, changes=1, kinds={"Loop": 1}, rules={"counted_loop": 1})
+    assert trips(result) == times
+    (loop,) = result.of_kind("Loop")
+    assert loop.outputs[2].type.shape == (times, 2, 3)
+
+
+def test_a_loop_that_never_begins() -> None:
+    graph = counted(going=False)
+    assert CountedLoops()(graph, PassContext()).changes == 1
+    assert trips(graph) == 0
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [
+        (lambda: counted(end="input"), "its condition depends on data"),
+        (lambda: counted(first="input"), "its condition depends on data"),
+        (lambda: counted(reads="data"), "its condition depends on data"),
+        (lambda: counted(limit="input"), "the most iterations that it runs, depend on data"),
+        (lambda: counted(step=0), "it runs more than 4096 times"),
+        (lambda: counted(step=0, by="Div", first=4), "it runs more than 4096 times, or its condition cannot be evaluated"),
+    ],
+)
+def test_refusals(graph: Any, because: str) -> None:
+    check_refused(CountedLoops(), graph(), because=because)
+
+
+def test_conditions_of_large_values_or_many_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counted_loops, "OPS", 2)
+    check_refused(CountedLoops(), counted(), because="its condition depends on data")
+
+
+def test_loops_that_only_their_count_ends() -> None:
+    ends = helper.make_graph(
+        [node("Identity", "c", "go"), node("Tanh", "v", "next")], "body",
+        [helper.make_tensor_value_info(*x) for x in (("i", I64, []), ("c", BOOL, []), ("v", F, [2]))],
+        [helper.make_tensor_value_info(*x) for x in (("go", BOOL, []), ("next", F, [2]))],
+    )  # fmt: skip
+    nodes = [node("Loop", "n - x", "y", body=ends)]
+    check_untouched(CountedLoops(), import_model(model(nodes, [("x", F, [2])], [("y", F, [2])], n=3)))
