@@ -68,7 +68,10 @@ DEVICE void load_constants(const Params& p, int first, int lane, Channel (&const
     for (int m = 0; m < MT; m++) load_channel_pair(p, first + m * 64, lane, constants[m]);
 }
 
-constexpr int SETS = MT * BN <= 64 && SPAN >= 64 ? 2 : 1;
+#ifndef MOST_OF_TWO
+#define MOST_OF_TWO 64
+#endif
+constexpr int SETS = MT * BN <= MOST_OF_TWO && SPAN >= 64 ? 2 : 1;
 
 // One K step: weights [64 * MT][BK] x pixels [BN][BK]; products over 32 bytes of K go to the sets of sums in turn.
 DEVICE void multiply(Acc (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, int k) {
