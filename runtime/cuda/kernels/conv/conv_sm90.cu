@@ -13,7 +13,8 @@
 //
 // ALTERNATE: two warpgroups take whole tiles in turn, so that the one multiplies while the other finishes. SHARE_CHANNELS x SHARE_PIXELS
 // blocks of a cluster take neighbouring tiles: each loads a part of what they have in common and multicasts it, since what 132
-// multiprocessors may ask of L2 is less than their tensor cores can take.
+// multiprocessors may ask of L2 is less than their tensor cores can take. With SPLIT > 1 the blocks that share K follow one another in the
+// cluster, and those of the same part of K load together.
 //
 // STREAM (stream-K): each block takes an equal span of all the tiles' K steps, so no multiprocessor idles in a last wave. A tile that spans
 // share is finished by the one that has its first K steps: see conv_stream.cuh.
@@ -101,8 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     if (threadIdx.x == 0) mark(8);
     const u32 base = smem_address(shared);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform, and known to be
-    const int rank = SPLIT > 1 ? int(cluster_rank()) : 0;
-    const int sharer = SHARERS > 1 ? int(cluster_rank()) : 0;
+    const int rank = split_rank(), sharer = SHARERS > 1 ? int(cluster_rank()) / SPLIT : 0;
     const Span span = STREAM ? own_span(p) : Span();
     const Work first = STREAM ? first_work(p, span) : split_work(p, blockIdx.x / (SPLIT * SHARERS), rank);
     const int first_tile = first.tile, k_begin = first.k_begin, k_count = first.k_count, tile_step = gridDim.x / (SPLIT * SHARERS);
@@ -138,10 +138,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     }
     __syncthreads();
     if (SPLIT > 1) cluster_arrive();
-    if (SHARERS > 1) {                             // the peers' barriers count: loads may be multicast
-        cluster_arrive_relaxed();
-        cluster_wait();
-    }
+    else if (SHARERS > 1) cluster_arrive_relaxed();
+    if (SHARERS > 1) cluster_wait();               // the peers' barriers count: loads may be multicast
     grid_launch_dependents();
 
     if (WIDE && warp >= CONSUMERS / 32) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -278,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             if (SHARERS == 1) {
                 if (RELEASERS > 1 || lane == 0) barrier_arrive(empty + 8 * which);
             } else if (lane < PEERS) {
-                cluster_barrier_arrive(cluster_map(empty + 8 * which, peer));
+                cluster_barrier_arrive(cluster_map(empty + 8 * which, peer * SPLIT + rank));
             }
         };
 
@@ -437,7 +435,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #endif
             if (++buffer == OUT_BUFFERS) buffer = 0, buffer_parity ^= 1;
 #else
-            store.finish(p, sum, out + group * Direct::BYTES, reduced, tile_channel + group_channel, tile_pixel + group_pixel);
+            store.finish(p, sum, out + group * Direct::BYTES, reduced, tile_channel + group_channel, tile_pixel + group_pixel, sharer * SPLIT,
+                         SHARERS > 1);
 #endif
         } while (next_work(p, span, work, own_step));
 #if !DIRECT
