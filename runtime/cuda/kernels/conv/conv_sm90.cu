@@ -72,6 +72,9 @@ DEVICE void load_constants(const Params& p, int first, int lane, Channel (&const
 #ifndef MOST_OF_TWO
 #define MOST_OF_TWO 64
 #endif
+#ifndef APART
+#define APART 1
+#endif
 constexpr int SETS = MT * BN <= MOST_OF_TWO && SPAN >= 64 ? 2 : 1;
 
 // One K step: weights [64 * MT][BK] x pixels [BN][BK]; products over 32 bytes of K go to the sets of sums in turn.
@@ -143,11 +146,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     grid_launch_dependents();
 
     if (WIDE && warp >= CONSUMERS / 32) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    const int primed = k_count < STAGES ? k_count : STAGES;
+    // The first stages' pixels: one warp asks for them while another asks for the weights, which blocks that begin late have to do as well.
+    auto prime_pixels = [&] {
+        if (!elect_one()) return;
+        Place to = place(p, first_tile, sharer, k_begin);
+        #pragma unroll 1
+        for (int k = 0; k < primed; k++) load_stage(p, to, sharer, ring + k * STAGE_BYTES, full + 8 * k);
+    };
     if (warp == CONSUMERS / 32) {
         if (elect_one()) {
             Place to = place(p, first_tile, sharer, k_begin);
             if (BATCHED) grid_dependency_wait();   // else weights come first: they depend on no other kernel
-            const int primed = k_count < STAGES ? k_count : STAGES;
             if (WEIGHTS_STATIONARY) {
                 barrier_expect(weights_full, k_count * WEIGHT_BYTES);
                 for (int k = 0; k < k_count; k++)
@@ -161,8 +171,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             mark(0);
             grid_dependency_wait();
             mark(1);
-            #pragma unroll 1
-            for (int k = 0; k < primed; k++) load_stage(p, to, sharer, ring + k * STAGE_BYTES, full + 8 * k);
+            if (APART) {
+                seek(to.at, p, k_begin + primed);
+            } else {
+                #pragma unroll 1
+                for (int k = 0; k < primed; k++) load_stage(p, to, sharer, ring + k * STAGE_BYTES, full + 8 * k);
+            }
             mark(2);
             int stage = primed == STAGES ? 0 : primed, parity = primed == STAGES ? 0 : 1, fresh = STAGES - primed, k = primed;
             auto await_stage = [&] {
@@ -206,6 +220,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         static_assert(!HAS_RESIDUAL && !STREAM && !BATCHED && !PROLOGUE && !WIDE, "rows are normalized behind plain products");
         if (warp == CONSUMERS / 32 + 1) fetch_ahead(p.ahead, lane);
         grid_dependency_wait();
+        if (APART && warp == CONSUMERS / 32 + 1) prime_pixels();
+        __syncwarp();
         constexpr int BUFFERS = OUT_BUFFERS * TURNS;
         int buffer = 0, parity = 1;
         Work work = first;
@@ -223,8 +239,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #endif
     } else if (warp == CONSUMERS / 32 + 1) {
         fetch_ahead(p.ahead, lane);
+        if (APART || (HAS_RESIDUAL && !DIRECT)) grid_dependency_wait();
+        if (APART) prime_pixels();
+        __syncwarp();
         if (HAS_RESIDUAL && !DIRECT && elect_one()) {
-            grid_dependency_wait();
             constexpr int BUFFERS = OUT_BUFFERS * TURNS;   // the turns' buffers alternate
             int buffer = 0, parity = 1, issued = 0;
             Work work = first;
