@@ -33,7 +33,7 @@ ROUNDING = 2.0**-10
 """The most that rounding may change a column of the scaled matrix, relative to its length."""
 TOLD = 0.3e-6
 """Seconds that a product takes longer where it tells the moments of its rows."""
-BESIDE = 0.8e-6
+BESIDE = 1.3e-6
 """Seconds of a norm that others read, which runs beside the product: the edges of the graph to it and from it."""
 MOST_WORK = 2.0e10
 """Operations of the largest products that were faster so. Larger ones run at the power limit, and won nothing (``docs/internals/kernels.md``)."""
