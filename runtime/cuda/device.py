@@ -149,8 +149,8 @@ def arch_here(index: int = 0) -> str:
 
 ALL_SHARED = frozenset({"packed_digits", "conv_sm90", "attention_sm90"})
 """Kernels that want all of L1 as shared memory: they read nothing twice through L1, and the next one's blocks begin while
-theirs run. Without it, fewer blocks of attention run at a time than fit. Others lose by it: products of few rows with 16-bit weights
-(``gemv``) read rows from L1."""
+theirs run. Without it, fewer blocks of attention run at a time than fit. Others lose by it: products of few rows with 16-bit
+weights (``gemv``) read rows from L1."""
 
 
 class Function:
