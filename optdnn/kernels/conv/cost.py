@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from optdnn.kernels.conv.implicit_gemm import SHARES, TWO_SETS, Config, deepest, grid_blocks, refuse, shared_bytes
+from optdnn.kernels.conv.implicit_gemm import FOUR, SHARES, TWO_SETS, Config, deepest, grid_blocks, refuse, shared_bytes
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.ranking import varied_pairs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -97,7 +97,7 @@ def issue(problem: Problem) -> float:
     return norm + 3.0 + own
 
 
-INTENSITY, FEW_ROWS_INTENSITY, MOST_WORK = 100, 80, 1.2e10
+INTENSITY, FEW_ROWS_INTENSITY, MOST_WORK = 100, 88, 1.2e10
 """Operations for a byte, from which on, and operations up to which networks were faster by the model of products. Larger ones run at the
 power limit (``docs/internals/kernels.md``)."""
 
@@ -328,6 +328,22 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
                         yield direct
 
 
+def together(problem: Problem, tile: tuple[int, int, int, int], split: int, device: GpuFacts) -> Iterator[Config]:
+    """Blocks of a product of few rows that share K and load their weights or pixels together, or four that load both, where all of
+    them run at once."""
+    wgm, wgn, mt, bn = tile
+    if problem.pixels not in FEW_ROWS or not mid_size_product(problem):
+        return
+    for share in SHARES[1:] if split > 1 else (FOUR,):
+        one = Config(wgm, wgn, mt, bn, 1, split, share=share)
+        stages = min(12, -(-problem.k_steps // split), deepest(problem, one, device.shared_per_block))
+        if stages < 2 or one.cluster > 16 or one.joint_tiles(problem)[1] > device.clusters_at_once(one.cluster):
+            continue
+        config = replace(one, stages=stages)
+        if refuse(problem, config, shared=device.shared_per_block) is None:
+            yield config
+
+
 def large(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -> Iterator[Config]:
     """Blocks that load together, and warpgroups that take tiles in turn: for tiles that fill the machine."""
     wgm, wgn, mt, bn = tile
@@ -375,7 +391,11 @@ def estimated(
             for split in SPLITS if bn in WIDTHS else SPLITS[:1]:
                 if split > 1 and (split > problem.k_steps or tiles * split > 4 * device.multiprocessors):
                     continue
-                for config in variants(problem, (wgm, wgn, mt, bn), split, device):
+                made = (
+                    *variants(problem, (wgm, wgn, mt, bn), split, device),
+                    *together(problem, (wgm, wgn, mt, bn), split, device),
+                )
+                for config in made:
                     if direct or not config.stores_directly:
                         found.append((estimate(problem, config, device), config))
     return varied_pairs(found, lambda c: (*c.tile, c.split, c.stationary, c.alternate, c.stream), limit)
