@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from optdnn.kernels.conv.implicit_gemm import FOUR, SHARES, TWO_SETS, Config, deepest, grid_blocks, refuse, shared_bytes
+from optdnn.kernels.conv.implicit_gemm import SHARES, TWO_SETS, Config, deepest, grid_blocks, refuse, shared_bytes
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.ranking import varied_pairs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -160,10 +160,9 @@ def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> floa
     waves = -(-tiles // (device.multiprocessors // config.sharers * config.sharers))
     if config.split > 1:
         sums = config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
-        room, clusters = room_for(shared, config.threads + problem.helpers, sums, device), tiles // config.sharers
-        waves = waves_of(clusters, config.cluster, device, room)
+        waves = waves_of(tiles, config.split, device, room_for(shared, config.threads + problem.helpers, sums, device))
         cycles = waves * (first + finish) + (waves - 1) * 1500
-        if waves == 1 < waves_of(clusters, config.cluster, device):
+        if waves == 1 < waves_of(tiles, config.split, device):
             cycles += steps * step / 2
     elif resident > 1:
         rounds, rest = divmod(waves, resident)
@@ -328,22 +327,6 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
                         yield direct
 
 
-def together(problem: Problem, tile: tuple[int, int, int, int], split: int, device: GpuFacts) -> Iterator[Config]:
-    """Blocks of a product of few rows that share K and load their weights or pixels together, or four that load both, where all of
-    them run at once."""
-    wgm, wgn, mt, bn = tile
-    if problem.pixels not in FEW_ROWS or not mid_size_product(problem):
-        return
-    for share in SHARES[1:] if split > 1 else (FOUR,):
-        one = Config(wgm, wgn, mt, bn, 1, split, share=share)
-        stages = min(12, -(-problem.k_steps // split), deepest(problem, one, device.shared_per_block))
-        if stages < 2 or one.cluster > 16 or one.joint_tiles(problem)[1] > device.clusters_at_once(one.cluster):
-            continue
-        config = replace(one, stages=stages)
-        if refuse(problem, config, shared=device.shared_per_block) is None:
-            yield config
-
-
 def large(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -> Iterator[Config]:
     """Blocks that load together, and warpgroups that take tiles in turn: for tiles that fill the machine."""
     wgm, wgn, mt, bn = tile
@@ -391,11 +374,7 @@ def estimated(
             for split in SPLITS if bn in WIDTHS else SPLITS[:1]:
                 if split > 1 and (split > problem.k_steps or tiles * split > 4 * device.multiprocessors):
                     continue
-                made = (
-                    *variants(problem, (wgm, wgn, mt, bn), split, device),
-                    *together(problem, (wgm, wgn, mt, bn), split, device),
-                )
-                for config in made:
+                for config in variants(problem, (wgm, wgn, mt, bn), split, device):
                     if direct or not config.stores_directly:
                         found.append((estimate(problem, config, device), config))
     return varied_pairs(found, lambda c: (*c.tile, c.split, c.stationary, c.alternate, c.stream), limit)

@@ -127,7 +127,7 @@ class Config:
         return channels, problem.count * channels * -(-problem.pixels // (self.tile[1] * self.share[1]))
 
 
-SHARES, FOUR = ((1, 1), (2, 1), (1, 2)), (2, 2)
+SHARES = ((1, 1), (2, 1), (1, 2))
 """Clusters that load together. Of two blocks, since multiprocessors come in pairs: clusters of four do not fill an H200, and a grid
 of them took twice as long."""
 WIDE_REGISTERS = 232
@@ -248,14 +248,12 @@ def refuse_scatter(problem: Problem, stores_directly: bool) -> str | None:
 def _refuse_sharing(config: Config) -> str | None:
     """Why blocks of a cluster cannot load together, or None."""
     over_channels, over_pixels = config.share
-    if config.share not in (*SHARES, FOUR):
+    if config.share not in SHARES:
         return "not a cluster of this kernel"
-    if config.cluster > 16:
-        return "a cluster has up to 16 blocks"
     if config.bn % (8 * over_channels) or config.tile[0] % (8 * over_pixels):
         return "the parts that blocks load for one another are whole groups of eight rows"
-    if config.stationary or config.direct:
-        return "blocks that load together keep no weights, and store by TMA, or share K"
+    if config.stationary or config.stores_directly:
+        return "blocks that load together keep no weights, and store by TMA"
     return None
 
 
@@ -333,7 +331,7 @@ def grid_blocks(problem: Problem, config: Config, device: GpuFacts) -> int:
     """Blocks to launch: every tile once for direct stores, a persistent grid otherwise."""
     channel_tiles, tiles = config.joint_tiles(problem)
     if config.stores_directly:
-        return tiles * config.cluster
+        return tiles * config.split
     if config.stream:
         spans = tiles * max(1, min(problem.k_steps // LEAST_SPAN, 1 + math.isqrt(problem.k_steps)))
         return min(device.multiprocessors * config.blocks, spans)

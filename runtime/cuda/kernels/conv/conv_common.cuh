@@ -199,19 +199,19 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
     }
 
     // ``memory``: BYTES of shared memory of this warpgroup, at the same address in every block of the cluster. ``first_channel`` and
-    // ``first_pixel``, of the warpgroup, are for moments. ``first_rank``: in the cluster, of those that share K; ``met``: all of them have begun.
+    // ``first_pixel``, of the warpgroup, are for moments.
     __device__ __forceinline__ void finish(const Params& p, Acc (&acc)[M_TILES][COLUMNS / 2], u32 memory, u32 reduced, int first_channel = 0,
-                                           int first_pixel = 0, int first_rank = 0, bool met = false) {
+                                           int first_pixel = 0) {
         const u32 own_fragment = (quarter * 32 + lane) * 16;
         if (SPLIT_WAYS > 1) {
             __syncwarp();
-            if (!met) cluster_wait();              // the peers run, and their barriers count: their shared memory may be written
+            cluster_wait();                        // the peers run, and their barriers count: their shared memory may be written
             #pragma unroll
             for (int m = 0; m < M_TILES; m++) {
                 #pragma unroll
                 for (int j = 0; j < COLUMNS / 8; j++) {
                     const u32 slot = memory + ((m * SLOTS + j / SPLIT_WAYS) * SPLIT_WAYS + rank) * 2048 + own_fragment;
-                    cluster_store_async(cluster_map(slot, first_rank + j % SPLIT_WAYS), cluster_map(reduced, first_rank + j % SPLIT_WAYS), &acc[m][j * 4]);
+                    cluster_store_async(cluster_map(slot, j % SPLIT_WAYS), cluster_map(reduced, j % SPLIT_WAYS), &acc[m][j * 4]);
                 }
             }
             if (!owns(rank)) return;

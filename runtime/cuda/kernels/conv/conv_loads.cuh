@@ -32,18 +32,6 @@ DEVICE void advance(Cursor& at, const Params& p) {
 DEVICE int channel_rank(int sharer) { return sharer % SHARE_CHANNELS; }
 DEVICE int pixel_rank(int sharer) { return sharer / SHARE_CHANNELS; }
 
-// This block among those that share K.
-DEVICE int split_rank() { return SPLIT > 1 ? int(cluster_rank()) % SPLIT : 0; }
-
-// The ranks in the cluster of these sharers (bits).
-DEVICE u16 ranks_of(u32 sharers) {
-    if (SPLIT == 1) return u16(sharers);
-    u32 ranks = 0;
-    #pragma unroll
-    for (int i = 0; i < SHARE_CHANNELS * SHARE_PIXELS; i++) ranks |= (sharers >> i & 1) << (i * SPLIT);
-    return u16(ranks << split_rank());
-}
-
 struct Batch {                                     // which product of a stack
     int inner, outer;
 };
@@ -65,7 +53,7 @@ DEVICE void load_pixels(u32 target, const TensorMap* map, u32 barrier, const Sou
     const int c = at.block * BK + (BANDED ? at.band : 0), x = w * s.stride_w - s.pad_w, y = h * s.stride_h - s.pad_h;
     const u16 tap_w = u16(at.tap_w * s.dilation_w), tap_h = u16(at.tap_h * s.dilation_h);
     if (SHARE_CHANNELS > 1) {                      // the blocks of the other channels multiply the same pixels
-        const u16 to = ranks_of(((1u << SHARE_CHANNELS) - 1) << (pixel_rank(sharer) * SHARE_CHANNELS));
+        const u16 to = u16(((1 << SHARE_CHANNELS) - 1) << (pixel_rank(sharer) * SHARE_CHANNELS));
         target += channel_rank(sharer) * PIXEL_PART * SPAN;
         if (MODE == 0) tma_multicast_2d(target, map, barrier, c, first, to);
         else tma_multicast_im2col(target, map, barrier, c, x, y, n, tap_w, tap_h, to);
@@ -86,7 +74,7 @@ DEVICE void load_frames(const Params& p, u32 target, const TensorMap* map, u32 b
     const int z = (n - image * d.out) * d.stride + d.first;
     const u16 tap_w = u16(at.tap_w * s.dilation_w), tap_h = u16(at.tap_h * s.dilation_h), tap_d = u16(tap * d.dilation);
     if (SHARE_CHANNELS > 1) {
-        const u16 to = ranks_of(((1u << SHARE_CHANNELS) - 1) << (pixel_rank(sharer) * SHARE_CHANNELS));
+        const u16 to = u16(((1 << SHARE_CHANNELS) - 1) << (pixel_rank(sharer) * SHARE_CHANNELS));
         target += channel_rank(sharer) * PIXEL_PART * SPAN;
         tma_multicast_im2col_5d(target, map, barrier, c, x, y, z, image, tap_w, tap_h, tap_d, to);
     } else {
@@ -101,7 +89,7 @@ DEVICE void load_weights(const Params& p, u32 target, u32 barrier, int sharer, i
         #pragma unroll
         for (int i = 0; i < SHARE_PIXELS; i++) to |= 1u << (i * SHARE_CHANNELS);
         const int part = pixel_rank(sharer) * WEIGHT_PART;
-        tma_multicast_2d(target + part * SPAN, &p.weights, barrier, k * BK, channel + part, ranks_of(to << channel_rank(sharer)));
+        tma_multicast_2d(target + part * SPAN, &p.weights, barrier, k * BK, channel + part, u16(to << channel_rank(sharer)));
     } else if (ACROSS) {
         #pragma unroll
         for (int i = 0; i < TILE_CHANNELS / 64; i++)

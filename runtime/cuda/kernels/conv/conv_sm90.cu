@@ -13,8 +13,7 @@
 //
 // ALTERNATE: two warpgroups take whole tiles in turn, so that the one multiplies while the other finishes. SHARE_CHANNELS x SHARE_PIXELS
 // blocks of a cluster take neighbouring tiles: each loads a part of what they have in common and multicasts it, since what 132
-// multiprocessors may ask of L2 is less than their tensor cores can take. With SPLIT > 1 the blocks that share K follow one another in the
-// cluster, and those of the same part of K load together.
+// multiprocessors may ask of L2 is less than their tensor cores can take.
 //
 // STREAM (stream-K): each block takes an equal span of all the tiles' K steps, so no multiprocessor idles in a last wave. A tile that spans
 // share is finished by the one that has its first K steps: see conv_stream.cuh.
@@ -69,13 +68,7 @@ DEVICE void load_constants(const Params& p, int first, int lane, Channel (&const
     for (int m = 0; m < MT; m++) load_channel_pair(p, first + m * 64, lane, constants[m]);
 }
 
-#ifndef MOST_OF_TWO
-#define MOST_OF_TWO 64
-#endif
-#ifndef APART
-#define APART 1
-#endif
-constexpr int SETS = MT * BN <= MOST_OF_TWO && SPAN >= 64 ? 2 : 1;
+constexpr int SETS = MT * BN <= 64 && SPAN >= 64 ? 2 : 1;
 
 // One K step: weights [64 * MT][BK] x pixels [BN][BK]; products over 32 bytes of K go to the sets of sums in turn.
 DEVICE void multiply(Acc (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, int k) {
@@ -105,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     if (threadIdx.x == 0) mark(8);
     const u32 base = smem_address(shared);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform, and known to be
-    const int rank = split_rank(), sharer = SHARERS > 1 ? int(cluster_rank()) / SPLIT : 0;
+    const int rank = SPLIT > 1 ? int(cluster_rank()) : 0;
+    const int sharer = SHARERS > 1 ? int(cluster_rank()) : 0;
     const Span span = STREAM ? own_span(p) : Span();
     const Work first = STREAM ? first_work(p, span) : split_work(p, blockIdx.x / (SPLIT * SHARERS), rank);
     const int first_tile = first.tile, k_begin = first.k_begin, k_count = first.k_count, tile_step = gridDim.x / (SPLIT * SHARERS);
@@ -141,23 +135,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     }
     __syncthreads();
     if (SPLIT > 1) cluster_arrive();
-    else if (SHARERS > 1) cluster_arrive_relaxed();
-    if (SHARERS > 1) cluster_wait();               // the peers' barriers count: loads may be multicast
+    if (SHARERS > 1) {                             // the peers' barriers count: loads may be multicast
+        cluster_arrive_relaxed();
+        cluster_wait();
+    }
     grid_launch_dependents();
 
     if (WIDE && warp >= CONSUMERS / 32) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    const int primed = k_count < STAGES ? k_count : STAGES;
-    // The first stages' pixels: one warp asks for them while another asks for the weights, which blocks that begin late have to do as well.
-    auto prime_pixels = [&] {
-        if (!elect_one()) return;
-        Place to = place(p, first_tile, sharer, k_begin);
-        #pragma unroll 1
-        for (int k = 0; k < primed; k++) load_stage(p, to, sharer, ring + k * STAGE_BYTES, full + 8 * k);
-    };
     if (warp == CONSUMERS / 32) {
         if (elect_one()) {
             Place to = place(p, first_tile, sharer, k_begin);
             if (BATCHED) grid_dependency_wait();   // else weights come first: they depend on no other kernel
+            const int primed = k_count < STAGES ? k_count : STAGES;
             if (WEIGHTS_STATIONARY) {
                 barrier_expect(weights_full, k_count * WEIGHT_BYTES);
                 for (int k = 0; k < k_count; k++)
@@ -171,12 +160,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             mark(0);
             grid_dependency_wait();
             mark(1);
-            if (APART) {
-                seek(to.at, p, k_begin + primed);
-            } else {
-                #pragma unroll 1
-                for (int k = 0; k < primed; k++) load_stage(p, to, sharer, ring + k * STAGE_BYTES, full + 8 * k);
-            }
+            #pragma unroll 1
+            for (int k = 0; k < primed; k++) load_stage(p, to, sharer, ring + k * STAGE_BYTES, full + 8 * k);
             mark(2);
             int stage = primed == STAGES ? 0 : primed, parity = primed == STAGES ? 0 : 1, fresh = STAGES - primed, k = primed;
             auto await_stage = [&] {
@@ -220,8 +205,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         static_assert(!HAS_RESIDUAL && !STREAM && !BATCHED && !PROLOGUE && !WIDE, "rows are normalized behind plain products");
         if (warp == CONSUMERS / 32 + 1) fetch_ahead(p.ahead, lane);
         grid_dependency_wait();
-        if (APART && warp == CONSUMERS / 32 + 1) prime_pixels();
-        __syncwarp();
         constexpr int BUFFERS = OUT_BUFFERS * TURNS;
         int buffer = 0, parity = 1;
         Work work = first;
@@ -239,10 +222,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #endif
     } else if (warp == CONSUMERS / 32 + 1) {
         fetch_ahead(p.ahead, lane);
-        if (APART || (HAS_RESIDUAL && !DIRECT)) grid_dependency_wait();
-        if (APART) prime_pixels();
-        __syncwarp();
         if (HAS_RESIDUAL && !DIRECT && elect_one()) {
+            grid_dependency_wait();
             constexpr int BUFFERS = OUT_BUFFERS * TURNS;   // the turns' buffers alternate
             int buffer = 0, parity = 1, issued = 0;
             Work work = first;
@@ -294,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             if (SHARERS == 1) {
                 if (RELEASERS > 1 || lane == 0) barrier_arrive(empty + 8 * which);
             } else if (lane < PEERS) {
-                cluster_barrier_arrive(cluster_map(empty + 8 * which, peer * SPLIT + rank));
+                cluster_barrier_arrive(cluster_map(empty + 8 * which, peer));
             }
         };
 
@@ -453,8 +434,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #endif
             if (++buffer == OUT_BUFFERS) buffer = 0, buffer_parity ^= 1;
 #else
-            store.finish(p, sum, out + group * Direct::BYTES, reduced, tile_channel + group_channel, tile_pixel + group_pixel, sharer * SPLIT,
-                         SHARERS > 1);
+            store.finish(p, sum, out + group * Direct::BYTES, reduced, tile_channel + group_channel, tile_pixel + group_pixel);
 #endif
         } while (next_work(p, span, work, own_step));
 #if !DIRECT
