@@ -147,10 +147,9 @@ def arch_here(index: int = 0) -> str:
     return arch_of(*(device_attribute(f"COMPUTE_CAPABILITY_{part}", index) for part in ("MAJOR", "MINOR")))
 
 
-ALL_SHARED = frozenset({"packed_digits", "conv_sm90", "attention_sm90"})
+ALL_SHARED = frozenset({"packed_digits"})
 """Kernels that want all of L1 as shared memory: they read nothing twice through L1, and the next one's blocks begin while
-theirs run. Without it, fewer blocks of attention run at a time than fit. Others lose by it: products of few rows with 16-bit
-weights (``gemv``) read rows from L1."""
+theirs run. Others lose by it: products of few rows with 16-bit weights read rows from L1."""
 
 
 class Function:

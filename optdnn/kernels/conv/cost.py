@@ -53,7 +53,7 @@ PRODUCT_LATENCY = 1.1e-6  # s
 # Of products of few rows, whose weights few tiles share: all blocks together wait for them. Fitted to 165 timings of 14 products, and to
 # 572 of whole networks with one of their products in another configuration.
 FEW_ROWS = range(128, 401)
-FEW_ROWS_TWO_SETS = 1.0
+FEW_ROWS_TWO_SETS = 40  # columns beyond which two sets of sums cost nothing
 FEW_ROWS_RING, FEW_ROWS_MEETING = 1440.0, 780.0
 TOGETHER_PER_CLOCK = 6500.0  # bytes of weights that all multiprocessors load per cycle, where up to
 SHARING_TILES = 11  # tiles of pixels share them; more of them find them in L2
@@ -128,8 +128,8 @@ def _step(problem: Problem, config: Config, device: GpuFacts) -> float:
     shared = products * (2048 + config.bn * 32) / 128 + STORED * _streamed_bytes(problem, config) / 128
     load = _streamed_bytes(problem, config) / PRODUCT_L2
     sums = config.mt * config.bn
-    two = FEW_ROWS_TWO_SETS if problem.pixels in FEW_ROWS else TWO_SETS_COST
-    cost = two if sums <= TWO_SETS else LONE_COST if config.tile[0] == 64 and sums > 128 else 1.0
+    two = sums <= (FEW_ROWS_TWO_SETS if problem.pixels in FEW_ROWS else TWO_SETS)
+    cost = TWO_SETS_COST if two else LONE_COST if config.tile[0] == 64 and sums > 128 else 1.0
     parts = (multiply, shared, load, _together(problem, config, device))
     return cost * math.pow(sum(part**BESIDE for part in parts), 1 / BESIDE)
 
