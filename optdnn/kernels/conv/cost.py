@@ -53,7 +53,7 @@ PRODUCT_LATENCY = 1.1e-6  # s
 # Of products of few rows, whose weights few tiles share: all blocks together wait for them. Fitted to 165 timings of 14 products, and to
 # 572 of whole networks with one of their products in another configuration.
 FEW_ROWS = range(128, 401)
-FEW_ROWS_TWO_SETS = 40  # columns beyond which two sets of sums cost nothing
+FEW_ROWS_TWO_SETS = 56  # columns beyond which two sets of sums cost nothing
 FEW_ROWS_RING, FEW_ROWS_MEETING = 1440.0, 780.0
 TOGETHER_PER_CLOCK = 6500.0  # bytes of weights that all multiprocessors load per cycle, where up to
 SHARING_TILES = 11  # tiles of pixels share them; more of them find them in L2
