@@ -141,6 +141,8 @@ class Builder:
     """Whether fp32 tensors have a multiple of CHANNEL_ALIGN channels per pixel, too (where products are of tf32)."""
     row_invariant: bool = False
     """Whether a row of a batch must have the same bits for any batch size."""
+    lanes: bool = True
+    """Whether independent steps may run side by side."""
     reserved: dict[Value, TensorView] = field(default_factory=dict)
     """Values that must be written to a place chosen beforehand: network outputs, and parts of concatenations."""
     fetch: Callable[[Value], TensorView | None] = field(default=lambda value: None)

@@ -190,7 +190,7 @@ def plan(
     """
     b = Builder(graph, gpu, kept=constants or ConstantCache())
     b.padded = any(map(has_tf32, graph.ops()))
-    b.row_invariant = selection.row_invariant
+    b.row_invariant, b.lanes = selection.row_invariant, options.streams != 1
     host = HostSide(b, frozenset({*TACTICS, *VIEWS}))
     inputs, outputs = _borders(b)
     Planner(b, host, selection, visit, options.strict, to_host or {}).run()

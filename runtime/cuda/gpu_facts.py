@@ -55,8 +55,9 @@ class GpuFacts:
         return next(count for measured, count in self.clusters if measured >= size)
 
 
-H200_CLUSTERS = ((1, 132), (2, 66), (4, 30), (8, 15), (16, 7))
-"""Grids of 32 clusters of four, 40 of three, 24 of five or 20 of six took half as long again as one that fits (28 of four)."""
+H200_CLUSTERS = ((1, 132), (2, 66), (3, 32), (4, 30), (6, 16), (8, 15), (16, 7))
+"""Grids of 32 clusters of four, 40 of three, 24 of five or 20 of six took half as long again as one that fits (28 of four, 32 of
+three, 16 of six)."""
 SHARED = {
     **dict.fromkeys(((8, 0), (8, 7)), (166912, 167936)),
     **dict.fromkeys(((8, 6), (8, 9), (12, 0), (12, 1)), (101376, 102400)),

@@ -50,8 +50,10 @@ PRODUCT_L2, FILL = 85.0, 20.0  # bytes per cycle that a block loads; of the firs
 TWO_SETS_COST, LONE_COST = 1.12, 1.06  # of steps whose sums are in two sets; of wide ones of one warpgroup
 MEETING, SUMS_SENT = 1500.0, 17.0  # of blocks that share K: cycles; bytes per cycle
 PRODUCT_LATENCY = 1.1e-6  # s
-# Of products of few rows, whose weights few tiles share: all blocks together wait for them. Fitted to 165 timings of 14 products.
-FEW_ROWS = range(160, 401)
+# Of products of few rows, whose weights few tiles share: all blocks together wait for them. Fitted to 165 timings of 14 products, and to
+# 572 of whole networks with one of their products in another configuration.
+FEW_ROWS = range(128, 401)
+FEW_ROWS_TWO_SETS = 56  # columns beyond which two sets of sums cost nothing
 FEW_ROWS_RING, FEW_ROWS_MEETING = 1440.0, 780.0
 TOGETHER_PER_CLOCK = 6500.0  # bytes of weights that all multiprocessors load per cycle, where up to
 SHARING_TILES = 11  # tiles of pixels share them; more of them find them in L2
@@ -95,7 +97,7 @@ def issue(problem: Problem) -> float:
     return norm + 3.0 + own
 
 
-INTENSITY, MOST_WORK = 100, 1.2e10
+INTENSITY, FEW_ROWS_INTENSITY, MOST_WORK = 100, 88, 1.2e10
 """Operations for a byte, from which on, and operations up to which networks were faster by the model of products. Larger ones run at the
 power limit (``docs/internals/kernels.md``)."""
 
@@ -103,7 +105,8 @@ power limit (``docs/internals/kernels.md``)."""
 def mid_size_product(problem: Problem) -> bool:
     """Whether it is a product of 16-bit rows with one matrix, of the sizes that :func:`_product_seconds` is for."""
     plain = problem.rows_alone and problem.out_size == (1, 1) and problem.beside is None and problem.item == 2
-    return plain and INTENSITY * problem.bytes <= problem.flops <= MOST_WORK
+    least = FEW_ROWS_INTENSITY if problem.pixels in FEW_ROWS else INTENSITY
+    return plain and least * problem.bytes <= problem.flops <= MOST_WORK
 
 
 def _together(problem: Problem, config: Config, device: GpuFacts) -> float:
@@ -125,7 +128,8 @@ def _step(problem: Problem, config: Config, device: GpuFacts) -> float:
     shared = products * (2048 + config.bn * 32) / 128 + STORED * _streamed_bytes(problem, config) / 128
     load = _streamed_bytes(problem, config) / PRODUCT_L2
     sums = config.mt * config.bn
-    cost = TWO_SETS_COST if sums <= TWO_SETS else LONE_COST if config.tile[0] == 64 and sums > 128 else 1.0
+    two = sums <= (FEW_ROWS_TWO_SETS if problem.pixels in FEW_ROWS else TWO_SETS)
+    cost = TWO_SETS_COST if two else LONE_COST if config.tile[0] == 64 and sums > 128 else 1.0
     parts = (multiply, shared, load, _together(problem, config, device))
     return cost * math.pow(sum(part**BESIDE for part in parts), 1 / BESIDE)
 

@@ -1,7 +1,8 @@
 """Products of normalized rows without a launch for the norm.
 
 The product that makes the rows tells their moments (mean and squared deviations of each 64 channels). The product of the normalized rows
-reads the rows as they are, with a matrix whose rows are scaled, and applies the norm to its sums (``conv_moments.cuh``).
+reads the rows as they are, with a matrix whose rows are scaled, and applies the norm to its sums (``conv_moments.cuh``). Where others
+read the normalized rows (BERT's residuals), the norm's launch stays, and runs beside the product.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ ROUNDING = 2.0**-10
 """The most that rounding may change a column of the scaled matrix, relative to its length."""
 TOLD = 0.3e-6
 """Seconds that a product takes longer where it tells the moments of its rows."""
+BESIDE = 1.3e-6
+"""Seconds of a norm that others read, which runs beside the product: the edges of the graph to it and from it."""
 MOST_WORK = 2.0e10
 """Operations of the largest products that were faster so. Larger ones run at the power limit, and won nothing (``docs/internals/kernels.md``)."""
 
@@ -87,13 +90,23 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
             return "moments are summed in another order where the launch before has other tiles"
         if (why := _ROWS.refuse_rows(b, found.norm)) is not None:
             return f"the norm: {why}"
-        own = {op.id, *(x.id for x in self.others(b.graph, op))}
-        if {u.id for u in b.graph.users(found.norm.value)} - own or found.norm.value in b.reserved:
-            return "others read the normalized rows"
+        if self._stays(b, op, found) and not b.lanes:
+            return "others read the normalized rows, and steps run one after the other"
+        if any(u.kind in PRODUCTS and u.inputs[0] == found.norm.value for u in self._readers(b, op, found)):
+            return "other products read the normalized rows"
         depth = b.graph.type(found.rows).static_shape[-1]
         if depth % MOMENT_CHANNELS:
             return f"rows of {depth} channels are not whole groups of {MOMENT_CHANNELS}"
         return self._unplaced(b, op, found) or self._unfit(b, op, found)
+
+    def _readers(self, b: Builder, op: Op, found: _Around) -> list[Op]:
+        """The operators beyond this launch that read the normalized rows."""
+        own = {op.id, *(x.id for x in self.others(b.graph, op))}
+        return [u for u in b.graph.users(found.norm.value) if u.id not in own]
+
+    def _stays(self, b: Builder, op: Op, found: _Around) -> bool:
+        """Whether the norm's own launch stays for others, beside the product."""
+        return bool(self._readers(b, op, found)) or found.norm.value in b.reserved
 
     def _unplaced(self, b: Builder, op: Op, found: _Around) -> str | None:
         """Why the launches do not meet in the rows as they lie."""
@@ -136,11 +149,10 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
         norm, alone, own = (
             t.configs(b, x)[0].seconds or 0.0 for t, x in ((_ROWS, found.norm), (self.alone, op), (self, op))
         )
-        if own + TOLD < norm + alone:
+        own += TOLD + (BESIDE if self._stays(b, op, found) else 0.0)
+        if own < norm + alone:
             return None
-        return (
-            f"norm and product are predicted to take {(norm + alone) * 1e6:.1f} us, one launch {(own + TOLD) * 1e6:.1f}"
-        )
+        return f"norm and product are predicted to take {(norm + alone) * 1e6:.1f} us, one launch {own * 1e6:.1f}"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The norm, what makes its rows, and the other products."""
@@ -148,10 +160,11 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
         return [] if found is None else [found.norm, found.maker, *self.others(graph, op)]
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The norm and the products."""
+        """The norm, unless others read it, and the products."""
         found = _around(b.graph, op)
         assert found is not None
-        return Region(op, before=(found.norm, *self.others(b.graph, op)))
+        norm = () if self._stays(b, op, found) else (found.norm,)
+        return Region(op, before=(*norm, *self.others(b.graph, op)))
 
     def place(self, b: Builder, op: Op) -> None:
         """The result, and the moments that the launch before tells."""

@@ -296,8 +296,12 @@ def test_a_name_tells_the_configuration_and_nothing_else_is_one() -> None:
         (2048, 768, 3072, ADD, ["2x1m1n96s7o1b1", "2x1m1n104s6o1b1"]),
         (257, 768, 3072, ADD, ["1x2m1n72s6k4b1", "1x1m1n56s12k2b1", "1x1m1n72s11k2b1"]),
         (257, 3072, 768, (("bias",), ("gelu",)), ["1x1m1n136s8o1b1c1x2", "1x1m1n136s7o1b1ac1x2"]),
-        (197, 384, 1536, ADD, ["1x1m1n40s6k4b1", "1x1m1n40s6k4b2", "1x1m1n40s7k3b2", "1x1m1n40s8k3b1"]),
+        (197, 384, 1536, ADD, ["1x1m1n40s6k4b1", "1x1m1n40s6k4b2", "1x1m1n40s7k3b2"]),
         (197, 1024, 1024, ADD, ["1x1m1n40s12o1b1", "1x1m1n40s8o1b2"]),
+        (197, 1024, 4096, ADD, ["1x1m1n104s8k3b1", "1x2m1n104s4k6b1"]),
+        (128, 1024, 1024, ADD, ["1x1m1n32s8k2b1", "1x1m1n32s8k2b2"]),
+        (128, 1024, 4096, ADD, ["1x1m1n128s7k6b1", "1x1m1n64s12k3b1"]),
+        (256, 1024, 3584, ADD, ["1x1m1n64s12k2b1", "1x2m1n32s12k2b1"]),
     ],
 )
 def test_products_take_what_was_fast(

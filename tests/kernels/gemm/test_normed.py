@@ -97,6 +97,16 @@ def test_no_launch_normalizes(name: str) -> None:
 
 
 @pytest.mark.usefixtures("wanted")
+def test_a_norm_that_others_read_runs_beside_the_product() -> None:
+    n = Net()
+    program = check_simulated(n.done(_residual_of_norm(n)))
+    assert {"RowMoments", "NormedProduct", "LayerNormalization"} <= {*kinds(program)}
+    n = Net()
+    lanes = lowered(n.done(_residual_of_norm(n)), precision="fp16", streams=2, no_cubins=True).lanes
+    assert {s.lane for s in lanes} == {0, 1}
+
+
+@pytest.mark.usefixtures("wanted")
 def test_large_means_cancel() -> None:
     """Rows whose mean is 60 times their deviation lose what 16 bits lose, and no more."""
     n = Net()
@@ -169,7 +179,8 @@ def _huge_scale(n: Net) -> Value:
     ("build", "options", "because"),
     [
         (_no_product, {}, "its rows are not the normalized rows of another product"),
-        (_residual_of_norm, {}, "others read the normalized rows"),
+        (_residual_of_norm, {"streams": 1}, "others read the normalized rows, and steps run one after the other"),
+        (gated, {}, "other products read the normalized rows"),
         (_odd, {}, "rows of 72 channels are not whole groups of 64"),
         (_added, {}, "its stages read other tensors"),
         (_tiny_scale, {}, "the matrix times the norm's scale does not fit 16 bits"),

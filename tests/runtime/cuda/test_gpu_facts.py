@@ -80,7 +80,7 @@ def test_another_hopper_gpu_has_its_own_facts() -> None:
     gpu = of_attributes("NVIDIA H20", told.__getitem__)
     assert (gpu.arch, gpu.multiprocessors, gpu.l2_bytes, gpu.matrix_ops, gpu.slug) == ("sm_90a", 78, 50 << 20, 4096, "")
     assert (gpu.clock, round(gpu.bandwidth / 1e9)) == (1.98e9, 4917)
-    assert [gpu.clusters_at_once(n) for n in (1, 2, 3, 16)] == [78, 39, 17, 4]
+    assert [gpu.clusters_at_once(n) for n in (1, 2, 3, 16)] == [78, 39, 18, 4]
 
 
 def test_a_geforce_card_has_half_of_the_rate() -> None:

@@ -95,6 +95,7 @@ DEVICE void leave() {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
+    if (threadIdx.x == 0) mark(8);
     const u32 base = smem_address(shared);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform, and known to be
     const int rank = SPLIT > 1 ? int(cluster_rank()) : 0;
