@@ -78,6 +78,7 @@ RULES: Mapping[str, str] = {
     "image_to_tokens": "conversions from images to tokens removed",
     "tokens_to_image": "conversions from tokens to images removed",
     "activate_image": "activations of tokens moved to the image",
+    "partial_sum": "additions to some channels of a convolution made additions to all",
     "pool_last": "average pools moved after convolutions with fewer channels",
     "patch_rows": "patch embeddings written as matrix products",
     "channels_last": "operators given channels last",

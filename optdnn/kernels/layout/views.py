@@ -316,7 +316,8 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
         last = bool(out.layout) and axis == 1
         volume = len(out.static_shape) == 5 and axis == 1
         rows = not (out.layout or outer or volume) and axis == len(out.static_shape) - 1
-        if not (outer or last or volume or rows) or any(b.graph.type(v).layout != out.layout for v in values):
+        made = [v for v in values if b.graph.constant_value(v) is None]  # constants are copied from any order
+        if not (outer or last or volume or rows) or any(b.graph.type(v).layout != out.layout for v in made):
             continue
         held = [b.reserved.get(v) for v in values]
         if all(p is not None for p in held) and op.value not in b.reserved and _consecutive(held, axis):
