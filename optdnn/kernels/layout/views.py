@@ -304,7 +304,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
 
     The last concatenation chooses first, so that chains of growing ones (DenseNet) share one buffer. A part must come from an
     operator of ``kernels`` (kinds that can write to any place), and lie at a multiple of 8 channels for TMA's sake. Where channels are the
-    last axis (rows), only convolutions whose result is transposed write in place.
+    last axis (rows), only convolutions whose result is transposed write in place. Products write the rows of an image in place.
     """
     for op in reversed(b.graph.order()):
         if op.kind != "Concat" or any(v is not None and not b.graph.type(v).is_static for v in (*op.inputs, op.value)):
@@ -336,6 +336,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
                 (b.graph.op(v).kind in kernels and not rows)
                 or (volume and _behind_views(b, v).kind in {*kernels, "Concat"})
                 or (rows and _behind_views(b, v).kind == "Conv")
+                or (last and _is_image_of_rows(b, v))
             )
             and b.graph.constant_value(v) is None
             for v in values
@@ -352,7 +353,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
             if may and (not (last or rows) or (joint.offset + int(start)) % 8 == 0):
                 shape = b.graph.type(v).static_shape
                 b.reserved[v] = joint.view(shape, joint.strides, int(start) * joint.strides[axis])
-                if volume or rows:
+                if volume or rows or b.graph.op(v).kind == "Transpose":
                     _reserve_before(b, v)
 
 
@@ -362,6 +363,14 @@ def _behind_views(b: Builder, value: Value) -> Op:
     while op.kind in ("Transpose", "Reshape") and op.inputs[0] is not None:
         op = b.graph.op(op.inputs[0])
     return op
+
+
+def _is_image_of_rows(b: Builder, value: Value) -> bool:
+    """Whether a value is a view of the rows of a product that have no other reader."""
+    op = b.graph.op(value)
+    while op.kind in ("Transpose", "Reshape") and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
+        op = b.graph.op(op.inputs[0])
+    return op.kind in ("MatMul", "Gemm") and op.value != value
 
 
 def _reserve_before(b: Builder, value: Value) -> None:
