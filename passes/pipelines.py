@@ -52,6 +52,7 @@ from optdnn.passes.transform_products import TransformProducts
 from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
 from optdnn.passes.unrolled_scans import UnrolledScans
+from optdnn.passes.window_products import WindowProducts
 from optdnn.target_name import TargetName
 
 CLEAN: tuple[Pass, ...] = (
@@ -124,6 +125,7 @@ O2_GPU: tuple[Pass, ...] = (
     ChannelShuffles(),  # before epilogues: halves of channels would have stages
     PartialSums(),  # before epilogues, which take in the additions
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
+    WindowProducts(),  # before the transposes that it adds are merged
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
     GatherRows(),  # when no views can be merged any more

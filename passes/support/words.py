@@ -79,6 +79,7 @@ RULES: Mapping[str, str] = {
     "image_to_tokens": "conversions from images to tokens removed",
     "tokens_to_image": "conversions from tokens to images removed",
     "activate_image": "activations of tokens moved to the image",
+    "product_of_windows": "windows read where they lie, in the order of the product that reads them",
     "partial_sum": "additions to some channels of a convolution made additions to all",
     "pool_last": "average pools moved after convolutions with fewer channels",
     "patch_rows": "patch embeddings written as matrix products",
