@@ -124,11 +124,14 @@ def _loops(places: Array, shape: Sequence[int]) -> list[Loop] | None:
         rest = table[:, 0]
     strides = [math.prod(shape[a + 1 :]) for a in range(len(shape))]
     loops: list[Loop] = []
-    for count, step in reversed(found):
-        axis = next(a for a in range(len(shape)) if strides[a] <= step and shape[a] > 1)
-        if step % strides[axis]:
-            return None
-        loops.append(Loop(count, step // strides[axis], axis))
+    for count, step in found:
+        while count > 1:
+            axis = next(a for a in range(len(shape)) if strides[a] <= step and shape[a] > 1)
+            inside = min(count, shape[axis] * strides[axis] // step)  # the rest is along the axis before
+            if step % strides[axis] or count % inside:
+                return None
+            loops.insert(0, Loop(inside, step // strides[axis], axis))
+            count, step = count // inside, step * inside
     reach = [1 + sum((k.count - 1) * k.step for k in loops if k.axis == a) for a in range(len(shape))]
     return loops if all(r <= n for r, n in zip(reach, shape, strict=True)) else None
 
