@@ -128,7 +128,7 @@ def _loops(places: Array, shape: Sequence[int]) -> list[Loop] | None:
         while count > 1:
             axis = next(a for a in range(len(shape)) if strides[a] <= step and shape[a] > 1)
             inside = min(count, shape[axis] * strides[axis] // step)  # the rest is along the axis before
-            if step % strides[axis] or count % inside:
+            if step % strides[axis] or inside < 2 or count % inside:
                 return None
             loops.insert(0, Loop(inside, step // strides[axis], axis))
             count, step = count // inside, step * inside
