@@ -80,7 +80,7 @@ def _chain(graph: Graph, value: Value) -> tuple[Value, list[Op]] | None:
     ops: list[Op] = []
     while True:
         op = graph.op(value)
-        index = graph.constant_value(op.inputs[1]) if op.kind == "Gather" else None  # type: ignore[arg-type]
+        index = graph.constant_value(op.inputs[1]) if op.kind == "Gather" else None
         if not (op.kind in RESHAPES | {"Transpose"} or index is not None) or not graph.type(operand(op)).is_static:
             break
         ops.append(op)
