@@ -273,6 +273,9 @@ def turn_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
     shape = graph.type(operand(op)).static_shape
     if _spread(shape, op.attrs.perm) > _MOST_AXES:
         return Miss("its rows are spread over too many axes")
+    added = producer(graph, norm.inputs[0], {"Add"}, alone=True)
+    if added is not None and not any(behind_anchor(graph, replace(added, inputs=(v,))) for v in added.inputs):
+        return Miss(f"one launch makes {added.name} and {norm.name}")
 
     def build(patch: Patch) -> Value:
         x = operand(norm) if reshape is None else reshaped(patch, operand(norm), shape)

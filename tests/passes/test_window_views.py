@@ -71,6 +71,18 @@ def test_rows_over_too_many_axes_and_of_unknown_sizes() -> None:
     check_refused(HoistViews(), n.done(n.op("Relu", turned)), because="its sizes are not known")
 
 
+@pytest.mark.parametrize("product", [False, True])
+def test_a_norm_stays_with_the_addition_that_its_launch_makes(product: bool) -> None:
+    n = Net()
+    x = n.input(1, 16, 8)
+    total = n.op("Add", n.matmul(x, 8) if product else n.op("Tanh", x), n.input(1, 16, 8, name="residual"))
+    graph = n.done(windows(n, n.op("LayerNormalization", total, n.positive(8)), 1, 2, 2, 2, 2, 8))
+    if product:  # which adds by itself
+        check_pass(HoistViews(), graph, changes=1, rules={"turn_before_norm": 1})
+    else:
+        check_refused(HoistViews(), graph, because="one launch makes")
+
+
 def test_other_norms_are_no_candidates() -> None:
     check_untouched(HoistViews(), normed(readers=2))
     check_untouched(HoistViews(), normed(perm=(0, 1, 3, 2, 5, 4)))  # the rows are torn apart
