@@ -169,9 +169,7 @@ class WholeUnit(Rule):
                     y = patch.add("Relu", [y], step.attrs)
                     continue
                 weight, bias = next(convolutions)
-                y = conv(
-                    patch, y, weight, bias, replace(step.attrs, group=1 if step.attrs.group == 1 else len(weight))
-                )
+                y = conv(patch, y, weight, bias, replace(step.attrs, group=1 if step.attrs.group == 1 else len(weight)))
             return y
 
         return Match((op, *unit.steps), build)

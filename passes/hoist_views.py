@@ -92,11 +92,15 @@ def hoist_view(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _is_added(graph: Graph, op: Op) -> bool:
-    """Whether nothing but views stands between a view and an addition: the product that it hides the addition from would take it in."""
+    """Whether only views stand between a view and an addition, which the product before it would take in."""
     user = graph.sole_user(op.value)
     while user is not None and user.kind in VIEWS:
         op, user = user, graph.sole_user(user.value)
-    return user is not None and user.kind == "Add" and all(graph.type(v).dims == op.outputs[0].type.dims for v in user.inputs if v)
+    return (
+        user is not None
+        and user.kind == "Add"
+        and all(graph.type(v).dims == op.outputs[0].type.dims for v in user.inputs if v)
+    )
 
 
 @pattern_rule(
@@ -256,7 +260,7 @@ def norm_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("turn_before_norm", {"Transpose"})
 def turn_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
-    """``transpose(reshape(norm(x)))`` is ``norm(transpose(reshape(x)))`` where no view changes the rows: a norm writes windows for free."""
+    """``transpose(reshape(norm(x)))`` is ``norm(transpose(reshape(x)))`` where views keep the rows: a norm writes windows for free."""
     reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
     norm = producer(graph, op.inputs[0] if reshape is None else reshape.inputs[0], NORMS, alone=True)
     if norm is None or op.attrs.perm is None:

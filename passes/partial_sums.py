@@ -1,9 +1,9 @@
 """An addition to some channels of a convolution becomes an addition to all of them, a stage of the convolution.
 
-ReXNet (Han et al., 2021) adds its shortcut to the first channels and keeps the others; a dual path network (Chen et al., 2017) adds some
-channels of a result and appends the others. Slices, the addition and a Concat are launches between two convolutions. Here what is added
-has zeros in the other channels, and a convolution whose channels go to several places has filters of zeros between them. (A zero times
-an infinity: an element that has overflowed makes NaN of its pixel's other channels.)
+ReXNet (Han et al., 2021) adds its shortcut to the first channels and keeps the others; a dual path network (Chen et al., 2017)
+adds some channels of a result and appends the others. Slices, the addition and a Concat are launches between two convolutions.
+Here what is added has zeros in the other channels, and a convolution whose channels go to several places has filters of zeros
+between them. (A zero times an infinity: an element that has overflowed makes NaN of its pixel's other channels.)
 """
 
 from __future__ import annotations
@@ -84,7 +84,11 @@ def _terms(graph: Graph, op: Op, additions: set[int]) -> list[Term] | None:
         size = graph.type(value).static_shape[1]
         made_by = graph.op(value)
         for part in made_by.inputs if made_by.id in additions else (value,):
-            if part is None or graph.constant_value(part) is not None or graph.type(part).dims != graph.type(value).dims:
+            if (
+                part is None
+                or graph.constant_value(part) is not None
+                or graph.type(part).dims != graph.type(value).dims
+            ):
                 return None
             source, begin, taker = _part(graph, part)
             term = terms.setdefault(source, Term(source, np.full(whole, -1)))
@@ -115,7 +119,9 @@ def _convolution(graph: Graph, term: Term) -> Op | None:
     if op is None or op.attrs.group != 1 or weights_of(graph, op) is None:
         return None
     parts = [Value(t.id, port) for t in term.takers.values() for port in range(len(t.outputs))]
-    alone = {u.id for u in graph.users(term.source)} <= term.takers.keys() and all(graph.use_count(v) == 1 for v in parts)
+    alone = {u.id for u in graph.users(term.source)} <= term.takers.keys() and all(
+        graph.use_count(v) == 1 for v in parts
+    )
     return op if alone or (not parts and graph.use_count(term.source) == 1) else None
 
 
@@ -128,7 +134,9 @@ def _spread(graph: Graph, patch: Patch, op: Op, rows: Array) -> Value:
     """The convolution with its filters in their places, and filters of zeros in the others."""
     constants = weights_of(graph, op)
     assert constants is not None
-    weight, bias = (None if a is None else np.where((rows < 0).reshape(-1, *(1,) * (a.ndim - 1)), 0, a[rows]) for a in constants)
+    weight, bias = (
+        None if a is None else np.where((rows < 0).reshape(-1, *(1,) * (a.ndim - 1)), 0, a[rows]) for a in constants
+    )
     assert weight is not None
     return conv(patch, operand(op), weight, bias, op.attrs)
 

@@ -1,9 +1,9 @@
 """A product over the windows of a sequence or an image reads them where they lie.
 
-A dynamic convolution (Wu et al., 2019; ConvBERT: Jiang et al., 2020) multiplies the places under a window by weights that are computed for
-each place. Exporters write the windows as an im2col: Gathers with overlapping indices, views, and a product of each window with a
-vector. Overlapping windows are a view, and so is all the rest, if the axes lie in memory in the order in which the product needs
-them. Here the tensor is turned first, and the windows are taken from it so.
+A dynamic convolution (Wu et al., 2019; ConvBERT: Jiang et al., 2020) multiplies the places under a window by weights that are
+computed for each place. Exporters write the windows as an im2col: Gathers with overlapping indices, views, and a product of
+each window with a vector. Overlapping windows are a view, and so is all the rest, if the axes lie in memory in the order in
+which the product needs them. Here the tensor is turned first, and the windows are taken from it so.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def product_of_windows(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _chain(graph: Graph, value: Value) -> tuple[Value, list[Op]] | None:
-    """The tensor that windows are taken from, and the operators that take them, the last one first. None where there are no windows."""
+    """The tensor that windows are taken from, and the operators that take them, the last one first. None: there are no windows."""
     ops: list[Op] = []
     while True:
         op = graph.op(value)

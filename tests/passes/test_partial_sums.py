@@ -134,4 +134,5 @@ def test_a_gpu_writes_the_parts_in_place() -> None:
     program = check_simulated(dual(3), "fp16")
     tactics = [s.params["tactic"].split()[0] for s in program.steps]
     assert tactics.count("copy") == 4  # the input's layout, and zeros of three widths that no other launch waits for
-    assert tactics.count("conv_sm90") == 4 and len(tactics) == 4 + 4 + 4  # and activations, the last one in its order
+    assert tactics.count("conv_sm90") == 4
+    assert len(tactics) == 4 + 4 + 4  # and activations, the last one in its order

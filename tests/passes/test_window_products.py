@@ -21,7 +21,9 @@ def taken(n: Net, x: Value, taps: int, axis: int, *, step: int = 1, first: int =
     """The places under a window, in front of the places where it stands."""
     count = (n.dims(x)[axis] - first - taps) // step + 1
     index = first + np.arange(taps)[:, None] + step * np.arange(count)[None, :]
-    return n.op("Gather", x, n.const(index if order is None else index[:, order], np.int64), attrs=GatherAttrs(axis=axis))
+    return n.op(
+        "Gather", x, n.const(index if order is None else index[:, order], np.int64), attrs=GatherAttrs(axis=axis)
+    )
 
 
 def dynamic(
@@ -81,7 +83,9 @@ def test_windows_that_leave_places_out() -> None:
     x = n.op("Tanh", n.input(2, 4, 8))
     first = n.op("Gather", x, n.const(np.asarray(0), np.int64), attrs=GatherAttrs(axis=0))
     rows = n.op("Transpose", taken(n, first, 3, 1), attrs=TransposeAttrs(perm=(2, 0, 1)))
-    check_refused(WindowProducts(), n.done(n.op("MatMul", rows, n.input(6, 3, 1, name="v"))), because="leave places out")
+    check_refused(
+        WindowProducts(), n.done(n.op("MatMul", rows, n.input(6, 3, 1, name="v"))), because="leave places out"
+    )
 
 
 def test_others_are_no_candidates() -> None:

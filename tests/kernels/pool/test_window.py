@@ -19,7 +19,9 @@ def text_of(program: Program) -> str:
 @pytest.mark.parametrize(("kernel", "loads"), [(3, [9]), (5, [5] * 5), (7, [7] * 7)])
 def test_loads_are_together(kernel: int, loads: list[int]) -> None:
     n = Net()
-    program = check_simulated(n.done(n.average_pool(n.op("Relu", n.input(2, 16, 12, 11)), kernel, pads=kernel // 2)), "fp16")
+    program = check_simulated(
+        n.done(n.average_pool(n.op("Relu", n.input(2, 16, 12, 11)), kernel, pads=kernel // 2)), "fp16"
+    )
     text = text_of(program)
     found = re.findall(r" v\d+\(|\} v\d+;|if \(od", text)
     runs = "".join("a" if "if" in x else "l" for x in found)
