@@ -260,7 +260,7 @@ def norm_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("turn_before_norm", {"Transpose"})
 def turn_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
-    """``transpose(reshape(norm(x)))`` is ``norm(transpose(reshape(x)))`` where views keep the rows: a norm writes windows for free."""
+    """``transpose(reshape(norm(x)))`` is ``norm(transpose(reshape(x)))`` where views keep the rows: norms write windows."""
     reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
     norm = producer(graph, op.inputs[0] if reshape is None else reshape.inputs[0], NORMS, alone=True)
     if norm is None or op.attrs.perm is None:
