@@ -70,7 +70,7 @@ class ShuffleIntoWeights(Rule):
         weight, bias = constants
         back = np.argsort(order)
         if op.attrs.group == 1:
-            return Match((op,), lambda patch: _conv(patch, source, weight[:, back], bias, op.attrs))
+            return Match((op,), lambda patch: conv(patch, source, weight[:, back], bias, op.attrs))
         next_op = graph.sole_user(op.value)
         if weight.shape[:2] != (op.attrs.group, 1) or op.attrs.group != len(order):
             return Miss("it has groups of several channels")
@@ -79,7 +79,7 @@ class ShuffleIntoWeights(Rule):
         shape, parts = op.outputs[0].type.static_shape, graph.type(operand(graph.op(operand(op)))).static_shape
 
         def build(patch: Patch) -> Value:
-            y = _conv(patch, source, weight[back], None if bias is None else bias[back], op.attrs)
+            y = conv(patch, source, weight[back], None if bias is None else bias[back], op.attrs)
             groups = reshaped(patch, y, (shape[0], parts[2], parts[1], *shape[2:]))
             turned = patch.add("Transpose", [groups], TransposeAttrs(perm=(0, 2, 1, 3, 4)))
             return reshaped(patch, turned, shape)
@@ -169,9 +169,7 @@ class WholeUnit(Rule):
                     y = patch.add("Relu", [y], step.attrs)
                     continue
                 weight, bias = next(convolutions)
-                y = _conv(
-                    patch, y, weight, bias, replace(step.attrs, group=1 if step.attrs.group == 1 else len(weight))
-                )
+                y = conv(patch, y, weight, bias, replace(step.attrs, group=1 if step.attrs.group == 1 else len(weight)))
             return y
 
         return Match((op, *unit.steps), build)
@@ -212,7 +210,8 @@ def _in_eights(made: Sequence[tuple[Array, Array | None]]) -> list[tuple[Array, 
     return found
 
 
-def _conv(patch: Patch, x: Value, weight: Array, bias: Array | None, attrs: ConvAttrs) -> Value:
+def conv(patch: Patch, x: Value, weight: Array, bias: Array | None, attrs: ConvAttrs) -> Value:
+    """Add a convolution with constant weights; ``bias``: None for none."""
     constants: Sequence[Value] = [patch.constant(np.ascontiguousarray(weight), "weight")]
     if bias is not None:
         constants = [*constants, patch.constant(bias, "bias")]

@@ -48,7 +48,10 @@ _MOST_AXES = 4
 
 @rule("hoist_view", VIEWS)
 def hoist_view(graph: Graph, op: Op) -> Match | Miss | None:
-    """``view(view(x) @ W + b)`` is ``view(view(x)) @ W + b`` where the outer view leaves the last axis alone."""
+    """``view(view(x) @ W + b)`` is ``view(view(x)) @ W + b`` where the outer view leaves the last axis alone.
+
+    The views have to merge, so that there is one copy in place of two; or an addition follows, which the product takes in.
+    """
     value = operand(op)
     before, after = shape_of(graph, value), op.outputs[0].type.shape
     if not before or not after or before[-1] != after[-1]:
@@ -73,7 +76,7 @@ def hoist_view(graph: Graph, op: Op) -> Match | Miss | None:
     count = len(view.moves)
     shape = (*after[:-1], view.shape[-1])
     view = view.reshape(shape) if op.kind != "Transpose" else view.transpose(op.attrs.perm)
-    if len(view.moves) > count or not view.expressible:
+    if (len(view.moves) > count and not _is_added(graph, op)) or not view.expressible:
         return Miss(f"it does not merge with the views that {product.name} reads")
     weight, bias = matrix
     added = [*([] if bias is None else [bias]), *vectors]
@@ -86,6 +89,18 @@ def hoist_view(graph: Graph, op: Op) -> Match | Miss | None:
         return y
 
     return Match((*ops, product), build)
+
+
+def _is_added(graph: Graph, op: Op) -> bool:
+    """Whether only views stand between a view and an addition, which the product before it would take in."""
+    user = graph.sole_user(op.value)
+    while user is not None and user.kind in VIEWS:
+        op, user = user, graph.sole_user(user.value)
+    return (
+        user is not None
+        and user.kind == "Add"
+        and all(graph.type(v).dims == op.outputs[0].type.dims for v in user.inputs if v)
+    )
 
 
 @pattern_rule(
@@ -243,6 +258,37 @@ def norm_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, reshape), build)
 
 
+@rule("turn_before_norm", {"Transpose"})
+def turn_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
+    """``transpose(reshape(norm(x)))`` is ``norm(transpose(reshape(x)))`` where views keep the rows: norms write windows."""
+    reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
+    norm = producer(graph, op.inputs[0] if reshape is None else reshape.inputs[0], NORMS, alone=True)
+    if norm is None or op.attrs.perm is None:
+        return None
+    rank, rows = len(op.attrs.perm), shape_of(graph, norm.value)
+    if rows is None or op.attrs.perm[-1] != rank - 1 or graph.type(operand(op)).dims[-1] != rows[-1]:
+        return None
+    if any(not isinstance(n, int) for n in (*rows, *graph.type(operand(op)).dims)):
+        return Miss("its sizes are not known")
+    if normalize_axis(norm.attrs.axis, len(rows)) != len(rows) - 1 or len(norm.outputs) > 1:
+        return Miss(f"{norm.name} normalizes more than rows, or keeps their statistics")
+    if any(len(graph.type(v).dims) > 1 for v in norm.inputs[1:] if v is not None):
+        return Miss(f"the scale or bias of {norm.name} differs between rows")
+    shape = graph.type(operand(op)).static_shape
+    if _spread(shape, op.attrs.perm) > _MOST_AXES:
+        return Miss("its rows are spread over too many axes")
+    added = producer(graph, norm.inputs[0], {"Add"}, alone=True)
+    if added is not None and not any(behind_anchor(graph, replace(added, inputs=(v,))) for v in added.inputs):
+        return Miss(f"one launch makes {added.name} and {norm.name}")
+
+    def build(patch: Patch) -> Value:
+        x = operand(norm) if reshape is None else reshaped(patch, operand(norm), shape)
+        turned = patch.add("Transpose", [x], op.attrs)
+        return patch.add(norm.kind, [turned, *norm.inputs[1:]], replace(norm.attrs, axis=-1))
+
+    return Match((op, norm) if reshape is None else (op, reshape, norm), build)
+
+
 def _spread(shape: tuple[int, ...], perm: Sequence[int]) -> int:
     """Axes over which the rows of a transposed tensor are spread, those that follow one another in memory as one."""
     order = [p for p in perm[:-1] if shape[p] != 1]
@@ -278,5 +324,5 @@ class HoistViews(RulePass):
     name = "hoist_views"
     rules = (
         hoist_view, add_before_split, split_before_reshape, turn_before_split, add_before_turn, norm_before_reshape,
-        add_before_reshape_of_norm,
+        turn_before_norm, add_before_reshape_of_norm,
     )  # fmt: skip

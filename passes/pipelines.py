@@ -40,6 +40,7 @@ from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.pack_weights import PackWeights
 from optdnn.passes.pad_heads import PadHeads
 from optdnn.passes.pad_rows import PadRows
+from optdnn.passes.partial_sums import PartialSums
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.pool_last import PoolLast
 from optdnn.passes.relative_positions import RelativePositions
@@ -52,6 +53,7 @@ from optdnn.passes.transform_products import TransformProducts
 from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
 from optdnn.passes.unrolled_scans import UnrolledScans
+from optdnn.passes.window_products import WindowProducts
 from optdnn.target_name import TargetName
 
 CLEAN: tuple[Pass, ...] = (
@@ -123,7 +125,9 @@ O2_GPU: tuple[Pass, ...] = (
     PatchEmbedding(),  # likewise
     ImageTokens(),  # the remaining images and tokens; before transposes sink to epilogues, and layouts are chosen
     ChannelShuffles(),  # before epilogues: halves of channels would have stages
+    PartialSums(),  # before epilogues, which take in the additions
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
+    WindowProducts(),  # before the transposes that it adds are merged
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
     GatherRows(),  # when no views can be merged any more

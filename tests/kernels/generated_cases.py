@@ -96,6 +96,7 @@ def pools(n: Net) -> list[Any]:
     return [
         n.max_pool(x), n.max_pool(x, pads=1, ceil_mode=True), n.average_pool(x, pads=1), n.average_pool(x, pads=1, include_pad=True),
         n.op("LpPool", x, attrs=lp), n.op("GlobalAveragePool", x), n.op("GlobalMaxPool", x), n.max_pool(n.input(2, 3, 9, name="one")),
+        n.average_pool(x, 5, pads=2), n.max_pool(n.input(2, 3, 24, name="long"), 11, strides=1),
     ]  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def convolutions(n: Net) -> list[Any]:
         deep, n.op("Swish", n.conv(x, 8, 5, pads=2, strides=2, group=8), attrs=unary.AlphaAttrs(1.0)),
         n.op("Add", n.op("Relu", n.conv(x, 12, group=4, dilations=2, pads=2, bias=True)), n.random(12, 1, 1)),
         n.conv(n.input(1, 2, 4, 5, 6, name="volume"), 3), n.conv_transpose(x, 6, bias=True), n.conv_transpose(x, 8, 2, group=4, pads=1),
-        n.conv(n.input(2, 6, 11, name="line"), 6, group=6), n.op("Mul", n.conv(x, 16, group=8), n.op("Sigmoid", n.conv(x, 16, group=2))),
+        n.conv(n.input(2, 6, 11, name="line"), 6, group=6), n.conv(n.input(1, 8, 4, 5, 6, name="deep"), 8, group=8), n.op("Mul", n.conv(x, 16, group=8), n.op("Sigmoid", n.conv(x, 16, group=2))),
     ]  # fmt: skip
 
 

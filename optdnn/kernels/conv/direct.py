@@ -88,11 +88,21 @@ class Depthwise(Tactic):
         t, tw = CPP[x.dtype], CPP[packed.dtype]
         tap = f"((kd * {kh} + kh) * {kw} + kw) * {channels} + c"
         loads = load_channels(t, vec, "at + c * p.xs[1]", "v") + load_channels(tw, vec, f"p.a0 + {tap}", "f")
+
+        def apart(tap: int, at: str) -> tuple[str, str]:
+            load = load_channels(t, vec, f"{at} + c * p.xs[1]", f"v{tap}")
+            load += " " + load_channels(tw, vec, f"p.a0 + {tap * channels} + c", f"filter{tap}")
+            return (
+                load,
+                f"for (int j = 0; j < {vec}; j++) acc[j] += widen(v{tap}.lane[j]) * widen(filter{tap}.lane[j]);",
+            )
+
         parts = Rendered(
             f"float acc[{vec}] = {{}};",
             f"{loads} for (int j = 0; j < {vec}; j++) acc[j] += widen(v.lane[j]) * widen(f.lane[j]);",
             "const float value = acc[j];",
             [packed],
+            apart=apart,
         )
         attrs = conv_attrs((a.strides, a.pads, a.dilations), a.group, a.epilogue, arity=ARITY)
         emit_window(

@@ -20,6 +20,7 @@ from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.hopper import padded_rows
+from optdnn.kernels.gemm.matmul import is_thin
 from optdnn.kernels.launch import tensor_map
 from optdnn.kernels.pointwise.pointwise import copied_later
 from optdnn.kernels.pointwise.strides import broadcast, merge
@@ -30,6 +31,8 @@ from optdnn.types import BF16, FP16, Array, Shape
 
 UNIT = 8
 """Elements in 16 bytes, which TMA addresses."""
+SHORT = 16
+"""Terms of products with a vector that no tensor core is needed for."""
 REPEATED = 1 << 24
 """Most elements of a constant matrix that is repeated."""
 
@@ -113,6 +116,13 @@ class HopperMatMul(hopper_launch.HopperTactic):
         if op.attrs.prologue:
             return "it has a prologue"
         return hopper_launch.refuse(b.arch, map_dtype(out.dtype), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """Short products with a vector each are a few numbers for each result. Tensor cores would need copies of both factors."""
+        left, right = (b.graph.type(v).static_shape for v in op.inputs[:2] if v is not None)
+        *stack, rows, depth = left
+        short = depth <= SHORT and right[-1] == 1 and is_thin(rows, 1, depth, math.prod(stack))
+        return f"a thread for each result adds up {depth} products with a vector" if short else None
 
     def place(self, b: Builder, op: Op) -> None:
         """Rows at a pitch that TMA can write, unless the place is reserved."""

@@ -299,12 +299,18 @@ VIEWS: dict[str, Callable[[Builder, Op], None]] = {
 """Kind -> how it is placed."""
 
 
+_ROWS = frozenset({"MatMul", "Gemm", "Attention"})
+"""Kinds whose results are rows that may lie at any distance."""
+
+
 def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
     """Reserve joint buffers: parts of a concatenation along channels are written in place by the kernels that make them.
 
     The last concatenation chooses first, so that chains of growing ones (DenseNet) share one buffer, also where each is a part of
-    the next. Another part must come from an operator of ``kernels`` (kinds that can write to any place), and lie at a multiple of 8 channels for TMA's sake. Where channels are the
-    last axis (rows), only convolutions whose result is transposed write in place.
+    the next. Another part must come from an operator of ``kernels`` (kinds that can write to any place), and lie at a multiple of
+    8 channels for TMA's sake. Where channels are the last axis (rows), only convolutions whose result is transposed write in
+    place. Products and attention write rows in place, of images and in between other rows, where views lead from all of a tensor
+    to the part.
     """
     for op in reversed(b.graph.order()):
         if op.kind != "Concat" or any(v is not None and not b.graph.type(v).is_static for v in (*op.inputs, op.value)):
@@ -316,7 +322,9 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
         last = bool(out.layout) and axis == 1
         volume = len(out.static_shape) == 5 and axis == 1
         rows = not (out.layout or outer or volume) and axis == len(out.static_shape) - 1
-        if not (outer or last or volume or rows) or any(b.graph.type(v).layout != out.layout for v in values):
+        made = [v for v in values if b.graph.constant_value(v) is None]  # constants are copied from any order
+        inner = not (out.layout or outer or volume or rows)
+        if any(b.graph.type(v).layout != out.layout for v in made):
             continue
         held = [b.reserved.get(v) for v in values]
         if all(p is not None for p in held) and op.value not in b.reserved and _consecutive(held, axis):
@@ -331,16 +339,11 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
         free = [
             v not in b.reserved
             and values.count(v) == 1
-            and (
-                (b.graph.op(v).kind in kernels and not rows)
-                or (last and _joins_channels(b.graph.op(v)))
-                or (volume and _behind_views(b, v).kind in {*kernels, "Concat"})
-                or (rows and _behind_views(b, v).kind == "Conv")
-            )
             and b.graph.constant_value(v) is None
+            and _is_made_in_place(b, v, kernels, last=last, volume=volume, rows=rows, inner=inner)
             for v in values
         ]
-        if not any(free):
+        if not any(free) or (inner and (not all(free) or math.prod(out.static_shape[axis + 1 :]) % 8)):
             continue
         if joint is None:
             joint = b.new(op.outputs[0].name, out.dtype, out.static_shape, b.strides_for(out))
@@ -352,8 +355,22 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
             if may and (not (last or rows) or (joint.offset + int(start)) % 8 == 0):
                 shape = b.graph.type(v).static_shape
                 b.reserved[v] = joint.view(shape, joint.strides, int(start) * joint.strides[axis])
-                if volume or rows:
+                if volume or rows or inner or b.graph.op(v).kind == "Transpose":
                     _reserve_before(b, v)
+
+
+def _is_made_in_place(
+    b: Builder, value: Value, kernels: frozenset[str], *, last: bool, volume: bool, rows: bool, inner: bool
+) -> bool:
+    """Whether what computes a part can write it into the joint buffer."""
+    op = b.graph.op(value)
+    if rows:
+        return _behind_views(b, value).kind == "Conv"
+    if inner:
+        return _behind_alone(b, value).kind in _ROWS
+    if last and (_joins_channels(op) or (op.kind == "Transpose" and _behind_alone(b, value).kind in _ROWS)):
+        return True
+    return op.kind in kernels or (volume and _behind_views(b, value).kind in {*kernels, "Concat"})
 
 
 def _joins_channels(op: Op) -> bool:
@@ -365,6 +382,14 @@ def _behind_views(b: Builder, value: Value) -> Op:
     """The operator that computes the tensor that a value is a view into."""
     op = b.graph.op(value)
     while op.kind in ("Transpose", "Reshape") and op.inputs[0] is not None:
+        op = b.graph.op(op.inputs[0])
+    return op
+
+
+def _behind_alone(b: Builder, value: Value) -> Op:
+    """The same, through views whose tensors have no other readers."""
+    op = b.graph.op(value)
+    while op.kind in ("Transpose", "Reshape") and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
         op = b.graph.op(op.inputs[0])
     return op
 

@@ -17,6 +17,8 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
+BETWEEN_S = 0.4e-6
+"""What the second launch costs in a network, and did not in the chains of norms that were timed."""
 BOTH_S, THREAD_S, CROWD_S = 2.6e-6, 6.2e-9, 0.7e-6
 """Seconds of both launches, of each thread of their blocks (larger ones do not start while those of the launch before run), and
 of each block of a multiprocessor beyond the first."""
@@ -123,7 +125,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     pieces = 0.5 + 0.5 * WHOLE_PIECE / min(WHOLE_PIECE, config.slab * problem.itemsize)
     moments = 8 * blocks * config.tiles * (config.slab // problem.group)
     crowd = math.ceil(blocks / gpu.multiprocessors) - 1
-    launches = BOTH_S + THREAD_S * config.threads + CROWD_S * crowd
+    launches = BOTH_S + BETWEEN_S + THREAD_S * config.threads + CROWD_S * crowd
     resident = min(crowd + 1, max(1, 65536 // (REGISTERS * config.threads)))
     running = min(blocks, gpu.multiprocessors * resident)
     under_way = running * config.threads * config.lanes * problem.itemsize * AHEAD

@@ -55,10 +55,16 @@ class WindowPool(Tactic):
             step, start, result = "acc[j] += widen(v.lane[j]);", f"{t}(0)", "acc[j] / counted"
             counted = _counted(window, a.count_include_pad, t)
         load = load_channels(CPP[x.dtype], vec, "at + c * p.xs[1]", "v")
+
+        def apart(tap: int, at: str) -> tuple[str, str]:
+            each = f"for (int j = 0; j < {vec}; j++) {step.replace('v.lane', f'v{tap}.lane')}"
+            return load_channels(CPP[x.dtype], vec, f"{at} + c * p.xs[1]", f"v{tap}"), each
+
         parts = Rendered(
             f"{t} acc[{vec}]; for (int j = 0; j < {vec}; j++) acc[j] = {start}; {counted}",
             f"{load} for (int j = 0; j < {vec}; j++) {step}",
             f"const {t} value = {result};",
+            apart=apart,
         )
         attrs = pool_attrs(op, x.shape)
         attrs |= {"count_include_pad": a.count_include_pad} if op.kind == "AveragePool" else {}

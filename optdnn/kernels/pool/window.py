@@ -6,7 +6,9 @@ else one element. Sums are fp32 in the order of the taps. Any stages follow, on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +112,33 @@ def taps(window: Window, *, transposed: bool = False) -> tuple[str, str]:
     return "".join(lines), close
 
 
+TOGETHER = 9
+"""Taps whose elements are in flight together."""
+MOST_APART = 49
+"""Taps up to which each has its own lines."""
+
+
+def together(window: Window, apart: Callable[[int, str], tuple[str, str]]) -> str:
+    """C++ that loads some rows of taps, then adds them, then the next ones. A tap outside of the input loads an element inside, which is
+    not added: a branch around each load would let it wait for the one before it."""
+    lines = list[str]()
+    for i, x in enumerate("dhw"):
+        stride, pad, dilation = window.strides[i], window.pads[i], window.dilations[i]
+        for k in range(window.kernel[i]):
+            lines.append(f"const int i{x}{k} = {x} * {stride} - {pad} + {k * dilation};")
+            lines.append(f"const bool o{x}{k} = i{x}{k} >= 0 && i{x}{k} < p.size_{x};")
+            lines.append(f"const i64 a{x}{k} = i64(o{x}{k} ? i{x}{k} : 0) * p.xs[{2 + i}];")
+    taps = list(itertools.product(*(range(k) for k in window.kernel)))
+    row = window.kernel[2]
+    step = max(1, TOGETHER // row) * row
+    for first in range(0, len(taps), step):
+        some = [(k, taps[k]) for k in range(first, min(first + step, len(taps)))]
+        found = [(d, h, w, *apart(k, f"x + ad{d} + ah{h} + aw{w}")) for k, (d, h, w) in some]
+        lines += [load for *_, load, _ in found]
+        lines += [f"if (od{d} && oh{h} && ow{w}) {{ {add} }}" for d, h, w, _, add in found]
+    return "\n    ".join(lines)
+
+
 @dataclass
 class Rendered:
     """The parts of a window kernel.
@@ -124,6 +153,9 @@ class Rendered:
     end: str
     arguments: Sequence[TensorView] = ()
     numbers: Sequence[int] = ()
+    apart: Callable[[int, str], tuple[str, str]] | None = None
+    """``tap`` in two: what loads, and what adds, for a number of a tap and the address of the element of channel 0 under it. Then the
+    loads of several taps are in flight together."""
 
 
 def emit_window(
@@ -150,6 +182,14 @@ def emit_window(
     x5, y5 = spatial3(x), spatial3(out)
     tx, ty = CPP[x.dtype], CPP[out.dtype]
     opening, closing = taps(window, transposed=transposed)
+    count = math.prod(window.kernel)
+    if parts.apart is not None and count <= MOST_APART and window.kernel[2] <= TOGETHER:
+        inside = "\n    " + together(window, parts.apart)
+    else:
+        inside = f"""{opening}
+            const {CPP[x.dtype]}* at = x + id * p.xs[2] + ih * p.xs[3] + iw * p.xs[4];
+            {parts.tap}
+        {closing}"""
     used = sorted({a for s in stages for a in s.args if a is not None and a > 0})
     extra = {a: p for a in used if (p := operands[a]) is not None}
     finish = finishing(stages, extra, len(operands), out)
@@ -171,10 +211,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) window(const __grid_cons
     wait_for_predecessor();
     if (index >= p.count) return;
     const {tx}* x = p.x + n * p.xs[0];
-    {parts.start}{opening}
-            const {tx}* at = x + id * p.xs[2] + ih * p.xs[3] + iw * p.xs[4];
-            {parts.tap}
-        {closing}
+    {parts.start}{inside}
     {ty}* y = p.y + n * p.ys[0] + c * p.ys[1] + d * p.ys[2] + h * p.ys[3] + w * p.ys[4];
     {store}
 }}

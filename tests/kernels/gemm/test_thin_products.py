@@ -109,3 +109,11 @@ def test_on_a_gpu_it_gives_what_it_means(name: str, precision: str) -> None:
     graph = graph_of(name)
     context: Any = CudaRunner(lowered(graph, precision, target="cuda:sm_90a"), LoadOptions()).context()
     assert max(e.error for e in check_steps(context, feeds_of(graph))) < (2e-3 if precision == "fp16" else 2e-6)
+
+
+@pytest.mark.parametrize(("terms", "threads"), [(9, True), (16, True), (24, False)])
+def test_short_products_with_a_vector_need_no_tensor_cores(terms: int, threads: bool) -> None:
+    n = Net()
+    y = n.op("MatMul", n.input(768, 64, terms, name="a"), n.input(768, terms, 1, name="b"))
+    tactics = [s.params["tactic"].split()[0] for s in lowered(n.done(y), "fp16").steps]
+    assert ("matmul_tiled" in tactics, "matmul_sm90" in tactics) == (threads, not threads)

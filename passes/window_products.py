@@ -1,0 +1,167 @@
+"""A product over the windows of a sequence or an image reads them where they lie.
+
+A dynamic convolution (Wu et al., 2019; ConvBERT: Jiang et al., 2020) multiplies the places under a window by weights that are
+computed for each place. Exporters write the windows as an im2col: Gathers with overlapping indices, views, and a product of
+each window with a vector. Overlapping windows are a view, and so is all the rest, if the axes lie in memory in the order in
+which the product needs them. Here the tensor is turned first, and the windows are taken from it so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, shape_of
+from optdnn.types import Array, normalize_axis
+
+MOST_TERMS = 64
+"""The longest product of a window: more terms are work for tensor cores, which read copies."""
+MOST_ELEMENTS = 1 << 22
+"""The most elements of all windows, whose places are computed one by one."""
+MOST_LOOPS = 8
+"""Axes of the windows at most."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """``count`` places, ``step`` apart, along ``axis`` of a tensor."""
+
+    count: int
+    step: int
+    axis: int
+
+
+@rule("product_of_windows", {"MatMul"})
+def product_of_windows(graph: Graph, op: Op) -> Match | Miss | None:
+    """``windows(x) @ v`` reads the windows of a turned ``x``, where all that takes them is a view."""
+    left, right = (shape_of(graph, v) for v in op.inputs[:2])
+    if left is None or right is None or len(right) < 2 or right[-1] != 1 or not isinstance(left[-1], int):
+        return None
+    chain = _chain(graph, operand(op))
+    if chain is None:
+        return None
+    source, ops = chain
+    if left[-1] > MOST_TERMS:
+        return Miss(f"its windows have {left[-1]} places, more than {MOST_TERMS}")
+    shape = graph.type(operand(op)).static_shape
+    if math.prod(shape) > MOST_ELEMENTS:
+        return Miss(f"its windows have more than {MOST_ELEMENTS} elements")
+    if any(len(graph.uses(x.value)) > 1 for x in ops):
+        return Miss("its windows have other readers")
+    before = graph.type(source).static_shape
+    loops = _loops(_places(graph, source, ops), before)
+    if loops is None:
+        return Miss("its windows do not begin at equal distances")
+    order = tuple(dict.fromkeys(loop.axis for loop in loops))
+    perm = (*(a for a in range(len(before)) if a not in order), *order)
+    if any(before[a] != 1 for a in perm[: len(perm) - len(order)]):
+        return Miss("its windows leave places out")
+    if perm == tuple(range(len(before))) or (ops[-1].kind == "Transpose" and ops[-1].attrs.perm == perm):
+        return None  # they lie in this order
+
+    def build(patch: Patch) -> Value:
+        windows = _taken(patch, _turned(graph, patch, source, perm), order, loops, before)
+        return patch.add("MatMul", [reshaped(patch, windows, shape), *op.inputs[1:]], op.attrs)
+
+    pad = producer(graph, source, {"Pad"}, alone=True)
+    return Match((op, *ops, *([] if pad is None else [pad])), build)
+
+
+def _chain(graph: Graph, value: Value) -> tuple[Value, list[Op]] | None:
+    """The tensor that windows are taken from, and the operators that take them, the last one first. None: there are no windows."""
+    ops: list[Op] = []
+    while True:
+        op = graph.op(value)
+        index = graph.constant_value(op.inputs[1]) if op.kind == "Gather" else None
+        if not (op.kind in RESHAPES | {"Transpose"} or index is not None) or not graph.type(operand(op)).is_static:
+            break
+        ops.append(op)
+        value = operand(op)
+    overlapping = any(x.kind == "Gather" and graph.type(operand(x, 1)).rank == 2 for x in ops)
+    return (value, ops) if overlapping and graph.type(value).is_static else None
+
+
+def _places(graph: Graph, source: Value, ops: Sequence[Op]) -> Array:
+    """For each element of the windows, its place in the tensor."""
+    shape = graph.type(source).static_shape
+    at = np.arange(math.prod(shape)).reshape(shape)
+    for op in reversed(ops):
+        if op.kind == "Transpose":
+            at = at.transpose(op.attrs.perm)
+        elif op.kind == "Gather":
+            index = graph.constant_value(operand(op, 1))
+            assert index is not None
+            at = at.take(index, normalize_axis(op.attrs.axis, at.ndim))
+        else:
+            at = at.reshape(op.outputs[0].type.static_shape)
+    return at.reshape(-1)
+
+
+def _loops(places: Array, shape: Sequence[int]) -> list[Loop] | None:
+    """The places of a tensor of this shape as loops from its first element, the outermost first; None where they are not."""
+    if places[0] != 0:
+        return None
+    found: list[tuple[int, int]] = []  # the innermost first
+    rest = places
+    while rest.size > 1:
+        step = int(rest[1] - rest[0])
+        ends = np.flatnonzero(np.diff(rest) != step)
+        count = rest.size if not ends.size else int(ends[0]) + 1
+        if step <= 0 or rest.size % count or len(found) == MOST_LOOPS:
+            return None
+        table = rest.reshape(-1, count)
+        if (table != table[:, :1] + step * np.arange(count)).any():
+            return None
+        found.append((count, step))
+        rest = table[:, 0]
+    strides = [math.prod(shape[a + 1 :]) for a in range(len(shape))]
+    loops: list[Loop] = []
+    for count, step in found:
+        while count > 1:
+            axis = next(a for a in range(len(shape)) if strides[a] <= step and shape[a] > 1)
+            inside = min(count, shape[axis] * strides[axis] // step)  # the rest is along the axis before
+            if step % strides[axis] or inside < 2 or count % inside:
+                return None
+            loops.insert(0, Loop(inside, step // strides[axis], axis))
+            count, step = count // inside, step * inside
+    reach = [1 + sum((k.count - 1) * k.step for k in loops if k.axis == a) for a in range(len(shape))]
+    return loops if all(r <= n for r, n in zip(reach, shape, strict=True)) else None
+
+
+def _turned(graph: Graph, patch: Patch, source: Value, perm: tuple[int, ...]) -> Value:
+    """The tensor with its axes in another order. A Pad that makes it works on the turned operand, and writes that order."""
+    pad = producer(graph, source, {"Pad"}, alone=True)
+    pads = None if pad is None or pad.input(3) is not None else ints(graph, pad.input(1))
+    if pad is None or pads is None:
+        return patch.add("Transpose", [source], TransposeAttrs(perm))
+    rank = len(perm)
+    around = integers(patch, [pads[p + end] for end in (0, rank) for p in perm], "pads")
+    return patch.add(
+        "Pad", [patch.add("Transpose", [operand(pad)], TransposeAttrs(perm)), around, *pad.inputs[2:]], pad.attrs
+    )
+
+
+def _taken(patch: Patch, x: Value, order: Sequence[int], loops: Sequence[Loop], shape: Sequence[int]) -> Value:
+    """The windows of the turned tensor, with an axis for each loop, in their order."""
+    x = reshaped(patch, x, tuple(shape[a] for a in order))
+    axes: list[int] = []
+    for axis in order:
+        along = [n for n, k in enumerate(loops) if k.axis == axis]
+        places = np.indices([loops[n].count for n in along])
+        index = np.asarray(sum(loops[n].step * place for n, place in zip(along, places, strict=True)), np.int64)
+        x = patch.add("Gather", [x, patch.constant(index, "places")], GatherAttrs(axis=len(axes)))
+        axes += along
+    return patch.add("Transpose", [x], TransposeAttrs(tuple(axes.index(n) for n in range(len(loops)))))
+
+
+class WindowProducts(RulePass):
+    name = "window_products"
+    rules = (product_of_windows,)

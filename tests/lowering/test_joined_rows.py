@@ -1,0 +1,70 @@
+"""Products and attention write their rows into the place where these are joined."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.net import Net
+from support.simulated import check_simulated
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.shape import TransposeAttrs
+
+
+def copies(graph: Graph) -> int:
+    return [s.params["tactic"].split()[0] for s in check_simulated(graph, "fp16").steps].count("copy")
+
+
+def image(n: Net, rows: Value, height: int) -> Value:
+    """Rows of an image as an image, its channels second."""
+    batch, count, channels = n.dims(rows)
+    shaped = n.op("Reshape", rows, n.ints(batch, height, count // height, channels))
+    return n.op("Transpose", shaped, attrs=TransposeAttrs(perm=(0, 3, 1, 2)))
+
+
+def fused(readers: int = 1) -> Graph:
+    """An image of a convolution beside one of rows, as in SegFormer's head, and a convolution of both."""
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(1, 8, 8, 8), 16, bias=True))
+    rows = n.matmul(n.op("Tanh", n.input(1, 64, 24, name="rows")), 32)
+    joined = n.op("Concat", x, image(n, rows, 8), attrs=ConcatAttrs(axis=1))
+    y = n.op("Relu", n.conv(joined, 16, 1, pads=0))
+    return n.done(y) if readers == 1 else n.done(y, n.op("Softmax", rows))
+
+
+def test_a_product_writes_an_image_of_rows() -> None:
+    assert copies(fused()) == copies(fused(readers=2)) - 1
+
+
+def heads(columns: int = 64, *, constant: bool = False) -> Graph:
+    """Rows of two products, joined along an axis between others."""
+    n = Net()
+    a = n.op("Reshape", n.matmul(n.op("Tanh", n.input(2, 16, 32, name="a")), 2 * columns), n.ints(2, 16, 2, columns))
+    b = n.op("Reshape", n.matmul(n.op("Tanh", n.input(2, 16, 24, name="b")), 3 * columns), n.ints(2, 16, 3, columns))
+    parts = [a, b, *([n.random(2, 16, 1, columns)] if constant else [])]
+    joined = n.op("Concat", *parts, attrs=ConcatAttrs(axis=2))
+    rows = n.op("Reshape", joined, n.ints(2, 16, -1))
+    return n.done(n.matmul(rows, 16))
+
+
+def test_products_write_rows_between_others() -> None:
+    assert copies(heads()) == copies(heads(constant=True)) - 3
+
+
+@pytest.mark.parametrize("columns", [12, 20])
+def test_rows_that_begin_between_vectors_are_copied(columns: int) -> None:
+    assert copies(heads(columns)) > copies(heads())
+
+
+def padded(constant: bool) -> Graph:
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(1, 8, 8, 8), 16))
+    more = n.const(np.zeros((1, 8, 8, 8), np.float32)) if constant else n.input(1, 8, 8, 8, name="more")
+    y = n.conv(n.op("Concat", x, more, attrs=ConcatAttrs(axis=1)), 16)
+    return n.done(n.op("Relu", y))
+
+
+def test_a_constant_does_not_keep_another_part_from_its_place() -> None:
+    assert copies(padded(True)) == 2  # the order of the first image, and the zeros
+    assert copies(padded(False)) == 3
