@@ -215,7 +215,9 @@ class GraphImporter(Emitter):
             known = None if UNKNOWN in operands else [None if r is None else self.type(r) for r in operands]
             body = definition(resolved(node, attrs), domain, opset, known)
             if body is None:
-                raise Unsupported("the operator is not supported" if rules else REFUSED_DOMAINS.get(domain, UNKNOWN_CUSTOM))
+                raise Unsupported(
+                    "the operator is not supported" if rules else REFUSED_DOMAINS.get(domain, UNKNOWN_CUSTOM)
+                )
             attrs = {**schema_defaults(node.op_type, domain, opset), **attrs}
             return self._call(body, name, operands, attrs, outputs, place.depth)
         if UNKNOWN in operands:

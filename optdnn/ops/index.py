@@ -172,7 +172,9 @@ def _from_front(position: DimLike, dim: DimLike) -> DimLike | None:
 def _import_slice(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     """Slice; starts, ends and axes were attributes before opset 10. tf2onnx writes a number of rank 0 for a single one."""
     if node.opset >= 10:
-        listed = [v if v is None or e.type(v).rank != 0 else emit(e, "Reshape", v, np.array([1])) for v in node.inputs[1:]]
+        listed = [
+            v if v is None or e.type(v).rank != 0 else emit(e, "Reshape", v, np.array([1])) for v in node.inputs[1:]
+        ]
         return e.op("Slice", [node.input(0), *listed])
     operands = [node.ints(name) for name in ("starts", "ends", "axes")]
     return e.op("Slice", [node.input(0), *(np.asarray(v, dtype=np.int64) for v in operands if v is not None)])

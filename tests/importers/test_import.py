@@ -290,7 +290,7 @@ def test_files_that_onnx_runtime_wrote_for_one_cpu_are_refused():
         "g (float[1, 8, 4, 4] x) => (float[1, 8, 4, 4] y) { [n] y = com.microsoft.nchwc.ReorderInput(x) }",
         more_opsets=', "com.microsoft.nchwc" : 1',
     )
-    with pytest.raises(UnsupportedError, match="wrote the file for its own kernels of this CPU.*ORT_ENABLE_EXTENDED"):
+    with pytest.raises(UnsupportedError, match=r"wrote the file for its own kernels of this CPU.*ORT_ENABLE_EXTENDED"):
         import_model(m)
 
 
@@ -299,7 +299,7 @@ def test_an_operator_that_onnx_lacks_is_named_whatever_its_attributes_hold():
     m = model("g (float[2] x) => (float[2] y) { [n] y = Relu(x) }")
     m.graph.node[0].op_type = "StatefulPartitionedCall"
     m.graph.node[0].attribute.add(name="config_proto", type=onnx.AttributeProto.STRING, s=b"\xff\x01")
-    with pytest.raises(UnsupportedError, match="n: StatefulPartitionedCall .*ONNX has no such operator"):
+    with pytest.raises(UnsupportedError, match=r"n: StatefulPartitionedCall .*ONNX has no such operator"):
         import_model(m)
 
 

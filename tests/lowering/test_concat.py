@@ -17,7 +17,6 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.types import FP32
 
-
 SAME = ConvAttrs(strides=(1, 1), pads=(1, 1, 1, 1), dilations=(1, 1))
 """A convolution of three by three that keeps the size."""
 
@@ -76,7 +75,8 @@ def test_a_chain_of_growing_concats_shares_one_buffer() -> None:
     for width in (16, 32, 48):
         y = n.op("Conv", x, n.random(16, width, 3, 3, scale=0.05), attrs=SAME)
         x = n.op("Concat", x, y, attrs=ConcatAttrs(1))
-    graph = n.done(n.op("Conv", x, n.random(8, 64, 1, 1, scale=0.05), attrs=ConvAttrs(strides=(1, 1), pads=(0, 0, 0, 0), dilations=(1, 1))))
+    one = ConvAttrs(strides=(1, 1), pads=(0, 0, 0, 0), dilations=(1, 1))
+    graph = n.done(n.op("Conv", x, n.random(8, 64, 1, 1, scale=0.05), attrs=one))
     program = lowered(graph, "fp16")
     assert kinds(program).count("Conv") == 5
     assert kinds(program).count("Copy") == 1, "the channels of the input come last; no part is copied"

@@ -18,10 +18,23 @@ from optdnn.passes.base import PassContext
 from optdnn.passes.counted_loops import CountedLoops
 
 
+def ports(*given: tuple[str, int, list[int]]) -> list[onnx.ValueInfoProto]:
+    return [helper.make_tensor_value_info(*port) for port in given]
+
+
 def counted(
-    first: Any = 0, end: Any = 5, going: bool = True, limit: Any = None, reads: str = "k", step: int = 2, by: str = "Add"
+    first: Any = 0,
+    end: Any = 5,
+    going: bool = True,
+    limit: Any = None,
+    reads: str = "k",
+    step: int = 2,
+    by: str = "Add",
 ) -> Graph:
-    """TensorFlow's ``while k < end: v = tanh(v); k += step``; every v is stacked. ``first``, ``end``, ``limit``: a number, or "input"."""
+    """TensorFlow's ``while k < end: v = tanh(v); k += step``; every v is stacked.
+
+    ``first``, ``end``, ``limit``: a number, or "input".
+    """
     given = {"first": first, "end": end, "most": limit}
     inputs = [("x", F, [2, 3])] + [(n, I64, []) for n, v in given.items() if v == "input"]
     constants = {n: np.array(v, np.int64) for n, v in given.items() if isinstance(v, int)}
@@ -30,8 +43,8 @@ def counted(
         [*(total if reads == "data" else []), node(by, "k step", "next_k"), node("Cast", "next_k", "f", to=F),
          node("Cast", "end" if reads == "k" else reads, "e", to=F), node("Less", "f e", "go"), node("Tanh", "v", "next"),
          node("Identity", "next", "row")],
-        "body", [helper.make_tensor_value_info(*x) for x in (("i", I64, []), ("c", BOOL, []), ("k", I64, []), ("v", F, [2, 3]))],
-        [helper.make_tensor_value_info(*x) for x in (("go", BOOL, []), ("next_k", I64, []), ("next", F, [2, 3]), ("row", F, [2, 3]))],
+        "body", ports(("i", I64, []), ("c", BOOL, []), ("k", I64, []), ("v", F, [2, 3])),
+        ports(("go", BOOL, []), ("next_k", I64, []), ("next", F, [2, 3]), ("row", F, [2, 3])),
     )  # fmt: skip
     inner.initializer.append(onnx.numpy_helper.from_array(np.array(step, np.int64), "step"))
     names = f"{'' if limit is None else 'most'} going first x".split(" ")
@@ -78,7 +91,10 @@ def test_a_loop_that_never_begins() -> None:
         (lambda: counted(reads="data"), "its condition depends on data"),
         (lambda: counted(limit="input"), "the most iterations that it runs, depend on data"),
         (lambda: counted(step=0), "it runs more than 4096 times"),
-        (lambda: counted(step=0, by="Div", first=4), "it runs more than 4096 times, or its condition cannot be evaluated"),
+        (
+            lambda: counted(step=0, by="Div", first=4),
+            "it runs more than 4096 times, or its condition cannot be evaluated",
+        ),
     ],
 )
 def test_refusals(graph: Any, because: str) -> None:
