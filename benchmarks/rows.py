@@ -153,7 +153,7 @@ DETAIL: Mapping[str, str] = {
 }
 """Kind -> the fields of its rows that no table shows ("": of all kinds)."""
 KEPT_CLIFFS, WHY = 3, 160
-"""Slow steps of a run that stay with its row, and the characters of their reasons."""
+"""Slow steps of a run that stay with its row, and the characters of the first reason of each."""
 VERSIONS = ("torch", "nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvrtc", "onnxruntime", "openvino")
 """The packages whose versions stay with a run."""
 
@@ -166,7 +166,7 @@ def compact(line: Row) -> Row:
     found: Row = _without(line, {*DETAIL[""].split(), *DETAIL.get(line["what"], "").split()})
     if "cliffs" in found:
         longest = sorted(found["cliffs"], key=lambda c: -float(c["gain"]))[:KEPT_CLIFFS]
-        found["cliffs"] = [{**c, "why": c["why"][:WHY]} for c in longest]
+        found["cliffs"] = [{**c, "why": c["why"].partition("; ")[0][:WHY]} for c in longest]
     if line["what"] == "speed":
         # Shown: the size of an error beyond the bound, torch.compile's seconds, and builds beside one lane or the libraries.
         shown = {n: c if "wrong" in c else _without(c, {"error_rel"}) for n, c in found.get("checks", {}).items()}

@@ -193,15 +193,10 @@ def explanation(name: str, profiled: Row | None) -> str:
         ]
         parts.append(f"{profiled['count']} launches: {', '.join(kinds)}")
         parts += [
-            f"{escaped(c['tactic'] or c['nodes'])} takes {c['share']:.0%} {_at(c)}: {escaped(_first(c['why']))}"
+            f"{escaped(c['tactic'] or c['nodes'])} takes {c['share']:.0%} {_at(c)}: {escaped(c['why'])}"
             for c in profiled.get("cliffs", ())[:SHOWN_REASONS]
         ]
     return ". ".join(parts) or "not looked into"
-
-
-def _first(why: str) -> str:
-    """The first reason of a step, which says the most."""
-    return why.partition("; ")[0]
 
 
 def _at(cliff: Row) -> str:
@@ -246,7 +241,7 @@ def cliffs(pairs: Pairs) -> str:
     for c in found[:SHOWN_CLIFFS]:
         at = "CPU" if c["roofline"] is None else f"{c['roofline']:.0%}"
         step = escaped(c["tactic"] or c["nodes"])
-        lines.append([workload(c).label, f"{c['gain']:.0%}", f"{c['share']:.0%}", at, step, escaped(_first(c["why"]))])
+        lines.append([workload(c).label, f"{c['gain']:.0%}", f"{c['share']:.0%}", at, step, escaped(c["why"])])
     said = (
         f"{len(found)} steps of {len({c['workload'] for c in found})} pairs are below 25 % of their roofline and take over "
         f"2 % of their run; {len(profiled)} pairs were profiled. Would gain: the share of the run that 25 % of the roofline "

@@ -34,7 +34,7 @@ MOST_ELEMENTS = 1 << 28
 
 @rule("masked_sums", {"ScatterElements", "ScatterND", *REDUCES})
 def masked_sums(graph: Graph, op: Op) -> Match | Miss | None:
-    """A reduction, or a scatter that reduces, over rows of which a mask chose some."""
+    """A reduction, or a scatter that reduces, over rows that a mask chose."""
     reduction = REDUCES.get(op.kind) or op.attrs.reduction
     slots = (0,) if op.kind in REDUCES else (1, 2)
     values = [operand(op, slot) for slot in slots]
@@ -77,7 +77,7 @@ def _count(graph: Graph, value: Value) -> Dim | None:
 
 
 class _Chosen:
-    """The operators that compute rows of which masks chose some."""
+    """The operators that compute rows that masks chose."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

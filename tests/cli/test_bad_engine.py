@@ -22,7 +22,7 @@ def test_no_such_engine_and_what_is_none(cli: Cli, model: Path, tmp_path: Path) 
     for path in (tmp_path / "absent.engine", tmp_path / "empty.engine", model):
         for command in ("run", "bench"):
             code, out, err = cli(command, path)
-            assert (code, out) == (ENGINE, "")
+            assert (code, out) == (ENGINE if path.exists() else USAGE, "")
             assert path.name in err
 
 

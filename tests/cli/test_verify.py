@@ -145,7 +145,7 @@ def test_inputs_are_read_from_files(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_engine(cli: Cli, tmp_path: Path) -> None:
-    assert cli("verify", tmp_path / "none.engine").code == 5
+    assert cli("verify", tmp_path / "none.engine").code == 2
     (tmp_path / "short.engine").write_bytes(b"\x89OPTDNN\n\x01")
     assert cli("verify", tmp_path / "short.engine").code == 5
     optdnn.build(small_models.mlp(), target="reference").save(tmp_path / "net.engine")

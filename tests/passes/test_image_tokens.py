@@ -247,7 +247,7 @@ def test_what_becomes_an_image_behind_an_activation_and_a_concatenation() -> Non
 
 def test_on_a_gpu_heads_of_an_image_are_views() -> None:
     program = check_simulated(cascaded(Net(), 2), "fp16")
-    inputs, last = ["Copy", "Copy"], ["Copy", "Conv", "Pointwise"]  # a part of the Concat is written twice
+    inputs, last = ["Copy", "Copy"], ["Conv", "Pointwise"]  # all parts of the Concat are written in place
     assert [s.params["op"]["kind"] for s in program.steps] == [*inputs, "Conv", "Conv", "Attention", *last]
 
 

@@ -39,12 +39,13 @@ def _why(step: Mapping[str, Any], program: Program) -> str:
     if step["executor"] != "cuda":
         rows: Any = program.meta.get("host", {}).get("operators", ())
         return next((str(o["why"]) for o in rows if src & set(o["nodes"])), "it runs on the CPU")
+    reasons = []
     launch = program.steps[step["step"]].params.get("launch")
     blocks = 0 if launch is None else int(launch["grid"][0]) * int(launch["grid"][1]) * int(launch["grid"][2])
     planned: Any = program.meta.get("gpu")
     if planned and 0 < blocks < planned["multiprocessors"]:
-        filled = "1 block does" if blocks == 1 else f"{blocks} blocks do"
-        return f"{filled} not fill {planned['multiprocessors']} multiprocessors"
+        few = "1 block does" if blocks == 1 else f"{blocks} blocks do"
+        reasons.append(f"{few} not fill {planned['multiprocessors']} multiprocessors")
     decisions: Any = program.meta.get("tactics", ())
     tactic = str(step["tactic"]).partition(" ")[0]
     mine = [
@@ -55,5 +56,6 @@ def _why(step: Mapping[str, Any], program: Program) -> str:
     # Those of the tactic's own family say more than those that are for other operators.
     family = tactic.partition("_")[0]
     told = sorted(mine[0].get("refused", ()) if mine else (), key=lambda r: r["tactic"].partition("_")[0] != family)
-    reasons = [f"{r['tactic']} refuses: {r['reason']}" for r in told[:3]]
+    for refused in told[:3]:
+        reasons.append(f"{refused['tactic']} refuses: {refused['reason']}")
     return "; ".join(reasons) or "no other tactic runs it, and its best configuration is no faster"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,8 +43,6 @@ def test_few_blocks_are_a_reason(program: Program) -> None:
 
 def test_refusals_of_other_tactics_are_reasons(program: Program) -> None:
     decisions: Any = program.meta["tactics"]
-    gpu: Any = program.meta["gpu"]
-    program = replace(program, meta={**program.meta, "gpu": {**gpu, "multiprocessors": 1}})  # which every step fills
     refused = {r["tactic"] for d in decisions for r in d.get("refused", ())}
     every = cliffs([row(program, k) for k in range(len(program.steps))], program)
     assert any(f"{tactic} refuses: " in str(c["why"]) for c in every for tactic in refused)
