@@ -2,7 +2,7 @@
 
 ReXNet (Han et al., 2021) adds its shortcut to the first channels and keeps the others; a dual path network (Chen et al., 2017)
 adds some channels of a result and appends the others. Slices, the addition and a Concat are launches between two convolutions.
-Here what is added has zeros in the other channels, and a convolution whose channels go to several places has filters of zeros
+Here the added tensor has zeros in the other channels, and a convolution whose channels go to several places has filters of zeros
 between them. (A zero times an infinity: an element that has overflowed makes NaN of its pixel's other channels.)
 """
 

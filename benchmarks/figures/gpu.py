@@ -33,8 +33,8 @@ def speeds(rows: Sequence[Row]) -> list[Row]:
 
 
 def of_group(rows: Sequence[Row], name: str) -> list[Row]:
-    """Of each workload of a group the newest row, in the group's order. What it did not measure is taken from older rows, and
-    ``older`` names it."""
+    """The newest row of each workload of a group, in the group's order. It takes the times of further candidates from older rows;
+    ``older`` names these candidates."""
     found: dict[str, Row] = {}
     for row in sorted(rows, key=lambda r: str(r["run"]["date"])):
         before = found.get(row["workload"], {"times": {}})

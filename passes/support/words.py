@@ -50,7 +50,7 @@ RULES: Mapping[str, str] = {
     "sink_transpose": "Transposes moved past other operators",
     "flatten_last": "Flattens merged into the matrix product after them",
     "hoist_view": "Reshapes moved before matrix products",
-    "turn_before_norm": "transposes of rows moved before the norm of these rows",
+    "turn_before_norm": "transposes of rows moved before the norm",
     "norm_before_reshape": "norms moved before Reshapes of transposed rows",
     "add_before_reshape_of_norm": "residuals added before Reshapes of normalized rows",
     "split_before_reshape": "Splits moved before Reshapes",

@@ -114,7 +114,7 @@ g (float[40,4] boxes, float[40] scores, int64[40] labels) => (float[n,4] kept, f
 
 
 def boxes_of(count: int) -> dict[str, np.ndarray]:
-    """Boxes of three classes, of which ``count`` have high scores."""
+    """Boxes of three classes; ``count`` boxes have high scores."""
     rng = np.random.default_rng(count)
     low = rng.uniform(0, 30, (40, 2))
     scores = np.where(rng.permutation(40) < count, 0.6, 0.1) + rng.uniform(0, 0.3, 40)

@@ -32,7 +32,7 @@ def edges(rest: str = SCATTER, out: str = "6,4") -> str:
 
 
 def check_values(text: str) -> None:
-    """Equal results for edges of which none, some and all are loops."""
+    """Equal results where none, some and all of the edges are loops."""
     graph = from_text(text)
     DeadCode()(graph)
     after = graph.copy()

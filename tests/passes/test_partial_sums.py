@@ -1,4 +1,4 @@
-"""Additions to some channels of a convolution become additions to all of them; what is left as it is, and why."""
+"""Additions to some channels of a convolution become additions to all of them. Other additions stay, for a reason."""
 
 from __future__ import annotations
 
