@@ -178,7 +178,7 @@ class Run:
         """What a child that gave no answer comes to. One that the budget cut off has no row: it is to be done again."""
         if isinstance(error, OutOfTime):
             cut = granted < min(limit_s, 0.9 * self.options.budget)
-            return None if cut else {"error": f"{stage}: {error}", "verdict": "hang"}
+            return None if cut else {"error": f"{stage}: no end in {granted:.3g} s", "verdict": "hang"}
         return {"error": f"{stage}: {error}", "verdict": "crash"}
 
     def _prepared(self, order: Row) -> Row | None:

@@ -10,6 +10,7 @@ from optdnn.passes.base import RulePass
 from optdnn.passes.rules.concats import concat_of_split
 from optdnn.passes.rules.input_sizes import input_target
 from optdnn.passes.rules.known_writes import assembled_writes, known_writes
+from optdnn.passes.rules.means import sum_is_mean
 from optdnn.passes.rules.noop import idempotent, no_op, unused_indices
 from optdnn.passes.rules.select import known_compress, select_is_where
 from optdnn.passes.rules.shape import (
@@ -43,6 +44,7 @@ class Canonicalize(RulePass):
         sink_transpose,
         select_is_where,
         known_compress,
+        sum_is_mean,  # norms are recognized by their means
         pad_conv,
         drop_taps,  # after the padding of its own and of a Pad are one
         pad_pool,

@@ -1,9 +1,9 @@
 """Weights and bias of a linear op absorb the adjacent scales and shifts per channel.
 
 After a linear op: ``W' = W s``, ``b' = b s + t`` along the output channels. Before one: ``W' = W s`` along the input
-channels, ``b' = b + W t``. A whole chain (BatchNormalization, then a Mul and an Add, say) is composed in float64 and
-folded at once, so that weights are rounded once. Convolutions of one value that are added become one
-(:mod:`~optdnn.passes.parallel_convs`). A second pass writes the remaining BatchNormalizations as Mul and Add; a third
+channels, ``b' = b + W t``, which is an Add where the op holds no bias. A whole chain (BatchNormalization, then a Mul and an
+Add, say) is composed in float64 and folded at once, so that weights are rounded once. Convolutions of one value that are added
+become one (:mod:`~optdnn.passes.parallel_convs`). A second pass writes the remaining BatchNormalizations as Mul and Add; a third
 one joins these to a BatchNormalization again, for libraries that run both in one kernel.
 """
 
@@ -23,7 +23,8 @@ from optdnn.passes.support.linear import LINEAR, Linear
 
 
 class _FoldChain(Rule):
-    """Grows a chain of affine ops from a linear op, as long as each link is the only use of the one before.
+    """Grows a chain of affine ops from a linear op, as long as each link is the only use of the one before. An affine op that
+    several linear ops read, and no other op, goes into the weights of each (queries, keys and values behind one norm).
 
     ``after``: the chain follows the linear op, else precedes it. Two rules share each direction, so that
     BatchNormalizations (``batch_norm``) are counted apart from plain scales and shifts.
@@ -69,7 +70,7 @@ class _FoldChain(Rule):
         name = graph.op(end).name
         if self.after and any(user.kind == "Output" for user in graph.users(end)):
             return Miss(f"the result of {name} is an output of the network")
-        if graph.use_count(end) > 1:
+        if graph.use_count(end) > 1 and (self.after or not _all_absorb(graph, end, link)):
             return Miss(f"the result of {name} is used {graph.use_count(end)} times")
         side = (linear.axis, linear.channels) if self.after else (linear.in_axis, linear.in_channels)
         step = read(graph, link, *side)
@@ -78,6 +79,18 @@ class _FoldChain(Rule):
         longer = total.then(step) if self.after else step.then(total)
         reason = linear.refuses_after(longer) if self.after else linear.refuses_before(longer)
         return Miss(reason) if reason else longer
+
+
+def _all_absorb(graph: Graph, value: Value, link: Op) -> bool:
+    """Whether each reader of an affine op's result is a linear op that absorbs it, so that it goes away."""
+    for user in graph.users(value):
+        linear = Linear.of(graph, user)
+        if linear is None or operand(user) != value:
+            return False
+        step = read(graph, link, linear.in_axis, linear.in_channels)
+        if isinstance(step, Miss) or linear.refuses_before(step):
+            return False
+    return True
 
 
 def _variable(graph: Graph, op: Op) -> Value:

@@ -88,6 +88,7 @@ FOLDED: tuple[Pass, ...] = (
     FuseConvBn(),  # before epilogues: a scale and shift folded into weights costs nothing
     BnToScaleShift(),  # after folding: the remaining ones can become stages
     CanonicalizeArithmetic(),  # a left-over BatchNormalization merges with the scale and shift after it, a Pad meets its Conv
+    FuseConvBn(),  # again: transposes that stood between a BatchNormalization and the products that read it are gone
 )
 """The first passes of every target from level 2 on."""
 

@@ -91,10 +91,8 @@ def plan_epilogue(
     done = 0
     for k, stage in enumerate(stages):
         others = [a for a in stage.args if a is None or a >= 0]
-        linear = last_use.get(k) == k and len(others) == len(stage.args) - 1 and not any(
-            r < k and last_use[r] >= k for r in last_use
-        )  # fmt: skip
-        if not linear:
+        linear = len(others) == len(stage.args) - 1 or (stage.kind == "Mul" and stage.args == (~k, ~k))
+        if last_use.get(k) != k or not linear or any(r < k and last_use[r] >= k for r in last_use):
             break
         trial = replace(
             found, stages=[*found.stages], rendered=[*found.rendered], constants=[*found.constants], bias=found.bias
@@ -183,6 +181,8 @@ def _absorb_binary(
     allow_residual: bool,
 ) -> bool:
     slot = next((a for a in stage.args if a is not None and a >= 0), None)
+    if slot is None and stage.kind == "Mul":
+        return _add(into, Stage("Mul", (register, register)), ("square",))
     value = op.inputs[slot] if slot is not None else None
     if value is None:
         return False

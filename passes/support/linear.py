@@ -27,7 +27,8 @@ LINEAR = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 @dataclass(frozen=True)
 class Absorbed:
-    """A linear op with an affine chain absorbed; ``weight`` and ``bias`` None: the operand stays as it is."""
+    """A linear op with an affine chain absorbed; ``weight`` and ``bias`` None: the operand stays as it is. A MatMul's bias
+    is an Add after it."""
 
     linear: Linear
     kind: str
@@ -44,11 +45,13 @@ class Absorbed:
         own += [None] * (3 - len(own)) if self.kind != "MatMul" else []
         if self.weight is not None:
             own[1] = patch.constant(self.weight, "weight")
-        if self.bias is not None:
-            own[2] = patch.constant(self.bias, "bias")
+        bias = None if self.bias is None else patch.constant(self.bias, "bias")
+        if self.kind != "MatMul" and bias is not None:
+            own[2] = bias
         while own and own[-1] is None and not extra:
             own.pop()
-        return patch.add(self.kind, [*own, *extra], self.attrs)
+        product = patch.add(self.kind, [*own, *extra], self.attrs)
+        return product if self.kind != "MatMul" or bias is None else patch.add("Add", [product, bias])
 
 
 @dataclass(frozen=True)
@@ -152,8 +155,6 @@ class Linear:
             return f"the bias of {self.op.name} is not constant"
         if a.epilogue and self.op.kind == "MatMul":
             return f"{self.op.name} already has the epilogue {a.epilogue[-1].kind}"
-        if not self.can_hold_bias:
-            return f"{self.op.name} has no bias operand that could hold the shift"
         return None
 
     def absorb_before(self, chain: Affine) -> Absorbed | Miss:
@@ -196,7 +197,7 @@ class Linear:
         a: Any = self.op.attrs
         if self.op.kind == "Gemm":
             a = replace(a, alpha=a.alpha if weight is None else 1.0, beta=a.beta if bias is None else 1.0)
-        if self.op.kind == "MatMul" and bias is not None:
+        if self.op.kind == "MatMul" and bias is not None and self.can_hold_bias:
             return Absorbed(self, "Gemm", GemmAttrs(), *rounded)
         return Absorbed(self, self.op.kind, a, *rounded)
 

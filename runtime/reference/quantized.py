@@ -37,6 +37,7 @@ STAGES: dict[str, Callable[..., Array]] = {
     "gelu": lambda x: F(0.5) * x * (F(1) + _erf(x * F(0.70710678))),
     "gelu_tanh": lambda x: F(0.5) * x * (F(1) + np.tanh(F(0.79788456) * (x + F(0.044715) * x * x * x))),
     "softplus": lambda x: np.asarray(np.where(x > 20, x, np.log1p(np.exp(x)))),
+    "square": lambda x: x * x,
     "mul_const": lambda x, value: x * F(value),
     "add_const": lambda x, value: x + F(value),
 }

@@ -318,19 +318,40 @@ def test_refused_before_a_transposed_convolution() -> None:
     check_refused(FUSE, n.done(n.conv_transpose(n.bn(n.input(2, 3, 6, 6)), 4)), because="near the border")
 
 
-def test_refused_before_a_convolution_where_shared() -> None:
+def test_a_batch_norm_that_linear_ops_share_goes_into_each() -> None:
     n = Net()
     b = n.bn(n.input(2, 3, 6, 6))
-    graph = n.done(n.conv(b, 4, pads=0), n.conv(b, 4, pads=0))
+    graph = n.done(n.conv(b, 4, pads=0), n.conv(b, 5, pads=0))
+    check_pass(FUSE, graph, changes=2, rules={"bn_conv": 2}, kinds={"Conv": 2})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda n, b: n.op("Relu", b),
+        lambda n, b: n.conv(b, 4, pads=1),  # pads with zeros, which a shift would change
+        lambda n, b: n.op("Conv", n.input(2, 4, 6, 6, name="y"), b, attrs=ConvAttrs((1, 1), (0,) * 4, (1, 1))),
+    ],
+    ids=["no linear op", "padded", "as weights"],
+)
+def test_refused_before_a_convolution_where_another_reads_it(other: Callable[[Net, Value], Value]) -> None:
+    n = Net()
+    b = n.bn(n.input(2, 4, 3, 3))
+    graph = n.done(n.conv(b, 4, 1, pads=0), other(n, b))
     check_refused(FUSE, graph, because="BatchNormalization_1 is used 2 times", rule="bn_conv")
+
+
+def test_a_scale_and_shift_before_batched_matmuls_become_weights_and_an_addition() -> None:
+    n = Net()
+    x = n.op("Add", n.op("Mul", n.input(2, 5, 6), n.random(6)), n.random(6))
+    graph = n.done(*(n.op("Add", n.matmul(x, size), n.random(size)) for size in (4, 3, 4)))
+    check_pass(FUSE, graph, changes=3, rules={"scale_shift_conv": 3}, kinds={"MatMul": 3, "Add": 6})
 
 
 def test_refused_for_a_shift_that_a_batched_matmul_has_no_bias_for() -> None:
     n = Net()
     y = n.op("Add", n.matmul(n.input(2, 5, 6), 4), n.random(4))
     check_refused(FUSE, n.done(y), because="no bias operand")
-    n = Net()
-    check_refused(FUSE, n.done(n.matmul(n.op("Add", n.input(2, 5, 6), n.random(6)), 4)), because="no bias operand")
 
 
 def test_refused_for_a_batch_norm_over_another_axis() -> None:

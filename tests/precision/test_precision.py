@@ -261,6 +261,16 @@ def test_fp16_risks_by_calibration_and_by_weights() -> None:
     assert graph.of_kind("MatMul")[0].outputs[0].type.dtype == FP16
 
 
+@pytest.mark.parametrize(("number", "told"), [(-3.4e38, False), (1e9, True)])
+def test_a_mask_that_hides_keys_is_no_risk(number: float, told: bool) -> None:
+    n = Net()
+    x = n.input(1, 2, 4, 8)
+    mask = np.where(np.arange(4) < 3, -0.5, number) * np.ones((1, 1, 4, 1))
+    graph = n.done(n.op("Attention", x, x, x, n.const(mask)))
+    found = half_risks(graph, PrecisionPlan("fp16", base="fp16"), None)
+    assert any("overflow: the constant" in r.what for r in found) == told
+
+
 @pytest.mark.slow
 def test_the_command_line_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.savez(tmp_path / "data.npz", x=trained.calibration("digits_resnet")[:32], y=np.arange(32))

@@ -72,6 +72,8 @@ def apply_stages(x: np.ndarray, stages: Sequence[Stage], bias: np.ndarray, resid
             x = np.clip(x, *values)
         elif name == "relu":
             x = np.maximum(x, 0)
+        elif name == "square":
+            x = x * x
         elif name == "silu":
             x = x / (1 + np.exp(-x))
         elif name == "hard_swish":
@@ -83,6 +85,10 @@ def apply_stages(x: np.ndarray, stages: Sequence[Stage], bias: np.ndarray, resid
 
 CASES: dict[str, tuple[Problem, Config | PatchConfig]] = {
     "1x1": (Problem(2, 64, (Source(8, 8, 64),), RELU), Config(1, 1, 1, 64, 2)),
+    "1x1 squared": (
+        Problem(2, 64, (Source(8, 8, 64),), (("bias",), ("relu",), ("square",))),
+        Config(1, 1, 1, 64, 2),
+    ),
     "1x1 deep": (Problem(2, 128, (Source(9, 7, 512),), RELU), Config(2, 1, 1, 48, 3)),
     "1x1 persistent": (Problem(48, 256, (Source(28, 28, 64),), ADD), Config(2, 1, 1, 128, 3, 1, 2)),
     "1x1 stationary": (Problem(48, 256, (Source(28, 28, 64),), ADD), Config(2, 1, 1, 128, 3, 1, 3, True)),

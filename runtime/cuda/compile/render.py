@@ -39,6 +39,7 @@ STAGES: dict[str, tuple[int, str]] = {
         "{{ const float h = 0.5f * x; x = fmaf(h, tanhf(x * fmaf(0.035677408f * x, x, 0.79788456f)), h); }}",
     ),
     "softplus": (0, "x = x > 20.0f ? x : log1pf(__expf(x));"),
+    "square": (0, "x = x * x;"),
     "mul_const": (1, "x = x * {0};"),
     "add_const": (1, "x = x + {0};"),
 }

@@ -1,0 +1,93 @@
+"""sum_is_mean: a sum divided by the number of its terms is a mean."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+
+from optdnn.dim import symbol
+from optdnn.ir.graph import Value
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.passes.base import RulePass
+from optdnn.passes.canonicalize import Canonicalize
+from optdnn.passes.channel_norms import ChannelNorms
+from optdnn.passes.rules.means import sum_is_mean
+
+
+class Means(RulePass):
+    name = "means"
+    rules = (sum_is_mean,)
+
+
+MEANS = Means()
+
+
+def total(n: Net, x: Value, *axes: int, keepdims: bool = True) -> Value:
+    return n.op("ReduceSum", x, n.ints(*axes), attrs=ReduceAttrs(keepdims=keepdims))
+
+
+@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize(("axes", "count"), [((1,), 6), ((-1, 1), 30), ((0, 1, 2), 120)])
+def test_a_sum_divided_by_its_count(axes: tuple[int, ...], count: int, keepdims: bool) -> None:
+    n = Net(np.float64)
+    y = n.op("Div", total(n, n.input(4, 6, 5), *axes, keepdims=keepdims), n.const(np.float64(count)))
+    check_pass(MEANS, n.done(y), changes=1, kinds={"ReduceMean": 1})
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_sum_multiplied_by_the_reciprocal_of_its_count(first: bool) -> None:
+    n = Net(np.float64)
+    pair = [total(n, n.input(4, 6, 5), 1), n.const(np.full((1, 1, 5), 1 / 6))]
+    check_pass(MEANS, n.done(n.op("Mul", *(pair[::-1] if first else pair))), changes=1, kinds={"ReduceMean": 1})
+
+
+def test_a_sum_of_all_axes_of_a_symbolic_batch() -> None:
+    n = Net(np.float64)
+    y = n.op("Div", total(n, n.input(symbol("N", 1), 6, 5), 1), n.const(np.float64(6)))
+    check_pass(MEANS, n.done(y), changes=1, kinds={"ReduceMean": 1})
+
+
+def other_count(n: Net) -> Value:
+    return n.op("Div", total(n, n.input(4, 6, 5), 1), n.const(np.float32(7)))
+
+
+def some_counts(n: Net) -> Value:
+    return n.op("Div", total(n, n.input(4, 6, 5), 1), n.const(np.array([6, 6, 6, 6, 5], np.float32)))
+
+
+def symbolic_count(n: Net) -> Value:
+    return n.op("Div", total(n, n.input(symbol("N", 1), 6, 5), 0), n.const(np.float32(6)))
+
+
+def divided_count(n: Net) -> Value:
+    return n.op("Div", n.const(np.float32(6)), total(n, n.input(4, 6, 5), 1))
+
+
+def wider_result(n: Net) -> Value:
+    return n.op("Div", total(n, n.input(4, 6, 5), 1), n.const(np.full((4, 2, 5), 6, np.float32)))
+
+
+@pytest.mark.parametrize("made", [other_count, some_counts, symbolic_count, divided_count, wider_result])
+def test_other_divisions_stay(made: object) -> None:
+    n = Net()
+    check_untouched(MEANS, n.done(made(n)))  # type: ignore[operator]
+
+
+def test_refused_where_the_sum_is_read_by_others() -> None:
+    n = Net()
+    s = total(n, n.input(4, 6, 5), 1)
+    check_refused(MEANS, n.done(n.op("Div", s, n.const(np.float32(6))), n.op("Relu", s)), because="is used 2 times")
+
+
+def test_standardized_series_are_one_norm() -> None:
+    """As PatchTST writes it: sums over time, divided by the number of steps."""
+    n = Net(np.float64)
+    x, steps = n.input(2, 16, 3), n.const(np.full((1, 1, 3), 16.0))
+    centred = n.op("Sub", x, n.op("Div", total(n, x, 1), steps))
+    variance = n.op("Div", total(n, n.op("Mul", centred, centred), 1), steps)
+    y = n.op("Div", centred, n.op("Sqrt", n.op("Add", variance, n.const(np.float64(1e-5)))))
+    graph = n.done(y)
+    means, _ = check_pass(Canonicalize(), graph, changes=2, rules={"sum_is_mean": 2})
+    check_pass(ChannelNorms(), means, changes=1, kinds={"LayerNormalization": 1, "Transpose": 2})
