@@ -32,8 +32,23 @@ def note(how: str, rows: Sequence[Row]) -> str:
         return ""
     commands = [command for command, _ in Counter(row["run"]["command"] for row in rows).most_common()]
     text = f"{measured_on(rows)}. {how}".strip()
-    block = ["```text", *commands, "```", "", "</details>"]
+    block = ["```text", *map(shortened, commands), "```", "", "</details>"]
     return "\n".join(['<details markdown="1">', "<summary>How it was measured</summary>", "", text, "", *block])
+
+
+SHOWN = 6
+"""Workloads of a command that a note shows."""
+
+
+def shortened(command: str) -> str:
+    """A command of many workloads with only the first few; ``benchmarks/results`` has all of it."""
+    words = command.split()
+    named = [k for k, word in enumerate(words) if "/" in word and not words[k - 1].startswith("-")]
+    left_out = set(named[SHOWN:])
+    if not left_out:
+        return command
+    kept = [word for k, word in enumerate(words) if k not in left_out]
+    return " ".join([*kept[: named[SHOWN - 1] + 1], f"(and {len(left_out)} more)", *kept[named[SHOWN - 1] + 1 :]])
 
 
 def geometric(values: Iterable[float]) -> float:

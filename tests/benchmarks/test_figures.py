@@ -13,7 +13,7 @@ pytest.importorskip("benchmarks.harness", reason="an installed copy has no bench
 from benchmarks import figures
 from benchmarks.__main__ import main
 from benchmarks.figures import checks, cpu, decoding, gpu, waits, wide
-from benchmarks.figures.markdown import geometric, measured_on, note
+from benchmarks.figures.markdown import geometric, measured_on, note, shortened
 from benchmarks.rows import RESULTS, read
 
 RUN = {
@@ -310,3 +310,11 @@ def test_the_table_of_decoders() -> None:
     assert lines[4] == ""
     assert "A prompt of 2,048 tokens through 4 layers and the head of Llama 3 8B takes 5.00 ms: 540 TFLOP/s." in text
     assert decoding.decoding(rows[:1]) == ""
+
+
+def test_a_command_of_many_workloads_is_shortened() -> None:
+    few = "python -m benchmarks speed zoo/lstm:1 torch/bi_gru:1 --out out/rows.jsonl"
+    assert shortened(few) == few
+    names = [f"timm/net{k}:1" for k in range(9)]
+    many = ["python -m benchmarks speed", *names, "--shared data/shared --jobs 4"]
+    assert shortened(" ".join(many)) == " ".join([many[0], *names[:6], "(and 3 more)", many[-1]])
