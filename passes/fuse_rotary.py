@@ -255,7 +255,7 @@ def doubled(graph: Graph, value: Value, depth: int = _DEPTH, *, interleaved: boo
         return False
     below = graph.type(behind)
     if op.kind == "Concat":
-        return not interleaved and _doubles(graph, op)
+        return _joined(graph, op, depth - 1, interleaved)
     if op.kind in _POINTWISE:
         return doubled(graph, behind, depth - 1, interleaved=interleaved)
     if op.kind in _SCALED:
@@ -274,6 +274,18 @@ def doubled(graph: Graph, value: Value, depth: int = _DEPTH, *, interleaved: boo
     else:
         passes = op.kind == "Gather" and op.attrs.axis in (0, -(below.rank or 0)) and (below.rank or 0) >= 2
     return passes and doubled(graph, behind, depth - 1, interleaved=interleaved)
+
+
+def _joined(graph: Graph, concat: Op, depth: int, interleaved: bool) -> bool:
+    """Whether a Concat repeats a value along the last axis, or all its parts hold the same numbers twice. Side by side along the
+    last axis (one part for each coordinate of a picture, Flux), they must do so in neighbours, and have even sizes."""
+    if _last(graph, concat.value, concat.attrs.axis):
+        if not interleaved:
+            return _doubles(graph, concat)
+        sizes = [graph.type(operand(concat, i)).dims[-1] for i in range(len(concat.inputs))]
+        if not all(isinstance(size, int) and size % 2 == 0 for size in sizes):
+            return False
+    return all(doubled(graph, operand(concat, i), depth, interleaved=interleaved) for i in range(len(concat.inputs)))
 
 
 def _repeated(graph: Graph, value: Value, size: DimLike) -> bool:

@@ -310,5 +310,7 @@ DEFS: tuple[OpDef, ...] = (
     _norm("RMSNormalization", _infer_rms, LayerNormAttrs, _import_layer, _export_rms, per_element(4)),
     _norm("LRN", _infer_lrn, LRNAttrs, cost=_cost_lrn),
     _norm("LpNormalization", _infer_lp, LpNormAttrs, _import_lp, _export_lp, per_element(3)),
-    _norm("MeanVarianceNormalization", _infer_mean_variance, MeanVarianceAttrs, _import_mean_variance, cost=per_element(6)),
+    _norm(
+        "MeanVarianceNormalization", _infer_mean_variance, MeanVarianceAttrs, _import_mean_variance, cost=per_element(6)
+    ),
 )
