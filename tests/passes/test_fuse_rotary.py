@@ -78,7 +78,8 @@ NEIGHBOURS = {
 
 def coordinates(w: str = "Concat<axis=2>(w1, w2)", halves: str = "Expand(pair, to)") -> str:
     """One part of the angles for each coordinate of a picture (Flux)."""
-    return f"""{STACKED} t1, t2 = Split<axis=2, num_outputs=2>(turn) to = Constant<value_ints=[2,5,1,2]>() two3 = Constant<value_ints=[2,5,2]>()
+    return f"""{STACKED} t1, t2 = Split<axis=2, num_outputs=2>(turn) to = Constant<value_ints=[2,5,1,2]>()
+        two3 = Constant<value_ints=[2,5,2]>()
         pair = Unsqueeze(t1, last) w0 = {halves} w1 = Reshape(w0, two3) v1 = Cos(w1)
         other = Unsqueeze(t2, last) v0 = Expand(other, to) w2 = Reshape(v0, two3)
         w3 = {w} w = Unsqueeze(w3, one) c = Cos(w) s = Sin(w) {SUM}"""
@@ -89,9 +90,9 @@ def test_neighbours_side_by_side() -> None:
     assert graph.of_kind("RotaryEmbedding")[0].attrs.interleaved
 
 
-ROWS = """front, behind = Split<axis=1, num_outputs=2>(turn) joined = Concat<axis=1>(front, behind) h = Concat<axis=2>(joined, joined)
-    w = Unsqueeze(h, one) c = Cos(w) s = Sin(w)"""
-HALF_ROWS = ROWS.replace("joined = Concat<axis=1>(front, behind) h = Concat<axis=2>(joined, joined)",
+ROWS = """front, behind = Split<axis=1, num_outputs=2>(turn) joined = Concat<axis=1>(front, behind)
+    h = Concat<axis=2>(joined, joined) w = Unsqueeze(h, one) c = Cos(w) s = Sin(w)"""
+HALF_ROWS = ROWS.replace("joined = Concat<axis=1>(front, behind)\n    h = Concat<axis=2>(joined, joined)",
     "f = Concat<axis=2>(front, front) b = Concat<axis=2>(behind, behind) h = Concat<axis=1>(f, b)")  # fmt: skip
 
 
