@@ -7,7 +7,7 @@ This pass leaves arithmetic alone, so that decomposed activations and normalizat
 from __future__ import annotations
 
 from optdnn.passes.base import RulePass
-from optdnn.passes.rules.concats import concat_of_split
+from optdnn.passes.rules.concats import concat_of_split, interleaved_parts, part_of_concat
 from optdnn.passes.rules.input_sizes import input_target
 from optdnn.passes.rules.known_writes import assembled_writes, known_writes
 from optdnn.passes.rules.means import sum_is_mean
@@ -38,6 +38,8 @@ class Canonicalize(RulePass):
         transpose_chain,  # before sinking: two neighbours merge where they are
         transpose_is_reshape,
         concat_of_split,
+        part_of_concat,
+        interleaved_parts,
         gemm_transpose,
         assembled_writes,
         known_writes,  # before sinking: the Transposes around a write are still next to it

@@ -61,14 +61,15 @@ def written_attention(graph: Graph, op: Op) -> Match | Miss | None:
     weights = _weights(graph, op)
     if weights is None or isinstance(weights, Miss):
         return weights
-    softmax, precision, inner, leads = weights
+    softmax, inner = weights.softmax, weights.inner
     if staged(op):
         return Miss("its product with the values has fused stages")
     t = graph.type(op.value)
-    scores = find_scores(graph, softmax.inputs[0], t.dtype)
+    found = find_scores(graph, softmax.inputs[0], t.dtype)
+    scores = found if isinstance(found, Miss) else _masked_again(found, weights.masks)
     if isinstance(scores, Miss):
         return scores
-    parts = _parts(graph, op, scores, (*leads, *scores.leads))
+    parts = _parts(graph, op, scores, (*weights.leads, *scores.leads))
     if isinstance(parts, Miss):
         return parts
     guarded = any(step.kind == "Where" for step in inner)
@@ -78,7 +79,7 @@ def written_attention(graph: Graph, op: Op) -> Match | Miss | None:
     miss = used_outside(graph, dict.fromkeys(o.id for o in ops), op.id)
     if miss is not None:
         return miss
-    attrs = replace(parts.attrs, softmax_precision=precision)
+    attrs = replace(parts.attrs, softmax_precision=weights.precision)
 
     def build(patch: Patch) -> Value:
         inputs: list[Value | None] = [view.add_to(patch) for view in (parts.q, parts.k, parts.v)]
@@ -121,35 +122,63 @@ def values_first(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
 # ---------------------------------------------------------------- from the root to the softmax
 
 
-def _weights(graph: Graph, root: Op) -> tuple[Op, DType | None, tuple[Op, ...], tuple[Shape, ...]] | Miss | None:
-    """The softmax whose result ``root`` multiplies with the values: (softmax, wider dtype or None, ops between, leading axes)."""
+@dataclass(frozen=True)
+class Weights:
+    """The way from the product with the values back to the softmax."""
+
+    softmax: Op
+    precision: DType | None
+    """The dtype of the softmax where it is wider."""
+    inner: tuple[Op, ...]
+    leads: tuple[Shape, ...]
+    masks: tuple[tuple[Value, bool], ...] = ()
+    """Conditions, and the value of each for which a weight stays; the others become 0."""
+
+
+def _weights(graph: Graph, root: Op) -> Weights | Miss | None:
+    """The softmax whose result ``root`` multiplies with the values, and the ops between."""
     value, dtype, precision = operand(root), graph.type(root.value).dtype, None
     inner: list[Op] = []
     leads: list[Shape] = []
+    masks: list[tuple[Value, bool]] = []
     for _ in range(4):
         op, shape = graph.op(value), shape_of(graph, value)
         if op.kind == "Softmax":
             if shape is None or normalize_axis(op.attrs.axis, len(shape)) != len(shape) - 1:
                 return Miss("the softmax is not over the last axis")
-            return op, precision, tuple(inner), (*leads, shape[:-2])
+            return Weights(op, precision, tuple(inner), (*leads, shape[:-2]), tuple(masks))
         if op.kind == "Where":
             condition, zero, p = op.inputs
             test = producer(graph, condition, {"IsNaN"})  # PyTorch's where(isnan(p), 0, p)
-            if test is None or p is None or test.inputs[0] != p or constant_scalar(graph, zero) != 0.0:
+            if test is not None and p is not None and test.inputs[0] == p and constant_scalar(graph, zero) == 0.0:
+                inner += [op, test]
+                value = p
+                continue
+            kept = [i for i in (1, 2) if constant_scalar(graph, op.inputs[3 - i]) == 0.0]
+            if not kept or graph.type(operand(op, kept[0])).shape != shape:
                 masked = any(producer(graph, v, {"Softmax"}) is not None for v in op.inputs)
                 return Miss("the weights are masked again after the softmax") if masked else None
-            inner += [op, test]
-            value = p
-            continue
-        if op.kind in RESHAPES and shape is not None and keeps_last_two(shape_of(graph, op.inputs[0]), shape):
+            masks.append((operand(op), kept[0] == 1))
+            value = operand(op, kept[0])
+        elif op.kind in RESHAPES and shape is not None and keeps_last_two(shape_of(graph, op.inputs[0]), shape):
             leads.append(shape[:-2])
+            value = operand(op)
         elif op.kind == "Cast" and _widens(graph, operand(op), dtype):
             precision = graph.type(operand(op)).dtype
+            value = operand(op)
         else:
             return None
         inner.append(op)
-        value = operand(op)
     return None
+
+
+def _masked_again(scores: Scores, masks: Sequence[tuple[Value, bool]]) -> Scores | Miss:
+    """The scores whose masks are certain where the weights are masked by the same conditions after the softmax (Keras)."""
+    own = {(bias.condition, bias.keeps) for bias in scores.biases}
+    if any(mask not in own for mask in masks):
+        return Miss("the weights are masked again after the softmax, by something else than before it")
+    biases = tuple(replace(b, certain=(b.condition, b.keeps) in masks) for b in scores.biases)
+    return replace(scores, biases=biases)
 
 
 def _widens(graph: Graph, value: Value, dtype: DType) -> bool:
@@ -161,13 +190,14 @@ def _widens(graph: Graph, value: Value, dtype: DType) -> bool:
 
 
 def _parts(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) -> AttentionParts | Miss:
-    left, a = _unscaled(graph, operand(scores.product, 0))
-    right, b = _unscaled(graph, operand(scores.product, 1))
+    first, second = (1, 0) if scores.exchanged else (0, 1)
+    left, a = _unscaled(graph, operand(scores.product, first))
+    right, b = _unscaled(graph, operand(scores.product, second))
     q, k, v = (trace(graph, value) for value in (left, right, operand(root, 1)))
     if q is None or k is None or v is None:
         return Miss("the rank of an operand is unknown")
-    k, more = _scaled_view(graph, k.swap_last())
-    q, extra = _scaled_view(graph, q)
+    k, more = _scaled_view(graph, k if scores.exchanged else k.swap_last())
+    q, extra = _scaled_view(graph, q.swap_last() if scores.exchanged else q)
     scale = scores.factor * a * b * more * extra
     if not 0 < scale < float("inf"):
         return Miss(f"the scores are multiplied by {scale:g}; a scale is positive")

@@ -12,7 +12,6 @@ usually merge with those of the attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +22,8 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.index import ConcatAttrs
-from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass
+from optdnn.passes.rules.rotary_products import RotaryProducts
 from optdnn.passes.rules.shape import transpose_chain
 from optdnn.passes.support.facts import (
     RESHAPES,
@@ -39,14 +38,12 @@ from optdnn.passes.support.facts import (
 from optdnn.passes.support.parts import is_axis, span, whole
 from optdnn.passes.support.pattern import Scalar, Var, any_of, node
 from optdnn.passes.support.pattern_rule import PatternRule, pattern_rule
-from optdnn.types import Shape
+from optdnn.passes.support.rotary import SWAP, behind, cache_shape, per_position, turned, unshaped
 
 _DEPTH = 12
 """How far back a proof looks."""
 _POINTWISE = frozenset({"Cos", "Sin", "Cast", "Neg", "Exp", "Sqrt", "Identity"})
 _SCALED = frozenset({"Mul", "Div", "Add", "Sub"})
-_SWAP = (0, 2, 1, 3)
-"""Exchanges heads and positions."""
 
 X, COS, SIN, FIRST, SECOND = map(Var, ("x", "cos", "sin", "first", "second"))
 _NEGATED = any_of(node("Neg", SECOND, name="negation"), node("Mul", SECOND, Scalar(-1.0), name="negation"))
@@ -70,16 +67,17 @@ class RotaryRule(PatternRule):
         interleaved = "merged" in found
         if not (_are_neighbours if interleaved else _are_halves)(graph, found):
             return None
-        axis = next((n for n in (-2, -3) if all(_per_position(graph, x, found[c], n) for c in ("cos", "sin"))), -2)
+        heads, *angles = (graph.type(v).shape or () for v in (x, found["cos"], found["sin"]))
+        axis = next((n for n in (-2, -3) if all(per_position(heads, shape, n) for shape in angles)), -2)
         reason = _refuse(graph, found, axis, interleaved)
         if reason is not None:
             return Miss(reason)
 
         def build(patch: Patch) -> Value:
             caches = [_half(patch, graph, found[name], axis, interleaved) for name in ("cos", "sin")]
-            return _turned(patch, x, caches, RotaryAttrs(interleaved=interleaved), swapped=axis == -3)
+            return turned(patch, x, caches, RotaryAttrs(interleaved=interleaved), swapped=axis == -3)
 
-        parts = {op.id for name in ("first", "second") for op in _behind(graph, found[name])}
+        parts = {op.id for name in ("first", "second") for op in behind(graph, found[name])}
         return Match(tuple(graph.op(i) for i in sorted(ops | parts)), build, root.value)
 
 
@@ -94,7 +92,7 @@ def partial_rotary(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mis
     """``Concat(RotaryEmbedding(first numbers of x), the rest of x)`` along the last axis, the op also between Transposes."""
     first, rest, inner = found["first"], found["second"], found["turned"]
     swaps = [found[name] for name in ("there", "back") if name in found]
-    if any(op.attrs.perm != _SWAP for op in swaps):
+    if any(op.attrs.perm != SWAP for op in swaps):
         return None
     x = whole(graph, first, rest)
     if x is None or inner.attrs.rotary_embedding_dim or len(root.inputs) != 2 or not _last(graph, x, root.attrs.axis):
@@ -105,7 +103,7 @@ def partial_rotary(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mis
     covered = {op.id: op for op in (root, graph.op(first), graph.op(rest), inner, *swaps)}
 
     def build(patch: Patch) -> Value:
-        return _turned(patch, x, inner.inputs[1:], attrs, swapped=bool(swaps))
+        return turned(patch, x, inner.inputs[1:], attrs, swapped=bool(swaps))
 
     return Match(tuple(covered.values()), build)
 
@@ -163,45 +161,14 @@ def _are_neighbours(graph: Graph, found: dict[str, Any]) -> bool:
     parts = [graph.op(first), graph.op(second)]
     if all(op.kind == "Slice" and op.input(0) == x for op in parts):
         return [span(graph, op, size) for op in parts] == [(0, size, 2), (1, size, 2)]
-    pairs = whole(graph, _unshaped(graph, first), _unshaped(graph, second), even=True)
+    pairs = whole(graph, unshaped(graph, first), unshaped(graph, second), even=True)
     if pairs is None or shape_of(graph, pairs) != (*shape[:-1], size // 2, 2):
         return False
-    return _unshaped(graph, pairs) == _unshaped(graph, x)
-
-
-def _unshaped(graph: Graph, value: Value) -> Value:
-    """The value without the Reshapes that make it."""
-    chain = _behind(graph, value)
-    return operand(chain[-2]) if len(chain) > 1 else value
-
-
-def _behind(graph: Graph, value: Value) -> list[Op]:
-    """The Reshapes that make a value, the last one first, and the op in front of them."""
-    ops = [graph.op(value)]
-    while ops[-1].kind in RESHAPES:
-        ops.append(graph.op(operand(ops[-1])))
-    return ops
+    return unshaped(graph, pairs) == unshaped(graph, x)
 
 
 def _last(graph: Graph, x: Value, axis: int) -> bool:
     return is_axis(graph, x, axis, -1)
-
-
-def _turned(patch: Patch, x: Value, caches: Sequence[Value | None], attrs: RotaryAttrs, *, swapped: bool) -> Value:
-    """A RotaryEmbedding of x; ``swapped``: of x whose positions come before its heads."""
-    if swapped:
-        x = patch.add("Transpose", [x], TransposeAttrs(_SWAP))
-    y = patch.add("RotaryEmbedding", [x, *caches], attrs)
-    return patch.add("Transpose", [y], TransposeAttrs(_SWAP)) if swapped else y
-
-
-def _per_position(graph: Graph, x: Value, angles: Value, axis: int) -> bool:
-    """Whether all heads of x have the same angles for each position along ``axis``, -2 or -3; the heads lie along the other one."""
-    dims, shape = (graph.type(v).shape or () for v in (x, angles))
-    heads = -5 - axis
-    if not -axis <= len(shape) <= len(dims) or shape[-1] != dims[-1] or shape[axis] != dims[axis]:
-        return False
-    return (len(shape) < -heads or shape[heads] == 1) and (len(shape) < 4 or shape[0] in (1, dims[0]))
 
 
 def _refuse(graph: Graph, found: dict[str, Any], axis: int, interleaved: bool) -> str | None:
@@ -213,18 +180,13 @@ def _refuse(graph: Graph, found: dict[str, Any], axis: int, interleaved: bool) -
         t, name = graph.type(value), graph.output(value).name
         if t.dtype != x.dtype:
             return f"{name} is {t.dtype}, its operand {x.dtype}"
-        if not _per_position(graph, found["x"], value, axis):
+        if not per_position(x.dims, t.shape or (), axis):
             return f"{name} {t} is not one angle per position of {x}"
-        if reshape_target(t.dims, _cache_shape(t.dims, axis)) is None:
+        if reshape_target(t.dims, cache_shape(t.dims, axis)) is None:
             return f"the size of {name} {t} cannot be written"
         if not doubled(graph, value, interleaved=interleaved):
             return f"the {'neighbours' if interleaved else 'halves'} of {name} are not known to be equal"
     return None
-
-
-def _cache_shape(shape: Shape, axis: int) -> Shape:
-    batch = shape[0] if len(shape) == 4 else 1
-    return (batch, shape[axis], shape[-1])
 
 
 def _half(patch: Patch, graph: Graph, value: Value, axis: int, interleaved: bool) -> Value:
@@ -234,7 +196,7 @@ def _half(patch: Patch, graph: Graph, value: Value, axis: int, interleaved: bool
     assert isinstance(size, int)
     limits = (0, size, len(shape) - 1, 2) if interleaved else (0, size // 2, len(shape) - 1)
     half = patch.add("Slice", [value, *(integers(patch, [n], "half") for n in limits)])
-    return in_shape(patch, half, _cache_shape(patch.type(half).dims, axis))
+    return in_shape(patch, half, cache_shape(patch.type(half).dims, axis))
 
 
 def doubled(graph: Graph, value: Value, depth: int = _DEPTH, *, interleaved: bool = False) -> bool:
@@ -255,7 +217,7 @@ def doubled(graph: Graph, value: Value, depth: int = _DEPTH, *, interleaved: boo
         return False
     below = graph.type(behind)
     if op.kind == "Concat":
-        return not interleaved and _doubles(graph, op)
+        return _joined(graph, op, depth - 1, interleaved)
     if op.kind in _POINTWISE:
         return doubled(graph, behind, depth - 1, interleaved=interleaved)
     if op.kind in _SCALED:
@@ -274,6 +236,18 @@ def doubled(graph: Graph, value: Value, depth: int = _DEPTH, *, interleaved: boo
     else:
         passes = op.kind == "Gather" and op.attrs.axis in (0, -(below.rank or 0)) and (below.rank or 0) >= 2
     return passes and doubled(graph, behind, depth - 1, interleaved=interleaved)
+
+
+def _joined(graph: Graph, concat: Op, depth: int, interleaved: bool) -> bool:
+    """Whether a Concat repeats a value along the last axis, or all its parts hold the same numbers twice. Side by side along the
+    last axis (one part for each coordinate of a picture, Flux), they must do so in neighbours, and have even sizes."""
+    if _last(graph, concat.value, concat.attrs.axis):
+        if not interleaved:
+            return _doubles(graph, concat)
+        sizes = [graph.type(operand(concat, i)).dims[-1] for i in range(len(concat.inputs))]
+        if not all(isinstance(size, int) and size % 2 == 0 for size in sizes):
+            return False
+    return all(doubled(graph, operand(concat, i), depth, interleaved=interleaved) for i in range(len(concat.inputs)))
 
 
 def _repeated(graph: Graph, value: Value, size: DimLike) -> bool:
@@ -296,4 +270,4 @@ class FuseRotary(RulePass):
     """Rotary embeddings as one op, for targets that have a kernel for it."""
 
     name = "fuse_rotary"
-    rules = (RotaryRule(), partial_rotary, rotary_rows, transpose_chain)
+    rules = (RotaryRule(), RotaryProducts(), partial_rotary, rotary_rows, transpose_chain)

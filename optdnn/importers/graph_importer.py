@@ -50,10 +50,15 @@ from optdnn.types import Array, TensorType
 _INVALID = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, NotImplementedError)
 
 
+_QONNX = (
+    "it is QONNX's own operator, of any number of bits: export with Brevitas' export_onnx_qcdq, which writes QuantizeLinear, Clip "
+    "and DequantizeLinear, or convert the file with qonnx.transformation.qonnx_to_qcdq.QuantToQCDQ"
+)
 UNKNOWN_CUSTOM = "the custom operator is unknown"
 REFUSED_DOMAINS = {
     "com.microsoft.nchwc": "ONNX Runtime wrote the file for its own kernels of this CPU: give the model that it optimized, or save "
     "with ORT_ENABLE_EXTENDED",
+    **dict.fromkeys(("qonnx.custom_op.general", "finn.custom_op.general", "onnx.brevitas"), _QONNX),
 }
 """Domain -> why its operators are not taken, and what to do."""
 

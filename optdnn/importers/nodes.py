@@ -170,6 +170,8 @@ def _text(data: bytes, name: str) -> str:
 
 
 NO_SUCH_OPERATOR = "ONNX has no such operator"
+ONCE_EXPERIMENTAL = frozenset({"MeanVarianceNormalization", "ThresholdedRelu"})
+"""Operators that are found in files of opsets before their own: they were experimental then, without a schema."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,8 @@ def schema(op_type: str, domain: str, opset: int) -> Schema | str | None:
     if found is None:
         schemas = onnx.defs.get_all_schemas_with_history()
         since = [s.since_version for s in schemas if (s.name, s.domain) == (op_type, domain)]
-        return f"the operator came with opset {min(since)}" if since else NO_SUCH_OPERATOR
+        known = since and not (domain == "" and op_type in ONCE_EXPERIMENTAL)
+        return f"the operator came with opset {min(since)}" if known else NO_SUCH_OPERATOR
     if found.deprecated:
         return f"the operator was removed from ONNX in opset {found.since_version}"
     single = onnx.defs.OpSchema.FormalParameterOption.Single

@@ -244,6 +244,17 @@ def _import_layer(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return e.op(node.op_type, node.inputs, attrs, outputs=len(node.outputs))
 
 
+def _import_mean_variance(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """Before opset 9, when it was experimental, ``across_channels`` chose the axes."""
+    if node.opset >= 9:
+        return e.op(node.op_type, node.inputs, MeanVarianceAttrs(node.ints("axes", (0, 2, 3))))
+    (x,) = node.inputs
+    axes = (0, 1, 2, 3) if node.get("across_channels", 0) else (0, 2, 3)
+    if node.get("normalize_variance", 1):
+        return e.op(node.op_type, [x], MeanVarianceAttrs(axes))
+    return (emit(e, "Sub", x, emit(e, "ReduceMean", x, np.array(axes), keepdims=True)),)
+
+
 def _import_lp(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return e.op(node.op_type, node.inputs, LpNormAttrs(int(node.get("axis", -1)), int(node.get("p", 2))))
 
@@ -299,5 +310,7 @@ DEFS: tuple[OpDef, ...] = (
     _norm("RMSNormalization", _infer_rms, LayerNormAttrs, _import_layer, _export_rms, per_element(4)),
     _norm("LRN", _infer_lrn, LRNAttrs, cost=_cost_lrn),
     _norm("LpNormalization", _infer_lp, LpNormAttrs, _import_lp, _export_lp, per_element(3)),
-    _norm("MeanVarianceNormalization", _infer_mean_variance, MeanVarianceAttrs, cost=per_element(6)),
+    _norm(
+        "MeanVarianceNormalization", _infer_mean_variance, MeanVarianceAttrs, _import_mean_variance, cost=per_element(6)
+    ),
 )

@@ -220,6 +220,8 @@ def _import_transpose(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     perm, rank = node.ints("perm"), e.type(node.input(0)).rank
     if perm is None and rank is not None:
         perm = tuple(reversed(range(rank)))
+    elif perm is not None:  # Keras counts axes from the last one, which ONNX does not have
+        perm = tuple(p + len(perm) if p < 0 else p for p in perm)
     return e.op("Transpose", node.inputs, TransposeAttrs(perm))
 
 

@@ -14,6 +14,7 @@ from optdnn.ops import (
     create,
     custom,
     detect,
+    experimental,
     fused,
     gather,
     gemm,
@@ -83,6 +84,7 @@ OPDEFS: dict[str, OpDef] = {d.kind: d for d in _DEFS}
 
 _COMPOSED: tuple[dict[str, FromOnnx], ...] = (
     contrib.IMPORTERS,
+    experimental.IMPORTERS,
     leftovers.IMPORTERS,
     classic.IMPORTERS,
     classic.REFUSALS,

@@ -7,11 +7,17 @@ convolutions side by side, and normalize and activate all of them together. Move
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import operand, producer
+from optdnn.passes.support.facts import RESHAPES, in_shape, operand, producer, reshape_target
+from optdnn.passes.support.parts import span
+from optdnn.passes.support.pattern import Var, node
+from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.stages import ACTIVATIONS
 from optdnn.types import normalize_axis
 
@@ -47,6 +53,65 @@ def concat_of_split(graph: Graph, op: Op) -> Match | None:
             parts[at:end] = [operand(split)]
             return Match((op,), lambda patch: patch.add("Concat", parts, op.attrs))
     return None
+
+
+@rule("part_of_concat", {"Slice"})
+def part_of_concat(graph: Graph, op: Op) -> Match | None:
+    """``slice(concat(a, b, c))`` that takes one part as it is, is this part."""
+    concat = producer(graph, op.inputs[0], {"Concat"})
+    if concat is None:
+        return None
+    dims = concat.outputs[0].type.dims
+    axis = normalize_axis(concat.attrs.axis, len(dims))
+    widths = [d for v in range(len(concat.inputs)) if isinstance(d := graph.type(operand(concat, v)).dims[axis], int)]
+    size = dims[axis]
+    if len(widths) < len(concat.inputs) or not isinstance(size, int):
+        return None
+    taken = span(graph, op, size, axis - len(dims))
+    bounds = [(start, end, 1) for start, end in pairwise(accumulate(widths, initial=0))]
+    if taken not in bounds:
+        return None
+    part = operand(concat, bounds.index(taken))
+    return Match((op,), lambda patch: part)
+
+
+_LAST_TWO = node(RESHAPES, node("Concat", Var("a"), Var("b"), name="concat"), name="merged")
+
+
+@pattern_rule("interleaved_parts", node("Transpose", _LAST_TWO, name="back"))
+def interleaved_parts(graph: Graph, root: Op, found: dict[str, Any]) -> Match | None:
+    """Two transposed values that are interleaved along an axis and transposed again (assignments to ``y[..., ::2]`` and
+    ``y[..., 1::2]``, Wan): the Transposes change places with the Reshapes and the Concat, so they merge."""
+    concat, merged = found["concat"], found["merged"]
+    stacked = [producer(graph, found[name], RESHAPES) for name in ("a", "b")]
+    inner = [None if s is None else producer(graph, s.inputs[0], {"Transpose"}) for s in stacked]
+    if len(concat.inputs) != 2 or inner[0] is None or inner[1] is None:
+        return None
+    perm, outer = inner[0].attrs.perm, root.attrs.perm
+    t, whole = graph.type(inner[0].value), graph.type(concat.value).dims
+    at = normalize_axis(concat.attrs.axis, len(whole))
+    same = perm == inner[1].attrs.perm and t == graph.type(inner[1].value) and t.shape is not None
+    if not same or not at or any(graph.type(v).dims != (*t.dims[:at], 1, *t.dims[at:]) for v in concat.inputs if v):
+        return None
+    size, before = t.dims[at - 1], graph.type(operand(inner[0])).dims
+    wide = merged.outputs[0].type.dims
+    if not isinstance(size, int) or wide != (*t.dims[: at - 1], 2 * size, *t.dims[at:]):
+        return None
+    axis = perm[at - 1]
+    pairs, result = (*before[: axis + 1], 1, *before[axis + 1 :]), (*before[:axis], 2 * size, *before[axis + 1 :])
+    if (
+        reshape_target(before, pairs) is None
+        or reshape_target((*before[: axis + 1], 2, *before[axis + 1 :]), result) is None
+    ):
+        return None
+    order = tuple(perm[i] for i in outer)
+
+    def build(patch: Patch) -> Value:
+        parts = [in_shape(patch, operand(transpose), pairs) for transpose in inner if transpose is not None]
+        y = in_shape(patch, patch.add("Concat", parts, ConcatAttrs(axis + 1)), result)
+        return patch.add("Transpose", [y], TransposeAttrs(order))
+
+    return Match((root, merged, concat), build)
 
 
 @rule("bn_of_parts", {"BatchNormalization"})

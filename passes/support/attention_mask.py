@@ -26,13 +26,15 @@ _ABSORBS = -1e30
 class Bias:
     """``factor * value``, which is added to the scores where they have the leading axes ``lead``.
 
-    With ``condition`` (a Where that hides scores), it is added only where the condition is not ``keeps``."""
+    With ``condition`` (a Where that hides scores), it is added only where the condition is not ``keeps``. With ``certain``, the
+    weights are masked by this condition after the softmax as well, so -inf is added: a query without keys gives zeros."""
 
     value: Value
     lead: Shape
     factor: float
     condition: Value | None = None
     keeps: bool = True
+    certain: bool = False
 
 
 def refuse(graph: Graph, bias: Bias, lead: Shape, keys: DimLike, dtype: DType) -> str | None:
@@ -52,7 +54,7 @@ def refuse(graph: Graph, bias: Bias, lead: Shape, keys: DimLike, dtype: DType) -
             regrouped = regrouped_shapes(t.shape, bias.lead, lead)
             if regrouped is None or not _expressible(graph, t.shape, *regrouped):
                 return f"the mask {name} {t} does not fit the leading axes [{', '.join(map(str, lead))}]"
-    if bias.condition is not None:
+    if bias.condition is not None and not bias.certain:
         low = scalar(graph, bias.value)
         condition = graph.constant_value(bias.condition)
         seen = condition is not None and bool((condition == bias.keeps).any(axis=-1).all())
@@ -98,7 +100,7 @@ def constant_sum(graph: Graph, biases: Sequence[Bias], lead: Shape) -> Array | N
         array = graph.constant_value(bias.value)
         if array is None:
             return None
-        array = array.astype(FP64) * bias.factor
+        array = np.full((), -np.inf) if bias.certain else array.astype(FP64) * bias.factor
         if bias.condition is not None:
             condition = graph.constant_value(bias.condition)
             if condition is None:
@@ -146,8 +148,8 @@ def added(patch: Patch, biases: Sequence[Bias], lead: Shape, dtype: DType) -> Va
     """The sum of the biases as ops of the patch, broadcastable to (B, H, L, S)."""
     total: Value | None = None
     for bias in biases:
-        value = bias.value
-        if bias.factor != 1.0:
+        value = patch.constant(np.asarray(-np.inf, dtype), "hidden") if bias.certain else bias.value
+        if bias.factor != 1.0 and not bias.certain:
             value = patch.add("Mul", [value, patch.constant(np.asarray(bias.factor, dtype), "scale")])
         if bias.condition is not None:
             zero = patch.constant(np.zeros((), dtype), "zero")

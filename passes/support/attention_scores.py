@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.passes.base import Miss
 from optdnn.passes.support.attention_mask import HIDDEN, Bias
-from optdnn.passes.support.facts import RESHAPES, operand, producer, shape_of
+from optdnn.passes.support.facts import RESHAPES, exchange_last, operand, producer, shape_of
 from optdnn.passes.support.facts import scalar as constant_scalar
 from optdnn.passes.support.views import keeps_last_two
 from optdnn.types import DType, Shape, is_float
@@ -29,6 +29,8 @@ class Scores:
     leads: tuple[Shape, ...] = ()
     rows: tuple[tuple[str, Bias], ...] = ()
     """Factors of each query's scores: (Mul or Div, the factors)."""
+    exchanged: bool = False
+    """Whether the product is ``k q^T``, and its result is transposed (Keras)."""
 
 
 def find_scores(graph: Graph, start: Value | None, dtype: DType) -> Scores | Miss:
@@ -54,6 +56,10 @@ def _path(graph: Graph, value: Value, factor: float, depth: int) -> Scores | Non
     if op.kind == "MatMul":
         ranks = [graph.type(v).rank for v in op.inputs[:2] if v is not None]
         return None if staged(op) or ranks != [len(shape)] * 2 else Scores(op, factor, leads=(lead,))
+    if op.kind == "Transpose" and op.attrs.perm == exchange_last(len(shape)):
+        product = producer(graph, operand(op), {"MatMul"})
+        found = None if product is None else _path(graph, product.value, factor, depth - 1)
+        return None if found is None else replace(found, ops=(op,), exchanged=True)
 
     def behind(inner: Value, scale: float = 1.0, *biases: Bias) -> Scores | None:
         found = _path(graph, inner, factor * scale, depth - 1)

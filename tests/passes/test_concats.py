@@ -112,3 +112,22 @@ def test_some_parts_or_another_order_stay(order: tuple[int, ...]) -> None:
 
 def test_parts_joined_along_another_axis_stay() -> None:
     check_untouched(Canonicalize(), split_and_joined(Net(np.float64), axis=2))
+
+
+def joined_and_cut(begin: int, end: int, step: int = 1, axis: int = 1) -> Graph:
+    n = Net(np.float64)
+    parts = [n.op("Relu", n.input(2, width, 6, name=f"x{width}")) for width in (3, 5)]
+    joined = n.op("Concat", *parts, attrs=ConcatAttrs(1))
+    numbers = (np.array([v]) for v in (begin, end, axis, step))
+    return n.done(n.op("Slice", joined, *numbers), n.op("Exp", joined))
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 3), (3, 8), (3, 1 << 40), (-5, 8)])
+def test_a_slice_that_takes_one_part_is_this_part(begin: int, end: int) -> None:
+    done, _ = check_pass(Canonicalize(), joined_and_cut(begin, end), changes=1, rules={"part_of_concat": 1})
+    assert "Slice" not in done.kinds()
+
+
+@pytest.mark.parametrize("cut", [(0, 4), (1, 3), (2, 8), (3, 8, 2), (0, 3, 1, 2)])
+def test_other_slices_of_a_concatenation_stay(cut: tuple[int, ...]) -> None:
+    check_untouched(Canonicalize(), joined_and_cut(*cut))

@@ -81,6 +81,15 @@ TEXTS = {
         k3 = Reshape(k, three) v3 = Reshape(v, three) kt = Transpose<perm=[0,2,1]>(k3) s = MatMul(q3, kt) w = Reshape(s, wide)
         t = Constant<value_floats=[2.0,0.5,3.0]>() heads = Constant<value_ints=[3,1,1]>() h = Reshape(t, heads) r = Mul(w, h)
         n = Reshape(r, square) p = Softmax(n) y3 = MatMul(p, v3) y = Reshape(y3, four)""",
+    # Keras: keys times queries, transposed; the weights masked again after the softmax
+    "keys first": """qs = Mul(q, scale) qt = Transpose<perm=[0,1,3,2]>(qs) t = MatMul(k, qt) s = Transpose<perm=[0,1,3,2]>(t)
+        m = Add(s, pad) p = Softmax(m) y = MatMul(p, v)""",
+    "masked again": """kt = Transpose<perm=[0,1,3,2]>(k) s = MatMul(q, kt) no = Constant<value_float=0.0>()
+        low = Constant<value_float=-1000000000.0>() c = Greater(pad, no) m = Where(c, s, low) p = Softmax(m)
+        w = Where(c, p, no) y = MatMul(w, v)""",
+    "masked again, the other way": """kt = Transpose<perm=[0,1,3,2]>(k) s = MatMul(q, kt) no = Constant<value_float=0.0>()
+        low = Constant<value_float=-1000000000.0>() c = Greater(pad, no) m = Where(c, low, s) p = Softmax(m)
+        w = Where(c, no, p) y = MatMul(w, v)""",
     # Gemma 2
     "softcap": """kt = Transpose<perm=[0,1,3,2]>(k) s = MatMul(q, kt) c = Constant<value_float=3.0>() d = Div(s, c) t = Tanh(d)
         e = Mul(t, c) m = Add(e, pad) p = Softmax(m) y = MatMul(p, v)""",
@@ -93,6 +102,17 @@ def test_exported_forms(name: str) -> None:
     assert graph.kinds()["Attention"] == 1
     assert "Softmax" not in graph.kinds()
     assert graph.kinds().get("MatMul", 0) == (name == "disentangled")  # the product with positions
+
+
+def test_queries_without_keys_give_zeros_where_the_weights_are_masked_again() -> None:
+    """A constant mask that hides all keys of the first query."""
+    body = TEXTS["masked again"].replace(
+        "c = Greater(pad, no)",
+        "line = Constant<value_ints=[0,0,0,0,0,1,1,1,0,1,1,1,1,0,1,1,0,1,1,1,1,1,1,1,0]>() five = Constant<value_ints=[5,5]>() "
+        "square = Reshape(line, five) c = Cast<to=9>(square)",
+    )
+    graph, _ = check_pass(FuseAttention(), exported(body), changes=1)
+    assert graph.kinds()["Attention"] == 1
 
 
 VALUES_FIRST = """kt = Transpose<perm=[0,1,3,2]>(k) s = MatMul(q, kt) r = Mul(s, scale) p = Softmax(r)
@@ -364,10 +384,12 @@ def refused() -> dict[str, tuple[Graph, str]]:
     n = Net(np.float64)
     p = n.op("Softmax", n.op("MatMul", n.input(B, H, L, D, name="q"), n.input(B, H, D, L, name="k")))
     masked = n.op("Where", n.op("Greater", n.input(B, 1, L, L, name="m"), 0.0), p, 0.0)
-    cases["masked again"] = (
-        n.done(n.op("MatMul", masked, n.input(B, H, L, D, name="v"))),
-        "masked again after the softmax",
-    )
+    again = "masked again after the softmax"
+    cases["masked again"] = n.done(n.op("MatMul", masked, n.input(B, H, L, D, name="v"))), f"{again}, by something else"
+    n = Net(np.float64)
+    p = n.op("Softmax", n.op("MatMul", n.input(B, H, L, D, name="q"), n.input(B, H, D, L, name="k")))
+    masked = n.op("Where", n.op("Greater", n.input(B, 1, L, L, name="m"), 0.0), p, 0.5)
+    cases["masked by a half"] = n.done(n.op("MatMul", masked, n.input(B, H, L, D, name="v"))), again
     return cases
 
 

@@ -76,6 +76,32 @@ NEIGHBOURS = {
 }
 
 
+def coordinates(w: str = "Concat<axis=2>(w1, w2)", halves: str = "Expand(pair, to)") -> str:
+    """One part of the angles for each coordinate of a picture (Flux)."""
+    return f"""{STACKED} t1, t2 = Split<axis=2, num_outputs=2>(turn) to = Constant<value_ints=[2,5,1,2]>()
+        two3 = Constant<value_ints=[2,5,2]>()
+        pair = Unsqueeze(t1, last) w0 = {halves} w1 = Reshape(w0, two3) v1 = Cos(w1)
+        other = Unsqueeze(t2, last) v0 = Expand(other, to) w2 = Reshape(v0, two3)
+        w3 = {w} w = Unsqueeze(w3, one) c = Cos(w) s = Sin(w) {SUM}"""
+
+
+def test_neighbours_side_by_side() -> None:
+    graph, _ = check_pass(FuseRotary(), model(coordinates()), changes=1)
+    assert graph.of_kind("RotaryEmbedding")[0].attrs.interleaved
+
+
+ROWS = """front, behind = Split<axis=1, num_outputs=2>(turn) joined = Concat<axis=1>(front, behind)
+    h = Concat<axis=2>(joined, joined) w = Unsqueeze(h, one) c = Cos(w) s = Sin(w)"""
+HALF_ROWS = ROWS.replace("joined = Concat<axis=1>(front, behind)\n    h = Concat<axis=2>(joined, joined)",
+    "f = Concat<axis=2>(front, front) b = Concat<axis=2>(behind, behind) h = Concat<axis=1>(f, b)")  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [ROWS, HALF_ROWS])
+def test_halves_of_joined_rows(rows: str) -> None:
+    body = f"{SLICED} {TURNED} {rows.replace('b = ', 'z = ').replace('(f, b)', '(f, z)')} {SUM}"
+    check_pass(FuseRotary(), model(body), changes=1)
+
+
 @pytest.mark.parametrize("name", NEIGHBOURS)
 def test_neighbours_that_turn_are_interleaved(name: str) -> None:
     graph, _ = check_pass(FuseRotary(), model(NEIGHBOURS[name], REPEATED), changes=1)
@@ -219,6 +245,12 @@ def test_other_rows_stay(name: str) -> None:
 
 
 REFUSED = {
+    "the neighbours of c are": model(
+        coordinates().replace("w1 = Reshape(w0, two3)", "i = Reshape(w0, two3) w1 = Add(i, turn)")
+    ),
+    "the neighbours of [cs] are not": model(
+        coordinates("Concat<axis=2>(w4, w2, w5)").replace("w3 =", "w4, w5 = Split<axis=2, num_outputs=2>(w1) w3 =")
+    ),
     "the halves of c are not known to be equal": model(
         FORMS["llama"], np.random.default_rng(5).standard_normal((5, 4))
     ),

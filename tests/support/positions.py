@@ -78,6 +78,16 @@ def scatters(n: Net) -> list[Any]:
     ]  # fmt: skip
 
 
+def written_updates(n: Net) -> list[Any]:
+    """Scatters of so many updates that each is written to its place."""
+    order = n.rng.permutation(8192)[:4096]
+    elements, rows = n.const(order - 8192 * (order % 2), INT64), n.const(order.reshape(64, 64, 1), INT64)
+    return [
+        n.op("ScatterElements", n.input(8192), elements, n.input(4096)),
+        n.op("ScatterND", n.input(8192, 6), rows, n.input(64, 64, 6)),
+    ]
+
+
 def choices(n: Net) -> list[Any]:
     i, values = n.input(3, 4, name="i", dtype=INT64), n.input(2, name="values")
     x = n.input(4, 6)
@@ -258,6 +268,6 @@ def packed_tables(n: Net) -> list[Any]:
 
 FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
     f.__name__: f
-    for f in (orders, triangles, sums, scatters, choices, grids, quantized, bytes_of_floats, parts_of_bytes,
+    for f in (orders, triangles, sums, scatters, written_updates, choices, grids, quantized, bytes_of_floats, parts_of_bytes,
               integer_products, integer_convolutions, contractions, spectra, statistics, regions, packed_tables)
 }  # fmt: skip

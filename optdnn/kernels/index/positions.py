@@ -1,13 +1,16 @@
 """Operators of moving, ordering and counting, each a few lines over coordinates (see :mod:`optdnn.kernels.index.index_kernel`).
 
-None needs atomics: where several inputs meet in one result (ScatterND, TopK) each result looks for its inputs, in their order.
+None needs atomics: where several inputs meet in one result (ScatterND, TopK) each result looks for its inputs, in their order. A
+scatter of so many that the search would take long writes each input to its place (ONNX has no meaning for two of one place).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
@@ -27,6 +30,9 @@ from optdnn.types import DTYPES, is_float, normalize_axis
 
 SCATTER_LIMIT = 1 << 31
 """The same as VISITS_LIMIT for scatters, whose threads read the same places at the same time."""
+
+DIRECT = 1 << 24
+"""Places that the results of a scatter would look at in all, from which on each update is written directly."""
 
 
 def _number(name: str, placed: TensorView | None, default: str) -> str:
@@ -136,6 +142,10 @@ def _scatter_elements(b: Builder, op: Op) -> None:
     x, index, updates, out = needed(b, op, 0), needed(b, op, 1), needed(b, op, 2), b.target(op.value)
     r, t = len(out.shape), arithmetic(x.dtype)
     axis = normalize_axis(op.attrs.axis, r)
+    if _direct(b, op):
+        places = [("i64(p.i[at_i({})])".format(coordinates("o", r)), axis)]
+        _write_updates(b, op, index, updates, places, [f"to{k}" if k == axis else f"o{k}" for k in range(r)])
+        return
     inside = " && ".join(f"o{k} < p.n_i[{k}]" for k in range(r) if k != axis) or "true"
     at = coordinates("o", r, {axis: "j"})
     lines = f"""{t} v = widen(p.x[at_x({coordinates("o", r)})]);
@@ -157,6 +167,11 @@ def _scatter_nd(b: Builder, op: Op) -> None:
     count, each = math.prod(index.shape[:-1]), _together(out.shape, depth)
     flat = _rows(b, op, index, (count, depth))
     values = _rows(b, op, updates, (count, *x.shape[depth:]))
+    if _direct(b, op):
+        places = [(f"i64(p.i[at_i(o0, {k})])", k) for k in range(depth)]
+        at = [f"to{k}" for k in range(depth)] + [f"o{k + 1}" for k in range(r - depth)]
+        _write_updates(b, op, flat, values, places, at)
+        return
     tests = " ".join(
         f"{{ i64 to = i64(p.i[at_i(j, {k})]); to += to < 0 ? p.n_x[{k}] : 0; hit = hit && to == o{k}; }}"
         for k in range(depth)
@@ -181,6 +196,36 @@ def _scatter_nd(b: Builder, op: Op) -> None:
         {end}"""
     space = (*out.shape[:-1], out.shape[-1] // each) if each > 1 else out.shape
     emit_index_kernel(b, op, space, {"x": x, "i": flat, "u": values}, {"y": out}, lines, reads=operands_of(b, op))
+
+
+def _direct(b: Builder, op: Op) -> bool:
+    """Whether updates are written to their places: many that replace what is there, and that are not known to meet."""
+    if op.attrs.reduction != "none" or _lookups(b, op) <= DIRECT:
+        return False
+    known = b.graph.constant_value(op.inputs[1])
+    if known is None:
+        return True
+    if op.kind == "ScatterND":
+        rows = known.reshape(-1, known.shape[-1])
+        return len(np.unique(rows % np.array(shape_at(b, op, 0)[: rows.shape[1]]), axis=0)) == len(rows)
+    axis = normalize_axis(op.attrs.axis, known.ndim)
+    ordered = np.sort(known % shape_at(b, op, 0)[axis], axis=axis)
+    return bool((np.diff(ordered, axis=axis) != 0).all())
+
+
+def _write_updates(
+    b: Builder, op: Op, index: TensorView, updates: TensorView, places: Sequence[tuple[str, int]], at: Sequence[str]
+) -> None:
+    """A copy of operand 0, and a launch that writes the updates into it. ``places``: an index as text, and its axis of the result;
+    ``at``: the coordinates of the result, where ``to0``, … are these."""
+    x, out = needed(b, op, 0), b.target(op.value)
+    copy(b, op, x, out)
+    found = " ".join(f"i64 to{k} = {text}; to{k} += to{k} < 0 ? p.n_y[{k}] : 0;" for text, k in places)
+    inside = " && ".join(f"to{k} >= 0 && to{k} < p.n_y[{k}]" for _, k in places)
+    lines = f"""{found}
+        if ({inside}) p.y[at_y({", ".join(at)})] = p.u[at_u({coordinates("o", len(updates.shape))})];"""
+    reads = [out, *operands_of(b, op)[1:]]
+    emit_index_kernel(b, op, updates.shape, {"i": index, "u": updates}, {"y": out}, lines, reads=reads)
 
 
 def _together(shape: tuple[int, ...], depth: int) -> int:
@@ -280,7 +325,7 @@ def _limits(b: Builder, op: Op) -> str | None:
         return "how many is not known when the engine is built"
     if op.kind == "OneHot" and ints(b, op, 1) is None:
         return "its depth is not known when the engine is built"
-    visits = _lookups(b, op)
+    visits = 0.0 if op.kind in ("ScatterElements", "ScatterND") and _direct(b, op) else _lookups(b, op)
     limit = SCATTER_LIMIT if op.kind in ("ScatterElements", "ScatterND") else VISITS_LIMIT
     return f"each result would look at {visits:.0f} candidates in all" if visits > limit else None
 

@@ -1,4 +1,5 @@
-"""TensorScatter: what is only moved is moved in words of eight bytes, where rows are such words."""
+"""TensorScatter: what is only moved is moved in words of eight bytes, where rows are such words. Scatters of many updates, which are
+written to their places."""
 
 from __future__ import annotations
 
@@ -16,11 +17,93 @@ from support.simulated import feeds_of, lowered
 
 from optdnn.ir.graph import Graph
 from optdnn.ops.attention import TensorScatterAttrs
+from optdnn.ops.gather import ScatterElementsAttrs, ScatterNDAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.launches.plan import parse
 from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.engine import Engine
 from optdnn.types import FP16, INT64
+
+UNPOOLED = (4096, 8192)
+"""Updates and results of a scatter that is large enough to be written directly."""
+R = np.random.default_rng(4)
+
+
+def many(kind: str, index: Any = None, reduction: str = "none", dtype: Any = FP16) -> tuple[Graph, dict[str, Any]]:
+    """Updates of distinct places: the elements of a vector, rows of a matrix, or elements along axis 1 of a picture."""
+    n: Any = Net(dtype)
+    count, size = UNPOOLED
+    order = R.permutation(size)[:count] - R.integers(0, 2, count) * size  # some are counted from the end
+    if kind == "rows":
+        places, x, u, attrs = (
+            order.reshape(64, 64, 1),
+            n.input(size, 24),
+            n.input(64, 64, 24),
+            ScatterNDAttrs(reduction),
+        )
+    elif kind == "pairs":
+        places = np.stack([order // 64 % 128, order % 64], -1)
+        x, u, attrs = n.input(128, 64), n.input(count), ScatterNDAttrs(reduction)
+    elif kind == "vector":
+        places, x, u, attrs = order, n.input(size), n.input(count), ScatterElementsAttrs(0, reduction)
+    else:
+        places = np.stack([R.permutation(size)[:count] for _ in range(3)], 1)[None]
+        x, u, attrs = n.input(1, size, 3), n.input(1, count, 3), ScatterElementsAttrs(1, reduction)
+    given = n.input(*places.shape, name="i", dtype=INT64) if index is None else n.const(index(places), INT64)
+    op = "ScatterND" if isinstance(attrs, ScatterNDAttrs) else "ScatterElements"
+    graph = n.done(n.op(op, x, given, u, attrs=attrs))
+    return graph, feeds_of(graph) | ({"i": places} if index is None else {})
+
+
+KINDS = ["rows", "pairs", "vector", "axis"]
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_updates_are_written_to_their_places(kind: str, tmp_path: Path) -> None:
+    graph, feeds = many(kind)
+    program = lowered(graph, no_cubins=True)
+    scatters = [s for s in program.steps if s.params["op"]["kind"].startswith("Scatter")]
+    assert [s.executor for s in scatters] == ["cuda"]
+    assert compare_steps(program, feeds, 0.0, tmp_path) >= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_known_places_are_written_directly_where_none_meet(kind: str) -> None:
+    for index, direct in ((lambda i: i, True), (lambda i: np.zeros_like(i), False)):
+        graph, _ = many(kind, index)
+        assert _written_directly(graph) == direct
+
+
+def test_places_that_meet_from_both_ends_are_not_written_directly() -> None:
+    """0 and -8192 are the same place."""
+    graph, _ = many("vector", lambda i: np.concatenate([[0, -8192], np.arange(1, len(i) - 1)]))
+    assert not _written_directly(graph)
+
+
+def test_sums_are_not_written_directly() -> None:
+    graph, _ = many("vector", reduction="add")
+    assert not _written_directly(graph)
+
+
+def _written_directly(graph: Graph) -> bool:
+    """Whether the launch runs over the updates: a point is an update, not one or several results."""
+    program = lowered(graph, no_cubins=True)
+    (step,) = [s for s in program.steps if s.params["op"]["kind"].startswith("Scatter")]
+    launch = parse(step, program).launch
+    assert launch is not None
+    (points,) = struct.unpack_from("<I", launch.parameters, 8 * len(launch.relocations))
+    (updates,) = [graph.type(op.inputs[2]).static_shape for op in graph.of_kind("ScatterND", "ScatterElements")]
+    return bool(points == np.prod(updates))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_updates_on_a_gpu(kind: str) -> None:
+    graph, feeds = many(kind)
+    found = check_steps(Engine(lowered(graph, "fp16", target="cuda:sm_90a")).context(), feeds)
+    assert [e.error for e in found if e.kind.startswith("Scatter")] == [0.0]
 
 
 def network(features: int, axis: int, turned: bool, length: int = 6, count: int = 2) -> Graph:

@@ -1,0 +1,94 @@
+"""Rotary embeddings written as products of complex numbers: ``(a + ib)(c + is)`` as ``a c - b s`` beside ``b c + a s``.
+
+``a`` and ``b`` are the halves of each head (flash-attention, ERNIE), or its even and odd numbers (Llama's own code, Wan), which the
+results are put back into.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.attention import RotaryAttrs
+from optdnn.passes.base import Match, Miss
+from optdnn.passes.support.facts import RESHAPES, in_shape, operand, shape_of
+from optdnn.passes.support.parts import is_axis, span, whole
+from optdnn.passes.support.pattern import Var, any_of, node
+from optdnn.passes.support.pattern_rule import PatternRule
+from optdnn.passes.support.rotary import cache_shape, per_position, turned, unshaped
+from optdnn.types import Shape
+
+A, B, COS, SIN = map(Var, ("a", "b", "cos", "sin"))
+_REAL = node("Sub", node("Mul", A, COS), node("Mul", B, SIN))
+_IMAGINARY = node("Add", node("Mul", B, COS), node("Mul", A, SIN))
+
+
+class RotaryProducts(PatternRule):
+    """Concat of the real and the imaginary parts along the last axis."""
+
+    name = "rotary_products"
+    patterns = (node("Concat", any_of(_REAL, node(RESHAPES, _REAL)), any_of(_IMAGINARY, node(RESHAPES, _IMAGINARY))),)
+
+    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
+        if len(root.inputs) != 2 or not is_axis(graph, root.value, root.attrs.axis, -1):
+            return None
+        a, b = found["a"], found["b"]
+        parts = shape_of(graph, operand(root))
+        if parts is None:
+            return None
+        interleaved = parts[-1] == 1
+        x = _neighbours(graph, a, b) if interleaved else whole(graph, a, b, even=True)
+        if x is None or (not interleaved and shape_of(graph, x) != graph.type(root.value).shape):
+            return None
+        rows = parts[:-1] if interleaved else parts
+        if not isinstance(rows[-1], int) or 0 in rows:
+            return None
+        full = (*rows[:-1], 2 * rows[-1])
+        trailing = len(graph.type(a).dims) - len(rows)
+        angles = {name: _without(graph.type(found[name]).dims, trailing) for name in ("cos", "sin")}
+        axis = next((n for n in (-2, -3) if all(per_position(rows, s, n) for s in angles.values() if s)), -2)
+        reason = _refuse(graph, found, x, full, angles, axis)
+        if reason is not None:
+            return Miss(reason)
+
+        def build(patch: Patch) -> Value:
+            caches = [in_shape(patch, found[name], cache_shape(s, axis)) for name, s in angles.items() if s]
+            whole_heads = in_shape(patch, x, full)
+            y = turned(patch, whole_heads, caches, RotaryAttrs(interleaved=interleaved), swapped=axis == -3)
+            return in_shape(patch, y, graph.type(root.value).dims)
+
+        return Match(tuple(graph.op(i) for i in sorted(ops)), build, root.value)
+
+
+def _neighbours(graph: Graph, a: Value, b: Value) -> Value | None:
+    """What has ``a`` as its even and ``b`` as its odd numbers: slices of it, or the two parts of it in pairs."""
+    first, second = graph.op(a), graph.op(b)
+    x = first.input(0)
+    if first.kind == "Slice" and x is not None and second.input(0) == x:
+        size = (shape_of(graph, x) or ("",))[-1]
+        if isinstance(size, int) and [span(graph, op, size) for op in (first, second)] == [(0, size, 2), (1, size, 2)]:
+            return None if size % 2 else x
+    pairs = whole(graph, unshaped(graph, a), unshaped(graph, b), even=True)
+    return pairs if pairs is not None and graph.type(pairs).dims[-1] == 2 else None
+
+
+def _without(shape: Shape, trailing: int) -> Shape:
+    """The shape without this many last axes of size 1; empty where it does not have them."""
+    if trailing == 0:
+        return shape
+    return shape[:-trailing] if trailing > 0 and all(d == 1 for d in shape[-trailing:]) else ()
+
+
+def _refuse(
+    graph: Graph, found: dict[str, Any], x: Value, full: Shape, angles: dict[str, Shape], axis: int
+) -> str | None:
+    """Why heads of shape ``full`` are not turned by these angles, or None."""
+    t = graph.type(x)
+    if len(full) != 4:
+        return f"{graph.output(x).name} {t} does not have four axes"
+    rows = (*full[:-1], graph.type(found["a"]).dims[3])
+    for name, shape in angles.items():
+        if not shape or not per_position(rows, shape, axis):
+            return f"{graph.output(found[name]).name} {graph.type(found[name])} is not one angle per position of {t}"
+    return None
