@@ -82,7 +82,7 @@ def race(
     with torch.cuda.stream(outside):
         for run in replays.values():
             replay_times(run, stream, iterations=10)
-        for names in turns(list(replays), rounds):
+        for names in orders(list(replays), rounds):
             for name in names:
                 ns, _, _ = replay_times(replays[name], stream, duration=seconds, flush=flush)
                 taken[name].append([t / 1e6 for t in ns])
@@ -105,7 +105,7 @@ def race(
     return {"times": times, "sm_mhz": [min(sm), max(sm)] if sm else None, "clocks_held_by": held}
 
 
-def turns(names: Sequence[str], rounds: int) -> list[list[str]]:
+def orders(names: Sequence[str], rounds: int) -> list[list[str]]:
     """The order of each round: the next one begins with the next name. None where nothing runs."""
     return [[*names[k:], *names[:k]] for k in (turn % len(names) for turn in range(rounds))] if names else []
 

@@ -251,8 +251,8 @@ def test_candidates_take_turns_at_being_the_first() -> None:
     pytest.importorskip("torch")
     from benchmarks import race
 
-    assert race.turns(["a", "b"], 3) == [["a", "b"], ["b", "a"], ["a", "b"]]
-    assert race.turns([], 3) == [], "torch exports some networks neither to ONNX nor into a graph"
+    assert race.orders(["a", "b"], 3) == [["a", "b"], ["b", "a"], ["a", "b"]]
+    assert race.orders([], 3) == [], "torch exports some networks neither to ONNX nor into a graph"
 
 
 def test_networks_soak_at_batches_in_turn() -> None:

@@ -54,7 +54,7 @@ def test_the_longest_search_of_torch_compile_is_for_15_of_the_wide_pairs() -> No
 def test_a_network_that_this_timm_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     timm = SimpleNamespace(__version__="1.2.3", get_pretrained_cfg=lambda name: None)
     monkeypatch.setitem(sys.modules, "timm", timm)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="timm 1.2.3 has no network 'newer'"):
+    with pytest.raises(UsageError, match="has no network 'newer'"):
         models.inputs_of(Workload("timm/newer"))
 
 
