@@ -208,7 +208,9 @@ def inputs_of(workload: Workload) -> Sequence[Sequence[Any]]:
 
         found = timm.get_pretrained_cfg(workload.short)
         if found is None:
-            raise UsageError(f"timm {timm.__version__} has no network {workload.short!r}", hint="timm.list_models() lists them")
+            raise UsageError(
+                f"timm {timm.__version__} has no network {workload.short!r}", hint="timm.list_models() lists them"
+            )
         return (("normal", *found.input_size),)
     return (("normal", 3, 224, 224),)
 
