@@ -10,7 +10,6 @@ from optdnn.passes.base import Pass
 from optdnn.passes.bodies import OptimizeBodies
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
-from optdnn.passes.channel_groups import ChannelGroups
 from optdnn.passes.channel_norms import ChannelNorms
 from optdnn.passes.channel_shuffles import ChannelShuffles
 from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
@@ -126,7 +125,6 @@ O2_GPU: tuple[Pass, ...] = (
     PatchEmbedding(),  # likewise
     ImageTokens(),  # the remaining images and tokens; before transposes sink to epilogues, and layouts are chosen
     ChannelShuffles(),  # before epilogues: halves of channels would have stages
-    ChannelGroups(),  # before epilogues and layouts: five axes become four
     PartialSums(),  # before epilogues, which take in the additions
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
     WindowProducts(),  # before the transposes that it adds are merged
