@@ -1,7 +1,8 @@
-"""image_tokens: images whose pixels change places stay channels-last; what has one channel has no order to change."""
+"""image_tokens: images whose pixels change places stay channels-last."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -90,5 +91,5 @@ def test_channels_that_move_stay(split: tuple[int, ...], perm: tuple[int, ...], 
 
 def test_on_a_gpu_only_the_pixels_move() -> None:
     program = check_simulated(attended(Net()), "fp16")
-    copies = [s for s in program.steps if s.params["op"]["kind"] == "Copy"]
-    assert len(copies) == 3, "the input, into patches, and back; the scores have one channel"
+    copied = [s.params["reads"][0][2] for s in program.steps if s.params["op"]["kind"] == "Copy"]
+    assert sum(math.prod(shape) == 2 * 16 * 64 for shape in copied) == 2, "into patches, and back"

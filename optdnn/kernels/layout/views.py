@@ -129,17 +129,10 @@ def _layout(b: Builder, op: Op) -> None:
     rows = all(n == 1 for n in x.shape[2:]) and (x.shape[1] == 1 or x.strides[1] == 1)
     if t.layout:  # its pixels begin at whole vectors
         rows = rows and x.shape[1] % 8 == 0 and (x.shape[0] == 1 or x.strides[0] % 8 == 0)
-    there = (rows or x.is_like(b.strides_for(t))) and x.offset % 8 == 0
-    if (there or (x.shape[1] == 1 and _read_anywhere(b, op))) and op.value not in b.reserved:
+    if (rows or x.is_like(b.strides_for(t))) and op.value not in b.reserved and x.offset % 8 == 0:
         b.place[op.value] = x
         return
     b.move(op, b.operand(cast_source(b, op.inputs[0])), b.target(op.value))
-
-
-def _read_anywhere(b: Builder, op: Op) -> bool:
-    """Whether kernels that take any strides read the result: one channel has no order of its own."""
-    users = b.graph.users(op.value)
-    return all(u.definition.traits.pointwise or u.kind in ("Softmax", "LogSoftmax") for u in users)
 
 
 def _expand(b: Builder, op: Op) -> None:
