@@ -206,7 +206,12 @@ def inputs_of(workload: Workload) -> Sequence[Sequence[Any]]:
     if workload.source == "timm":
         import timm
 
-        return (("normal", *timm.get_pretrained_cfg(workload.short).input_size),)
+        found = timm.get_pretrained_cfg(workload.short)
+        if found is None:
+            raise UsageError(
+                f"timm {timm.__version__} has no network {workload.short!r}", hint="timm.list_models() lists them"
+            )
+        return (("normal", *found.input_size),)
     return (("normal", 3, 224, 224),)
 
 

@@ -82,9 +82,8 @@ def race(
     with torch.cuda.stream(outside):
         for run in replays.values():
             replay_times(run, stream, iterations=10)
-        for turn in range(rounds):
-            names = list(replays)
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for names in orders(list(replays), rounds):
+            for name in names:
                 ns, _, _ = replay_times(replays[name], stream, duration=seconds, flush=flush)
                 taken[name].append([t / 1e6 for t in ns])
                 if monitor is not None:
@@ -104,6 +103,11 @@ def race(
     sm = [c.sm_mhz for c in clocks if c.sm_mhz]
     held = sorted({h for c in clocks for h in c.held_by})
     return {"times": times, "sm_mhz": [min(sm), max(sm)] if sm else None, "clocks_held_by": held}
+
+
+def orders(names: Sequence[str], rounds: int) -> list[list[str]]:
+    """The order of each round: the next one begins with the next name. None where nothing runs."""
+    return [[*names[k:], *names[:k]] for k in (turn % len(names) for turn in range(rounds))] if names else []
 
 
 def torch_graph(

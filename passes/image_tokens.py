@@ -5,7 +5,7 @@ a Reshape to (B, C, H * W) and a Transpose, and back in the opposite order. That
 Transpose on the image's side, a channels-last image is its tokens in memory, and nothing moves. Where the Reshape splits the image
 into windows (MaxViT: Tu et al., 2022) or the channels into heads (EfficientViT: Cai et al., 2022), a second Transpose orders
 these, and keeps rows of channels whole. Where parts of the channels are transposed after a Split (LeViT: Graham et al., 2021), the
-Transpose moves in front of the Split first.
+Transpose moves in front of the Split first. Pixels that only change places are moved with all of their channels.
 """
 
 from __future__ import annotations
@@ -116,6 +116,55 @@ def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
         return patch.add("Transpose", [reshaped(patch, _ordered(patch, tokens, order), target)], turn)
 
     return Match((root, found["swap"]), build)
+
+
+@rule("norm_of_view", RESHAPES)
+def norm_of_view(graph: Graph, op: Op) -> Match | Miss | None:
+    """A norm of channels before a Reshape of the positions, which another reader of its operand asks for, too: after it."""
+    norm = producer(graph, op.inputs[0], NORMS, alone=True)
+    if norm is None or shape_of(graph, norm.value) is None or shape_of(graph, op.value) is None:
+        return None
+    dims, before = op.outputs[0].type.dims, norm.outputs[0].type.dims
+    users = graph.users(operand(norm))
+    twin = next((u for u in users if u.kind in RESHAPES and u.outputs[0].type.shape == dims), None)
+    if twin is None or len(dims) < 3 or dims[:2] != before[:2]:
+        return None
+
+    def build(patch: Patch) -> Value:
+        return patch.add(norm.kind, [twin.value, *norm.inputs[1:]], norm.attrs, src=norm.src | op.src)
+
+    return Match((op, norm), build)
+
+
+@pattern_rule(
+    "moved_pixels",
+    node(RESHAPES, node("Transpose", node(RESHAPES, Var("image"), name="split", alone=True), name="swap", alone=True)),
+)
+def moved_pixels(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
+    """Pixels that change places, such as into patches and back (MobileViTv2: Mehta and Rastegari, 2022): C is moved last."""
+    image, perm = found["image"], found["swap"].attrs.perm
+    before, after = shape_of(graph, image), root.outputs[0].type.shape
+    middle = found["split"].outputs[0].type.shape
+    if before is None or middle is None or after is None or perm is None or perm[:2] != (0, 1):
+        return None
+    if min(len(before), len(middle), len(after)) < 4 or not before[:2] == middle[:2] == after[:2]:
+        return None
+    if not (_is_image(graph, image) and _read_as_image(graph, root.value)):
+        return Miss("nothing that works on images makes it, or reads it")
+    rows = (before[0], *before[2:], before[1])
+    split = reshape_target(rows, (middle[0], *middle[2:], middle[1]))
+    moved = tuple(middle[p] for p in perm)
+    target = reshape_target((moved[0], *moved[2:], moved[1]), (after[0], *after[2:], after[1]))
+    if split is None or target is None:
+        return _INEXPRESSIBLE
+
+    def build(patch: Patch) -> Value:
+        last = patch.add("Transpose", [image], TransposeAttrs(channels_to_last(len(before))))
+        order = (0, *(p - 1 for p in perm[2:]), len(perm) - 1)
+        y = reshaped(patch, _ordered(patch, reshaped(patch, last, split), order), target)
+        return patch.add("Transpose", [y], TransposeAttrs(channels_from_last(len(after))))
+
+    return Match((root, found["swap"], found["split"]), build)
 
 
 @rule("channel_attention", {"Attention"})
@@ -254,20 +303,27 @@ def _turns(op: Op) -> bool:
     return op.attrs.perm in (channels_from_last(rank), channels_to_last(rank))
 
 
-def _is_image(graph: Graph, value: Value) -> bool:
-    """Whether an operator of images makes it, directly or through pointwise operators and norms."""
-    for _ in range(_BETWEEN):
-        op = graph.op(value)
-        if op.kind in OF_IMAGES or _turns(op):
-            return True
-        if op.kind in STRUCTURAL or op.input(0) is None:
-            return False
-        if op.kind not in NORMS | PARTS and not op.definition.traits.pointwise:
-            return False
-        value = operand(op)
-    return False
+def _is_image(graph: Graph, value: Value, within: int = _BETWEEN) -> bool:
+    """Whether an operator of images makes it, directly or through pointwise operators and norms; or a term of a sum."""
+    op = graph.op(value)
+    if op.kind in OF_IMAGES or _turns(op):
+        return True
+    if within == 1 or op.kind in STRUCTURAL or op.input(0) is None:
+        return False
+    if op.kind not in NORMS | PARTS and not op.definition.traits.pointwise:
+        return False
+    terms = op.inputs if op.kind == "Add" else op.inputs[:1]
+    return any(v is not None and _is_image(graph, v, within - 1) for v in terms)
 
 
 class ImageTokens(RulePass):
     name = "image_tokens"
-    rules = (split_tokens, image_to_tokens, tokens_to_image, activate_image, channel_attention)
+    rules = (
+        split_tokens,
+        image_to_tokens,
+        tokens_to_image,
+        norm_of_view,
+        moved_pixels,
+        activate_image,
+        channel_attention,
+    )

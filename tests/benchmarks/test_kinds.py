@@ -247,6 +247,14 @@ def test_timing_waits_until_the_gpu_is_quiet() -> None:
     assert now[0] >= race.SETTLE_S
 
 
+def test_candidates_take_turns_at_being_the_first() -> None:
+    pytest.importorskip("torch")
+    from benchmarks import race
+
+    assert race.orders(["a", "b"], 3) == [["a", "b"], ["b", "a"], ["a", "b"]]
+    assert race.orders([], 3) == [], "torch exports some networks neither to ONNX nor into a graph"
+
+
 def test_networks_soak_at_batches_in_turn() -> None:
     found = soak.adjusted([Workload(f"zoo/n{k}", 1, p) for p in ("fp16", "fp32") for k in range(4)])
     assert [w.batch for w in found] == [1, 16, 2, 64, 1, 2, 4, 1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -47,6 +49,13 @@ def test_what_is_to_be_reached_are_targets() -> None:
 def test_the_longest_search_of_torch_compile_is_for_15_of_the_wide_pairs() -> None:
     assert len(group("wide-max")) == 15
     assert set(group("wide-max")) <= set(group("wide"))
+
+
+def test_a_network_that_this_timm_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    timm = SimpleNamespace(__version__="1.2.3", get_pretrained_cfg=lambda name: None)
+    monkeypatch.setitem(sys.modules, "timm", timm)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="has no network 'newer'"):
+        models.inputs_of(Workload("timm/newer"))
 
 
 def test_a_workload_says_network_batch_settings_and_precision() -> None:

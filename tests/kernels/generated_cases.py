@@ -102,13 +102,13 @@ def pools(n: Net) -> list[Any]:
 
 def convolutions(n: Net) -> list[Any]:
     x = n.input(2, 8, 7, 9)
-    deep = n.conv(x, 8, group=8, bias=True)
+    deep, odd = n.conv(x, 8, group=8, bias=True), n.input(2, 5, 7, 9, name="odd")
     return [
         deep, n.op("Swish", n.conv(x, 8, 5, pads=2, strides=2, group=8), attrs=unary.AlphaAttrs(1.0)),
         n.op("Add", n.op("Relu", n.conv(x, 12, group=4, dilations=2, pads=2, bias=True)), n.random(12, 1, 1)),
         n.conv(n.input(1, 2, 4, 5, 6, name="volume"), 3), n.conv_transpose(x, 6, bias=True), n.conv_transpose(x, 8, 2, group=4, pads=1),
         n.conv(n.input(2, 6, 11, name="line"), 6, group=6), n.conv(n.input(1, 8, 4, 5, 6, name="deep"), 8, group=8),
-        n.op("Mul", n.conv(x, 16, group=8), n.op("Sigmoid", n.conv(x, 16, group=2))),
+        n.op("Mul", n.conv(x, 16, group=8), n.op("Sigmoid", n.conv(x, 16, group=2))), n.op("Add", n.conv(odd, 5, group=5, bias=True), odd),
     ]  # fmt: skip
 
 

@@ -80,7 +80,10 @@ class GroupedConv(MakesMeans, ConvolutionKernel):
         """Where groups with zeros between them are predicted to be faster, and another launch for the means."""
         if b.row_invariant:
             return None
-        own = min(o.seconds or 0.0 for o in _offers(self.problem_of(b, op, self.convolution(b, op), False), b.gpu))
+        offers = _offers(self.problem_of(b, op, self.convolution(b, op), False), b.gpu)
+        if not offers:
+            return None  # it refuses
+        own = min(o.seconds or 0.0 for o in offers)
         more = MEANS if self._pools(b, op) else 0.0
         bands = BandedConv()
         if bands.refuse(b, op) is not None:

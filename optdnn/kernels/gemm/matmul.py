@@ -199,7 +199,7 @@ def _thin(t: str, finish: str) -> str:
                 part += {t}(widen(p.l[bl + row * p.ml[0] + (k0 + k) * p.ml[1]])) * {t}(widen(p.r[br + (k0 + k) * p.mr[0] + column * p.mr[1]]));
         acc[i][j] += part;
     }}
-    {finish}"""
+    {{ {finish} }}"""
 
 
 def _plain(t: str, finish: str) -> str:

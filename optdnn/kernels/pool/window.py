@@ -193,11 +193,12 @@ def emit_window(
     used = sorted({a for s in stages for a in s.args if a is not None and a > 0})
     extra = {a: p for a in used if (p := operands[a]) is not None}
     finish = finishing(stages, extra, len(operands), out)
+    # The stages have a scope of their own: their names (v0, r0, …) may be those of loads.
     if vec > 1:
         each = f"for (int j = 0; j < {vec}; j++) {{ {parts.end} {finish} r.lane[j] = stored; }}"
         store = f"Pack<{ty}, {vec}> r;\n    {each}\n    r.store(y);"
     else:
-        store = f"const int j = 0; {parts.end} {finish} *y = stored;"
+        store = f"{{ const int j = 0; {parts.end} {finish} *y = stored; }}"
     fields = [f"const {CPP[t.dtype]}* a{i};" for i, t in enumerate(parts.arguments)]
     fields += [f"const {CPP[p.dtype]}* e{a};" for a, p in extra.items()]
     fields += ["int size_d, size_h, size_w; u32 count; i64 xs[5], ys[5];"]

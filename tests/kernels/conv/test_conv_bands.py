@@ -121,6 +121,16 @@ def test_zeros_that_cost_more_than_they_save_are_left_to_the_kernel_without_them
     assert any(r["tactic"] == "conv_bands_sm90" and "predicted" in r["reason"] for r in row["refused"])
 
 
+def test_groups_too_wide_for_the_narrow_kernel_may_have_means() -> None:
+    """Its squeeze is asked for before it refuses."""
+    n = Net()
+    y = n.op("Relu", n.conv(n.op("Relu", n.conv(n.input(1, 8, 14, 14), 768, 1, pads=0)), 768, group=4, bias=True))
+    gated = n.op("Mul", y, n.op("Sigmoid", n.op("GlobalAveragePool", y)))
+    row = tactic_of(lowered(n.done(n.conv(gated, 16, 1, pads=0)), "fp16"))
+    reasons = {r["tactic"]: r["reason"] for r in row["refused"]}
+    assert reasons[GroupedConv.name] == "no tile of the kernel fits it"
+
+
 PROBLEM = Problem(4, 256, (Source(14, 14, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), bands=4)
 
 
