@@ -16,6 +16,7 @@ from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
 from optdnn.passes.counted_loops import CountedLoops
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
+from optdnn.passes.depthwise_relu import DepthwiseRelu
 from optdnn.passes.einsum_to_matmul import EinsumProducts
 from optdnn.passes.equalize import Equalize
 from optdnn.passes.flatten_last import FlattenChannelsLast
@@ -168,6 +169,7 @@ GPU: tuple[Pass, ...] = (
     RecentreIntegers(),  # before integers have readers other than DequantizeLinear; padding is then 0 more often
     MoveIntegers(),  # ops that only move or compare elements, between scales
     FoldQuantized(),  # an op on integers becomes one operator, which layouts then weigh as one
+    DepthwiseRelu(),  # after integers, whose kernels have no prologue; before layouts
     AssignLayout(),  # after all passes on logical facts: it writes physical ones
     FlattenChannelsLast(),  # the very last: depends on the layouts
 )

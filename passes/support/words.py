@@ -48,6 +48,7 @@ RULES: Mapping[str, str] = {
     "transpose_is_reshape": "Transposes of axes of size 1 written as Reshape",
     "gemm_transpose": "Transposes merged into matrix products",
     "sink_transpose": "Transposes moved past other operators",
+    "depthwise_relu": "ReLUs moved into the depthwise convolutions after them",
     "flatten_last": "Flattens merged into the matrix product after them",
     "hoist_view": "Reshapes moved before matrix products",
     "turn_before_norm": "transposes of rows moved before the norm",

@@ -61,6 +61,8 @@ class Problem(OneSource):
     """Elements from a pixel to the next of the input and of the result; 0: their channels."""
     unit: int = 8
     """Pixels of input and result begin at multiples of so many elements: 4 or 8."""
+    relu: bool = False
+    """Whether the ReLU of a 16-bit input is filtered."""
 
     @property
     def out_dtype(self) -> str:
@@ -218,7 +220,7 @@ def generated(problem: Problem, tile: Mapping[str, int]) -> str:
     types = {
         "HAS_RESIDUAL": int(problem.residual), "OPERAND_ITEM": problem.item, "OUT_ITEM": problem.out_item, "INTEGER": 0,
         "OUT_FLOAT8": 0, "OUT_ZERO": int(problem.zero_point), "INPUT_UNSIGNED": int(problem.dtype == "uint8"),
-        "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"),
+        "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"), "RELU_BEFORE": int(problem.relu),
     }  # fmt: skip
     stages = render.epilogue(problem.epilogue)
     if problem.item == 1:
