@@ -1,9 +1,9 @@
 """Sums over groups of channels that a Reshape put on an axis of their own become sums of the groups where they lie.
 
-Split attention (ResNeSt: Zhang et al., 2022) views its channels as ``[radix, channels]``, sums over the radix, takes the means of all
-positions, and later sums the groups again, each times its own factor per image and channel. In channels-last order the
-view is a copy of the image, and the sums read and write it again. Here the means are taken of all channels, and added then; the factors
-and the second sum are one pointwise operator, which reads each group where it lies.
+Split attention (ResNeSt: Zhang et al., 2022) views its channels as ``[radix, channels]``, sums over the radix, takes the means
+of all positions, and later sums the groups again, each times its own factor per image and channel. In channels-last order the
+view is a copy of the image, and the sums read and write it again. Here the means are taken of all channels, and added then. The
+factors and the second sum are one pointwise operator, which reads each group where it lies.
 """
 
 from __future__ import annotations

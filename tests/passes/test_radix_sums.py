@@ -126,5 +126,9 @@ def test_others_are_no_candidates(kind: str) -> None:
 def test_one_launch_reads_the_groups(images: int) -> None:
     program = check_simulated(attention(images=images))
     assert "ReduceSum" not in kinds(program)
-    (made,) = [step for step in program.steps if any(name.startswith("ReduceSum") for name in step.src) and len(step.inputs) == 2]
+    (made,) = [
+        step
+        for step in program.steps
+        if any(name.startswith("ReduceSum") for name in step.src) and len(step.inputs) == 2
+    ]
     assert made.params["op"]["kind"] == "Pointwise"

@@ -314,7 +314,9 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     pixels = blocks * (patch + tile_h * tile_w)
     moved = sectors(problem, config) * SECTOR
     l2 = pixels * moved / L2
-    unread = pixels * (moved - size) / L2  # of sectors that other blocks read: it keeps each of a thread's loads waiting
+    unread = (
+        pixels * (moved - size) / L2
+    )  # of sectors that other blocks read: it keeps each of a thread's loads waiting
     # Fitted to 150 timings on an H200 (within 22 %): loads wait for one another, so neither memory nor issue slots are full.
     slower = 1.36 if taps > 9 else 2.1
     thread = work * (3.4e-9 if taps > 9 else 2.5e-9)  # a wave takes at least as long as one of its threads

@@ -110,7 +110,9 @@ def test_packing() -> None:
         separable.pack_filters(problem, np.ones((4, 2, 3, 3), np.float16))
 
 
-@pytest.mark.parametrize("name", ["four strips", "two parts", "5x5, stride 2", "split, two groups", "bf16", "stride 2", "relu before"])
+@pytest.mark.parametrize(
+    "name", ["four strips", "two parts", "5x5, stride 2", "split, two groups", "bf16", "stride 2", "relu before"]
+)
 @pytest.mark.nvrtc
 def test_kernels_compile_without_spills(name: str) -> None:
     problem, config = CASES[name]
