@@ -1,7 +1,8 @@
 """A ReLU that only depthwise convolutions read becomes their prologue.
 
 Such a ReLU is left where its input has other readers as well: the sums between the blocks of Xception, which the shortcuts read,
-and the cells of NASNet. A launch for it would read and write the image once more. Of several convolutions each applies it for itself.
+and the cells of NASNet. A launch for it would read and write the image once more. Of several convolutions each applies it for
+itself.
 """
 
 from __future__ import annotations
