@@ -43,8 +43,8 @@ from optdnn.kernels.norm.across import AddNormAcross, NormAcross
 from optdnn.kernels.norm.add_group_norm import AddGroupNorm
 from optdnn.kernels.norm.add_norm import AddNorm
 from optdnn.kernels.norm.group_norm import GroupNorm
-from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, QuantizedRows
 from optdnn.kernels.norm.group_norm_add import GroupNormAdd
+from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, QuantizedRows
 from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
