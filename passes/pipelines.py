@@ -16,6 +16,7 @@ from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
 from optdnn.passes.counted_loops import CountedLoops
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
+from optdnn.passes.depthwise_relu import DepthwiseRelu
 from optdnn.passes.einsum_to_matmul import EinsumProducts
 from optdnn.passes.equalize import Equalize
 from optdnn.passes.flatten_last import FlattenChannelsLast
@@ -43,6 +44,7 @@ from optdnn.passes.pad_rows import PadRows
 from optdnn.passes.partial_sums import PartialSums
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.pool_last import PoolLast
+from optdnn.passes.radix_sums import RadixSums
 from optdnn.passes.relative_positions import RelativePositions
 from optdnn.passes.selected_weights import SelectedWeights
 from optdnn.passes.split_products import SplitProducts
@@ -126,6 +128,7 @@ O2_GPU: tuple[Pass, ...] = (
     PatchEmbedding(),  # likewise
     ImageTokens(),  # the remaining images and tokens; before transposes sink to epilogues, and layouts are chosen
     ChannelShuffles(),  # before epilogues: halves of channels would have stages
+    RadixSums(),  # before epilogues, and before views of images are hoisted
     PartialSums(),  # before epilogues, which take in the additions
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
     WindowProducts(),  # before the transposes that it adds are merged
@@ -169,6 +172,7 @@ GPU: tuple[Pass, ...] = (
     RecentreIntegers(),  # before integers have readers other than DequantizeLinear; padding is then 0 more often
     MoveIntegers(),  # ops that only move or compare elements, between scales
     FoldQuantized(),  # an op on integers becomes one operator, which layouts then weigh as one
+    DepthwiseRelu(),  # after integers, whose kernels have no prologue; before layouts
     AssignLayout(),  # after all passes on logical facts: it writes physical ones
     FlattenChannelsLast(),  # the very last: depends on the layouts
 )

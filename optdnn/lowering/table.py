@@ -23,6 +23,7 @@ from optdnn.kernels.conv.unfold import Unfold
 from optdnn.kernels.conv.volume import VolumeConv
 from optdnn.kernels.conv.volume_stem import VolumeStem
 from optdnn.kernels.gemm.gemv import Gemv
+from optdnn.kernels.gemm.gemv_pair import GemvPair
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.gemm.matmul import TiledMatMul
@@ -42,6 +43,7 @@ from optdnn.kernels.norm.across import AddNormAcross, NormAcross
 from optdnn.kernels.norm.add_group_norm import AddGroupNorm
 from optdnn.kernels.norm.add_norm import AddNorm
 from optdnn.kernels.norm.group_norm import GroupNorm
+from optdnn.kernels.norm.group_norm_add import GroupNormAdd
 from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, QuantizedRows
 from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.row_tiles import RowTiles
@@ -73,6 +75,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Conv": (
         PooledConv(),
         Separable(),
+        GemvPair(),
         BlockConv(),
         VolumeStem(),
         StemConv(),
@@ -176,7 +179,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GlobalMaxPool": (ReductionParts(), Reduction()),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
     "Cast": (ResizedPicture(), Elementwise()),
-    "Add": (AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), Elementwise()),
+    "Add": (AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), GroupNormAdd(), Elementwise()),
+    "Pointwise": (GroupNormAdd(), Elementwise()),
     "Concat": (Unfold(),),
 }
 

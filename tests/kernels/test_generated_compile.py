@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from kernels.generated_cases import graph_of
+from support.net import Net
 from support.positions import FAMILIES as POSITIONS
 from support.simulated import kinds, lowered
 
@@ -54,3 +55,13 @@ def test_depthwise_kernels_do_not_spill() -> None:
         if kernel.function == "window":
             found = nvrtc.resources(recipe_of(kernel))["window"]
             assert found.spill_bytes == 0
+
+
+def test_windows_of_single_channels_with_an_addition_compile() -> None:
+    """What a tap loads and what a stage reads have different names, also where one thread takes one channel."""
+    n = Net()
+    x = n.op("Abs", n.input(2, 22, 9, 7))
+    program = lowered(n.done(n.op("Add", n.conv(x, 22, group=22, bias=True), x)), "fp16")
+    assert [t["tactic"] for t in program.meta["tactics"] if t["kind"] == "Conv"] == ["depthwise"]
+    (kernel,) = [k for k in program.kernels if k.function == "window"]
+    assert nvrtc.resources(recipe_of(kernel))["window"].spill_bytes == 0

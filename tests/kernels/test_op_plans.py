@@ -77,7 +77,7 @@ GC = group_norm.Config(40, 2, 256, 8)
     ("problem", "config", "reason"),
     [
         (replace(G, groups=7), GC, "not 7 equal groups"),
-        (replace(G, epilogue=(("add",),)), GC, "no operands"),
+        (replace(G, epilogue=(("bias",),)), GC, "no operands"),
         (G, replace(GC, slab=44), "vectors of 8"),
         (G, replace(GC, slab=48), "whole groups"),
         (G, replace(GC, cluster=32), "100 pixels for 32 blocks"),

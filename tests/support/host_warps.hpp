@@ -176,6 +176,7 @@ static inline u16 pack1(float v) { const _Float16 h = _Float16(v); u16 bits; mem
 static inline u32 pack2(float low, float high) { return pack1(low) | u32(pack1(high)) << 16; }
 static inline float low_float(u32 packed) { return unpack1(u16(packed)); }
 static inline float high_float(u32 packed) { return unpack1(u16(packed >> 16)); }
+static inline u32 relu2(u32 packed) { return pack2(max_or_nan(low_float(packed), 0.0f), max_or_nan(high_float(packed), 0.0f)); }
 
 static inline u32 smem_address(const void* pointer) { return u32(static_cast<const u8*>(pointer) - memory); }
 static inline u16 half_bits(float v) { const _Float16 h = _Float16(v); u16 bits; memcpy(&bits, &h, 2); return bits; }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.separable_kernel import Config, Problem
 from optdnn.runtime.cuda.compile.render import Stage
@@ -76,5 +78,12 @@ CASES: dict[str, tuple[Problem, Config]] = {
     ),
     "relu": (Problem(2, same(9, 9, 32), 24, RELU, BIAS), Config(1, 1, 8, 1, 1, 24, 32, 1)),
     "relu in bf16": (Problem(2, same(9, 9, 32), 24, RELU, BIAS, "bfloat16"), Config(1, 1, 8, 1, 1, 24, 32, 1)),
+    "relu before": (replace(Problem(3, same(14, 14, 96), 24, BIAS, ADD), relu=True), Config(1, 1, 16, 1, 1, 24, 32, 2)),
+    "relu before, 5x5, two strips": (
+        replace(Problem(2, same(14, 14, 80, (5, 5)), 40, BIAS, BIAS), relu=True), Config(1, 2, 8, 2, 1, 40, 32, 2),
+    ),
+    "relu before, bf16": (
+        replace(Problem(2, same(9, 9, 32), 24, BIAS, BIAS, "bfloat16"), relu=True), Config(1, 1, 8, 1, 1, 24, 32, 1),
+    ),
     "bf16, split": (Problem(1, same(14, 14, 192), 64, RELU6, ADD, "bfloat16"), Config(1, 1, 16, 1, 1, 64, 64, 1, 3)),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
-from optdnn.kernels.conv.hopper import bias_of, entering
+from optdnn.kernels.conv.hopper import bias_of
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.pointwise import copied, copy
@@ -70,6 +70,11 @@ def ranked(problem: depthwise.Problem, gpu: GpuFacts) -> list[tuple[float, Confi
         *depthwise.candidates(problem, gpu), *tma.candidates(problem, gpu), *bands.candidates(problem, gpu)
     ]  # fmt: skip
     return sorted(((_family(c).estimate(problem, c, gpu), c) for c in configs), key=lambda item: item[0])
+
+
+def relu_before(op: Op) -> bool:
+    """Whether the prologue of a convolution is a ReLU, which the kernels apply to what they load."""
+    return [stage.kind for stage in op.attrs.prologue] == ["Relu"]
 
 
 def _image(x: TensorView) -> TensorView:
@@ -169,8 +174,10 @@ class HalfDepthwise(DepthwiseTactic):
             return f"its {weight.shape[0]} channels do not come in fours"
         if op.input(2) is not None and bias_of(b, op) is None:
             return "its bias is not constant"
-        if a.prologue or 0 in op.outputs[0].type.static_shape:
-            return "it has a prologue, or nothing to do"
+        if a.prologue and not relu_before(op):
+            return "its prologue is more than a ReLU"
+        if 0 in op.outputs[0].type.static_shape:
+            return "it is empty"
         if (why := _misplaced(*self._places(b, op))) is not None:
             return why
         if math.prod(weight.shape[2:]) > depthwise.MAX_TAPS:
@@ -187,7 +194,7 @@ class HalfDepthwise(DepthwiseTactic):
     def _places(b: Builder, op: Op) -> tuple[TensorView, TensorView]:
         """The images that the kernel reads and writes; the latter may still have to be made."""
         ep = plan_epilogue(b.graph, op, channel_axis=1)
-        return _image(entering(b, op)), _image(result_place(b, op, ep, b.result(op.value), True))
+        return _image(b.source(op.inputs[0])), _image(result_place(b, op, ep, b.result(op.value), True))
 
     def problem(self, b: Builder, op: Op) -> depthwise.Problem:
         weight, (x, out) = b.weights(op), self._places(b, op)
@@ -197,13 +204,14 @@ class HalfDepthwise(DepthwiseTactic):
         dtype, squeezed, unit = map_dtype(op.outputs[0].type.dtype), self.pool(b, op) is not None, _unit(x, out)
         read, written = (conv_maps.pitch_of(image, unit) or 0 for image in (x, out))
         return depthwise.Problem(
-            n, source, (("bias",), *ep.rendered), dtype, squeezed, pitches=(read, written), unit=unit
-        )
+            n, source, (("bias",), *ep.rendered), dtype, squeezed, pitches=(read, written), unit=unit,
+            relu=relu_before(op),
+        )  # fmt: skip
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         weight, problem = b.weights(op), self.problem(b, op)
         ep = plan_epilogue(b.graph, op, channel_axis=1)
-        x, target = _image(b.made(entering(b, op))), b.target(op.value)
+        x, target = _image(b.made(b.source(op.inputs[0]))), b.target(op.value)
         channels, (high, wide) = weight.shape[0], problem.source.kernel
         between = b.made(result_place(b, op, ep, target, True))
         packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
@@ -213,7 +221,7 @@ class HalfDepthwise(DepthwiseTactic):
         residual = None
         if ep.residual is not None:
             residual = operands["residual"] = _dense(b, op, _image(b.operand(ep.residual)), "residual")
-        attrs = conv_attrs(_geometry(op.attrs), channels, ep.stages)
+        attrs = conv_attrs(_geometry(op.attrs), channels, ep.stages, op.attrs.prologue)
         made = _family(config).launch(problem, config, b.gpu)
         reads = [x, logical, bias, *stage_operands(b, ep, residual)]
         squeezed = self.pool(b, op)

@@ -34,6 +34,8 @@ TILES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (2, 3), (2, 4), (4, 2), (4, 4),
 """Rows and columns of a thread's results."""
 TALL = ((1, 1), (2, 1), (4, 1), (8, 1))
 """The same of images of one column: sequences."""
+SECTOR = 32
+"""Bytes that L2 moves at least."""
 FINISH = 1.2e-6
 """Seconds of the launch that adds up sums of tiles."""
 
@@ -59,6 +61,8 @@ class Problem(OneSource):
     """Elements from a pixel to the next of the input and of the result; 0: their channels."""
     unit: int = 8
     """Pixels of input and result begin at multiples of so many elements: 4 or 8."""
+    relu: bool = False
+    """Whether the ReLU of a 16-bit input is filtered."""
 
     @property
     def out_dtype(self) -> str:
@@ -216,7 +220,7 @@ def generated(problem: Problem, tile: Mapping[str, int]) -> str:
     types = {
         "HAS_RESIDUAL": int(problem.residual), "OPERAND_ITEM": problem.item, "OUT_ITEM": problem.out_item, "INTEGER": 0,
         "OUT_FLOAT8": 0, "OUT_ZERO": int(problem.zero_point), "INPUT_UNSIGNED": int(problem.dtype == "uint8"),
-        "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"),
+        "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"), "RELU_BEFORE": int(problem.relu),
     }  # fmt: skip
     stages = render.epilogue(problem.epilogue)
     if problem.item == 1:
@@ -304,15 +308,29 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     whole = math.ceil(waves) if waves < 4 else waves
     compute = whole * min(resident, max(1.0, blocks / device.multiprocessors)) * config.threads * work / 128 / CLOCK
     # What a block reads through L2: its tile and the rows and columns around it.
-    tile_h, tile_w = config.tile_h * config.strips_y, config.tile_w * config.strips_x
+    tile_h, tile_w = config.tile
     patch = (tile_h * s.stride[0] + s.kernel[0] - s.stride[0]) * (tile_w * s.stride[1] + s.kernel[1] - s.stride[1])
-    l2 = blocks * config.vectors * lanes * 2 * (patch + tile_h * tile_w) / L2
+    size = config.vectors * lanes * problem.item
+    pixels = blocks * (patch + tile_h * tile_w)
+    moved = sectors(problem, config) * SECTOR
+    l2 = pixels * moved / L2
+    unread = (
+        pixels * (moved - size) / L2
+    )  # of sectors that other blocks read: it keeps each of a thread's loads waiting
     # Fitted to 150 timings on an H200 (within 22 %): loads wait for one another, so neither memory nor issue slots are full.
     slower = 1.36 if taps > 9 else 2.1
     thread = work * (3.4e-9 if taps > 9 else 2.5e-9)  # a wave takes at least as long as one of its threads
     memory = problem.bytes / 2.96e12
     second = FINISH if squeeze_mode(problem, config) == 1 else 0.0
-    return 0.57e-6 + max(memory, l2, compute * slower, whole * thread) + second
+    return 0.57e-6 + max(memory, l2, compute * slower, whole * thread) + unread + second
+
+
+def sectors(problem: Problem, config: Strips) -> float:
+    """Mean number of L2's sectors in which a pixel's channels of one block lie: pixels begin at multiples of their pitch, slabs
+    at multiples of their size."""
+    size = config.vectors * config.lanes * problem.item
+    offset = math.gcd(SECTOR, size, problem.pitch[0] * problem.item)
+    return (size + SECTOR - offset) / SECTOR
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:

@@ -90,11 +90,11 @@ class Depthwise(Tactic):
         loads = load_channels(t, vec, "at + c * p.xs[1]", "v") + load_channels(tw, vec, f"p.a0 + {tap}", "f")
 
         def apart(tap: int, at: str) -> tuple[str, str]:
-            load = load_channels(t, vec, f"{at} + c * p.xs[1]", f"v{tap}")
+            load = load_channels(t, vec, f"{at} + c * p.xs[1]", f"seen{tap}")
             load += " " + load_channels(tw, vec, f"p.a0 + {tap * channels} + c", f"filter{tap}")
             return (
                 load,
-                f"for (int j = 0; j < {vec}; j++) acc[j] += widen(v{tap}.lane[j]) * widen(filter{tap}.lane[j]);",
+                f"for (int j = 0; j < {vec}; j++) acc[j] += widen(seen{tap}.lane[j]) * widen(filter{tap}.lane[j]);",
             )
 
         parts = Rendered(

@@ -23,6 +23,7 @@ from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv import separable_cost as cost
 from optdnn.kernels.conv import separable_kernel as separable
 from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
+from optdnn.kernels.conv.depthwise import relu_before
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, with_pitch
 from optdnn.kernels.conv.problem import Source
@@ -116,8 +117,8 @@ class Separable(Tactic):
         if first.value in b.reserved or others or b.graph.sole_user(first.value) != op:
             who = ", ".join(others) or "the network's output"
             return f"the result of the depthwise convolution {first.name} has another reader ({who})"
-        if first.attrs.prologue:
-            return f"the depthwise convolution {first.name} has a prologue"
+        if first.attrs.prologue and not relu_before(first):
+            return f"the depthwise convolution {first.name} has a prologue that is more than a ReLU"
         if 0 in op.outputs[0].type.static_shape:
             return "it is empty"
         if any(c.input(2) is not None and bias_of(b, c) is None for c in (first, op)):
@@ -167,6 +168,7 @@ class Separable(Tactic):
         problem = separable.Problem(
             n, Source(h, w, c, weight.shape[2:], a.strides, a.pads, a.dilations), channels,
             (("bias",), *between.rendered), (("bias",), *ep.rendered), map_dtype(op.outputs[0].type.dtype),
+            relu=relu_before(first),
         )  # fmt: skip
         return _Pair(first, between, ep, problem)
 
@@ -193,7 +195,7 @@ class Separable(Tactic):
         operands |= {"output": out} | ({"residual": residual} if residual is not None else {})
         before = [b.constant(c, "scalar") for c in pair.between.constants]
         a = first.attrs
-        filtering = conv_attrs((a.strides, a.pads, a.dilations), a.group, pair.between.stages)
+        filtering = conv_attrs((a.strides, a.pads, a.dilations), a.group, pair.between.stages, a.prologue)
         mixing = conv_attrs(conv_maps.POINTWISE, 1, ep.stages)
         attrs = {f"first_{k}": v for k, v in filtering.items()} | {f"second_{k}": v for k, v in mixing.items()}
         attrs |= {"through": problem.dtype, "operands": 3 + (1 + len(before) if before else 0)}

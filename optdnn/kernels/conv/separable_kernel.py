@@ -39,6 +39,8 @@ class Problem(OneSource):
     epilogue: tuple[render.Stage, ...] = (("bias",),)
     dtype: str = "float16"
     pitches: tuple[int, int, int] = (0, 0, 0)
+    relu: bool = False
+    """Whether the ReLU of the source is filtered."""
 
     @property
     def inner(self) -> int:
@@ -233,7 +235,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "NT": config.parts, "NW": config.columns, "BK": config.block, "STAGES": config.stages, "SPLIT": config.split,
         "MIN_BLOCKS": config.blocks, "KERNEL_H": s.kernel[0], "KERNEL_W": s.kernel[1], "STRIDE_H": s.stride[0],
         "STRIDE_W": s.stride[1], "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1],
-        "HAS_RESIDUAL": int(problem.residual), "BATCH": batch(problem, config),
+        "HAS_RESIDUAL": int(problem.residual), "BATCH": batch(problem, config), "RELU_BEFORE": int(problem.relu),
     }  # fmt: skip
     parts = [render.constants(defines), _between(problem), render.epilogue(problem.epilogue)]
     text = "\n".join([*parts, pixels_instruction(config.columns, problem.dtype), ""])

@@ -82,12 +82,12 @@ def refuse_images(b: Builder, norm: Op, source: Value | None) -> str | None:
     places = [b.operand(source), *([b.reserved[result]] if result in b.reserved else [])]
     if result not in b.reserved and not t.layout:
         return "its result is not channels-last"
-    if shape[1] % 8 or any(_pitch(p) is None for p in places):
+    if shape[1] % 8 or any(pitch_of_images(p) is None for p in places):
         return "its images do not lie in whole vectors of channels"
     return None
 
 
-def _pitch(x: TensorView) -> int | None:
+def pitch_of_images(x: TensorView) -> int | None:
     """Elements from a pixel to the next of channels-last images, perhaps parts of wider ones, whose pixels begin at whole vectors;
     None for all other tensors."""
     pixels = [(n, stride) for n, stride in zip(x.shape, x.strides, strict=True) if n > 1]
@@ -99,7 +99,10 @@ def image_problem(b: Builder, norm: Op, source: Value | None) -> clustered.Probl
     """What the kernels compute of images that they do not refuse."""
     to = output_of(b, norm)
     n, c, *spatial = norm.outputs[0].type.static_shape
-    pitches = [_pitch(b.operand(source)) or 0, 0 if to.value not in b.reserved else _pitch(b.reserved[to.value]) or 0]
+    pitches = [
+        pitch_of_images(b.operand(source)) or 0,
+        0 if to.value not in b.reserved else pitch_of_images(b.reserved[to.value]) or 0,
+    ]
     return clustered.Problem(
         n, math.prod(spatial), c, groups_of(norm), tuple(to.epilogue.rendered), map_dtype(norm.outputs[0].type.dtype),
         norm.attrs.epsilon, *(0 if pitch == c else pitch for pitch in pitches),

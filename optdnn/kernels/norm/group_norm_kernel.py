@@ -39,7 +39,7 @@ class Problem:
     InstanceNorm), times scale plus bias, then pointwise stages without operands.
 
     Images may be parts of wider ones: ``input_pitch`` and ``output_pitch`` are the elements from a pixel to the next (0: ``channels``).
-    ``added_pitch``: elements between the vectors of channels that are added to the pixels of each image (0: one serves all images; None:
+    ``residual_pitch``: as these, of the image that the stages add. ``added_pitch``: elements between the vectors of channels that are added to the pixels of each image (0: one serves all images; None:
     nothing is added)."""
 
     batch: int
@@ -52,6 +52,12 @@ class Problem:
     input_pitch: int = 0
     output_pitch: int = 0
     added_pitch: int | None = None
+    residual_pitch: int = 0
+
+    @property
+    def residual(self) -> bool:
+        """Whether the epilogue reads an image of the result's shape."""
+        return render.uses_residual(self.epilogue)
 
     @property
     def pitches(self) -> tuple[int, int]:
@@ -71,7 +77,8 @@ class Problem:
     @property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
-        return 2 * self.itemsize * self.batch * self.pixels * self.channels + 8 * self.channels
+        images = 3 if self.residual else 2
+        return images * self.itemsize * self.batch * self.pixels * self.channels + 8 * self.channels
 
 
 @dataclass(frozen=True, order=True)
@@ -109,11 +116,14 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return -(-head // 16) * 16 + kept
 
 
-def refuse_slabs(problem: Problem, slab: int, lanes: int, threads: int, most_threads: int) -> str | None:
-    """Why blocks of ``threads`` cannot take slabs of ``slab`` channels in vectors of ``lanes``, or None."""
+def refuse_slabs(
+    problem: Problem, slab: int, lanes: int, threads: int, most_threads: int, *, residual: bool = False
+) -> str | None:
+    """Why blocks of ``threads`` cannot take slabs of ``slab`` channels in vectors of ``lanes``, or None. ``residual``: whether the
+    kernel's epilogue can read an image."""
     if problem.groups < 1 or problem.channels % problem.groups:
         return f"{problem.channels} channels are not {problem.groups} equal groups"
-    if render.uses_residual(problem.epilogue) or ("bias",) in problem.epilogue:
+    if (problem.residual and not residual) or ("bias",) in problem.epilogue:
         return "the stages after a group norm have no operands"
     if lanes not in (1, 2, 4, 8) or slab % lanes or problem.channels % lanes:
         return f"channels do not come in vectors of {lanes}"
@@ -130,7 +140,7 @@ def refuse(
     problem: Problem, config: Config, *, shared: int = 232448, capability: tuple[int, int] = (9, 0)
 ) -> str | None:
     """Why the configuration cannot run the problem, or None."""
-    if reason := refuse_slabs(problem, config.slab, config.lanes, config.threads, 1024):
+    if reason := refuse_slabs(problem, config.slab, config.lanes, config.threads, 1024, residual=True):
         return reason
     if not 1 <= config.cluster <= min(16, problem.pixels):
         return f"{problem.pixels} pixels for {config.cluster} blocks"
@@ -151,17 +161,19 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "CLUSTER": config.cluster,
         "HELD": held(problem, config),
     }
-    defines |= {"WIDE": int(problem.itemsize == 4)}
+    defines |= {"WIDE": int(problem.itemsize == 4), "HAS_RESIDUAL": int(problem.residual)}
     defines |= group_sums.defines(config.slab, problem.group, config.lanes, config.threads)
     text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
     return Recipe("group_norm.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
-    """The launch. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels]), and ``added`` where the problem has it."""
+    """The launch. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels]), and ``added`` and ``residual`` where the
+    problem has them."""
     added = None if problem.added_pitch is None else "added"
     parameters = Parameters().pointer("input", "output", "scale", "bias", added)
     parameters.i32(problem.pixels, config.slab, problem.group, *problem.pitches, problem.added_pitch or 0)
+    parameters.pointer("residual" if problem.residual else None).i32(problem.residual_pitch or problem.channels)
     parameters.f32(1.0 / (problem.pixels * problem.group), problem.epsilon)
     grid = (problem.channels // config.slab * config.cluster, problem.batch, 1)
     return parameters.launch(

@@ -24,9 +24,12 @@ from optdnn.types import INT32, DType, is_float
 
 THREADS = 256
 """Threads of a block where an output has few terms (then several outputs share it); with many it has four times as many."""
-
+FEW = 256
+"""Terms up to which a block of that many threads loads those of neighbouring outputs in one batch."""
 BATCH = 4
 """Terms that a thread loads before it adds up the first of them."""
+WIDTH = 32
+"""Neighbouring outputs of a block."""
 LAUNCH_S, BATCH_S = 2.5e-6, 0.9e-6
 """Seconds of a launch after another one, and of a batch of loads."""
 LONG = 16
@@ -158,11 +161,11 @@ def space_of(x: TensorView, axes: Sequence[int], out: TensorView) -> Space:
     inner, (rx, _) = merge([x.shape[i] for i in axes], [[x.strides[i] for i in axes]] * 2)
     count = math.prod(inner)
     # Neighbouring outputs that are neighbours in memory share a block, so that loads coalesce; a thread takes 16 bytes of them.
-    threads = 1024 if count >= 1024 else THREADS
     across = sx[-1] == 1 and dims[-1] >= 8 and rx[-1] != 1
+    threads = 4 * THREADS if count > (FEW if across else 4 * THREADS - 1) else THREADS
     vec = _together(x, dims[-1], [*sx[:-1], *rx]) if across else 1
     # Else neighbouring terms are neighbouring threads', and outputs of few terms share a block.
-    most = threads * vec // 32 if across else threads
+    most = threads * vec // WIDTH if across else threads
     runs = min(most, 1 << max((count - 1).bit_length() - (0 if across else 2), 0)) if vec > 1 or not across else most
     return Space(dims, so, sx, inner, rx, Grid(math.prod(dims), count, threads, vec, runs, across))
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from support import emulated
@@ -95,7 +96,18 @@ def rows(batch: int = 2) -> Graph:
     return n.done(n.matmul(n.op("Mul", n.op("Sigmoid", gate), both), 16))
 
 
+def relu_before(kernel: int = 3, *, size: tuple[int, int] = (9, 11), batch: int = 2, channels: int = 24) -> Graph:
+    """As Xception has it: the sum that a depthwise convolution reads through a ReLU is the next one's shortcut."""
+    n = Net()
+    x = n.conv(n.input(batch, 16, *size), channels, 1, pads=0)
+    y = n.conv(n.op("Relu", x), channels, kernel, pads=kernel // 2, group=channels, bias=True)
+    return n.done(n.conv(n.op("Add", y, x), 16, 1, pads=0))
+
+
 NETS: dict[str, Callable[[], Graph]] = {
+    "3x3 of a ReLU": relu_before,
+    "7x7 of a ReLU": lambda: relu_before(7, size=(14, 14)),
+    "of a ReLU, large batch": lambda: relu_before(batch=64, size=(28, 28), channels=104),
     "7x7 of a slice": sliced,
     "3x3 of a slice": lambda: sliced(3),
     "of a slice, large batch": lambda: sliced(3, batch=64, size=(28, 28)),
@@ -151,6 +163,14 @@ def plain() -> Graph:
     return n.done(n.conv(n.input(2, 24, 40), 24, 3, group=24))
 
 
+def shifted() -> Graph:
+    """A scale per channel before the convolution."""
+    n = Net()
+    x = n.conv(n.input(2, 16, 9, 9), 24, 1, pads=0)
+    y = n.conv(n.op("Relu", n.op("Mul", x, n.positive(1, 24, 1, 1))), 24, group=24)
+    return n.done(n.conv(n.op("Add", y, x), 16, 1, pads=0))
+
+
 @pytest.mark.parametrize(
     ("graph", "precision", "reason"),
     [
@@ -160,6 +180,7 @@ def plain() -> Graph:
         (lambda: alone(24, 5, 6, 7), "fp16", "not a depthwise convolution of images or sequences"),
         (lambda: sliced(3, (22, 24)), "fp16", "do not begin at multiples of 8 bytes"),
         (plain, "fp16", "its input is not channels-last"),
+        (shifted, "fp16", "its prologue is more than a ReLU"),
     ],
 )
 def test_refusals_say_why(graph: Callable[[], Graph], precision: str, reason: str) -> None:
@@ -209,6 +230,18 @@ PLACED: dict[str, tuple[Any, depthwise.Problem, Any]] = {
     "a residual": (
         depthwise, depthwise.Problem(2, same(9, 10, 24), (*STAGES, ("add",)), pitches=(24, 40)), DC,
     ),
+    "the ReLU of the input": (
+        depthwise, replace(FOURS, pitches=(24, 24), unit=8, relu=True), DC,
+    ),
+    "the ReLU of the input, bf16": (
+        depthwise, replace(FOURS, pitches=(24, 24), unit=8, relu=True, dtype="bfloat16"), DC,
+    ),
+    "the ReLU of the input, by TMA": (
+        tma, depthwise.Problem(2, same(9, 10, 24), STAGES, relu=True), tma.Config(2, 2, 3, 5, 5, 8, 2),
+    ),
+    "the ReLU of the input, tensor cores": (
+        bands, depthwise.Problem(2, same(9, 10, 24, (7, 7)), STAGES, relu=True), bands.Config(1, 4, 4, 1, 1, 2, 3, 2),
+    ),
     "TMA": (tma, depthwise.Problem(2, same(9, 10, 24), STAGES, pitches=(40, 32)), tma.Config(2, 2, 3, 5, 5, 8, 2)),
     "a sequence by TMA": (tma, depthwise.Problem(2, SEQUENCE, STAGES, pitches=(64, 32)), tma.Config(4, 1, 3, 1, 11, 8, 2)),
     "tensor cores": (
@@ -232,18 +265,23 @@ def test_kernels_compute_where_pixels_have_a_pitch(name: str, tmp_path: Path) ->
         else (("vectors.cuh",), ("conv_element.cuh", "depthwise_core.cuh"))
     )
     library = emulated.compiled(made.recipe, made.function, tmp_path, rendered=rendered, headers=headers, first=first)
-    x = rng.standard_normal((problem.batch, s.height, s.width, read)).astype(np.float16)
-    weight = (rng.standard_normal((s.channels, 1, *s.kernel)) / np.prod(s.kernel) ** 0.5).astype(np.float16)
+    dtype = np.dtype(ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else np.float16)
+    x = rng.standard_normal((problem.batch, s.height, s.width, read)).astype(dtype)
+    weight = (rng.standard_normal((s.channels, 1, *s.kernel)) / np.prod(s.kernel) ** 0.5).astype(dtype)
     bias = rng.standard_normal(s.channels).astype(np.float32)
     shape = (problem.batch, *problem.out_size)
-    residual = rng.standard_normal((*shape, s.channels)).astype(np.float16)
+    residual = rng.standard_normal((*shape, s.channels)).astype(dtype)
     arrays = {"input": x, "weights": depthwise.pack_weights(weight), "bias": bias, "residual": residual,
-              "output": np.full((*shape, written), 7, np.float16)}  # fmt: skip
+              "output": np.full((*shape, written), 7, dtype)}  # fmt: skip
     held = {key: emulated.aligned(array) for key, array in arrays.items()}
     emulated.run(library, made, {key: a.ctypes.data for key, a in held.items()})
-    want = np.maximum(convolve(x[..., : s.channels].astype(np.float32), weight.astype(np.float32), s) + bias, 0)
+    read_as = x[..., : s.channels].astype(np.float32)
+    read_as = np.maximum(read_as, 0) if problem.relu else read_as
+    want = np.maximum(convolve(read_as, weight.astype(np.float32), s) + bias, 0)
     want += residual if problem.residual else 0
-    np.testing.assert_allclose(held["output"][..., : s.channels], want, rtol=0, atol=2e-3 * np.abs(want).max())
+    tolerance = 2e-2 if problem.dtype == "bfloat16" else 2e-3
+    got = held["output"][..., : s.channels].astype(np.float32)
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
     assert (held["output"][..., s.channels :] == 7).all()
 
 

@@ -67,6 +67,13 @@ def joined(n: Net) -> list[Value]:
     return [n.conv(n.op("Concat", pair(n, x, 16, 24), pair(n, z, 16, 40), attrs=ConcatAttrs(1)), 8, 3)]
 
 
+def relu_before(n: Net) -> list[Value]:
+    """The convolutions read the ReLU of a sum that is also added to their result."""
+    x = n.conv(n.input(2, 8, 9, 7), 24, 1, pads=0, bias=True)
+    y = n.conv(n.conv(n.op("Relu", x), 24, group=24), 24, 1, pads=0, bias=True)
+    return [n.conv(n.op("Add", y, x), 8, 3)]
+
+
 Build = Callable[[Net], list[Value]]
 NETS: dict[str, tuple[Build, int]] = {
     "3x3": (plain, 1),
@@ -78,6 +85,7 @@ NETS: dict[str, tuple[Build, int]] = {
     "dilated": (lambda n: plain(n, pads=2, dilations=2), 1),
     "no bias": (lambda n: plain(n, bias=False), 1),
     "residual": (residual, 1),
+    "a ReLU before": (relu_before, 1),
 }
 
 

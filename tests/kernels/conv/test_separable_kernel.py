@@ -110,7 +110,9 @@ def test_packing() -> None:
         separable.pack_filters(problem, np.ones((4, 2, 3, 3), np.float16))
 
 
-@pytest.mark.parametrize("name", ["four strips", "two parts", "5x5, stride 2", "split, two groups", "bf16", "stride 2"])
+@pytest.mark.parametrize(
+    "name", ["four strips", "two parts", "5x5, stride 2", "split, two groups", "bf16", "stride 2", "relu before"]
+)
 @pytest.mark.nvrtc
 def test_kernels_compile_without_spills(name: str) -> None:
     problem, config = CASES[name]
@@ -188,7 +190,8 @@ def test_on_a_gpu(name: str, tmp_path: Any) -> None:
     weights = (random(problem.channels, s.channels, 1, 1) / s.channels**0.5).astype(dtype)
     shift, bias = random(s.channels), random(problem.channels)
     residual = random(n, out_h, out_w, pitches[2]).astype(dtype)
-    y = convolve(x[..., : s.channels].astype(np.float32), filters.astype(np.float32), s)
+    read = x[..., : s.channels].astype(np.float32)
+    y = convolve(np.maximum(read, 0) if problem.relu else read, filters.astype(np.float32), s)
     y = _stages(y, problem.between, shift, None).astype(dtype).astype(np.float32)
     added = residual[..., : problem.channels].astype(np.float32)
     want = _stages(y @ weights[:, :, 0, 0].astype(np.float32).T, problem.epilogue, bias, added)

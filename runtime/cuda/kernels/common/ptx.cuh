@@ -36,6 +36,10 @@ DEVICE u32 pack2(float low, float high) {
 }
 DEVICE float low_float(u32 packed) { return __uint_as_float(packed << 16); }
 DEVICE float high_float(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
+DEVICE u32 relu2(u32 packed) {                     // a NaN stays
+    asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(packed) : "r"(0u));
+    return packed;
+}
 #else
 DEVICE u32 pack2(float low, float high) {
     u32 packed;
@@ -44,6 +48,10 @@ DEVICE u32 pack2(float low, float high) {
 }
 DEVICE float low_float(u32 packed) { return low_half(packed); }
 DEVICE float high_float(u32 packed) { return high_half(packed); }
+DEVICE u32 relu2(u32 packed) {                     // a NaN stays
+    asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(packed) : "r"(0u));
+    return packed;
+}
 #endif
 DEVICE float tanh_fast(float x) {                  // to 11 bits
     float y;

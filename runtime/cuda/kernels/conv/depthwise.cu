@@ -5,7 +5,8 @@
 // the rows and columns that neighbours share are found in L1.
 //
 // generated.cuh defines LANES, KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, TILE_H, TILE_W, MAX_THREADS, MIN_BLOCKS,
-// HAS_RESIDUAL, SQUEEZE (0 none, 1 partial sums, 2 finished means) and epilogue().
+// HAS_RESIDUAL, RELU_BEFORE (of 16-bit elements: the ReLU of the input is filtered), SQUEEZE (0 none, 1 partial sums, 2 finished means)
+// and epilogue().
 #include "depthwise_core.cuh"
 
 struct Params {

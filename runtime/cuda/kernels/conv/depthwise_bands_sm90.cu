@@ -11,7 +11,7 @@
 // (A zero times an infinity: an element that has overflowed makes NaN of neighbouring pixels that its window does not cover.)
 //
 // generated.cuh: see tile_walk.cuh; also ROWS, GROUPS, BLOCKS, GRID_X, GRID_Y (warps beside and below each other), the filter
-// (KERNEL_H, KERNEL_W), MIN_BLOCKS, epilogue() and multiply().
+// (KERNEL_H, KERNEL_W), RELU_BEFORE (the ReLU of the input is filtered), MIN_BLOCKS, epilogue() and multiply().
 #include "ptx.cuh"
 #include "generated.cuh"
 #include "tile_walk.cuh"
@@ -79,8 +79,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
                 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     #pragma unroll
-                    for (int i = 0; i < LOADS; i++)
-                        pixels[half][i] = shared_load16(swizzled(from[half][i] + k * PATCH_W * SPAN));
+                    for (int i = 0; i < LOADS; i++) {
+                        const uint4 v = shared_load16(swizzled(from[half][i] + k * PATCH_W * SPAN));
+                        pixels[half][i] = RELU_BEFORE ? make_uint4(relu2(v.x), relu2(v.y), relu2(v.z), relu2(v.w)) : v;
+                    }
                     if (LOADS < 4) pixels[half][3] = pixels[half][2];
                 }
                 #pragma unroll

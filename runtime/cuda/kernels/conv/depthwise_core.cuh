@@ -34,7 +34,12 @@ DEVICE float value(const Input& v, int i) {
 #else
 typedef u16 Element;
 typedef Vector Input;
-DEVICE Input load_input(const Element* at) { return load_packed<LANES>(at); }
+DEVICE Input load_input(const Element* at) {
+    Input v = load_packed<LANES>(at);
+    #pragma unroll
+    for (int i = 0; RELU_BEFORE && i < LANES / 2; i++) v.word[i] = relu2(v.word[i]);
+    return v;
+}
 DEVICE float value(const Input& v, int i) { return element(v, i); }
 #endif
 

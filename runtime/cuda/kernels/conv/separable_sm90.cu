@@ -16,8 +16,8 @@
 //
 // generated.cuh defines WARPGROUPS, STRIPS, STRIP_W, GRID_X (strips beside each other in a tile), NT x NW (output channels: wgmma
 // instructions and their columns), BK, BATCH (times 16 channels that are convolved together),
-// STAGES, SPLIT, MIN_BLOCKS, the filter (KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*), HAS_RESIDUAL,
-// between() (of two neighbouring channels, to a pair of 16-bit elements), epilogue() and wgmma_pixels().
+// STAGES, SPLIT, MIN_BLOCKS, the filter (KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*), RELU_BEFORE (the ReLU of the input is filtered),
+// HAS_RESIDUAL, between() (of two neighbouring channels, to a pair of 16-bit elements), epilogue() and wgmma_pixels().
 #include "ptx.cuh"
 #include "generated.cuh"
 
@@ -261,17 +261,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) separable_sm90
                     }
                 }
                 auto weight = [&](int g, int tap) { return __byte_perm(filter[g][tap / 2], 0u, tap % 2 ? odd_tap : even_tap); };
+                auto load = [&](u32 (&v)[4], u32 address) {
+                    ldmatrix_x4(address, v[0], v[1], v[2], v[3]);
+                    #pragma unroll
+                    for (int j = 0; RELU_BEFORE && j < 4; j++) v[j] = relu2(v[j]);
+                };
                 auto load_row = [&](Row& in, int r) {
                     #pragma unroll
-                    for (int i = 0; i < PAIRS * GROUPS; i++) {
-                        u32 (&v)[4] = in.pair[i / GROUPS][i % GROUPS];
-                        ldmatrix_x4((patch + at[r][i / GROUPS]) ^ ((first * 2 + i % GROUPS) << 4), v[0], v[1], v[2], v[3]);
-                    }
+                    for (int i = 0; i < PAIRS * GROUPS; i++)
+                        load(in.pair[i / GROUPS][i % GROUPS], (patch + at[r][i / GROUPS]) ^ ((first * 2 + i % GROUPS) << 4));
                     #pragma unroll
-                    for (int b = 0; b < (LOADS > PAIRS ? BATCH : 0); b++) {
-                        u32 (&v)[4] = in.single[b];
-                        ldmatrix_x4((patch + at[r][LOADS - 1]) ^ ((first + b) << 5), v[0], v[1], v[2], v[3]);
-                    }
+                    for (int b = 0; b < (LOADS > PAIRS ? BATCH : 0); b++) load(in.single[b], (patch + at[r][LOADS - 1]) ^ ((first + b) << 5));
                 };
                 Row rows_of[2];                    // one is loaded while the other is multiplied
                 load_row(rows_of[0], 0);

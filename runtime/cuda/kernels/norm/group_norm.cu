@@ -4,7 +4,8 @@
 // keeps its share of the pixels in registers (HELD vectors a thread), or in shared memory (HELD = 0). A group's pivot is the first
 // channel of the image's first pixel. Sums over a block are added in a fixed order, those of a cluster's blocks in rank order.
 //
-// generated.cuh defines LANES (channels per access), THREADS, CLUSTER, HELD, WIDE (fp32 elements), epilogue(), and what group_sums.cuh needs.
+// generated.cuh defines LANES (channels per access), THREADS, CLUSTER, HELD, WIDE (fp32 elements), HAS_RESIDUAL, epilogue(), and what
+// group_sums.cuh needs.
 #include "group_sums.cuh"
 
 constexpr int ROUND = HELD ? HELD : 4;             // loads of a thread that are under way at once
@@ -18,6 +19,8 @@ struct Params {
     int pixels, slab, group;                       // slab: channels per cluster, group: channels per group
     int input_pitch, output_pitch;                 // elements from a pixel to the next
     int added_pitch;                               // elements from the vector of an image to that of the next
+    const Element* residual;                       // what the epilogue adds, and its elements from a pixel to the next
+    int residual_pitch;
     float inverse_count, epsilon;
 };
 
@@ -102,6 +105,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const __grid_co
         }
         if constexpr (HELD > 0) break;
     }
+    Vector r[ROUND];
+    const Element* residual = p.residual + ((long long)n * p.pixels + from + line) * p.residual_pitch + first_channel + channel;
+    const auto load_residual = [&](int begin) {
+        #pragma unroll
+        for (int k = 0; HAS_RESIDUAL && k < ROUND; k++)
+            if (mine > begin + k * lines) r[k] = load_vector(residual + (long long)(begin + k * lines) * p.residual_pitch, policy);
+    };
+    if constexpr (HELD > 0) load_residual(0);      // on its way while blocks meet
     if (live) put_sums(table, own, vector, line, lines, sum, square);
     __syncthreads();
 #if CLUSTER > 1
@@ -138,13 +149,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const __grid_co
     for (int i = 0; i < LANES; i++) centre[i] = own.pick(means, i) - added_to(channel + i), factor[i] *= own.pick(inverses, i);
     Element* output = p.output + ((long long)n * p.pixels + from + line) * p.output_pitch + first_channel + channel;
     for (int begin = 0; begin < mine; begin += ROUND * lines) {
+        if constexpr (HELD == 0) load_residual(begin);
         #pragma unroll
         for (int k = 0; k < ROUND; k++) {
             if (mine <= begin + k * lines) break;
             if constexpr (HELD == 0) v[k] = get_vector(data + (begin + k * lines) * p.slab);
             float y[LANES];
             #pragma unroll
-            for (int i = 0; i < LANES; i++) y[i] = epilogue(fmaf(lane_of(v[k], i) - centre[i], factor[i], shift[i]), 0.0f, 0.0f);
+            for (int i = 0; i < LANES; i++) {
+                const float normal = fmaf(lane_of(v[k], i) - centre[i], factor[i], shift[i]);
+                y[i] = epilogue(normal, 0.0f, HAS_RESIDUAL ? lane_of(r[k], i) : 0.0f);
+            }
             store_vector(output + (long long)(begin + k * lines) * p.output_pitch, y);
         }
         if constexpr (HELD > 0) break;

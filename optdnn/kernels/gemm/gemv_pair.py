@@ -1,0 +1,167 @@
+"""Two 1x1 convolutions of one pixel for each image, in a row, in one launch: the gate of squeeze-and-excitation.
+
+The launch is emitted at the second one. Whether two launches are faster is predicted by the cost model (:meth:`GemvPair.defer`) or
+measured by the autotuner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
+from optdnn.ir.graph import Graph, Op
+from optdnn.ir.strips import contiguous
+from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
+from optdnn.kernels.conv import hopper_launch
+from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv import problem as conv_problem
+from optdnn.kernels.conv.fused import bias_row, conv_attrs
+from optdnn.kernels.conv.hopper import bias_of
+from optdnn.kernels.conv.problem import Source
+from optdnn.kernels.conv.separable import is_pointwise
+from optdnn.kernels.gemm import gemv_pair_kernel as pair
+from optdnn.kernels.pointwise.pointwise import copied
+from optdnn.kernels.tactic import Offer, Region, Tactic
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
+from optdnn.types import BF16, FP16
+
+GAIN = 0.97
+"""One launch has to promise at most this fraction of what two take."""
+
+
+@lru_cache(maxsize=1024)
+def _offers(problem: pair.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    """A sum has one order in each of them for any number of images."""
+    return tuple(Offer(c, pair.estimate(problem, c, gpu)) for c in pair.candidates(problem, gpu))
+
+
+@lru_cache(maxsize=1024)
+def _apart(problem: pair.Problem, gpu: GpuFacts) -> float:
+    """Predicted seconds of two launches."""
+    sizes = ((problem.depth, problem.hidden, problem.between), (problem.hidden, problem.channels, problem.epilogue))
+    made = (
+        conv_problem.Problem(problem.images, -(-out // 8) * 8, (Source(1, 1, depth),), stages, problem.dtype)
+        for depth, out, stages in sizes
+    )
+    return sum(min((o.seconds or 0.0 for o in hopper_launch.ranked(p, gpu)), default=1.0) for p in made)
+
+
+def _of_one_pixel(graph: Graph, op: Op) -> bool:
+    return is_pointwise(graph, op) and op.outputs[0].type.is_static and op.outputs[0].type.static_shape[2:] == (1, 1)
+
+
+def _first(graph: Graph, op: Op) -> Op | None:
+    """The convolution of one pixel whose result such a convolution reads."""
+    if op.inputs[0] is None or not _of_one_pixel(graph, op):
+        return None
+    before = graph.op(op.inputs[0])
+    return before if before.kind == "Conv" and _of_one_pixel(graph, before) else None
+
+
+class GemvPair(Tactic):
+    """Two products of vectors of 16-bit floats, on Hopper."""
+
+    name = "gemv_pair_sm90"
+    row_invariant: ClassVar[bool] = False
+    """More images are other tactics', which add in another order."""
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if not b.arch.startswith("sm_90"):
+            return f"it needs Hopper's clusters (sm_90a), not {b.arch}"
+        if not _of_one_pixel(b.graph, op):
+            return "it is not a 1x1 convolution of one pixel with constant weights"
+        first = _first(b.graph, op)
+        if first is None:
+            return "its input is not the result of such a convolution"
+        dtypes = {x.outputs[0].type.dtype for x in (first, op)}
+        if len(dtypes) > 1 or not dtypes <= {FP16, BF16}:
+            return "it is for 16-bit floats"
+        if first.value in b.reserved or b.graph.sole_user(first.value) != op:
+            return f"the result of {first.name} has another reader"
+        if first.attrs.prologue or op.attrs.prologue:
+            return "one of the convolutions has a prologue"
+        if any(c.input(2) is not None and bias_of(b, c) is None for c in (first, op)):
+            return "a bias is not constant"
+        if b.result(op.value).strides[1] != 1:
+            return "its result does not lie in whole vectors"
+        if any(ep.rest or ep.residual is not None for ep in _epilogues(b, first, op)):
+            return "what follows one of the convolutions is more than an activation"
+        if not _offers(self.problem(b, op), b.gpu):
+            return pair.refuse(self.problem(b, op), pair.Config(pair.CLUSTERS[-1]), shared=b.gpu.shared_per_block)
+        return None
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """Unmeasured, the cost model decides."""
+        problem, gpu = self.problem(b, op), fitted(b.gpu)
+        one, two = _offers(problem, gpu)[0].seconds or 0.0, _apart(problem, gpu)
+        if one <= GAIN * two:
+            return None
+        return f"two launches are predicted to be as fast ({two * 1e6:.2f} us; one: {one * 1e6:.2f} us)"
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The convolution before it."""
+        first = _first(graph, op)
+        return [first] if first is not None and graph.sole_user(first.value) == op else []
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """Both convolutions."""
+        return Region(op, before=(self._before(b, op),))
+
+    @staticmethod
+    def _before(b: Builder, op: Op) -> Op:
+        first = _first(b.graph, op)
+        assert first is not None
+        return first
+
+    def problem(self, b: Builder, op: Op) -> pair.Problem:
+        """What the launch computes."""
+        first = self._before(b, op)
+        (hidden, depth), (channels, _) = b.weights(first).shape[:2], b.weights(op).shape[:2]
+        between, ep = _epilogues(b, first, op)
+        images, dtype = op.outputs[0].type.static_shape[0], map_dtype(op.outputs[0].type.dtype)
+        stages = (("bias",), *between.rendered), (("bias",), *ep.rendered)
+        return pair.Problem(images, depth, hidden, channels, stages[0], stages[1], dtype)
+
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        return _offers(self.problem(b, op), b.gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        first, problem = self._before(b, op), self.problem(b, op)
+        between, ep = _epilogues(b, first, op)
+        x, out = _vectors(b, op, b.operand(first.inputs[0])), b.target(op.value)
+        operands = {"x": x, "output": out}
+        reads: list[TensorView | None] = [x]
+        for name, conv, stages in (("first", first, between), ("second", op, ep)):
+            weight = b.weights(conv)
+            rows, depth = weight.shape[:2]
+            dense = b.kept.once("rows", [weight], lambda: contiguous(weight.reshape(rows, depth)))  # noqa: B023
+            operands[name] = b.constant(dense, f"{conv.outputs[0].name}.weights")
+            operands[f"{name}_bias"] = bias_row(b, conv, stages.added_to(bias_of(b, conv)), rows)
+            reads += [operands[name].view((rows, depth, 1, 1), (depth, 1, 1, 1)), operands[f"{name}_bias"]]
+            reads += [None, *(b.constant(c, "scalar") for c in stages.constants)] if stages.constants else []
+        held = [conv_attrs(conv_maps.POINTWISE, 1, stages.stages) for stages in (between, ep)]
+        attrs = {f"{name}_{k}": v for name, a in zip(("first", "second"), held, strict=True) for k, v in a.items()}
+        attrs |= {"through": problem.dtype, "operands": 3 + (1 + len(between.constants) if between.constants else 0)}
+        made = pair.launch(problem, config, b.gpu, _pitch(x), _pitch(out))
+        b.emit(replace(op, src=op.src | first.src), made, operands, "SeparableConv", attrs, reads, [out])
+
+
+def _epilogues(b: Builder, first: Op, op: Op) -> tuple[Epilogue, Epilogue]:
+    return (
+        plan_epilogue(b.graph, first, channel_axis=1, allow_residual=False),
+        plan_epilogue(b.graph, op, channel_axis=1, allow_residual=False),
+    )
+
+
+def _vectors(b: Builder, op: Op, x: TensorView) -> TensorView:
+    """The images' vectors as the kernel reads them: themselves, or a copy."""
+    whole = x.strides[1] == 1 and x.offset % 8 == 0 and _pitch(x) % 8 == 0
+    return x if whole else copied(b, op, x, "vectors", channels_last(x.shape, x.shape[1]))
+
+
+def _pitch(x: TensorView) -> int:
+    """Elements from an image's vector to the next one's."""
+    return x.strides[0] if x.shape[0] > 1 else x.shape[1]

@@ -1,0 +1,108 @@
+"""Plans of two products in a row of one vector for each image (``gemv_pair.cu``): 16-bit operands, on Hopper."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from optdnn.kernels.launch import Launch, Parameters, no_room, template_options
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+WARPS = 8
+CLUSTERS = (1, 2, 4, 8, 16)
+"""Blocks that share an image."""
+LAUNCH_S, MEET_S, SIXTEEN_S = 1.7e-6, 0.2e-6, 0.3e-6
+"""Seconds of a launch after another one; what clusters add, and clusters of sixteen blocks."""
+RATE = 1.0e11
+"""Bytes of weights that a block reads a second, from memory to its sums."""
+WAVE_S = 1.2e-6
+"""Seconds of clusters that start when others end."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``images`` vectors of ``depth`` elements become ``hidden`` ones, through the stages of ``between``, and these ``channels``."""
+
+    images: int
+    depth: int
+    hidden: int
+    channels: int
+    between: tuple[render.Stage, ...] = (("bias",),)
+    epilogue: tuple[render.Stage, ...] = (("bias",),)
+    dtype: str = "float16"
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``cluster`` blocks share an image."""
+
+    cluster: int
+
+    def __str__(self) -> str:
+        return f"pair{self.cluster}"
+
+
+def shares(problem: Problem, config: Config) -> tuple[int, int]:
+    """Elements of the hidden vector, and of the result, that a block makes."""
+    return -(-problem.hidden // config.cluster), -(-problem.channels // config.cluster)
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block: the hidden vector, the image's vector, both shares of weights, and their biases."""
+    rows, columns = shares(problem, config)
+    vectors = 4 * problem.hidden + 2 * problem.depth
+    return vectors + 2 * (rows * problem.depth + columns * problem.hidden) + 4 * (rows + columns)
+
+
+def refuse(
+    problem: Problem, config: Config, *, shared: int = 232448, capability: tuple[int, int] = (9, 0)
+) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if capability < (9, 0):
+        return f"GPUs of capability {capability[0]}.{capability[1]} have no clusters"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"the kernel takes 16-bit floats, not {problem.dtype}"
+    if problem.depth % 8 or problem.hidden % 8:
+        return f"vectors of {problem.depth} and {problem.hidden} elements do not come in eights"
+    if any(render.uses_residual(stages) for stages in (problem.between, problem.epilogue)):
+        return "nothing is added to its results"
+    if config.cluster not in CLUSTERS:
+        return f"{config.cluster} blocks are no cluster of this kernel"
+    return no_room(shared_bytes(problem, config), shared, 1)
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile; sizes are parameters."""
+    defines = render.constants({"CLUSTER": config.cluster, "WARPS": WARPS})
+    stages = [render.epilogue(problem.between, "between_one"), render.epilogue(problem.epilogue)]
+    text = "\n".join([defines, *stages, ""])
+    return Recipe("gemv_pair.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
+
+
+def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
+    """The launch. Operands: ``x``, ``first`` (``[hidden, depth]``) and ``second`` (``[channels, hidden]``), ``first_bias`` and
+    ``second_bias`` (fp32), ``output``. Pitches count elements from an image to the next."""
+    parameters = Parameters().pointer("x", "first", "first_bias", "second", "second_bias", "output")
+    parameters.i32(problem.depth, problem.hidden, problem.channels, *shares(problem, config), x_pitch, out_pitch)
+    return parameters.launch(
+        recipe(problem, config, gpu.arch), "gemv_pair", config.cluster * problem.images, WARPS * 32,
+        shared=shared_bytes(problem, config), cluster=config.cluster,
+    )  # fmt: skip
+
+
+def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch."""
+    rows, columns = shares(problem, config)
+    waves = math.ceil(problem.images / max(1, gpu.clusters_at_once(config.cluster)))
+    together = (MEET_S if config.cluster > 1 else 0.0) + (SIXTEEN_S if config.cluster == 16 else 0.0)
+    block = 2 * (rows * problem.depth + columns * problem.hidden) / RATE
+    return LAUNCH_S + together + block + (waves - 1) * (WAVE_S + block)
+
+
+def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
+    """The configurations to time, the best predicted first."""
+    found = [Config(cluster) for cluster in CLUSTERS]
+    fitting = [c for c in found if refuse(problem, c, shared=gpu.shared_per_block, capability=gpu.capability) is None]
+    return sorted(fitting, key=lambda c: (estimate(problem, c, gpu), c))

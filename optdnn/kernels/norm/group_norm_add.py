@@ -1,0 +1,125 @@
+"""Group normalization and the addition of another image to its result, with the activation after it, in one launch: the end of a residual
+block. The launch is emitted at the addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.kernels.builder import Builder
+from optdnn.kernels.norm import group_norm_kernel as clustered
+from optdnn.kernels.norm.activation import NormOutput
+from optdnn.kernels.norm.group_norm import image_problem, norm_operands, pitch_of_images, refuse_images
+from optdnn.kernels.pointwise.pointwise import single
+from optdnn.kernels.tactic import Offer, ProblemTactic, Region
+from optdnn.ops.fused import PointwiseAttrs
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+NORMS = frozenset({"GroupNormalization", "InstanceNormalization"})
+SEPARATE_S, RATE = 1.4e-6, 3.2e12
+"""Seconds of a launch that adds, after another one, and the bytes that it moves in a second."""
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """The normalization, the image that is added to its result, and the stages: the addition, and what follows."""
+
+    norm: Op
+    image: Value
+    epilogue: Epilogue
+
+    def output(self, op: Op) -> NormOutput:
+        """As the launches of norms see it."""
+        return NormOutput(self.norm, op, self.epilogue)
+
+
+def _sum(graph: Graph, op: Op) -> _Sum | None:
+    """The sum of a normalization, which ``op`` alone reads, and an image; None where it is none."""
+    for slot, value in enumerate(op.inputs):
+        norm = None if value is None else graph.op(value)
+        if norm is None or value is None or norm.kind not in NORMS or value.port or graph.sole_user(value) != op:
+            continue
+        stages = op.attrs.epilogue if op.kind == "Pointwise" else tuple(single(op))
+        if slot and (not stages or stages[0].kind != "Add" or set(stages[0].args) != {~0, slot}):
+            continue
+        # An addition may begin with either operand: the normalization is the value that the stages go through.
+        inputs = list(op.inputs)
+        inputs[0], inputs[slot] = inputs[slot], inputs[0]
+        given = replace(op, inputs=tuple(inputs), attrs=PointwiseAttrs(epilogue=stages))
+        found = plan_epilogue(graph, given, channel_axis=1, allow_bias=False)
+        if found.residual is not None and not found.rest and ("add",) in found.rendered:
+            return _Sum(norm, found.residual, found)
+    return None
+
+
+class GroupNormAdd(ProblemTactic):
+    """GroupNorm or InstanceNorm of channels-last images that a cluster holds, then Add of an image, and perhaps an activation."""
+
+    name = "group_norm_add"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        found = _sum(b.graph, op)
+        if found is None:
+            return "it is not the sum of a group normalization, which nothing else reads, and an image"
+        if found.norm.value in b.reserved or b.graph.type(found.norm.value) != op.outputs[0].type:
+            return "the normalization's own result is kept"
+        if (why := refuse_images(b, found.norm, found.norm.inputs[0])) is not None:
+            return f"the normalization before it: {why}"
+        images = [b.operand(found.image), *(b.reserved[v] for v in [op.value] if v in b.reserved)]
+        if any(pitch_of_images(x) is None or x.dtype != op.outputs[0].type.dtype for x in images):
+            return "its images do not lie in whole vectors of channels"
+        return None if self.configs(b, op) else "no cluster holds its images"
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """Unmeasured, the cost model decides."""
+        problem = self.problem(b, op)
+        alone = replace(problem, epilogue=(), residual_pitch=0)
+        one, two = (min(self._seconds(p, b.gpu), default=1.0) for p in (problem, alone))
+        two += SEPARATE_S + 1.5 * alone.bytes / RATE
+        return (
+            None
+            if one <= two
+            else f"two launches are predicted to be faster ({two * 1e6:.1f} us; one: {one * 1e6:.1f})"
+        )
+
+    @staticmethod
+    def _seconds(problem: clustered.Problem, gpu: GpuFacts) -> list[float]:
+        return [clustered.estimate(problem, c, gpu) for c in clustered.candidates(problem, gpu)]
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The normalization before it."""
+        found = _sum(graph, op)
+        return [] if found is None else [found.norm]
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The addition, and the normalization before it."""
+        return Region(op, before=tuple(self.neighbours(b.graph, op)))
+
+    def problem(self, b: Builder, op: Op) -> clustered.Problem:
+        found = _sum(b.graph, op)
+        assert found is not None
+        plain = image_problem(b, found.norm, found.norm.inputs[0])
+        pitches = [pitch_of_images(b.operand(found.image)), pitch_of_images(b.result(op.value))]
+        added, written = (0 if pitch in (None, plain.channels) else pitch for pitch in pitches)
+        stages = tuple(found.epilogue.rendered)
+        return replace(plain, epilogue=stages, residual_pitch=added, output_pitch=written)
+
+    def offers(self, problem: clustered.Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        found = clustered.candidates(problem, gpu)
+        return [Offer(c, clustered.estimate(problem, c, gpu), False) for c in found]
+
+    def emit(self, b: Builder, op: Op, config: clustered.Config) -> None:
+        found = _sum(b.graph, op)
+        assert found is not None
+        problem, residual = self.problem(b, op), b.operand(found.image)
+        to = found.output(op)
+        x = b.operand(found.norm.inputs[0])
+        operands = {"input": x, "residual": residual, **norm_operands(b, found.norm, to, problem.channels)}
+        kind, attrs = to.meaning()
+        reads = [x, operands["scale"], operands["bias"], *to.operands(b, residual)]
+        covers = replace(op, src=op.src | found.norm.src)
+        made = clustered.launch(problem, config, b.gpu)
+        b.emit(covers, made, operands, kind, attrs, reads, [operands["output"]])

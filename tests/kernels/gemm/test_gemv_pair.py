@@ -1,0 +1,222 @@
+"""Two products of one pixel for each image in one launch: where it is done, where not and why, and what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import emulated
+from support.host import COMPILER, WHY_NOT
+from support.needs import why_no_hopper
+from support.net import Net
+from support.simulated import check_simulated, feeds_of, kinds, lowered
+
+from optdnn.config import BuildOptions
+from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.gemm import gemv_pair as tactic
+from optdnn.kernels.gemm import gemv_pair_kernel as pair
+from optdnn.lowering.choose import TacticChoice
+from optdnn.lowering.cuda import Prepared, lower_cuda
+from optdnn.optimize import optimize
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.runner import CudaRunner
+from optdnn.runtime.cuda.trials.check import check_steps
+from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
+from optdnn.target_name import TargetName
+
+HOPPER = of_arch("sm_90a")
+
+
+def excited(
+    channels: int = 64, hidden: int = 16, *, images: int = 2, activation: str = "Relu", gate: str = "Sigmoid",
+    bias: bool = True, out: int = 0,
+) -> Graph:  # fmt: skip
+    """Squeeze-and-excitation (Hu et al., 2018)."""
+    n = Net()
+    x = n.conv(n.input(images, 8, 9, 7), channels)
+    y = n.conv(n.op("GlobalAveragePool", x), hidden, 1, pads=0, bias=bias)
+    y = n.op(gate, n.conv(n.op(activation, y), out or channels, 1, pads=0, bias=bias))
+    return n.done(y if out else n.conv(n.op("Mul", x, y), 16, 1, pads=0))
+
+
+NETS: dict[str, Callable[[], Graph]] = {
+    "squeeze-and-excitation": excited,
+    "one image": lambda: excited(images=1),
+    "many channels": lambda: excited(480, 24, images=1, activation="Swish"),
+    "hard sigmoid": lambda: excited(96, 24, gate="HardSigmoid"),
+    "no bias": lambda: excited(bias=False),
+    "five images": lambda: excited(images=5),
+    "other channels": lambda: excited(out=20),
+}
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the cost model were for one launch everywhere."""
+    monkeypatch.setattr(tactic, "_apart", lambda problem, gpu: 1.0)
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.usefixtures("chosen")
+def test_one_launch_gives_what_two_give(name: str, precision: str) -> None:
+    program = check_simulated(NETS[name](), precision)
+    (step,) = [s for s in program.steps if s.params["op"]["kind"] == "SeparableConv"]
+    assert sum(node.startswith("Conv") for node in step.src) == 2, "both convolutions are named"
+
+
+def reasons(program: Program) -> list[str]:
+    rows: Any = program.meta["tactics"]
+    return [r["reason"] for row in rows for r in row.get("refused", []) if r["tactic"] == "gemv_pair_sm90"]
+
+
+def pixels(n: Net, channels: int = 64) -> Value:
+    return n.op("GlobalAveragePool", n.conv(n.input(2, 8, 9, 7), channels))
+
+
+def two_readers(n: Net) -> list[Value]:
+    y = n.conv(pixels(n), 16, 1, pads=0)
+    return [n.conv(y, 32, 1, pads=0), n.op("Tanh", y)]
+
+
+def added(n: Net) -> list[Value]:
+    x = pixels(n)
+    return [n.op("Add", n.conv(n.conv(x, 16, 1, pads=0), 64, 1, pads=0), x)]
+
+
+def scaled(n: Net) -> list[Value]:
+    x = n.op("Mul", n.op("Abs", pixels(n)), n.positive(1, 64, 1, 1))
+    return [n.conv(n.conv(x, 16, 1, pads=0), 64, 1, pads=0), x]
+
+
+def images(n: Net) -> list[Value]:
+    return [n.conv(n.conv(n.conv(n.input(2, 8, 9, 7), 64), 16, 1, pads=0), 24, 1, pads=0)]
+
+
+def unknown_bias(n: Net) -> list[Value]:
+    y = n.conv(pixels(n), 16, 1, pads=0)
+    return [n.op("Conv", y, n.random(24, 16, 1, 1), n.input(24, name="b"), attrs=n.graph.op(y).attrs)]
+
+
+REFUSED: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
+    "images": (images, "not a 1x1 convolution of one pixel"),
+    "one alone": (lambda n: [n.conv(pixels(n), 24, 1, pads=0)], "not the result of such a convolution"),
+    "another reader": (two_readers, "has another reader"),
+    "an addition": (added, "more than an activation"),
+    "odd sizes": (lambda n: [n.conv(n.conv(pixels(n), 12, 1, pads=0), 24, 1, pads=0)], "64 and 12 elements"),
+    "large": (lambda n: [n.conv(n.conv(pixels(n, 4096), 1024, 1, pads=0), 24, 1, pads=0)], "of shared memory exceed"),
+    "a bias": (unknown_bias, "a bias is not constant"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.usefixtures("chosen")
+def test_refused_with_its_reason(name: str) -> None:
+    build, reason = REFUSED[name]
+    n = Net()
+    program = lowered(n.done(*build(n)))
+    assert "SeparableConv" not in kinds(program)
+    assert any(reason in found for found in reasons(program)), reasons(program)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"precision": "fp32"}, "16-bit floats"), ({"target": "cuda:sm_80", "no_cubins": True}, "sm_80")],
+)
+@pytest.mark.usefixtures("chosen")
+def test_other_machines_and_types_are_refused(options: dict[str, Any], reason: str) -> None:
+    program = lowered(excited(), **options)
+    assert "SeparableConv" not in kinds(program)
+    assert any(reason in found for found in reasons(program))
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_unmeasured_the_cost_model_decides(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tactic, "_apart", lambda problem, gpu: 1.0 if faster else 1e-9)
+    program = lowered(excited())
+    assert ("SeparableConv" in kinds(program)) == faster
+    assert faster or any("two launches are predicted" in r for r in reasons(program))
+
+
+P = pair.Problem(2, 64, 16, 64)
+
+
+@pytest.mark.parametrize(
+    ("problem", "cluster", "reason"),
+    [
+        (replace(P, dtype="float32"), 8, "16-bit floats"),
+        (replace(P, depth=60), 8, "do not come in eights"),
+        (replace(P, epilogue=(("bias",), ("add",))), 8, "nothing is added"),
+        (P, 3, "no cluster of this kernel"),
+        (replace(P, depth=4096, hidden=256), 4, "shared memory exceed"),
+    ],
+)
+def test_what_the_kernel_refuses(problem: pair.Problem, cluster: int, reason: str) -> None:
+    assert pair.refuse(P, pair.Config(8)) is None
+    assert reason in (pair.refuse(problem, pair.Config(cluster)) or "")
+    assert "no clusters" in (pair.refuse(P, pair.Config(8), capability=(8, 0)) or "")
+    found = pair.candidates(P, HOPPER)
+    assert [pair.estimate(P, c, HOPPER) for c in found] == sorted(pair.estimate(P, c, HOPPER) for c in found)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("depth", "hidden", "channels"), [(64, 16, 64), (264, 40, 72), (2048, 128, 2048)])
+def test_the_kernel_on_a_processor(depth: int, hidden: int, channels: int, dtype: str, tmp_path: Path) -> None:
+    problem = pair.Problem(2, depth, hidden, channels, (("bias",), ("relu",)), (("bias",), ("sigmoid",)), dtype)
+    if depth > 2000:
+        problem = replace(problem, hidden=16, channels=200)
+    rng, kind = np.random.default_rng(0), np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16)
+    made = pair.launch(problem, pair.Config(1), HOPPER, depth + 8, problem.channels + 8)
+    text = made.recipe.generated["generated.cuh"]
+    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
+    library = emulated.compiled(made.recipe, made.function, tmp_path, rendered=rendered, headers=["vectors.cuh"])
+    x = rng.standard_normal((2, depth + 8)).astype(kind)
+    first = (rng.standard_normal((problem.hidden, depth)) / depth**0.5).astype(kind)
+    second = (rng.standard_normal((problem.channels, problem.hidden)) / problem.hidden**0.5).astype(kind)
+    biases = [rng.standard_normal(size).astype(np.float32) for size in (problem.hidden, problem.channels)]
+    arrays = {"x": x, "first": first, "second": second, "first_bias": biases[0], "second_bias": biases[1],
+              "output": np.full((2, problem.channels + 8), 7, kind)}  # fmt: skip
+    held = {name: emulated.aligned(a) for name, a in arrays.items()}
+    emulated.run(library, made, {name: held[name].ctypes.data for name in made.operands})
+    between = np.maximum(x[:, :depth].astype(np.float32) @ first.astype(np.float32).T + biases[0], 0)
+    sums = between.astype(kind).astype(np.float32) @ second.astype(np.float32).T + biases[1]
+    got = held["output"].astype(np.float32)
+    tolerance = 1e-2 if dtype == "bfloat16" else 2e-3
+    np.testing.assert_allclose(got[:, : problem.channels], 1 / (1 + np.exp(-sums)), rtol=0, atol=tolerance)
+    assert (got[:, problem.channels :] == 7).all()
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("config", [pair.Config(c) for c in (1, 8, 16)], ids=str)
+def test_kernels_compile_without_spills(config: pair.Config) -> None:
+    for dtype in ("float16", "bfloat16"):
+        (kernel,) = nvrtc.resources(pair.recipe(replace(P, dtype=dtype), config)).values()
+        assert kernel.spill_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.usefixtures("chosen")
+def test_every_cluster_on_a_gpu_gives_what_it_means(name: str) -> None:
+    graph = NETS[name]()
+    options = BuildOptions(target="cuda:sm_90a", precision="fp16")
+    optimize(graph, options, options.target)
+    facts = facts_for(TargetName.parse(options.target))
+    plain = lower_cuda(graph, options, facts, {})
+    (decision,) = [t for t in plain.meta["tactics"] if t["tactic"] == tactic.GemvPair.name]
+    for cluster in pair.CLUSTERS:
+        choice = Prepared({decision["signature"]: TacticChoice(tactic.GemvPair.name, str(pair.Config(cluster)))})
+        context: Any = CudaRunner(lower_cuda(graph, options, facts, {}, prepared=choice), LoadOptions()).context()
+        errors = [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "SeparableConv"]
+        assert errors, "the step was checked"
+        assert max(errors) < 2e-3, (cluster, errors)

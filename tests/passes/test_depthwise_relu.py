@@ -1,0 +1,63 @@
+"""depthwise_relu: a ReLU that only depthwise convolutions read is applied as they read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.passes.base import PassContext
+from optdnn.passes.depthwise_relu import DepthwiseRelu
+
+FP16 = PassContext(precision="fp16", target="cuda:sm_90a")
+
+
+def net(
+    *, readers: int = 1, kernel: int = 3, channels: int = 24, dtype: Any = np.float16, groups: int | None = None,
+    other: str = "", pads: int | None = None,
+) -> Graph:  # fmt: skip
+    """A sum that depthwise convolutions read through a ReLU, and that is added to what they make."""
+    n = Net(dtype)
+    x = n.conv(n.input(2, 8, 9, 7), channels, 1, pads=0)
+    relu = n.op("Relu", x)
+    given = {"pads": kernel // 2 if pads is None else pads, "group": groups or channels}
+    total: Value = x
+    for _ in range(readers):
+        total = n.op("Add", total, n.conv(relu, channels, kernel, bias=True, **given))
+    return n.done(n.op("Tanh", total), *([n.op(other, relu)] if other else []))
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+@pytest.mark.parametrize("kernel", [1, 3, 7])
+def test_each_reader_applies_it(readers: int, kernel: int) -> None:
+    graph, _ = check_pass(
+        DepthwiseRelu(), net(readers=readers, kernel=kernel), changes=readers, promoted_changes=0, context=FP16
+    )
+    assert "Relu" not in graph.kinds()
+    prologues = [[s.kind for s in op.attrs.prologue] for op in graph.of_kind("Conv")]
+    assert sorted(prologues) == [[]] + [["Relu"]] * readers
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_other_types_have_no_kernel_for_it(dtype: Any) -> None:
+    check_untouched(DepthwiseRelu(), net(dtype=dtype), context=FP16)
+
+
+@pytest.mark.parametrize("given", [{"groups": 4}, {"channels": 18}, {"kernel": 9}])
+def test_other_convolutions_have_no_kernel_for_it(given: dict[str, Any]) -> None:
+    check_untouched(DepthwiseRelu(), net(**given), context=FP16)
+
+
+def test_another_reader_needs_it_stored() -> None:
+    check_refused(DepthwiseRelu(), net(other="Sigmoid"), because="reads the result of .*, too", context=FP16)
+
+
+@pytest.mark.parametrize(("precision", "kinds"), [("fp16", {"Conv"}), ("bf16", {"Conv"}), ("fp32", {"Pointwise"})])
+def test_who_computes_it(precision: str, kinds: set[str]) -> None:
+    program = check_simulated(net(readers=2, dtype=np.float32), precision)
+    assert {s.params["op"]["kind"] for s in program.steps if any(name.startswith("Relu") for name in s.src)} == kinds
