@@ -52,6 +52,34 @@ LAUNCHES: dict[str, tuple[Problem, Config]] = {
     for config in dict.fromkeys([*hopper.candidates(problem, H200, limit=4), *persistent(problem)])
 }
 FEW = dict(list(LAUNCHES.items())[::16])
+SPLIT_PROBLEMS: dict[str, Problem] = {
+    "ViT": merged(1, 12, 197, 64),
+    "of 384 x 384 pictures": merged(1, 12, 577, 64, dtype="bfloat16"),
+    "heads of 80": merged(1, 5, 577, 80),
+    "wide heads": apart(1, 8, 64, 700, 128),
+    "BERT": merged(2, 12, 128, 64, mask=(128, 0, 0)),
+    "a mask of each query": merged(1, 12, 333, 32, mask=(0, 0, 333)),
+    "lengths": merged(5, 6, 230, 48, lengths=True),
+    "causal, lengths": merged(5, 6, 230, 64, causal=True, lengths=True),
+    "causal, some see nothing": apart(2, 8, 90, 170, 40, causal=True, causal_offset=-30),
+    "a window": merged(1, 6, 512, 64, causal=True, causal_offset=64, reach=128),
+    "bytes": merged(1, 12, 197, 64, narrow="int8"),
+}
+
+
+def split(problem: Problem) -> list[Config]:
+    """The first split candidates of each number of warpgroups, and one whose ring is reused."""
+    found = [c for c in hopper.candidates(problem, H200, limit=1000) if c.split]
+    tiles = [-(-problem.keys // c.keys) for c in found]
+    some = [next((c for c in found if c.warpgroups == n), None) for n in (2, 3, 4)]
+    reused = next((c for c, n in zip(found, tiles, strict=True) if c.stages < n), None)
+    return [c for c in (*some, reused) if c is not None]
+
+
+SPLIT = {
+    f"{name}, {c}": (problem, c) for name, problem in SPLIT_PROBLEMS.items() for c in dict.fromkeys(split(problem))
+}
+FEW |= dict(list(SPLIT.items())[::6])
 
 
 def test_persistent_blocks_are_as_many_as_run_at_a_time() -> None:
@@ -81,6 +109,45 @@ def test_turns_are_of_several_warpgroups_and_tiles() -> None:
     one = "turns of one warpgroup or of one tile"
     assert hopper.refuse(merged(16, 12, 512, 64), Config(1, 64, 2, turns=True)) == one
     assert hopper.refuse(merged(16, 12, 64, 64), Config(2, 64, 1, turns=True)) == one
+
+
+def test_warpgroups_share_the_keys_of_few_queries() -> None:
+    few, many = merged(1, 12, 576, 64), merged(16, 12, 576, 64)
+    first = hopper.candidates(few, H200)[0]
+    assert first.split
+    assert not any(c.split for c in hopper.candidates(many, H200, limit=1000))
+    config = Config(3, 96, 6, split=True)
+    assert (str(config), config.queries, config.own_tiles(6)) == ("attn3n96s6b1k", 64, 2)
+    assert hopper.launch(few, config, H200).grid == (9, 12, 1)
+    assert hopper.order_of_sums(config) != hopper.order_of_sums(replace(config, split=False))
+    whole = replace(config, split=False, stages=3)
+    assert hopper.estimate(few, config, H200) < hopper.estimate(few, whole, H200)
+    # What the others found needs more room than the ring: three warpgroups' 64 x 64 results, their maxima and sums.
+    assert hopper.shared_bytes(merged(1, 12, 128, 64), Config(4, 32, 4, split=True)) == 1024 + 64 * 128 + 3 * 9 * 2048
+
+
+@pytest.mark.parametrize(
+    ("config", "because"),
+    [
+        (
+            Config(1, 64, 2, split=True),
+            "one warpgroup, several items of a block or turns, and keys that warpgroups share",
+        ),
+        (
+            Config(2, 64, 2, 1, True, split=True),
+            "one warpgroup, several items of a block or turns, and keys that warpgroups share",
+        ),
+        (
+            Config(2, 64, 2, turns=True, split=True),
+            "one warpgroup, several items of a block or turns, and keys that warpgroups share",
+        ),
+        (Config(4, 192, 3, split=True), "3 tiles of keys for 4 warpgroups"),
+        (Config(2, 64, 3, split=True), "3 stages, which 2 warpgroups do not share evenly"),
+    ],
+)
+def test_split_blocks_that_are_refused(config: Config, because: str) -> None:
+    assert hopper.refuse(merged(1, 12, 576, 64), config) == because
+    assert hopper.refuse(merged(1, 12, 576, 64), Config(3, 96, 6, split=True)) is None
 
 
 def test_softcaps_are_refused() -> None:
@@ -145,9 +212,9 @@ def test_candidates_compile_without_spills(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", LAUNCHES | SPLIT)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
-    problem, config = LAUNCHES[name]
+    problem, config = (LAUNCHES | SPLIT)[name]
     case = Case(problem)
     made = hopper.launch(problem, config, H200, case.narrow)
     start = 32 * case.out_dtype.itemsize
