@@ -121,9 +121,14 @@ class Problem:
         return 1 if self.narrow else 2
 
     @property
+    def values(self) -> int:
+        """Features of values and result."""
+        return self.value_features or self.features
+
+    @property
     def head(self) -> int:
-        """Features per head as the kernel computes them: a multiple of 16."""
-        return -(-self.features // 16) * 16
+        """Features per head as the kernel computes them: a multiple of 16. TMA fills what keys or values lack with zeros."""
+        return -(-self.widest // 16) * 16
 
     @property
     def span(self) -> int:
@@ -133,13 +138,13 @@ class Problem:
     @property
     def flops(self) -> int:
         """Both matrix products, multiply-adds counted as two; causal ones in full."""
-        return 4 * self.batch * self.heads * self.queries * self.keys * self.features
+        return 2 * self.batch * self.heads * self.queries * self.keys * (self.features + self.values)
 
     @property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
-        kv = 2 * self.keys * (self.key_heads or self.heads)
-        return 2 * self.batch * self.features * (2 * self.queries * self.heads + kv)
+        rows = self.queries * self.heads + self.keys * (self.key_heads or self.heads)
+        return 2 * self.batch * (self.features + self.values) * rows
 
 
 @dataclass(frozen=True, order=True)
@@ -220,10 +225,9 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "it has no softcap"
     if (why := _no_factors(problem)) is not None:
         return why
-    if problem.value_features not in (0, problem.features):
-        return f"keys of {problem.features} features, values of {problem.value_features}"
-    if problem.features % 8 or not 8 <= problem.features <= 128:
-        return f"heads of {problem.features} features (a multiple of 8 up to 128 is needed)"
+    for features in (problem.features, problem.values):
+        if features % 8 or not 8 <= features <= 128:
+            return f"heads of {features} features (a multiple of 8 up to 128 is needed)"
     if not problem.scale > 0 or math.isinf(problem.scale):
         return f"a scale of {problem.scale}"
     if problem.heads % (problem.key_heads or problem.heads):
@@ -324,13 +328,13 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     if problem.heads % key_heads:
         raise InternalError("query heads do not share key heads evenly")
     parameters = Parameters()
-    for name, view, heads, positions, rows in (
-        ("q", problem.q, problem.heads, problem.queries, 64),
-        ("k", problem.k, key_heads, problem.keys, config.keys),
-        ("v", problem.v, key_heads, problem.keys, config.keys),
-        ("out", problem.out, problem.heads, problem.queries, 64),
+    for name, view, features, heads, positions, rows in (
+        ("q", problem.q, problem.features, problem.heads, problem.queries, 64),
+        ("k", problem.k, problem.features, key_heads, problem.keys, config.keys),
+        ("v", problem.v, problem.values, key_heads, problem.keys, config.keys),
+        ("out", problem.out, problem.values, problem.heads, problem.queries, 64),
     ):
-        shape = (problem.features, positions, heads, problem.batch)
+        shape = (features, positions, heads, problem.batch)
         # An 8-bit result is stored as plain rows, everything else in swizzled subtiles.
         own = name == "out" and problem.narrow
         item, width, span = (1, problem.head, 0) if own else (2, problem.span // 2, problem.span)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.attention_cases import Case, apart, merged, result_on_a_gpu
+from support.attention_cases import Case, apart, merged, result_on_a_gpu, wide_values
 from support.needs import why_no_hopper
 
 from optdnn.kernels.attention import hopper_kernel as hopper
@@ -36,6 +36,9 @@ PROBLEMS: dict[str, Problem] = {
         12, 8, 150, 700, 64, 2, causal=True, lengths=True, from_end=True, reach=90
     ),
     "bytes": merged(20, 12, 197, 64, narrow="int8"),
+    "wide values": wide_values(40, 4, 196, 16, 64),
+    "wide values that share no subtile": wide_values(9, 4, 49, 24, 80, dtype="bfloat16"),
+    "narrow values": wide_values(20, 8, 196, 64, 16, mask=(0, 196 * 196, 196)),
 }
 
 
@@ -64,6 +67,7 @@ SPLIT_PROBLEMS: dict[str, Problem] = {
     "causal, some see nothing": apart(2, 8, 90, 170, 40, causal=True, causal_offset=-30),
     "a window": merged(1, 6, 512, 64, causal=True, causal_offset=64, reach=128),
     "bytes": merged(1, 12, 197, 64, narrow="int8"),
+    "wide values": wide_values(1, 4, 196, 16, 32),
 }
 
 
