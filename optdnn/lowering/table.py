@@ -42,7 +42,7 @@ from optdnn.kernels.norm.across import AddNormAcross, NormAcross
 from optdnn.kernels.norm.add_group_norm import AddGroupNorm
 from optdnn.kernels.norm.add_norm import AddNorm
 from optdnn.kernels.norm.group_norm import GroupNorm
-from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, QuantizedRows
+from optdnn.kernels.norm.half_rows import OPERATIONS, ActivatedRows, HalfRows, QuantizedRows
 from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
@@ -157,6 +157,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "LayerNormalization": (
         QuantizedRows(),
         NormAcross(),
+        ActivatedRows(),
         HalfRows(),
         RowTiles(),
         ShortRows(),
@@ -164,7 +165,16 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         Rows(),
         CudnnNorm(),
     ),
-    "RMSNormalization": (QuantizedRows(), NormAcross(), HalfRows(), ShortRows(), RowsGrid(), Rows(), CudnnNorm()),
+    "RMSNormalization": (
+        QuantizedRows(),
+        NormAcross(),
+        ActivatedRows(),
+        HalfRows(),
+        ShortRows(),
+        RowsGrid(),
+        Rows(),
+        CudnnNorm(),
+    ),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), RowsGrid(), Rows())),
     "LpNormalization": (ShortRows(), RowsGrid(), Rows()),
     "MeanVarianceNormalization": (RowsGrid(), Rows()),
