@@ -14,6 +14,7 @@ RULES: Mapping[str, str] = {
     "same_op": "equal computations kept once",
     "no_op": "operators without effect removed",
     "idempotent": "repeated operators without further effect removed",
+    "view_chain": "transpositions with a Reshape between them merged",
     "behind_channel_norm": "activations and additions moved next to normalizations of channels",
     "norm_of_one": "normalizations of single elements replaced by their bias",
     "unused_indices": "unread indices of MaxPool left out",
