@@ -1,4 +1,7 @@
-"""Transposes with a Reshape between them become one: MobileViT (Mehta and Rastegari, 2022) cuts an image into patches in two steps."""
+"""Transposes with a Reshape between them become one, where the Reshape joins what the first one took apart.
+
+MobileViT (Mehta and Rastegari, 2022) cuts an image into patches in two steps.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("its Reshape splits no axes evenly")
     back = [first.attrs.perm.index(i) for i in range(len(one))]
     given = [p for j in back for p in _groups(one, parts)[j]]
-    taken = [p for j in op.attrs.perm for p in _groups(two, parts)[j]]
+    joined = _groups(two, parts)
+    if all(given.index(q) == given.index(p) + 1 for axis in joined for p, q in pairwise(axis)):
+        return None  # nothing is copied between them
+    taken = [p for j in op.attrs.perm for p in joined[j]]
     runs = _runs(given, taken)
     order = sorted(runs, key=lambda run: taken.index(run[0]))
     kept = (1,) if graph.type(x).dims[:1] == (1,) else ()  # the batch stays in front
