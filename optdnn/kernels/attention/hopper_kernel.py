@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from optdnn.errors import InternalError
+from optdnn.kernels.attention import few_items
 from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.kernels.ranking import varied
@@ -29,8 +30,6 @@ ENDS = 2200
 TURNS, IDLE_TURNS = 0.96, 1.02
 """A tile's cycles with turns (warpgroups issue their products one after the other), over its cycles without: where turns help, and
 where they do not."""
-MERGE = 500
-"""Cycles in which the warpgroups of a split block meet and hand over what they found, in addition to those for its numbers."""
 SAMPLED = 64
 """Items of a head whose tiles the model counts."""
 _BARRIER_BYTES = 1024
@@ -365,6 +364,11 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     )
 
 
+def has_few_items(problem: Problem, device: GpuFacts) -> bool:
+    """Whether blocks of 64 queries leave multiprocessors idle, or just occupy them."""
+    return row_items(problem, Config(1, 16, 1)) * problem.heads * problem.batch <= device.multiprocessors
+
+
 def order_of_sums(config: Config) -> tuple[int, ...]:
     """What decides in which order a row is summed."""
     return (config.keys, config.warpgroups if config.split else 1)
@@ -399,13 +403,14 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
         resident = at_once(problem, config, device)
     # Of one warpgroup and tile, in cycles: both products, then the scores' exponentials and their arithmetic.
     multiply = config.keys * problem.head / 16 * 2
-    scores = (
-        64
-        * config.keys
-        * (1 / 16 + 7 / 128 + (0 if problem.mask is None else 10 / 128 if problem.mask[2] else 3 / 128))
-        + 150
-    )
-    scores += 64 * config.keys * (0, 1, 5)[factor_form(problem, config)] / 128
+    plain = 1 / 16 + 7 / 128
+    added = 0 if problem.mask is None else 10 / 128 if problem.mask[2] else 3 / 128
+    added += (0, 1, 5)[factor_form(problem, config)] / 128
+    if has_few_items(problem, device):
+        own, work = max(1.0, config.own_tiles(seen)), (plain + added) / plain
+        groups, split = (1, config.warpgroups) if config.split else (config.warpgroups, 1)
+        return few_items.seconds(config.keys, own, groups, problem.head, work, split, ahead=config.stages > split)
+    scores = 64 * config.keys * (plain + added) + 150
     alone = 4 * scores * 0.5 + multiply + 300  # one warpgroup uses a quarter of each unit's issue slots well
     if config.stages == 1 and tiles > 1:  # nothing is loaded while it multiplies
         alone += 1000
@@ -416,9 +421,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     tile = max(groups * max(multiply, scores), alone) / groups * _turns(problem, config, resident)
     waves = items / (device.multiprocessors * resident)
     waves = math.ceil(waves) if waves < 3 else waves + 0.5
-    block = groups * config.own_tiles(seen) * tile * slack
-    if config.split:
-        block += MERGE + (config.warpgroups - 1) * 2 * problem.head
+    block = groups * seen * tile * slack
     # Loads of persistent blocks run ahead: between items, a block waits only for its last products.
     cycles = waves * (block + 500) + ENDS if config.persistent else waves * (block + ENDS)
     loaded = tiles if problem.reach < 0 else seen
@@ -471,11 +474,8 @@ def _forms(problem: Problem, warpgroups: int, keys: int, device: GpuFacts) -> li
         found += [Config(warpgroups, keys, n) for n in sorted({1, min(2, tiles), min(3, tiles), min(4, tiles)})]
         if row_items(problem, found[0]) * problem.heads * problem.batch > device.multiprocessors:
             found += [Config(warpgroups, keys, n, persistent=True) for n in (2, 3)]
-    if (
-        warpgroups > 1
-        and row_items(problem, Config(1, keys, 1)) * problem.heads * problem.batch <= device.multiprocessors
-    ):
-        found += [Config(warpgroups, keys, n, split=True) for n in sorted({min(tiles, m * warpgroups) for m in (1, 2)})]
+    if warpgroups > 1 and has_few_items(problem, device):
+        found.append(Config(warpgroups, keys, min(tiles, 2 * warpgroups), split=True))
     return found
 
 

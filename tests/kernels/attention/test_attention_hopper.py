@@ -124,10 +124,51 @@ def test_warpgroups_share_the_keys_of_few_queries() -> None:
     assert (str(config), config.queries, config.own_tiles(6)) == ("attn3n96s6b1k", 64, 2)
     assert hopper.launch(few, config, H200).grid == (9, 12, 1)
     assert hopper.order_of_sums(config) != hopper.order_of_sums(replace(config, split=False))
-    whole = replace(config, split=False, stages=3)
+    whole = replace(config, warpgroups=1, split=False, stages=2)
     assert hopper.estimate(few, config, H200) < hopper.estimate(few, whole, H200)
     # What the others found needs more room than the ring: three warpgroups' 64 x 64 results, their maxima and sums.
     assert hopper.shared_bytes(merged(1, 12, 128, 64), Config(4, 32, 4, split=True)) == 1024 + 64 * 128 + 3 * 9 * 2048
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "config", "measured"),
+    [
+        (12, 128, Config(1, 128, 1, 3), 2.60),
+        (12, 128, Config(2, 128, 1, 1), 3.41),
+        (12, 128, Config(2, 64, 2, 2, split=True), 2.64),
+        (12, 197, Config(1, 208, 1, 2), 3.44),
+        (12, 197, Config(2, 112, 2, split=True), 3.25),
+        (12, 197, Config(4, 64, 4, split=True), 3.69),
+        (12, 257, Config(2, 144, 2, turns=True), 4.94),
+        (12, 257, Config(2, 144, 2, split=True), 3.63),
+        (12, 257, Config(3, 48, 3, split=True), 5.20),
+        (12, 576, Config(3, 96, 6, split=True), 5.42),
+        (12, 576, Config(4, 48, 4, split=True), 10.0),
+        (6, 577, Config(1, 208, 2), 6.16),
+        (6, 577, Config(2, 208, 3, turns=True), 8.11),
+        (6, 577, Config(2, 160, 4, split=True), 5.74),
+    ],
+)
+def test_the_model_of_few_items_follows_what_was_measured(
+    heads: int, tokens: int, config: Config, measured: float
+) -> None:
+    view = hopper.bhsd(tokens, heads, 64)
+    problem = Problem(1, heads, tokens, tokens, 64, 0.1, view, view, view, view)
+    assert hopper.estimate(problem, config, H200) * 1e6 == pytest.approx(measured, rel=0.2)
+
+
+def test_first_choices_of_few_items() -> None:
+    chosen = {
+        tokens: str(hopper.candidates(merged(1, 12, tokens, 64), H200)[0]) for tokens in (49, 64, 128, 197, 257, 576)
+    }
+    assert chosen == {
+        49: "attn1n64s1b4",
+        64: "attn1n64s1b4",
+        128: "attn1n128s1b3",
+        197: "attn2n112s2b1k",
+        257: "attn2n144s2b1k",
+        576: "attn2n144s4b1k",
+    }
 
 
 @pytest.mark.parametrize(
