@@ -11,7 +11,7 @@ from optdnn.passes.rules.concats import concat_of_split, interleaved_parts, part
 from optdnn.passes.rules.input_sizes import input_target
 from optdnn.passes.rules.known_writes import assembled_writes, known_writes
 from optdnn.passes.rules.means import sum_is_mean
-from optdnn.passes.rules.noop import idempotent, no_op, unused_indices
+from optdnn.passes.rules.noop import idempotent, no_op, norm_of_one, unused_indices
 from optdnn.passes.rules.select import known_compress, select_is_where
 from optdnn.passes.rules.shape import (
     constant_target,
@@ -31,6 +31,7 @@ class Canonicalize(RulePass):
         no_op,
         idempotent,
         unused_indices,
+        norm_of_one,
         constant_target,  # before chains: a target that is constant is one less to refuse
         reshape_chain,
         input_target,  # after chains: an outer Reshape may spare the inner one its target

@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from optdnn.ir.graph import Graph, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Miss, RulePass
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.fuse_norm import FusedNorm, LayerNorm, NormRule, RMSNorm, norm_parameters, per_channel
-from optdnn.passes.support.facts import channels_from_last, channels_to_last
+from optdnn.passes.support.facts import NORMS, channels_from_last, channels_to_last, operand, producer
+from optdnn.passes.support.stages import ACTIVATIONS
+from optdnn.types import Array
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,47 @@ class RMSNormOfChannels(RMSNorm):
     options = _of_channels
 
 
+@rule("behind_channel_norm", {"Transpose"})
+def behind_channel_norm(graph: Graph, op: Op) -> Match | None:
+    """What reads a norm of channels moves in front of the transposition behind it: the kernels of norms take it along.
+
+    An activation, or the addition of an image of the same sizes, which is transposed instead."""
+    dims = op.outputs[0].type.dims
+    norm, user = producer(graph, op.inputs[0], NORMS, alone=True), graph.sole_user(op.value)
+    if (
+        norm is None
+        or user is None
+        or op.attrs.perm != channels_from_last(len(dims))
+        or user.outputs[0].type.dims != dims
+    ):
+        return None
+    others = [v for v in user.inputs if v is not None and v != op.value and graph.constant_value(v) is None]
+    addition = user.kind == "Add" and len(others) == 1 and graph.type(others[0]).dims == dims
+    if not addition and (user.kind not in ACTIVATIONS or others or any(map(_is_array, _constants(graph, user)))):
+        return None
+
+    def build(patch: Patch) -> Value:
+        before = {op.value: operand(op)}
+        for v in others:
+            before[v] = patch.add("Transpose", [v], TransposeAttrs(channels_to_last(len(dims))))
+        made = patch.add(
+            user.kind, [v if v is None else before.get(v, v) for v in user.inputs], user.attrs, src=user.src
+        )
+        return patch.add("Transpose", [made], op.attrs, src=op.src)
+
+    return Match((user, op), build)
+
+
+def _constants(graph: Graph, op: Op) -> list[Array]:
+    found = [graph.constant_value(v) for v in op.inputs if v is not None]
+    return [a for a in found if a is not None]
+
+
+def _is_array(array: Array) -> bool:
+    return array.size > 1
+
+
 class ChannelNorms(RulePass):
     name = "channel_norms"
-    rules = (LayerNormOfChannels(), RMSNormOfChannels())
+    rules = (LayerNormOfChannels(), RMSNormOfChannels(), behind_channel_norm)
     sinks_first = True

@@ -55,6 +55,7 @@ from optdnn.passes.transform_products import TransformProducts
 from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
 from optdnn.passes.unrolled_scans import UnrolledScans
+from optdnn.passes.view_chains import ViewChains
 from optdnn.passes.window_products import WindowProducts
 from optdnn.target_name import TargetName
 
@@ -126,6 +127,7 @@ O2_GPU: tuple[Pass, ...] = (
     RelativePositions(),  # biases of attention, before their views are hoisted and their arithmetic is fused
     PoolLast(),  # after the arithmetic around convolutions has been folded into them; before epilogues and siblings
     PatchEmbedding(),  # likewise
+    ViewChains(),  # before images become tokens: the views around these have one form
     ImageTokens(),  # the remaining images and tokens; before transposes sink to epilogues, and layouts are chosen
     ChannelShuffles(),  # before epilogues: halves of channels would have stages
     RadixSums(),  # before epilogues, and before views of images are hoisted

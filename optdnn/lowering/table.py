@@ -44,7 +44,7 @@ from optdnn.kernels.norm.add_group_norm import AddGroupNorm
 from optdnn.kernels.norm.add_norm import AddNorm
 from optdnn.kernels.norm.group_norm import GroupNorm
 from optdnn.kernels.norm.group_norm_add import GroupNormAdd
-from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, QuantizedRows
+from optdnn.kernels.norm.half_rows import OPERATIONS, ActivatedRows, HalfRows, QuantizedRows
 from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
@@ -160,6 +160,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "LayerNormalization": (
         QuantizedRows(),
         NormAcross(),
+        ActivatedRows(),
         HalfRows(),
         RowTiles(),
         ShortRows(),
@@ -167,7 +168,16 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         Rows(),
         CudnnNorm(),
     ),
-    "RMSNormalization": (QuantizedRows(), NormAcross(), HalfRows(), ShortRows(), RowsGrid(), Rows(), CudnnNorm()),
+    "RMSNormalization": (
+        QuantizedRows(),
+        NormAcross(),
+        ActivatedRows(),
+        HalfRows(),
+        ShortRows(),
+        RowsGrid(),
+        Rows(),
+        CudnnNorm(),
+    ),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), RowsGrid(), Rows())),
     "LpNormalization": (ShortRows(), RowsGrid(), Rows()),
     "MeanVarianceNormalization": (RowsGrid(), Rows()),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+
+import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import is_filled, non_negative, operand, same_shape
+from optdnn.types import normalize_axis
 
 Check = Callable[[Graph, Op], bool]
 
@@ -103,3 +107,21 @@ def unused_indices(graph: Graph, op: Op) -> Match | Miss | None:
     if not op.attrs.indices or (len(op.outputs) > 1 and graph.uses(Value(op.id, 1))):
         return None
     return Match((op,), lambda patch: patch.add("MaxPool", op.inputs, replace(op.attrs, indices=False)))
+
+
+MOST_ELEMENTS = 1 << 20
+"""Elements of the largest constant that takes the place of a normalization."""
+
+
+@rule("norm_of_one", {"LayerNormalization"})
+def norm_of_one(graph: Graph, op: Op) -> Match | Miss | None:
+    """A normalization of single elements: each one is its own mean, so the result is the bias."""
+    type_, a = op.outputs[0].type, op.attrs
+    axis = normalize_axis(a.axis, len(type_.dims))
+    if any(d != 1 for d in type_.dims[axis:]) or any(graph.uses(Value(op.id, i)) for i in range(1, len(op.outputs))):
+        return None
+    bias = graph.constant_value(op.input(2)) if op.input(2) is not None else np.zeros((), type_.dtype)
+    if bias is None or not type_.is_static or math.prod(type_.static_shape) > MOST_ELEMENTS:
+        return Miss("its bias or its size is not known")
+    known = np.broadcast_to(bias, type_.static_shape)
+    return Match((op,), lambda patch: patch.constant(known.copy(), "bias"))

@@ -15,6 +15,9 @@ from optdnn.kernels.builder import TensorView
 from optdnn.kernels.layout.views import _runs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.pool import MaxPoolAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.resize import ResizeAttrs
 from optdnn.types import FP32
 
 SAME = ConvAttrs(strides=(1, 1), pads=(1, 1, 1, 1), dilations=(1, 1))
@@ -80,6 +83,27 @@ def test_a_chain_of_growing_concats_shares_one_buffer() -> None:
     program = lowered(graph, "fp16")
     assert kinds(program).count("Conv") == 5
     assert kinds(program).count("Copy") == 1, "the channels of the input come last; no part is copied"
+    feeds = feeds_of(graph)
+    for name, want in evaluate(graph, feeds).items():
+        np.testing.assert_allclose(simulate(program, feeds)[name], want, rtol=0.05, atol=0.05 * np.abs(want).max())
+
+
+def test_images_of_one_channel_are_not_copied() -> None:
+    """The mean and the maximum over channels are written where they are joined, and what multiplies the image is read as it lies
+    (CBAM: Woo et al., 2018)."""
+    n = Net()
+    x = n.op("Conv", n.input(1, 16, 8, 8), n.random(16, 16, 3, 3, scale=0.05), attrs=SAME)
+    parts = [n.op(kind, x, n.ints(1), attrs=ReduceAttrs()) for kind in ("ReduceMean", "ReduceMax")]
+    rows = n.op("Reshape", n.op("Concat", *parts, attrs=ConcatAttrs(1)), n.ints(2, 64))
+    mixed = n.op("Reshape", n.op("MatMul", rows, n.random(64, 64, scale=0.1)), n.ints(1, 2, 8, 8))
+    gate = n.op("Conv", mixed, n.random(1, 2, 3, 3), attrs=SAME)
+    wide = n.op("Resize", gate, None, n.const([1.0, 1.0, 2.0, 2.0], np.float32), attrs=ResizeAttrs(mode="nearest"))
+    back = n.op("MaxPool", wide, attrs=MaxPoolAttrs((2, 2), (2, 2), (0,) * 4, (1, 1)))
+    y = n.op("Conv", n.op("Mul", x, back), n.random(8, 16, 3, 3, scale=0.05), attrs=SAME)
+    graph = n.done(y)
+    program = lowered(graph, "fp16")
+    copied = [s for s in program.steps if "copy" in str(s.params.get("tactic", "")) or s.executor == "copy"]
+    assert len(copied) == 1, "the network's input changes its order"
     feeds = feeds_of(graph)
     for name, want in evaluate(graph, feeds).items():
         np.testing.assert_allclose(simulate(program, feeds)[name], want, rtol=0.05, atol=0.05 * np.abs(want).max())

@@ -15,6 +15,7 @@ from optdnn.ir.graph import Value
 from optdnn.ops.base import Attrs
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.index import ConcatAttrs, PadAttrs, SplitAttrs
+from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.resize import ResizeAttrs
@@ -172,6 +173,37 @@ def test_unused_indices_of_a_max_pool() -> None:
     assert len(graph.of_kind("MaxPool")[0].outputs) == 1
     n = Net()
     check_untouched(CANON, n.done(*n.op("MaxPool", n.input(2, 3, 6, 6), attrs=attrs, outputs=2)))
+
+
+def normalized(axis: int, *shape: DimLike, bias: bool = True, outputs: int = 1) -> tuple[Net, Any]:
+    n = Net()
+    x = n.input(*shape)
+    size = [d for d in shape[axis:] if isinstance(d, int)]
+    given = [x, n.random(*size), *([n.random(*size)] if bias else [])]
+    return n, n.op("LayerNormalization", *given, attrs=LayerNormAttrs(axis), outputs=outputs)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_norms_of_single_elements_are_their_bias(bias: bool) -> None:
+    n, y = normalized(2, 2, 5, 1, 1, bias=bias)
+    before = n.done(n.op("Max", n.op("Neg", n.graph.op(y).inputs[0]), y))
+    graph, _ = check_pass(CANON, before, changes=1, rules={"norm_of_one": 1}, drops=["LayerNormalization_1"])
+    assert "LayerNormalization" not in graph.kinds()
+
+
+def test_norms_of_several_elements_stay() -> None:
+    n, y = normalized(1, 2, 5, 1)
+    check_untouched(CANON, n.done(y))
+    n, (y, mean, _) = normalized(2, 2, 5, 1, outputs=3)
+    check_untouched(CANON, n.done(y, mean))
+
+
+def test_norms_of_single_elements_that_are_refused() -> None:
+    n, y = normalized(1, N, 1)
+    check_refused(CANON, n.done(y), because="its bias or its size is not known")
+    n = Net()
+    y = n.op("LayerNormalization", n.input(5, 1), n.random(1), n.input(1, name="b"), attrs=LayerNormAttrs())
+    check_refused(CANON, n.done(y), because="its bias or its size is not known")
 
 
 # ---------------------------------------------------------------- reshapes

@@ -14,6 +14,7 @@ from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.channel_norms import ChannelNorms
+from optdnn.passes.support.facts import operand
 
 EPSILON = 1e-3
 LAYER, RMS = {"layer_norm_of_channels": 1}, {"rms_norm_of_channels": 1}
@@ -69,6 +70,54 @@ def test_on_a_gpu_nothing_moves_between_convolutions_and_norms(kind: str, precis
     kinds = [s.params["op"]["kind"] for s in program.steps]
     assert not any(k.startswith("Reduce") for k in kinds)
     assert kinds.count("Copy") <= 2  # into and out of the layout of convolutions
+
+
+BEHIND = {"rms_norm_of_channels": 1, "behind_channel_norm": 1}
+
+
+@pytest.mark.parametrize("activation", ["Gelu", "Clip"])
+def test_activations_move_next_to_norms(activation: str) -> None:
+    n = Net(np.float64)
+    y = n.op(activation, rms_norm(n, n.input(2, 8, 4, 5)), *([-0.5, 0.5] if activation == "Clip" else []))
+    result, _ = check_pass(ChannelNorms(), n.done(y), changes=2, rules=BEHIND)
+    (one,) = result.of_kind(activation)
+    assert result.op(operand(one)).kind == "RMSNormalization"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_additions_move_next_to_norms(first: bool) -> None:
+    n = Net(np.float64)
+    x, y = n.input(2, 8, 4, 5), n.input(2, 8, 4, 5, name="y")
+    normed = rms_norm(n, x)
+    graph = n.done(n.op("Add", *((normed, y) if first else (y, normed))))
+    result, _ = check_pass(ChannelNorms(), graph, changes=2, rules=BEHIND)
+    (add,) = result.of_kind("Add")
+    assert {result.op(v).kind for v in add.inputs if v is not None} == {"RMSNormalization", "Transpose"}
+
+
+@pytest.mark.parametrize("form", ["two readers", "a product", "a smaller image", "slopes", "another shape"])
+def test_what_stays_behind_the_transposition(form: str) -> None:
+    n = Net(np.float64)
+    x = n.input(2, 8, 4, 5)
+    y = rms_norm(n, x)
+    made = {
+        "two readers": lambda: n.op("Add", n.op("Relu", y), n.op("Sigmoid", y)),
+        "a product": lambda: n.op("Mul", y, x),
+        "a smaller image": lambda: n.op("Add", y, n.input(2, 8, 1, 1, name="y")),
+        "slopes": lambda: n.op("PRelu", y, n.positive(8, 1, 1)),
+        "another shape": lambda: n.op("Relu", n.op("Reshape", y, n.ints(2, 8, 20))),
+    }[form]()
+    check_pass(ChannelNorms(), n.done(made), changes=1, rules=RMS)
+
+
+def test_a_gpu_runs_norm_and_activation_together() -> None:
+    n = Net()
+    x = n.conv(n.input(1, 8, 6, 6), 16)
+    y = n.op("Add", x, rms_norm(n, n.conv(n.op("Gelu", rms_norm(n, x)), 16)))
+    program = check_simulated(n.done(n.conv(y, 8)), "fp16")
+    kinds = [s.params["op"]["kind"] for s in program.steps]
+    assert kinds.count("ActivatedNorm") == 2
+    assert "Pointwise" not in kinds[:-1], "only the network's output changes its order and type"
 
 
 def test_refused() -> None:

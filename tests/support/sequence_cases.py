@@ -123,7 +123,7 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     "short mask": (lambda: attention(mask="short"), "attention_sm90"),
     "weights": (lambda: attention(outputs=4, mask="bool", qk_matmul_output_mode=3), "attention_steps"),
     "raw scores": (lambda: attention(outputs=4, count=4, shared=2, softcap=1.0), "attention_steps"),
-    "wide values": (lambda: attention(value_size=24, size=16), "attention_sm80"),
+    "wide values": (lambda: attention(value_size=24, size=16), "attention_sm90"),
     "wide heads": (lambda: attention(size=136, count=2), "attention_sm80"),
     "widest heads": (lambda: attention(size=512, count=1), "attention_sm80"),
     "heads of 264": (lambda: attention(size=264, count=1, mask="full", softcap=3.0), "attention_sm80"),

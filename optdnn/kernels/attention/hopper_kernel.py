@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from optdnn.errors import InternalError
+from optdnn.kernels.attention import few_items
 from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.kernels.ranking import varied
@@ -119,9 +120,14 @@ class Problem:
         return 1 if self.narrow else 2
 
     @property
+    def values(self) -> int:
+        """Features of values and result."""
+        return self.value_features or self.features
+
+    @property
     def head(self) -> int:
-        """Features per head as the kernel computes them: a multiple of 16."""
-        return -(-self.features // 16) * 16
+        """Features per head as the kernel computes them: a multiple of 16. TMA fills what keys or values lack with zeros."""
+        return -(-self.widest // 16) * 16
 
     @property
     def span(self) -> int:
@@ -131,20 +137,21 @@ class Problem:
     @property
     def flops(self) -> int:
         """Both matrix products, multiply-adds counted as two; causal ones in full."""
-        return 4 * self.batch * self.heads * self.queries * self.keys * self.features
+        return 2 * self.batch * self.heads * self.queries * self.keys * (self.features + self.values)
 
     @property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
-        kv = 2 * self.keys * (self.key_heads or self.heads)
-        return 2 * self.batch * self.features * (2 * self.queries * self.heads + kv)
+        rows = self.queries * self.heads + self.keys * (self.key_heads or self.heads)
+        return 2 * self.batch * (self.features + self.values) * rows
 
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``warpgroups`` x 64 queries per item, tiles of ``keys`` keys in a ring of ``stages``; ``blocks`` per multiprocessor that
+    """``warpgroups`` x 64 queries per item (``split``: 64), tiles of ``keys`` keys in a ring of ``stages``; ``blocks`` per multiprocessor that
     registers must allow. ``persistent``: as many blocks as run at a time take items in turn; otherwise a block takes one. ``turns``: a
-    block's warpgroups issue their products in turn."""
+    block's warpgroups issue their products in turn. ``split``: a block's warpgroups share 64 queries, and take its tiles of keys in
+    turn."""
 
     warpgroups: int
     keys: int
@@ -152,9 +159,19 @@ class Config:
     blocks: int = 1
     persistent: bool = False
     turns: bool = False
+    split: bool = False
+
+    @property
+    def queries(self) -> int:
+        """Queries of an item."""
+        return 64 if self.split else 64 * self.warpgroups
+
+    def own_tiles(self, tiles: float) -> float:
+        """Tiles of ``tiles`` that the busiest warpgroup multiplies."""
+        return math.ceil(tiles / self.warpgroups) if self.split else tiles
 
     def __str__(self) -> str:
-        flags = "p" * self.persistent + "t" * self.turns
+        flags = "p" * self.persistent + "t" * self.turns + "k" * self.split
         return f"attn{self.warpgroups}n{self.keys}s{self.stages}b{self.blocks}{flags}"
 
 
@@ -164,8 +181,8 @@ def loader(problem: Problem, config: Config) -> int:
 
 
 def row_items(problem: Problem, config: Config) -> int:
-    """Items of one head: ``64 * config.warpgroups`` queries each."""
-    return -(-problem.queries // (64 * config.warpgroups))
+    """Items of one head: ``config.queries`` queries each."""
+    return -(-problem.queries // config.queries)
 
 
 def at_once(problem: Problem, config: Config, device: GpuFacts) -> int:
@@ -195,7 +212,10 @@ def register_limit(problem: Problem, config: Config) -> int:
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block."""
     places = 2 if config.persistent else 1
-    return _BARRIER_BYTES + problem.head * 2 * (places * config.warpgroups * 64 + 2 * config.stages * config.keys)
+    ring = problem.head * 4 * config.stages * config.keys
+    if config.split:  # the ring's place takes what the other warpgroups found
+        ring = max(ring, (config.warpgroups - 1) * (problem.head // 8 + 1) * 2048)
+    return _BARRIER_BYTES + problem.head * 2 * places * config.queries + ring
 
 
 def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
@@ -204,10 +224,9 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "it has no softcap"
     if (why := _no_factors(problem)) is not None:
         return why
-    if problem.value_features not in (0, problem.features):
-        return f"keys of {problem.features} features, values of {problem.value_features}"
-    if problem.features % 8 or not 8 <= problem.features <= 128:
-        return f"heads of {problem.features} features (a multiple of 8 up to 128 is needed)"
+    for features in (problem.features, problem.values):
+        if features % 8 or not 8 <= features <= 128:
+            return f"heads of {features} features (a multiple of 8 up to 128 is needed)"
     if not problem.scale > 0 or math.isinf(problem.scale):
         return f"a scale of {problem.scale}"
     if problem.heads % (problem.key_heads or problem.heads):
@@ -221,12 +240,14 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     tiles = -(-problem.keys // config.keys)
     if config.turns and (config.warpgroups == 1 or tiles == 1):
         return "turns of one warpgroup or of one tile"
+    if config.split and (why := _no_split(config, tiles)) is not None:
+        return why
     if config.stages > (8 if config.persistent else min(tiles, 8)):
         return f"{config.stages} stages for {tiles} tiles"
     if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
         return why
     # Scores, their packed copies (in place of them, of a single tile), results, and the rest: fitted to what the compiler reports.
-    scores, rest = (config.keys * 0.62, 44) if tiles == 1 else (config.keys * 0.75, 28)
+    scores, rest = (config.keys * 0.62, 44) if config.own_tiles(tiles) == 1 else (config.keys * 0.75, 28)
     mask = 12 + config.keys / 8 * mask_rows(problem) if problem.mask else 0.0
     bias = (mask, config.keys / 2, 36.0)[factor_form(problem, config)]
     if scores + problem.head / 2 + rest + bias > (limit := register_limit(problem, config)):
@@ -235,6 +256,17 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return f"the compiler takes no product of {config.keys} keys for threads that start with {start_registers(config)} registers"
     if problem.heads > 65535 or problem.batch > 65535:
         return "the grid is too large"
+    return None
+
+
+def _no_split(config: Config, tiles: int) -> str | None:
+    """Why a block's warpgroups cannot share ``tiles`` tiles of keys; None where they can."""
+    if config.warpgroups == 1 or config.persistent or config.turns:
+        return "one warpgroup, several items of a block or turns, and keys that warpgroups share"
+    if tiles < config.warpgroups:
+        return f"{tiles} tiles of keys for {config.warpgroups} warpgroups"
+    if config.stages < tiles and config.stages % config.warpgroups:
+        return f"{config.stages} stages, which {config.warpgroups} warpgroups do not share evenly"
     return None
 
 
@@ -275,8 +307,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     """What to compile. Lengths, strides and counts are parameters. ``checked``: a wait that never ends traps."""
     defines = {
         "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages,
-        "LOADER": loader(problem, config), "ONE_TILE": int(problem.keys <= config.keys),
-        "PERSISTENT": int(config.persistent), "TURNS": int(config.turns), "REGISTERS": register_limit(problem, config),
+        "LOADER": loader(problem, config), "ONE_TILE": int(config.own_tiles(-(-problem.keys // config.keys)) == 1),
+        "PERSISTENT": int(config.persistent), "TURNS": int(config.turns), "SPLIT": int(config.split), "REGISTERS": register_limit(problem, config),
         "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "REACH": int(problem.reach >= 0), "FROM_END": int(problem.from_end), "HAS_LENGTHS": int(problem.lengths),
         "MASK": mask_width(problem), "MASK_ROWS": mask_rows(problem),
         "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config),
@@ -295,13 +327,13 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     if problem.heads % key_heads:
         raise InternalError("query heads do not share key heads evenly")
     parameters = Parameters()
-    for name, view, heads, positions, rows in (
-        ("q", problem.q, problem.heads, problem.queries, 64),
-        ("k", problem.k, key_heads, problem.keys, config.keys),
-        ("v", problem.v, key_heads, problem.keys, config.keys),
-        ("out", problem.out, problem.heads, problem.queries, 64),
+    for name, view, features, heads, positions, rows in (
+        ("q", problem.q, problem.features, problem.heads, problem.queries, 64),
+        ("k", problem.k, problem.features, key_heads, problem.keys, config.keys),
+        ("v", problem.v, problem.values, key_heads, problem.keys, config.keys),
+        ("out", problem.out, problem.values, problem.heads, problem.queries, 64),
     ):
-        shape = (problem.features, positions, heads, problem.batch)
+        shape = (features, positions, heads, problem.batch)
         # An 8-bit result is stored as plain rows, everything else in swizzled subtiles.
         own = name == "out" and problem.narrow
         item, width, span = (1, problem.head, 0) if own else (2, problem.span // 2, problem.span)
@@ -332,9 +364,14 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     )
 
 
+def has_few_items(problem: Problem, device: GpuFacts) -> bool:
+    """Whether blocks of 64 queries leave multiprocessors idle, or just occupy them."""
+    return row_items(problem, Config(1, 16, 1)) * problem.heads * problem.batch <= device.multiprocessors
+
+
 def order_of_sums(config: Config) -> tuple[int, ...]:
     """What decides in which order a row is summed."""
-    return (config.keys,)
+    return (config.keys, config.warpgroups if config.split else 1)
 
 
 def tiles_seen(problem: Problem, config: Config) -> float:
@@ -344,7 +381,7 @@ def tiles_seen(problem: Problem, config: Config) -> float:
         square = problem.causal and problem.queries == problem.keys
         return tiles * (min(1.0, 0.5 + 0.5 * config.keys / problem.keys) if square else 1.0)
     ahead = problem.causal_offset + (problem.keys - problem.queries if problem.from_end else 0)
-    rows, count = 64 * config.warpgroups, row_items(problem, config)
+    rows, count = config.queries, row_items(problem, config)
     seen, sampled = 0, range(0, count, -(-count // SAMPLED))
     for item in sampled:
         end = min(problem.keys, max(0, (item + 1) * rows + ahead)) if problem.causal else problem.keys
@@ -366,13 +403,14 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
         resident = at_once(problem, config, device)
     # Of one warpgroup and tile, in cycles: both products, then the scores' exponentials and their arithmetic.
     multiply = config.keys * problem.head / 16 * 2
-    scores = (
-        64
-        * config.keys
-        * (1 / 16 + 7 / 128 + (0 if problem.mask is None else 10 / 128 if problem.mask[2] else 3 / 128))
-        + 150
-    )
-    scores += 64 * config.keys * (0, 1, 5)[factor_form(problem, config)] / 128
+    plain = 1 / 16 + 7 / 128
+    added = 0 if problem.mask is None else 10 / 128 if problem.mask[2] else 3 / 128
+    added += (0, 1, 5)[factor_form(problem, config)] / 128
+    if has_few_items(problem, device):
+        own, work = max(1.0, config.own_tiles(seen)), (plain + added) / plain
+        groups, split = (1, config.warpgroups) if config.split else (config.warpgroups, 1)
+        return few_items.seconds(config.keys, own, groups, problem.head, work, split, ahead=config.stages > split)
+    scores = 64 * config.keys * (plain + added) + 150
     alone = 4 * scores * 0.5 + multiply + 300  # one warpgroup uses a quarter of each unit's issue slots well
     if config.stages == 1 and tiles > 1:  # nothing is loaded while it multiplies
         alone += 1000
@@ -387,7 +425,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     # Loads of persistent blocks run ahead: between items, a block waits only for its last products.
     cycles = waves * (block + 500) + ENDS if config.persistent else waves * (block + ENDS)
     loaded = tiles if problem.reach < 0 else seen
-    traffic = items * (2 * config.keys * loaded + 128 * config.warpgroups) * problem.head * 2
+    traffic = items * (2 * config.keys * loaded + 2 * config.queries) * problem.head * 2
     compute, share = cycles / CLOCK, sector_share(problem)
     loads = traffic * share / 5.5e12
     besides = 0.25 * min(compute, loads) if share > 1 or problem.reach >= 0 else 0.0
@@ -416,25 +454,31 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
     """The configurations to time, best predicted first. Empty when the kernel cannot run the problem."""
     found: list[tuple[float, Config]] = []
     for warpgroups in (1, 2, 3, 4):
-        if warpgroups > 1 and 64 * (warpgroups - 1) >= problem.queries:
-            continue
         for keys in (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 256):
             if keys - 16 >= problem.keys and keys > 32:
                 continue
             tiles = -(-problem.keys // keys)
-            rings = [(n, False) for n in sorted({1, min(2, tiles), min(3, tiles), min(4, tiles)})]
-            items = -(-problem.queries // (64 * warpgroups)) * problem.heads * problem.batch
-            if items > device.multiprocessors:
-                rings += [(2, True), (3, True)]
-            for stages, persistent in rings:
+            for form in _forms(problem, warpgroups, keys, device):
                 for blocks in (4, 3, 2, 1):  # the most that the registers allow: fewer would not change anything
-                    config = Config(warpgroups, keys, stages, blocks, persistent)
+                    config = replace(form, blocks=blocks)
                     if refuse(problem, config, shared=device.shared_per_block) is None:
                         found += [(estimate(problem, c, device), c) for c in (config, *_in_turn(config, tiles))]
                         break
-    return varied(found, lambda c: (c.warpgroups, c.keys, c.persistent, c.turns), limit)
+    return varied(found, lambda c: (c.warpgroups, c.keys, c.persistent, c.turns, c.split), limit)
+
+
+def _forms(problem: Problem, warpgroups: int, keys: int, device: GpuFacts) -> list[Config]:
+    """Blocks with rings of several sizes; persistent ones where there are many items, split ones where there are few."""
+    tiles, found = -(-problem.keys // keys), []
+    if 64 * (warpgroups - 1) < problem.queries:
+        found += [Config(warpgroups, keys, n) for n in sorted({1, min(2, tiles), min(3, tiles), min(4, tiles)})]
+        if row_items(problem, found[0]) * problem.heads * problem.batch > device.multiprocessors:
+            found += [Config(warpgroups, keys, n, persistent=True) for n in (2, 3)]
+    if warpgroups > 1 and has_few_items(problem, device):
+        found.append(Config(warpgroups, keys, min(tiles, 2 * warpgroups), split=True))
+    return found
 
 
 def _in_turn(config: Config, tiles: int) -> list[Config]:
     """The configuration whose warpgroups issue their products in turn, where there are several of them, and several tiles."""
-    return [replace(config, turns=True)] if config.warpgroups > 1 and tiles > 1 else []
+    return [replace(config, turns=True)] if config.warpgroups > 1 and tiles > 1 and not config.split else []

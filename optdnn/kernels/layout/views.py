@@ -132,7 +132,15 @@ def _layout(b: Builder, op: Op) -> None:
     if (rows or x.is_like(b.strides_for(t))) and op.value not in b.reserved and x.offset % 8 == 0:
         b.place[op.value] = x
         return
+    if _of_one_channel(op) and (not t.layout or all(u.definition.traits.pointwise for u in b.graph.users(op.value))):
+        settle(b, op, 0, x)
+        return
     b.move(op, b.operand(cast_source(b, op.inputs[0])), b.target(op.value))
+
+
+def _of_one_channel(op: Op) -> bool:
+    """Whether a change of order moves nothing but the gaps that fill channels up: only convolutions need these."""
+    return op.kind == "Layout" and len(op.outputs[0].type.static_shape) > 2 and op.outputs[0].type.static_shape[1] == 1
 
 
 def _expand(b: Builder, op: Op) -> None:
@@ -355,7 +363,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
             if may and (not (last or rows) or (joint.offset + int(start)) % 8 == 0):
                 shape = b.graph.type(v).static_shape
                 b.reserved[v] = joint.view(shape, joint.strides, int(start) * joint.strides[axis])
-                if volume or rows or inner or b.graph.op(v).kind == "Transpose":
+                if volume or rows or inner or b.graph.op(v).kind in ("Transpose", "Layout"):
                     _reserve_before(b, v)
 
 
@@ -370,6 +378,8 @@ def _is_made_in_place(
         return _behind_alone(b, value).kind in _ROWS
     if last and (_joins_channels(op) or (op.kind == "Transpose" and _behind_alone(b, value).kind in _ROWS)):
         return True
+    if _of_one_channel(op) and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
+        return b.graph.op(op.inputs[0]).kind in kernels
     return op.kind in kernels or (volume and _behind_views(b, value).kind in {*kernels, "Concat"})
 
 
@@ -397,7 +407,7 @@ def _behind_alone(b: Builder, value: Value) -> Op:
 def _reserve_before(b: Builder, value: Value) -> None:
     """Reserve the place of a view for its tensor, as far as strides can express it."""
     op, x = b.graph.op(value), b.reserved[value]
-    while op.kind in ("Transpose", "Reshape"):
+    while op.kind in ("Transpose", "Reshape") or _of_one_channel(op):
         source = op.inputs[0]
         assert source is not None
         if source in b.reserved or b.graph.constant_value(source) is not None:
@@ -406,6 +416,8 @@ def _reserve_before(b: Builder, value: Value) -> None:
             perm = op.attrs.perm or tuple(reversed(range(len(x.shape))))
             order = [perm.index(i) for i in range(len(perm))]
             found: TensorView | None = x.view([x.shape[i] for i in order], [x.strides[i] for i in order])
+        elif op.kind == "Layout":
+            found = x
         else:
             found = reshaped(x, b.graph.type(source).static_shape)
         if found is None:

@@ -14,6 +14,7 @@ from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.layout.row_places import ACCESS, result_strides, row_pitch, walked
 from optdnn.kernels.norm import rows_kernel as rows
+from optdnn.kernels.norm.activation import output_of
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
 from optdnn.kernels.tactic import Offer, Region, Tactic, readers
@@ -46,10 +47,15 @@ class HalfRows(Tactic):
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := self.refuse_rows(b, op)) is not None:
             return why
-        if op.value in b.reserved and row_pitch(b.reserved[op.value]) is None:
+        value = self.result(b, op)
+        if value in b.reserved and row_pitch(b.reserved[value]) is None:
             return "the rows of its result do not lie at one pitch"
         x = b.operand(op.inputs[0])
         return None if x.dense else _refuse_apart(op, x)
+
+    def result(self, b: Builder, op: Op) -> Value:
+        """The value that the launch writes in 16 bits."""
+        return op.value
 
     def refuse_rows(self, b: Builder, op: Op) -> str | None:
         """Why it cannot run the operator wherever its rows lie."""
@@ -73,12 +79,12 @@ class HalfRows(Tactic):
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
         """What the launch computes."""
-        out = b.result(op.value, result_strides(b, op.value))
+        out = b.result(self.result(b, op), result_strides(b, self.result(b, op)))
         return placed(row_problem(op), b.operand(op.inputs[0]), out)
 
     def place(self, b: Builder, op: Op) -> None:
         """Rows padded for products, unless the place is reserved."""
-        b.target(op.value, result_strides(b, op.value))
+        b.target(self.result(b, op), result_strides(b, self.result(b, op)))
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         return rows_offers(self.problem(b, op), b.gpu)
@@ -121,10 +127,11 @@ def row_problem(op: Op) -> rows.Problem:
 
 def emit_norm(
     b: Builder, covers: Op, norm: Op, made: Launch, operands: dict[str, TensorView], kind: str, attrs: dict[str, Any],
-    *, last: bool = False,
+    *, last: bool = False, after: Sequence[TensorView | None] = (),
 ) -> None:  # fmt: skip
     """Add the launch of a normalization (or softmax), whose constant scale and bias come to the ``operands``. ``covers`` says which
-    nodes it computes. ``last``: its meaning has the addend after the parameters, which may be absent."""
+    nodes it computes. ``last``: its meaning has the addend after the parameters, which may be absent.
+    ``after``: what the stages after the norm read in its meaning, whose parameters may be absent, too."""
     for name, value in zip(("scale", "bias"), norm.inputs[1:], strict=False):
         array = b.graph.constant_value(value)
         if array is not None:
@@ -133,7 +140,41 @@ def emit_norm(
     writes = [operands[n] for n in ("sum", "output", "narrow") if n in operands]
     if last:
         reads = [operands.get(n) for n in ("input", "scale", "bias", "addend")]
+    if kind == "ActivatedNorm" and not last:
+        reads = [*(operands.get(n) for n in ("input", "scale", "bias")), *after]
     b.emit(covers, made, operands, kind, attrs, reads, writes)
+
+
+class ActivatedRows(HalfRows):
+    """A norm of 16-bit rows with the activation after it."""
+
+    name = "rows_activated"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if output_of(b, op).last is op:
+            return "no activation is the only reader of its result"
+        return super().refuse(b, op)
+
+    def result(self, b: Builder, op: Op) -> Value:
+        return output_of(b, op).value
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """What reads the result: perhaps an activation."""
+        return readers(graph, op)
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The norm and the activation."""
+        return output_of(b, op).region
+
+    def problem(self, b: Builder, op: Op) -> rows.Problem:
+        """With the stages of the activation."""
+        return replace(super().problem(b, op), epilogue=tuple(output_of(b, op).epilogue.rendered))
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        to = output_of(b, op)
+        operands = {"input": b.operand(op.inputs[0]), "output": b.target(to.value)}
+        made = rows.launch(self.problem(b, op), config, b.gpu)
+        emit_norm(b, to.covers, op, made, operands, *to.meaning(), after=to.operands(b))
 
 
 class QuantizedRows(HalfRows):

@@ -56,6 +56,8 @@ class Problem:
     the other."""
     pitches: tuple[int, int] = (0, 0)
     """Elements from a row of the addend, and of the 16-bit results, to the next one; 0: ``length``."""
+    epilogue: tuple[render.Stage, ...] = ()
+    """Stages without operands, through which the result of a norm goes."""
 
     @property
     def bytes(self) -> int:
@@ -95,6 +97,10 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return "there is no addend whose rows repeat"
     if problem.last and (not problem.add or problem.sum or problem.narrow):
         return "the last addition has an addend, and the sum is the one result"
+    if problem.epilogue and (problem.narrow or problem.add or problem.operation not in OPERATIONS[:2]):
+        return "stages follow a norm that adds nothing, of 16-bit results"
+    if render.uses_residual(problem.epilogue) or ("bias",) in problem.epilogue:
+        return "the stages after a norm have no operands"
     if problem.sum and not problem.add:
         return "there is no sum without an addend"
     if not problem.wide and not problem.narrow:
@@ -132,9 +138,11 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "GROUP": config.group, "ROWS": config.rows, "THREADS": config.threads,
         "HAS_ADD": int(problem.add), "ADD_LAST": int(problem.last), "HAS_SUM": int(problem.sum), "PERIODIC": int(problem.period > 0),
         "HAS_SCALE": int(norm and problem.scale), "HAS_BIAS": int(norm and problem.bias),
-        "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide), "WALKED": int(bool(problem.walk)),
+        "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide), "WALKED": int(bool(problem.walk)), "EPILOGUE": int(bool(problem.epilogue)),
     }  # fmt: skip
-    return Recipe("rows.cu", arch, {"generated.cuh": render.constants(defines) + "\n"}, template_options(problem.dtype))
+    stages = [render.epilogue(problem.epilogue)] if problem.epilogue else []
+    text = "\n".join([render.constants(defines), *stages, ""])
+    return Recipe("rows.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:

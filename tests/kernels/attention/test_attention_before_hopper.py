@@ -92,7 +92,6 @@ def test_what_it_does_not_run_it_refuses(
     ("build", "reason"),
     [
         (lambda: attention(softcap=2.0), "no softcap"),
-        (wide_values, "keys of 16 features, values of 24"),
         (lambda: attention(size=136, count=1), "heads of 136 features"),
     ],
 )

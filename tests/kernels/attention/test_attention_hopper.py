@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.attention_cases import Case, apart, merged, result_on_a_gpu
+from support.attention_cases import Case, apart, merged, result_on_a_gpu, wide_values
 from support.needs import why_no_hopper
 
 from optdnn.kernels.attention import hopper_kernel as hopper
@@ -36,6 +36,9 @@ PROBLEMS: dict[str, Problem] = {
         12, 8, 150, 700, 64, 2, causal=True, lengths=True, from_end=True, reach=90
     ),
     "bytes": merged(20, 12, 197, 64, narrow="int8"),
+    "wide values": wide_values(40, 4, 196, 16, 64),
+    "wide values that share no subtile": wide_values(9, 4, 49, 24, 80, dtype="bfloat16"),
+    "narrow values": wide_values(20, 8, 196, 64, 16, mask=(0, 196 * 196, 196)),
 }
 
 
@@ -52,6 +55,35 @@ LAUNCHES: dict[str, tuple[Problem, Config]] = {
     for config in dict.fromkeys([*hopper.candidates(problem, H200, limit=4), *persistent(problem)])
 }
 FEW = dict(list(LAUNCHES.items())[::16])
+SPLIT_PROBLEMS: dict[str, Problem] = {
+    "ViT": merged(1, 12, 197, 64),
+    "of 384 x 384 pictures": merged(1, 12, 577, 64, dtype="bfloat16"),
+    "heads of 80": merged(1, 5, 577, 80),
+    "wide heads": apart(1, 8, 64, 700, 128),
+    "BERT": merged(2, 12, 128, 64, mask=(128, 0, 0)),
+    "a mask of each query": merged(1, 12, 333, 32, mask=(0, 0, 333)),
+    "lengths": merged(5, 6, 230, 48, lengths=True),
+    "causal, lengths": merged(5, 6, 230, 64, causal=True, lengths=True),
+    "causal, some see nothing": apart(2, 8, 90, 170, 40, causal=True, causal_offset=-30),
+    "a window": merged(1, 6, 512, 64, causal=True, causal_offset=64, reach=128),
+    "bytes": merged(1, 12, 197, 64, narrow="int8"),
+    "wide values": wide_values(1, 4, 196, 16, 32),
+}
+
+
+def split(problem: Problem) -> list[Config]:
+    """The first split candidates of each number of warpgroups, and one whose ring is reused."""
+    found = [c for c in hopper.candidates(problem, H200, limit=1000) if c.split]
+    tiles = [-(-problem.keys // c.keys) for c in found]
+    some = [next((c for c in found if c.warpgroups == n), None) for n in (2, 3, 4)]
+    reused = next((c for c, n in zip(found, tiles, strict=True) if c.stages < n), None)
+    return [c for c in (*some, reused) if c is not None]
+
+
+SPLIT = {
+    f"{name}, {c}": (problem, c) for name, problem in SPLIT_PROBLEMS.items() for c in dict.fromkeys(split(problem))
+}
+FEW |= dict(list(SPLIT.items())[::6])
 
 
 def test_persistent_blocks_are_as_many_as_run_at_a_time() -> None:
@@ -81,6 +113,86 @@ def test_turns_are_of_several_warpgroups_and_tiles() -> None:
     one = "turns of one warpgroup or of one tile"
     assert hopper.refuse(merged(16, 12, 512, 64), Config(1, 64, 2, turns=True)) == one
     assert hopper.refuse(merged(16, 12, 64, 64), Config(2, 64, 1, turns=True)) == one
+
+
+def test_warpgroups_share_the_keys_of_few_queries() -> None:
+    few, many = merged(1, 12, 576, 64), merged(16, 12, 576, 64)
+    first = hopper.candidates(few, H200)[0]
+    assert first.split
+    assert not any(c.split for c in hopper.candidates(many, H200, limit=1000))
+    config = Config(3, 96, 6, split=True)
+    assert (str(config), config.queries, config.own_tiles(6)) == ("attn3n96s6b1k", 64, 2)
+    assert hopper.launch(few, config, H200).grid == (9, 12, 1)
+    assert hopper.order_of_sums(config) != hopper.order_of_sums(replace(config, split=False))
+    whole = replace(config, warpgroups=1, split=False, stages=2)
+    assert hopper.estimate(few, config, H200) < hopper.estimate(few, whole, H200)
+    # What the others found needs more room than the ring: three warpgroups' 64 x 64 results, their maxima and sums.
+    assert hopper.shared_bytes(merged(1, 12, 128, 64), Config(4, 32, 4, split=True)) == 1024 + 64 * 128 + 3 * 9 * 2048
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "config", "measured"),
+    [
+        (12, 128, Config(1, 128, 1, 3), 2.60),
+        (12, 128, Config(2, 128, 1, 1), 3.41),
+        (12, 128, Config(2, 64, 2, 2, split=True), 2.64),
+        (12, 197, Config(1, 208, 1, 2), 3.44),
+        (12, 197, Config(2, 112, 2, split=True), 3.25),
+        (12, 197, Config(4, 64, 4, split=True), 3.69),
+        (12, 257, Config(2, 144, 2, turns=True), 4.94),
+        (12, 257, Config(2, 144, 2, split=True), 3.63),
+        (12, 257, Config(3, 48, 3, split=True), 5.20),
+        (12, 576, Config(3, 96, 6, split=True), 5.42),
+        (12, 576, Config(4, 48, 4, split=True), 10.0),
+        (6, 577, Config(1, 208, 2), 6.16),
+        (6, 577, Config(2, 208, 3, turns=True), 8.11),
+        (6, 577, Config(2, 160, 4, split=True), 5.74),
+    ],
+)
+def test_the_model_of_few_items_follows_what_was_measured(
+    heads: int, tokens: int, config: Config, measured: float
+) -> None:
+    view = hopper.bhsd(tokens, heads, 64)
+    problem = Problem(1, heads, tokens, tokens, 64, 0.1, view, view, view, view)
+    assert hopper.estimate(problem, config, H200) * 1e6 == pytest.approx(measured, rel=0.2)
+
+
+def test_first_choices_of_few_items() -> None:
+    chosen = {
+        tokens: str(hopper.candidates(merged(1, 12, tokens, 64), H200)[0]) for tokens in (49, 64, 128, 197, 257, 576)
+    }
+    assert chosen == {
+        49: "attn1n64s1b4",
+        64: "attn1n64s1b4",
+        128: "attn1n128s1b3",
+        197: "attn2n112s2b1k",
+        257: "attn2n144s2b1k",
+        576: "attn2n144s4b1k",
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "because"),
+    [
+        (
+            Config(1, 64, 2, split=True),
+            "one warpgroup, several items of a block or turns, and keys that warpgroups share",
+        ),
+        (
+            Config(2, 64, 2, 1, True, split=True),
+            "one warpgroup, several items of a block or turns, and keys that warpgroups share",
+        ),
+        (
+            Config(2, 64, 2, turns=True, split=True),
+            "one warpgroup, several items of a block or turns, and keys that warpgroups share",
+        ),
+        (Config(4, 192, 3, split=True), "3 tiles of keys for 4 warpgroups"),
+        (Config(2, 64, 3, split=True), "3 stages, which 2 warpgroups do not share evenly"),
+    ],
+)
+def test_split_blocks_that_are_refused(config: Config, because: str) -> None:
+    assert hopper.refuse(merged(1, 12, 576, 64), config) == because
+    assert hopper.refuse(merged(1, 12, 576, 64), Config(3, 96, 6, split=True)) is None
 
 
 def test_softcaps_are_refused() -> None:
@@ -145,9 +257,9 @@ def test_candidates_compile_without_spills(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", LAUNCHES | SPLIT)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
-    problem, config = LAUNCHES[name]
+    problem, config = (LAUNCHES | SPLIT)[name]
     case = Case(problem)
     made = hopper.launch(problem, config, H200, case.narrow)
     start = 32 * case.out_dtype.itemsize

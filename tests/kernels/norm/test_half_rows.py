@@ -43,6 +43,48 @@ def test_rows(kind: str, precision: str) -> None:
             assert parsed.launch.parameters
 
 
+ACTIVATIONS = ("Relu", "Gelu", "Swish", "Tanh", "Clip")
+
+
+def activated(kind: str, activation: str, rows: int = 12) -> Graph:
+    n = Net()
+    x = n.matmul(n.input(rows, 32), 48)
+    shift = [n.random(48)] if kind == "LayerNormalization" else []
+    y = n.op(kind, x, n.positive(48), *shift, attrs=norm.LayerNormAttrs(-1, 1e-3))
+    bounds = [-0.5, 0.75] if activation == "Clip" else []
+    return n.done(n.matmul(n.op(activation, y, *bounds), 16))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
+def test_activations_after_norms_of_rows(kind: str, activation: str) -> None:
+    program = check_simulated(activated(kind, activation))
+    assert chosen(program, kind) == ["rows_activated"]
+    assert [s.params["op"]["kind"] for s in program.steps].count("ActivatedNorm") == 1
+
+
+def test_norms_without_an_activation_have_none() -> None:
+    n = Net()
+    y = n.op("RMSNormalization", n.matmul(n.input(12, 32), 48), n.positive(48))
+    program = check_simulated(n.done(n.matmul(y, 16), n.op("Gelu", y)))
+    assert chosen(program, "RMSNormalization") == ["rows_half"]
+    assert "no activation is the only reader of its result" in reasons(program, "RMSNormalization")
+
+
+def test_stages_that_are_refused() -> None:
+    stages = (("gelu",),)
+    config = rows_kernel.candidates(rows_kernel.Problem("layer_norm", 40, 48, epilogue=stages), of_arch("sm_90a"))[0]
+    alone = "stages follow a norm that adds nothing, of 16-bit results"
+    for problem in (
+        rows_kernel.Problem("softmax", 40, 48, epilogue=stages),
+        rows_kernel.Problem("layer_norm", 40, 48, add=True, epilogue=stages),
+        rows_kernel.Problem("layer_norm", 40, 48, narrow="int8", epilogue=stages),
+    ):
+        assert rows_kernel.refuse(problem, config) == alone
+    reads = rows_kernel.Problem("layer_norm", 40, 48, epilogue=(("add",),))
+    assert rows_kernel.refuse(reads, config) == "the stages after a norm have no operands"
+
+
 def row_cases() -> list[tuple[Graph, str, str]]:
     cases: list[tuple[Graph, str, str]] = []
     n = Net()

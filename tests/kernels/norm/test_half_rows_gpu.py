@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kernels.norm.test_half_rows import cropped, post_norm  # type: ignore[import-not-found]
+from kernels.norm.test_half_rows import ACTIVATIONS, activated, cropped, post_norm  # type: ignore[import-not-found]
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered
@@ -37,6 +37,13 @@ def test_rows_of_a_part_of_an_image(kind: str, precision: str) -> None:
 @pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
 def test_padded_rows(kind: str, windows: bool, precision: str) -> None:
     check(post_norm(kind, windows), precision)
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
+def test_activations(kind: str, activation: str, precision: str) -> None:
+    check(activated(kind, activation, 300), precision)
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)

@@ -14,11 +14,14 @@
 // TURNS: warpgroups issue their products in turn (FlashAttention-3's ping-pong), so that one's softmax runs beside another's products.
 // Without it they wait for the same tile, and tensor cores and exponentials are busy one after the other.
 //
+// SPLIT: a block's warpgroups share 64 queries, and take tiles of keys in turn: few queries then occupy the GPU for a shorter time. At the end
+// the first warpgroup adds up what all found.
+//
 // A head of HEAD features (a multiple of 16; TMA fills what the tensor lacks with zeros) lies in shared memory as subtiles of
 // SPAN bytes per row. k is K-major; v is read across: its rows are keys, so it is wgmma's MN-major operand.
 //
-// generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (whether a warp of its own loads), ONE_TILE (all keys fit one), PERSISTENT
-// (LOADER is 1, then), TURNS, REGISTERS (of a persistent block's multiplying threads), HEAD, SPAN, MIN_BLOCKS, CAUSAL, REACH (a query
+// generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (whether a warp of its own loads), ONE_TILE (a warpgroup has one at most), PERSISTENT
+// (LOADER is 1, then), TURNS, SPLIT, REGISTERS (of a persistent block's multiplying threads), HEAD, SPAN, MIN_BLOCKS, CAUSAL, REACH (a query
 // sees a number of keys before its position only: tiles before them are neither loaded nor multiplied), FROM_END (positions of queries count from the
 // end of the keys), HAS_LENGTHS, MASK (0 none;
 // else elements per load: 1 or 2), MASK_ROWS (2 where queries have masks of their own, else 1), FACTORS (0: none; key k = KEY_WIDTH *
@@ -30,12 +33,15 @@
 
 // A persistent block's loading warp belongs to a warpgroup of its own, which gives its registers to the multiplying ones.
 constexpr int THREADS = WARPGROUPS * 128 + (PERSISTENT ? 128 : LOADER * 32);
+constexpr int QUERY_GROUPS = SPLIT ? 1 : WARPGROUPS;   // of 64 queries each
+constexpr int TILE_STEP = SPLIT ? WARPGROUPS : 1;      // from one tile of a warpgroup to its next one
 constexpr int SUBTILES = HEAD * 2 / SPAN;
 constexpr u32 QUERY_SUBTILE = 64 * SPAN, QUERY_BYTES = SUBTILES * QUERY_SUBTILE;
 constexpr u32 KEY_SUBTILE = BLOCK_KEYS * SPAN, KEY_BYTES = SUBTILES * KEY_SUBTILE;
 constexpr int QUERY_PLACES = PERSISTENT ? 2 : 1;
 constexpr u32 BARRIER_BYTES = 1024;
 constexpr u32 TURN_BARRIER = 1 + WARPGROUPS;       // of the first warpgroup; those before order a warpgroup's stores
+static_assert(!SPLIT || (!PERSISTENT && !TURNS && (!LOADER || STAGES % WARPGROUPS == 0)), "a split block has one item, and stages for each warpgroup");
 constexpr float LOG2_E = 1.4426950408889634f;
 // With columns in registers, a row's maximum is kept until scores exceed it by this power of two: weights stay small, and results need
 // no rescaling (each row of keys has an offset of its own, so that maxima often grow a little). Elsewhere the question costs what it saves.
@@ -61,18 +67,20 @@ struct Params {
 #endif
 };
 
-struct Item {                                      // 64 * WARPGROUPS queries of a head
+struct Item {                                      // 64 * QUERY_GROUPS queries of a head
     int first, head, batch;
 };
 
 // Where a block's operands and barriers lie in shared memory.
 struct Room {
     u32 query_full, query_empty, key_full, value_full, key_empty, value_empty, queries, keys, values;
+    float4* merged;                                // in place of the ring, at the end of a split block
 
-    explicit __device__ __forceinline__ Room(u32 base) {
+    __device__ __forceinline__ Room(u8* shared, u32 base) {
         query_full = base, query_empty = query_full + 8 * QUERY_PLACES, key_full = query_empty + 8 * QUERY_PLACES;
         value_full = key_full + 8 * STAGES, key_empty = value_full + 8 * STAGES, value_empty = key_empty + 8 * STAGES;
-        queries = base + BARRIER_BYTES, keys = queries + QUERY_PLACES * WARPGROUPS * QUERY_BYTES, values = keys + STAGES * KEY_BYTES;
+        queries = base + BARRIER_BYTES, keys = queries + QUERY_PLACES * QUERY_GROUPS * QUERY_BYTES, values = keys + STAGES * KEY_BYTES;
+        merged = reinterpret_cast<float4*>(shared + (keys - base));
     }
 };
 
@@ -82,9 +90,9 @@ DEVICE int own_end(const Params& p) { return PERSISTENT ? p.items : 1; }
 
 // The last queries of all heads come first: in causal order they see the most keys.
 DEVICE Item item_at(const Params& p, int index) {
-    if (!PERSISTENT) return {int(blockIdx.x) * WARPGROUPS * 64, int(blockIdx.y), int(blockIdx.z)};
+    if (!PERSISTENT) return {int(blockIdx.x) * QUERY_GROUPS * 64, int(blockIdx.y), int(blockIdx.z)};
     const int stack = p.items / p.row_items, row = index / stack, pair = index - row * stack;
-    return {(p.row_items - 1 - row) * WARPGROUPS * 64, pair % p.heads, pair / p.heads};
+    return {(p.row_items - 1 - row) * QUERY_GROUPS * 64, pair % p.heads, pair / p.heads};
 }
 
 // Query i sees keys up to i and this.
@@ -128,11 +136,11 @@ DEVICE void load_items(const Params& p, const Room& at) {
     int stage = 0, parity = 1, loads = 0, place = 0, place_parity = 1;
     for (int index = own_first(); index < own_end(p); index += gridDim.x) {
         const Item item = item_at(p, index);
-        const Tiles tiles = seen_tiles(p, item.first, WARPGROUPS * 64, keys_of(p, item));
-        const u32 queries = at.queries + place * WARPGROUPS * QUERY_BYTES, query_full = at.query_full + 8 * place;
+        const Tiles tiles = seen_tiles(p, item.first, QUERY_GROUPS * 64, keys_of(p, item));
+        const u32 queries = at.queries + place * QUERY_GROUPS * QUERY_BYTES, query_full = at.query_full + 8 * place;
         if (PERSISTENT) barrier_wait(at.query_empty + 8 * place, place_parity);
-        barrier_expect(query_full, WARPGROUPS * QUERY_BYTES);
-        for (int j = 0; j < WARPGROUPS * SUBTILES; j++)
+        barrier_expect(query_full, QUERY_GROUPS * QUERY_BYTES);
+        for (int j = 0; j < QUERY_GROUPS * SUBTILES; j++)
             tma_load_4d(queries + j * QUERY_SUBTILE, &p.queries, query_full, j % SUBTILES * (SPAN / 2), item.first + j / SUBTILES * 64,
                         item.head, item.batch);
         for (int tile = tiles.first; tile < tiles.last; tile++, loads++) {
@@ -153,12 +161,14 @@ DEVICE void load_items(const Params& p, const Room& at) {
     }
 }
 
-// Where the multiplying warps are in the ring of keys and values, and among the places of queries.
+// Where a multiplying warpgroup is in the ring of keys and values, and among the places of queries.
 struct Turn {
-    int stage = 0, parity = 0, place = 0, place_parity = 0;
+    int stage, parity = 0, place = 0, place_parity = 0;
 
+    explicit __device__ __forceinline__ Turn(int group) : stage(SPLIT ? group : 0) {}
     __device__ __forceinline__ void next_stage() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+        stage += TILE_STEP;
+        if (stage >= STAGES) stage -= STAGES, parity ^= 1;
     }
 };
 
@@ -169,6 +179,7 @@ template <int N> DEVICE void settle(float (&sums)[N]) {
 }
 
 #include "attention_bias.cuh"
+#include "attention_merge.cuh"
 
 // Turns a tile's scores into exp2(score - maximum). What was summed before is to be multiplied by rescale.
 // s[4 j + i]: query row + 8 (i / 2), key column + 8 j + i % 2.
@@ -219,12 +230,13 @@ DEVICE void soften(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PA
 
 // What the multiplying warps do with one item.
 DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn, bool first, int warp, int lane) {
-    const int group = warp / 4, quarter = warp % 4;
-    const int row = item.first + group * 64 + quarter * 16 + lane / 4;  // this thread's queries: row and row + 8
+    const int group = warp / 4, quarter = warp % 4, query_group = SPLIT ? 0 : group;
+    const int row = item.first + query_group * 64 + quarter * 16 + lane / 4;  // this thread's queries: row and row + 8
     const int key_count = keys_of(p, item);
-    const Tiles tiles = seen_tiles(p, item.first, WARPGROUPS * 64, key_count);
-    Tiles own = seen_tiles(p, item.first + group * 64, 64, key_count);  // of this warpgroup
-    if (item.first + group * 64 >= p.query_count || own.first >= own.last) own = {tiles.first, tiles.first};
+    const Tiles tiles = seen_tiles(p, item.first, QUERY_GROUPS * 64, key_count);
+    Tiles own = seen_tiles(p, item.first + query_group * 64, 64, key_count);  // of this warpgroup; of SPLIT ones, each WARPGROUPS-th
+    if (SPLIT) own.first += group;
+    if (item.first + query_group * 64 >= p.query_count || own.first >= own.last) own = {tiles.first, tiles.first};
     // The place of the item before: its result has been read when its store has left shared memory.
     auto leave_place = [&] {
         if (PERSISTENT && !first && quarter == 0 && elect_one()) {
@@ -233,7 +245,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
         }
     };
     const Bias bias(p, item, row, lane);
-    const u32 own_queries = at.queries + (turn.place * WARPGROUPS + group) * QUERY_BYTES;
+    const u32 own_queries = at.queries + (turn.place * QUERY_GROUPS + query_group) * QUERY_BYTES;
     float out[HEAD / 2], s[BLOCK_KEYS / 2], sum[2] = {0.0f, 0.0f}, rescale[2];
     float maximum[2] = {__int_as_float(0xff800000), __int_as_float(0xff800000)};
     u32 pairs[MASK_PAIRS], weights[BLOCK_KEYS / 4];                   // wgmma's register operand: rows row, row + 8 of keys 0-7, then of keys 8-15
@@ -287,7 +299,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
         for (int i = 0; i < BLOCK_KEYS / 4; i++) weights[i] = pack2(s[2 * i], s[2 * i + 1]);
     };
     barrier_wait(at.query_full + 8 * turn.place, turn.place_parity);
-    if (REACH) pass_tiles(tiles.first, own.first);
+    if (REACH && !SPLIT) pass_tiles(tiles.first, own.first);
     if (own.first < own.last) {
         multiply_keys();
         pass_turn();
@@ -299,7 +311,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
         soften(p, bias, pairs, row, own.first, key_count, lane, s, maximum, sum, rescale);
         pack_weights();
         #pragma unroll 1
-        for (int tile = own.first + 1; !ONE_TILE && tile < own.last; tile++) {
+        for (int tile = own.first + TILE_STEP; !ONE_TILE && tile < own.last; tile += TILE_STEP) {
             const int stage = behind;
             multiply_keys();
             multiply_values();
@@ -327,12 +339,16 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     } else {
         leave_place();
     }
-    pass_tiles(own.last, tiles.last);
+    if (!SPLIT) pass_tiles(own.last, tiles.last);
 
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
         sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
+    }
+    if (SPLIT && !merge(at.merged, group, MASK || FACTORS ? 1.0f : p.scale_log2, out, sum, maximum)) return;
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
         sum[i] = sum[i] == 0.0f ? 0.0f : __fdividef(1.0f, sum[i]);     // no key at all: zeros, as ONNX's Attention has it
     }
     named_barrier(1 + group, 128);                 // the queries have been read: their place takes the result
@@ -349,7 +365,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     async_proxy_fence();
     named_barrier(1 + group, 128);
     if (quarter == 0 && elect_one()) {
-        tma_store_4d(&p.output, own_queries, 0, item.first + group * 64, item.head, item.batch);
+        tma_store_4d(&p.output, own_queries, 0, item.first + query_group * 64, item.head, item.batch);
         tma_store_commit();
     }
 #else
@@ -365,7 +381,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     named_barrier(1 + group, 128);
     if (quarter == 0 && elect_one()) {
         for (int i = 0; i < SUBTILES; i++)
-            tma_store_4d(&p.output, own_queries + i * QUERY_SUBTILE, i * (SPAN / 2), item.first + group * 64, item.head, item.batch);
+            tma_store_4d(&p.output, own_queries + i * QUERY_SUBTILE, i * (SPAN / 2), item.first + query_group * 64, item.head, item.batch);
         tma_store_commit();
     }
 #endif
@@ -376,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
     extern __shared__ __align__(1024) u8 shared[];
     const u32 base = smem_address(shared);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const Room at(base);
+    const Room at(shared, base);
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < QUERY_PLACES; i++) {
@@ -386,8 +402,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
         for (int i = 0; i < STAGES; i++) {
             barrier_init(at.key_full + 8 * i, 1);
             barrier_init(at.value_full + 8 * i, 1);
-            barrier_init(at.key_empty + 8 * i, WARPGROUPS * 4);
-            barrier_init(at.value_empty + 8 * i, WARPGROUPS * 4);
+            barrier_init(at.key_empty + 8 * i, QUERY_GROUPS * 4);
+            barrier_init(at.value_empty + 8 * i, QUERY_GROUPS * 4);
         }
         barrier_init_fence();
         async_proxy_fence();
@@ -408,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
     __syncwarp();
     if (PERSISTENT) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
     if (TURNS && warp >= WARPGROUPS * 4 - 4) named_barrier_arrive(TURN_BARRIER, 256);
-    Turn turn;
+    Turn turn(warp / 4);
     for (int index = own_first(); index < own_end(p); index += gridDim.x)
         attend(p, at, item_at(p, index), turn, index == own_first(), warp, lane);
     if (TURNS && warp < 4) named_barrier(TURN_BARRIER, 256);

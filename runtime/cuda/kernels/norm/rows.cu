@@ -7,7 +7,8 @@
 //
 // generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, 2 softmax, 3 log-softmax), LANES, VECTORS, GROUP, ROWS, THREADS, HAS_ADD
 // (the normalized row is input + addend), ADD_LAST (the addend is added to the normalized row instead), PERIODIC (the addend's rows
-// repeat), WALKED (the input's rows are spread over up to four axes; all else lies in rows), HAS_SUM (that sum is an output, too), HAS_SCALE and HAS_BIAS; NARROW (1: the result goes out in 8-bit integers, 2: in fp8)
+// repeat), WALKED (the input's rows are spread over up to four axes; all else lies in rows), HAS_SUM (that sum is an output, too), HAS_SCALE and HAS_BIAS; EPILOGUE
+// (the result goes through epilogue()); NARROW (1: the result goes out in 8-bit integers, 2: in fp8)
 // and HAS_OUTPUT (it goes out in 16 bits).
 #include "vectors.cuh"
 #include "generated.cuh"
@@ -185,6 +186,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
                 if (OPERATION < 2 && HAS_SCALE) value *= scale[at + i];
                 if (OPERATION < 2 && HAS_BIAS) value += bias[at + i];
                 if (ADD_LAST) value += element(other[HAS_ADD ? r : 0][HAS_ADD ? v : 0], i);
+#if EPILOGUE
+                value = epilogue(value, 0.0f, 0.0f);
+#endif
                 y[i] = value;
             }
             const Packed<LANES> packed = pack<LANES>(y);

@@ -1,0 +1,95 @@
+"""Transposes with a Reshape between them become one, where the Reshape joins what the first one took apart.
+
+MobileViT (Mehta and Rastegari, 2022) cuts an image into patches in two steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped
+
+Shape = tuple[int, ...]
+
+
+@rule("view_chain", {"Transpose"})
+def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
+    """Transpose, Reshape, Transpose: the axes are split as far as both need, put in order once, and joined again.
+
+    The Reshape in the middle would copy what the first Transpose moved. Those before and after the chain go along."""
+    middle = producer(graph, op.inputs[0], RESHAPES, alone=True)
+    first = None if middle is None else producer(graph, middle.inputs[0], {"Transpose"}, alone=True)
+    if middle is None or first is None or not (op.outputs[0].type.is_static and first.outputs[0].type.is_static):
+        return None
+    if first.attrs.perm is None or op.attrs.perm is None or not op.outputs[0].type.size:
+        return None
+    before = producer(graph, first.inputs[0], RESHAPES, alone=True)
+    x = operand(first if before is None else before)
+    reader = graph.sole_user(op.value)
+    after = reader if reader is not None and reader.kind in RESHAPES else None
+    end = op if after is None else after
+    one, two = first.outputs[0].type.static_shape, middle.outputs[0].type.static_shape
+    parts = _parts(one, two)
+    if parts is None:
+        return Miss("its Reshape splits no axes evenly")
+    back = [first.attrs.perm.index(i) for i in range(len(one))]
+    given = [p for j in back for p in _groups(one, parts)[j]]
+    joined = _groups(two, parts)
+    if all(given.index(q) == given.index(p) + 1 for axis in joined for p, q in pairwise(axis)):
+        return None  # nothing is copied between them
+    taken = [p for j in op.attrs.perm for p in joined[j]]
+    runs = _runs(given, taken)
+    order = sorted(runs, key=lambda run: taken.index(run[0]))
+    kept = (1,) if graph.type(x).dims[:1] == (1,) else ()  # the batch stays in front
+    sizes = (*kept, *(math.prod(parts[p] for p in run) for run in runs))
+    perm = (*range(len(kept)), *(runs.index(run) + len(kept) for run in order))
+
+    def build(patch: Patch) -> Value:
+        turned = patch.add("Transpose", [reshaped(patch, x, sizes)], TransposeAttrs(perm))
+        return reshaped(patch, turned, end.outputs[0].type.static_shape)
+
+    covered = [o for o in (end, op, middle, first, before) if o is not None]
+    return Match(tuple(dict.fromkeys(covered)), build)
+
+
+def _parts(one: Shape, two: Shape) -> Shape | None:
+    """Sizes of the largest parts of which the axes of both shapes consist, in row-major order; None where there are none."""
+    ends = sorted({math.prod(shape[i:]) for shape in (one, two) for i in range(len(shape) + 1)}, reverse=True)
+    if any(a % b for a, b in pairwise(ends)):
+        return None
+    return tuple(a // b for a, b in pairwise(ends))
+
+
+def _groups(shape: Shape, parts: Shape) -> list[list[int]]:
+    """The parts of each axis; none of an axis of one element."""
+    found, at = list[list[int]](), 0
+    for size in shape:
+        own: list[int] = []
+        while math.prod(parts[p] for p in own) < size:
+            own.append(at)
+            at += 1
+        found.append(own)
+    return found
+
+
+def _runs(given: Sequence[int], taken: Sequence[int]) -> list[list[int]]:
+    """``given`` in runs that stay together in ``taken``."""
+    runs: list[list[int]] = []
+    for p in given:
+        together = bool(runs) and taken.index(p) == taken.index(runs[-1][-1]) + 1
+        if together:
+            runs[-1].append(p)
+        else:
+            runs.append([p])
+    return runs
+
+
+class ViewChains(RulePass):
+    name = "view_chains"
+    rules = (view_chain,)

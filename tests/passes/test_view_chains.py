@@ -1,0 +1,119 @@
+"""view_chains: Transpose, Reshape, Transpose become one Transpose, where the Reshape joins what the first one took apart."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated
+
+from optdnn.dim import symbol
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.view_chains import ViewChains
+
+PASS = ViewChains()
+RULE = {"view_chain": 1}
+
+
+def turned(n: Net, x: Value, *perm: int) -> Value:
+    made: Value = n.op("Transpose", x, attrs=TransposeAttrs(perm))
+    return made
+
+
+def shaped(n: Net, x: Value, *shape: int) -> Value:
+    made: Value = n.op("Reshape", x, n.ints(*shape))
+    return made
+
+
+def patches(n: Net, x: Value) -> Value:
+    """MobileViT's patches of 2 x 2 pixels as rows (patch pixel, patch, channel)."""
+    b, c, h, w = (int(d) for d in n.dims(x))  # type: ignore[call-overload]
+    y = turned(n, shaped(n, x, b * c * h // 2, 2, w // 2, 2), 0, 2, 1, 3)
+    return shaped(n, turned(n, shaped(n, y, b, c, h * w // 4, 4), 0, 3, 2, 1), b * 4, h * w // 4, c)
+
+
+def image(n: Net, x: Value, b: int, c: int, h: int, w: int) -> Value:
+    """The way back."""
+    y = turned(n, shaped(n, x, b, 4, h * w // 4, c), 0, 3, 2, 1)
+    return shaped(n, turned(n, shaped(n, y, b * c * h // 2, w // 2, 2, 2), 0, 2, 1, 3), b, c, h, w)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_patches_of_an_image(batch: int) -> None:
+    n = Net()
+    graph = n.done(patches(n, n.op("Relu", n.input(batch, 5, 4, 6))))
+    check_pass(PASS, graph, changes=1, rules=RULE, kinds={"Relu": 1, "Reshape": 2, "Transpose": 1})
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_image_of_patches(batch: int) -> None:
+    n = Net()
+    graph = n.done(image(n, n.op("Relu", n.input(batch * 4, 6, 5)), batch, 5, 4, 6))
+    check_pass(PASS, graph, changes=1, rules=RULE, kinds={"Relu": 1, "Reshape": 2, "Transpose": 1})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_on_a_gpu_patches_are_copied_once(batch: int, precision: str) -> None:
+    n = Net()
+    x = n.conv(n.input(batch, 8, 8, 12), 16)
+    y = n.op("LayerNormalization", patches(n, x), n.positive(16), n.random(16))
+    program = check_simulated(n.done(n.conv(image(n, n.matmul(y, 16), batch, 16, 8, 12), 8)), precision)
+    kinds = [s.params["op"]["kind"] for s in program.steps]
+    assert (
+        kinds.count("Copy") <= 2 + 2
+    )  # the network's input and output change their order, and the image and the patches
+
+
+def chain(shape: tuple[int, ...], first: tuple[int, ...], between: tuple[int, ...], second: tuple[int, ...]) -> Graph:
+    n = Net()
+    x = n.op("Relu", n.input(*shape))
+    return n.done(n.op("Exp", turned(n, shaped(n, turned(n, x, *first), *between), *second)))
+
+
+def test_random_chains() -> None:
+    """Every chain of random views is the same after the pass, whether it fires or not."""
+    draw, fired = random.Random(0), 0
+    for _ in range(60):
+        shape = tuple(draw.choice([1, 2, 3, 4]) for _ in range(draw.randint(2, 4)))
+        first = draw.sample(range(len(shape)), len(shape))
+        moved = [shape[i] for i in first]
+        at = draw.randrange(len(moved) - 1)
+        between = (*moved[:at], math.prod(moved[at : at + 2]), *moved[at + 2 :])
+        if draw.random() < 0.5 and between[-1] % 2 == 0:
+            between = (*between[:-1], between[-1] // 2, 2)
+        second = tuple(draw.sample(range(len(between)), len(between)))
+        graph = chain(shape, tuple(first), between, second)
+        result = graph.copy()
+        changes = PASS(result).changes
+        fired += changes
+        if changes:
+            check_pass(PASS, graph, changes=1, rules=RULE)
+    assert fired > 10
+
+
+@pytest.mark.parametrize("form", ["a view", "one transposition", "two readers", "no known size", "empty"])
+def test_others_are_no_candidates(form: str) -> None:
+    n = Net()
+    if form == "a view":  # heads: the Reshape joins axes that lie side by side
+        graph = chain((2, 3, 4, 5), (2, 0, 1, 3), (4, 6, 5), (0, 2, 1))
+    elif form == "one transposition":
+        graph = n.done(shaped(n, turned(n, n.input(2, 3, 4), 1, 0, 2), 6, 4))
+    elif form == "two readers":
+        x = turned(n, n.input(2, 3, 4), 1, 0, 2)
+        graph = n.done(turned(n, shaped(n, x, 3, 8), 1, 0), n.op("Relu", x))
+    elif form == "no known size":
+        x = turned(n, n.input(symbol("n"), 3, 4), 1, 0, 2)
+        graph = n.done(turned(n, n.op("Reshape", x, n.ints(-1, 4)), 1, 0))
+    else:
+        graph = n.done(turned(n, shaped(n, turned(n, n.input(2, 4, 0), 1, 0, 2), 8, -1), 1, 0))
+    check_untouched(PASS, graph)
+
+
+def test_axes_that_are_split_unevenly_are_refused() -> None:
+    graph = chain((4, 6, 5), (1, 0, 2), (8, 15), (1, 0))
+    check_refused(PASS, graph, because="its Reshape splits no axes evenly")
