@@ -1,4 +1,4 @@
-"""Loops with a known number of iterations become their iterations; an If whose condition is known becomes its branch.
+"""Loops with a known number of iterations become their iterations; an If becomes its branch, or both of them and a selection.
 
 A GPU's program has no loops: a remaining one runs on the CPU. Unrolled iterations are kernels like all others, and the passes
 see through them. The bounds keep a network from growing without end.
@@ -10,19 +10,29 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from optdnn.ir.body import GraphBody
+from optdnn.ir.body import GraphBody, bodies
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
-from optdnn.passes.support.facts import integers, shape_of
-from optdnn.types import normalize_axis
+from optdnn.passes.support.facts import in_shape, integers, operand, shape_of
+from optdnn.types import is_float, normalize_axis
 
 TRIPS = 128
 """Most iterations that are unrolled."""
 OPS = 4096
 """Most ops that one loop becomes."""
+SURE = frozenset(
+    {
+        "Attention", "AveragePool", "BatchNormalization", "Concat", "Conv", "ConvTranspose", "Expand", "Flatten", "GRU",
+        "Gemm", "GlobalAveragePool", "GlobalMaxPool", "GroupNormalization", "Identity", "InstanceNormalization", "LSTM",
+        "LayerNormalization", "LogSoftmax", "MatMul", "MaxPool", "Pad", "RMSNormalization", "RNN", "ReduceL1", "ReduceL2",
+        "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare", "Reshape", "Resize", "Shape",
+        "Slice", "Softmax", "Split", "Squeeze", "Transpose", "Unsqueeze", "Where",
+    }
+)  # fmt: skip
+"""Kinds, besides pointwise ones, that have a result for any data."""
 
 
 def _replaced(op: Op, build: Callable[[Patch], list[Value]]) -> Match:
@@ -106,10 +116,66 @@ def known_branch(graph: Graph, op: Op) -> Match | Miss | None:
     """An If whose condition is known."""
     condition = number_of(graph, op.inputs[0])
     if condition is None:
-        return Miss("its condition depends on data")
+        return None
     a, first = op.attrs, 1 + op.attrs.then_captured
     body, captured = (a.then_branch, op.inputs[1:first]) if condition else (a.else_branch, op.inputs[first:])
     return _replaced(op, lambda patch: _inline(patch, body.graph, captured))
+
+
+@rule("both_branches", {"If"})
+def both_branches(graph: Graph, op: Op) -> Match | Miss | None:
+    """An If whose condition depends on data computes both branches and selects, where both always can be computed and yield
+    the same types. On the host, one branch alone would take longer."""
+    a, first = op.attrs, 1 + op.attrs.then_captured
+    if number_of(graph, op.inputs[0]) is not None:
+        return None
+    if _says_which(graph, operand(op)):
+        return Miss("its condition depends on the values of small inputs, for which an engine makes plans")
+    branches: list[GraphBody] = [a.then_branch, a.else_branch]
+    if branches[0].outputs != branches[1].outputs or not all(t.is_static for t in branches[0].outputs):
+        return Miss("its condition depends on data, and its branches do not yield the same sizes")
+    inner = [o for body in branches for o in body.graph.ops() if o.kind not in STRUCTURAL]
+    if len(inner) > OPS:
+        return Miss(f"its condition depends on data, and its branches have {len(inner)} ops; {OPS} are the limit")
+    if any(may_fail(body.graph, o) for body in branches for o in body.graph.ops()):
+        return Miss("its condition depends on data, and a branch has an operator that may fail where it is not taken")
+
+    def build(patch: Patch) -> list[Value]:
+        condition = operand(op) if graph.type(operand(op)).shape == () else in_shape(patch, operand(op), ())
+        parts = [
+            _inline(patch, b.graph, v) for b, v in zip(branches, (op.inputs[1:first], op.inputs[first:]), strict=True)
+        ]
+        return [patch.add("Where", [condition, *pair]) for pair in zip(*parts, strict=True)]
+
+    return _replaced(op, build)
+
+
+def _says_which(graph: Graph, condition: Value) -> bool:
+    """Whether a condition depends on nothing but inputs of a few integers or truth values."""
+    left, seen = [condition], {condition}
+    while left:
+        source = graph.op(left.pop())
+        t = source.outputs[0].type
+        if source.kind == "Input" and (is_float(t.dtype) or t.rank is None or t.rank > 1):
+            return False
+        more = {v for v in source.inputs if v is not None} - seen
+        left += more
+        seen |= more
+    return True
+
+
+def may_fail(body: Graph, op: Op) -> bool:
+    """Whether an operator may fail, or not end, for some data: it reads indices, divides integers, or has sizes or a body that
+    depend on data."""
+    if op.kind in STRUCTURAL or op.kind == "Constant":
+        return False
+    if bodies(op) or not all(o.type.is_static for o in op.outputs):
+        return True
+    if op.kind in ("Div", "Mod"):
+        return not is_float(op.outputs[0].type.dtype)
+    if op.kind in ("Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"):
+        return body.known(op.inputs[1]) is None
+    return op.kind not in SURE and not op.definition.traits.pointwise
 
 
 def number_of(graph: Graph, value: Value | None) -> int | None:
@@ -167,7 +233,7 @@ class Unroll(RulePass):
     """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
 
     name = "unroll"
-    rules = (unroll_loop, unroll_scan, known_branch)
+    rules = (unroll_loop, unroll_scan, known_branch, both_branches)
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
         return self.rules if context.on_gpu else ()

@@ -203,7 +203,14 @@ def _import_if(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     known = e.value(condition)
     if known is not None and known.size == 1 and not isinstance(known.reshape(-1)[0], Dim):
         return (then if bool(known.reshape(-1)[0]) else other).inline([])
-    (one, captured), (two, more) = then.build([]), other.build([])
+    try:
+        (one, captured), (two, more) = then.build([]), other.build([])
+    except ShapeError as error:
+        error.hint = error.hint or (
+            "it is in a branch of an If: where inputs of these sizes never take this branch, give the input that decides a value "
+            "(--value NAME=1, or values={...})"
+        )
+        raise
     attrs = IfAttrs(one, two, len(captured))
     return e.op("If", [condition, *captured, *more], attrs, outputs=len(node.outputs))
 

@@ -52,7 +52,7 @@ def _crop(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     """``border``: pixels on the left, above, on the right, below; with ``scale``, the height and width from that corner on."""
     (x,) = needs(node, 0)
     require_rank(e.type(x), 4, "Crop input")
-    border, size = node.ints("border"), node.ints("scale")
+    border, size = node.ints("border", ()) or (), node.ints("scale")
     require_length(border, 4, "Crop border")
     left, top, right, bottom = border
     if min(border) < 0:

@@ -247,7 +247,7 @@ def _import_layer(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 def _import_mean_variance(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     """Before opset 9, when it was experimental, ``across_channels`` chose the axes."""
     if node.opset >= 9:
-        return e.op(node.op_type, node.inputs, MeanVarianceAttrs(node.ints("axes", (0, 2, 3))))
+        return e.op(node.op_type, node.inputs, MeanVarianceAttrs(tuple(node.get("axes", (0, 2, 3)))))
     (x,) = node.inputs
     axes = (0, 1, 2, 3) if node.get("across_channels", 0) else (0, 2, 3)
     if node.get("normalize_variance", 1):

@@ -57,8 +57,9 @@ def concat_of_split(graph: Graph, op: Op) -> Match | None:
 
 @rule("part_of_concat", {"Slice"})
 def part_of_concat(graph: Graph, op: Op) -> Match | None:
-    """``slice(concat(a, b, c))`` that takes one part as it is, is this part."""
-    concat = producer(graph, op.inputs[0], {"Concat"})
+    """``slice(concat(a, b, c))`` that takes one part as it is, is this part. A Concat that is read elsewhere stays: then the slice
+    is a view of it, and the part is written in place."""
+    concat = producer(graph, op.inputs[0], {"Concat"}, alone=True)
     if concat is None:
         return None
     dims = concat.outputs[0].type.dims

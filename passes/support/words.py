@@ -23,6 +23,7 @@ RULES: Mapping[str, str] = {
     "unused_indices": "unread indices of MaxPool left out",
     "counted_loop": "Loops that end by a counter given their number of iterations",
     "unroll_loop": "Loops of known length unrolled",
+    "both_branches": "both branches of conditions on data computed, and one selected",
     "unroll_scan": "Scans of known length unrolled",
     "known_branch": "Ifs with a known condition replaced by their branch",
     # arithmetic

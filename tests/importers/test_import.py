@@ -294,6 +294,16 @@ def test_files_that_onnx_runtime_wrote_for_one_cpu_are_refused():
         import_model(m)
 
 
+@pytest.mark.parametrize("domain", ["qonnx.custom_op.general", "finn.custom_op.general", "onnx.brevitas"])
+def test_quantizations_of_qonnx_are_refused_with_what_to_do(domain):
+    m = model(
+        f"g (float[4] x, float s, float z, float bits) => (float[4] y) {{ [n] y = {domain}.Quant(x, s, z, bits) }}",
+        more_opsets=f', "{domain}" : 1',
+    )
+    with pytest.raises(UnsupportedError, match=r"QONNX's own operator.*export_onnx_qcdq.*QuantToQCDQ"):
+        import_model(m)
+
+
 def test_an_operator_that_onnx_lacks_is_named_whatever_its_attributes_hold():
     """tf2onnx leaves a StatefulPartitionedCall with a binary message as text."""
     m = model("g (float[2] x) => (float[2] y) { [n] y = Relu(x) }")

@@ -12,7 +12,7 @@ from onenode import onnxruntime_run
 from onnx import helper, numpy_helper
 
 import optdnn
-from optdnn.errors import EngineError
+from optdnn.errors import EngineError, ShapeError
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.export_onnx import export_model
@@ -88,6 +88,19 @@ def test_if_of_a_known_condition_is_the_branch(c: bool) -> None:
     assert "If" not in graph.kinds()
     assert graph.kinds()["Add" if c else "Mul"] == 1
     assert all(op.src for op in graph.ops() if op.kind in ("Add", "Mul"))
+
+
+def test_a_branch_that_sizes_contradict_names_the_way_out() -> None:
+    """As in Silero VAD, whose branches are for different rates of samples."""
+    m = model("""g (bool c, float[3,4] x, float[3,5] z) => (y) {
+        y = If (c) < then_branch = t () => (p) { p = Relu(x) }, else_branch = e () => (q) { q = Add(x, z) } >
+    }""")
+    with pytest.raises(ShapeError) as e:
+        import_model(m)
+    assert e.value.hint is not None
+    assert "--value" in e.value.hint
+    engine = optdnn.build(m, target="reference", values={"c": True})
+    np.testing.assert_array_equal(engine.run({"x": X, "z": np.zeros((3, 5), F)})["y"], np.maximum(X, 0))
 
 
 def test_a_condition_that_shapes_decide() -> None:

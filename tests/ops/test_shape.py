@@ -343,6 +343,7 @@ def test_dropout_mask_and_training() -> None:
 
 def test_axes_are_counted_from_the_front() -> None:
     assert imported("Transpose", {}, (tensor(FP32, 2, 3, 4),))[0].attrs.perm == (2, 1, 0)
+    assert imported("Transpose", {"perm": [1, 0, -1]}, (tensor(FP32, 2, 3, 4),))[0].attrs.perm == (1, 0, 2)
     assert imported("Flatten", {"axis": -1}, (tensor(FP32, 2, 3),))[0].attrs.axis == 1
 
     def axes(op: str, *operands: Any, **attrs: Any) -> list[int]:

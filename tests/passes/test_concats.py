@@ -114,12 +114,12 @@ def test_parts_joined_along_another_axis_stay() -> None:
     check_untouched(Canonicalize(), split_and_joined(Net(np.float64), axis=2))
 
 
-def joined_and_cut(begin: int, end: int, step: int = 1, axis: int = 1) -> Graph:
+def joined_and_cut(begin: int, end: int, step: int = 1, axis: int = 1, *, read: bool = False) -> Graph:
     n = Net(np.float64)
     parts = [n.op("Relu", n.input(2, width, 6, name=f"x{width}")) for width in (3, 5)]
     joined = n.op("Concat", *parts, attrs=ConcatAttrs(1))
     numbers = (np.array([v]) for v in (begin, end, axis, step))
-    return n.done(n.op("Slice", joined, *numbers), n.op("Exp", joined))
+    return n.done(n.op("Slice", joined, *numbers), *([n.op("Exp", joined)] if read else []))
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 3), (3, 8), (3, 1 << 40), (-5, 8)])
@@ -131,3 +131,7 @@ def test_a_slice_that_takes_one_part_is_this_part(begin: int, end: int) -> None:
 @pytest.mark.parametrize("cut", [(0, 4), (1, 3), (2, 8), (3, 8, 2), (0, 3, 1, 2)])
 def test_other_slices_of_a_concatenation_stay(cut: tuple[int, ...]) -> None:
     check_untouched(Canonicalize(), joined_and_cut(*cut))
+
+
+def test_a_concatenation_that_is_read_elsewhere_stays() -> None:
+    check_untouched(Canonicalize(), joined_and_cut(0, 3, read=True))

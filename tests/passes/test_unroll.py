@@ -63,6 +63,47 @@ def branch(condition: bool | None = None) -> Graph:
     return graph
 
 
+def branches(first: tuple[str, str], dtype: int = F, size: Any = 3) -> Graph:
+    """``first`` or the negated input, as an input of one element says."""
+    kind, operands = first
+    attrs = {"axis": 0} if kind == "Concat" else {}
+    shape = [size if kind in ("Neg", "Div") else None]
+    then = helper.make_graph(
+        [node(kind, operands, "yes", **attrs)], "then", [], [helper.make_tensor_value_info("yes", dtype, shape)]
+    )
+    negated = [node("Neg", "x" if dtype == F else "i", "no")]
+    other = helper.make_graph(
+        negated, "else", [], [helper.make_tensor_value_info("no", dtype, [size if dtype == F else 3])]
+    )
+    nodes = [node("Greater", "a b", "which"), node("If", "which", "y", then_branch=then, else_branch=other)]
+    inputs = [("x", F, [size]), ("i", I64, [3]), ("a", F, [1]), ("b", F, [])]
+    return import_model(model(nodes, inputs, [("y", dtype, None)]))
+
+
+def test_both_branches_are_computed() -> None:
+    context: Any = {"context": GPU, "rules": {"both_branches": 1}}
+    result, _ = check_pass(Unroll(), branches(("Exp", "x")), changes=1, **context)
+    assert result.kinds() == {"Exp": 1, "Greater": 1, "Neg": 1, "Reshape": 1, "Where": 1}
+
+
+def test_large_branches_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unroll, "OPS", 1)
+    check_refused(Unroll(), branches(("Exp", "x")), because="its branches have 2 ops; 1 are the limit", context=GPU)
+
+
+def test_branches_with_loops_are_left_alone() -> None:
+    inner = body([node("Identity", "c", "go"), node("Tanh", "v", "w")], [("k", I64, []), ("c", BOOL, []), ("v", F, [3])],
+        [("go", BOOL, []), ("w", F, [3])])  # fmt: skip
+    then = helper.make_graph(
+        [node("Loop", "trips - x", "yes", body=inner)], "then", [], [helper.make_tensor_value_info("yes", F, [3])]
+    )
+    other = helper.make_graph([node("Neg", "x", "no")], "else", [], [helper.make_tensor_value_info("no", F, [3])])
+    nodes = [node("Greater", "a b", "which"), node("If", "which", "y", then_branch=then, else_branch=other)]
+    inputs = [("x", F, [3]), ("trips", I64, []), ("a", F, []), ("b", F, [])]
+    graph = import_model(model(nodes, inputs, [("y", F, [3])]))
+    check_refused(Unroll(), graph, because="may fail where it is not taken", context=GPU)
+
+
 def test_a_loop_becomes_its_iterations() -> None:
     result, _ = check_pass(Unroll(), loop(trips=3), changes=1, rules={"unroll_loop": 1}, context=GPU)
     kinds = result.kinds()
@@ -89,7 +130,11 @@ def test_a_known_condition_leaves_its_branch(condition: bool, kind: str) -> None
         (lambda: loop(trips=0), "it does not run, and stacks results nevertheless"),
         (lambda: loop(trips=129), "it runs 129 times; 128 are unrolled"),
         (lambda: scan("n"), "how often it runs is not known"),
-        (branch, "its condition depends on data"),
+        (branch, "the values of small inputs, for which an engine makes plans"),
+        (lambda: branches(("Gather", "x i")), "an operator that may fail where it is not taken"),
+        (lambda: branches(("Div", "i i"), I64), "an operator that may fail where it is not taken"),
+        (lambda: branches(("Concat", "x x")), "its branches do not yield the same sizes"),
+        (lambda: branches(("Neg", "x"), size="n"), "its branches do not yield the same sizes"),
     ],
 )
 def test_refusals(graph: Any, because: str) -> None:
