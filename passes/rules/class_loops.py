@@ -1,0 +1,152 @@
+"""The best boxes of each class, which PyTorch's SSD selects in a loop over its classes (``_postprocess_detections``).
+
+For each class ``c``: ``i = NonZero(scores[:, c] > t)``, the ``min(K, len(i))`` largest of these scores, their boxes, and ``c`` as
+often; then all classes one after another. Ninety classes are over a thousand operators, whose sizes depend on data. The largest K
+scores of a column, those above ``t`` first, are the same numbers: one TopK of all columns, and one selection at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.dim import bounds, dim_min
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.sort import TopKAttrs
+from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.facts import integers, operand, producer, reshaped, scalar
+from optdnn.passes.support.rows import chosen_by
+from optdnn.types import normalize_axis
+
+GATHERS = frozenset({"Gather", "GatherND"})
+
+
+@dataclass(frozen=True)
+class Best:
+    """The ``count`` largest scores of a column of ``scores`` (boxes, classes), of those above ``least``."""
+
+    top: Op
+    chooser: Op
+    scores: Value
+    least: Value
+    column: int
+    count: int
+
+
+@rule("best_of_classes", {"Concat"})
+def best_of_classes(graph: Graph, op: Op) -> Match | Miss | None:
+    """The best scores of each class one after another, with boxes and numbers of classes in the same order."""
+    tops = [producer(graph, v, {"TopK"}) for v in op.inputs]
+    if len(tops) < 2 or not all(
+        t is not None and v is not None and v.port == 0 for t, v in zip(tops, op.inputs, strict=True)
+    ):
+        return None
+    classes = [_best(graph, top) for top in tops if top is not None]
+    found = [c for c in classes if c is not None]
+    if len(found) < len(classes):
+        return None
+    first = found[0]
+    if any((c.scores, c.count) != (first.scores, first.count) for c in found):
+        return Miss("the classes do not take as many scores, of columns of one matrix")
+    levels = {scalar(graph, c.least) for c in found}
+    if len(levels) != 1 or None in levels:
+        return Miss("the classes have no common constant threshold")
+    boxes = {
+        c.id: c for top in found for c in _behind(graph, Value(top.top.id, 1)) if _boxes(graph, c, found) is not None
+    }
+    labels = {c.id: c for c in _behind(graph, first.top.value) if _labels(graph, c, found) is not None}
+
+    def build(patch: Patch) -> None:
+        numbers, values = _together(patch, found)
+        above = patch.add("NonZero", [patch.add("Greater", [values, first.least])])
+        chosen = reshaped(patch, above, (-1,))
+        patch.replace(op.value, _rows(patch, values, chosen))
+        for end in boxes.values():
+            source = _boxes(graph, end, found)
+            assert source is not None
+            patch.replace(end.value, _rows(patch, _rows(patch, source, numbers), chosen))
+        for end in labels.values():
+            repeated = np.repeat(np.asarray(_labels(graph, end, found)), first.count).astype(end.outputs[0].type.dtype)
+            patch.replace(end.value, _rows(patch, patch.constant(repeated, "classes"), chosen))
+
+    return Match((op, *boxes.values(), *labels.values(), *(c.top for c in found)), build)
+
+
+def _best(graph: Graph, top: Op) -> Best | None:
+    """What a TopK selects, if it is of the scores of a column that exceed a threshold, and of all of them up to a number."""
+    gather, dims = producer(graph, operand(top), GATHERS), top.outputs[0].type.dims
+    if gather is None or len(dims) != 1 or not top.attrs.largest:
+        return None
+    chooser, x = chosen_by(graph, operand(gather, 1)), operand(gather)
+    compared = None if chooser is None else producer(graph, operand(chooser), {"Greater"})
+    column = producer(graph, x, {"Gather"})
+    if chooser is None or compared is None or operand(compared) != x or column is None:
+        return None
+    number, scores = graph.constant_value(operand(column, 1)), graph.type(operand(column))
+    count, rows = bounds(dims[0])[1], chooser.outputs[0].type.dims[1]
+    if number is None or number.ndim or scores.rank != 2 or normalize_axis(column.attrs.axis, 2) != 1:
+        return None
+    if not isinstance(scores.dims[0], int) or dims[0] != dim_min(count, rows) or count > scores.dims[0]:
+        return None
+    return Best(top, chooser, operand(column), operand(compared, 1), int(number), count)
+
+
+def _behind(graph: Graph, value: Value) -> list[Op]:
+    """The Concats of what one operator, or two, make of a value."""
+    users = [u for user in graph.users(value) for u in (user, *graph.users(user.value))]
+    return [end for u in users if len(u.outputs) == 1 for end in graph.users(u.value) if end.kind == "Concat"]
+
+
+def _parts(op: Op, classes: Sequence[Best]) -> list[Value]:
+    """What a Concat of rows joins, one part for each class; else nothing."""
+    parts = [v for v in op.inputs if v is not None]
+    rank = op.outputs[0].type.rank
+    rows = rank is not None and normalize_axis(op.attrs.axis, rank) == 0
+    return parts if rows and len(parts) == len(classes) else []
+
+
+def _boxes(graph: Graph, op: Op, classes: Sequence[Best]) -> Value | None:
+    """The rows of which each part of a Concat has those of the best scores."""
+    sources = set[Value]()
+    for part, best in zip(_parts(op, classes), classes, strict=False):
+        taken = producer(graph, part, {"Gather"})
+        rows = None if taken is None else producer(graph, operand(taken), GATHERS)
+        if taken is None or rows is None or taken.attrs.axis != 0 or operand(taken, 1) != Value(best.top.id, 1):
+            return None
+        if chosen_by(graph, operand(rows, 1)) != best.chooser or (rows.kind == "Gather" and rows.attrs.axis != 0):
+            return None
+        sources.add(operand(rows))
+    return sources.pop() if len(sources) == 1 else None
+
+
+def _labels(graph: Graph, op: Op, classes: Sequence[Best]) -> list[float] | None:
+    """The number of which each part of a Concat has one for each best score."""
+    found = list[float]()
+    for part, best in zip(_parts(op, classes), classes, strict=False):
+        filled = producer(graph, part, {"ConstantOfShape"})
+        shape = None if filled is None else producer(graph, operand(filled), {"Shape"})
+        if filled is None or shape is None or operand(shape) != best.top.value:
+            return None
+        found.append(filled.attrs.value)
+    return found or None
+
+
+def _together(patch: Patch, classes: Sequence[Best]) -> tuple[Value, Value]:
+    """Rows and values of the best scores of all classes, one class after another."""
+    first = classes[0]
+    columns = integers(patch, [c.column for c in classes], "columns")
+    scores = patch.add("Gather", [first.scores, columns], GatherAttrs(axis=1))
+    top = patch.add_op("TopK", [scores, integers(patch, [first.count], "count")], TopKAttrs(axis=0), outputs=2)
+    values, numbers = (
+        reshaped(patch, patch.add("Transpose", [Value(top.id, port)], TransposeAttrs((1, 0))), (-1,)) for port in (0, 1)
+    )
+    return numbers, values
+
+
+def _rows(patch: Patch, x: Value, chosen: Value) -> Value:
+    return patch.add("Gather", [x, chosen], GatherAttrs(axis=0))
