@@ -6,6 +6,7 @@ measured by the autotuner.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -30,6 +31,8 @@ from optdnn.types import BF16, FP16
 
 GAIN = 0.8
 """One launch has to promise at most this fraction of what two are predicted to take: the second of two hardly waits for the first."""
+MEANS_S, MEANS_RATE = 1.6e-6, 4.0e11
+"""Seconds of a launch that makes means, and the bytes of an image that it reads in one: few blocks share an image."""
 FEW = 4
 """Images up to which one launch was faster than two. Of 16 it was not."""
 
@@ -100,10 +103,14 @@ class GemvPair(Tactic):
         problem, gpu = self.problem(b, op), fitted(b.gpu)
         if problem.images > FEW:
             return f"of more than {FEW} images, only tuning tries one launch"
-        one, two = _offers(problem, gpu)[0].seconds or 0.0, _apart(problem, gpu)
-        if one <= GAIN * two:
+        one, others = _offers(problem, gpu)[0].seconds or 0.0, self.apart(problem, gpu)
+        if one <= others:
             return None
-        return f"two launches are predicted to be as fast ({two * 1e6:.2f} us; one: {one * 1e6:.2f} us)"
+        return f"further launches are predicted to be as fast ({others * 1e6:.2f} us; one: {one * 1e6:.2f} us)"
+
+    def apart(self, problem: pair.Problem, gpu: GpuFacts) -> float:
+        """What one launch must not exceed: seconds of those in its place."""
+        return GAIN * _apart(problem, gpu)
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The convolution before it."""
@@ -112,17 +119,15 @@ class GemvPair(Tactic):
 
     def region(self, b: Builder, op: Op) -> Region:
         """Both convolutions."""
-        return Region(op, before=(self._before(b, op),))
+        return Region(op, before=(_before(b, op),))
 
-    @staticmethod
-    def _before(b: Builder, op: Op) -> Op:
-        first = _first(b.graph, op)
-        assert first is not None
-        return first
+    def source(self, b: Builder, op: Op) -> TensorView:
+        """What the launch reads: a vector for each image."""
+        return _vectors(b, op, b.operand(_before(b, op).inputs[0]))
 
     def problem(self, b: Builder, op: Op) -> pair.Problem:
         """What the launch computes."""
-        first = self._before(b, op)
+        first = _before(b, op)
         (hidden, depth), (channels, _) = b.weights(first).shape[:2], b.weights(op).shape[:2]
         between, ep = _epilogues(b, first, op)
         images, dtype = op.outputs[0].type.static_shape[0], map_dtype(op.outputs[0].type.dtype)
@@ -133,9 +138,9 @@ class GemvPair(Tactic):
         return _offers(self.problem(b, op), b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        first, problem = self._before(b, op), self.problem(b, op)
+        first, problem = _before(b, op), self.problem(b, op)
         between, ep = _epilogues(b, first, op)
-        x, out = _vectors(b, op, b.operand(first.inputs[0])), b.target(op.value)
+        x, out = self.source(b, op), b.target(op.value)
         operands = {"x": x, "output": out}
         reads: list[TensorView | None] = [x]
         for name, conv, stages in (("first", first, between), ("second", op, ep)):
@@ -149,8 +154,67 @@ class GemvPair(Tactic):
         held = [conv_attrs(conv_maps.POINTWISE, 1, stages.stages) for stages in (between, ep)]
         attrs = {f"{name}_{k}": v for name, a in zip(("first", "second"), held, strict=True) for k, v in a.items()}
         attrs |= {"through": problem.dtype, "operands": 3 + (1 + len(between.constants) if between.constants else 0)}
-        made = pair.launch(problem, config, b.gpu, _pitch(x), _pitch(out))
-        b.emit(replace(op, src=op.src | first.src), made, operands, "SeparableConv", attrs, reads, [out])
+        pitch = (conv_maps.pitch_of(x) or 0) if problem.pixels else _pitch(x)
+        made = pair.launch(problem, config, b.gpu, pitch, _pitch(out))
+        kind, covers = "ExcitationGate" if problem.pixels else "SeparableConv", self.region(b, op).src
+        b.emit(replace(op, src=covers), made, operands, kind, attrs, reads, [out])
+
+
+class PooledPair(GemvPair):
+    """The means of images, and two products of these vectors."""
+
+    name = "gemv_pair_means_sm90"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        first = _first(b.graph, op)
+        pool = None if first is None else _pool(b.graph, first)
+        if pool is None:
+            return "the first convolution does not read the means of an image, alone"
+        x, source = b.operand(pool.inputs[0]), b.graph.op(pool.inputs[0])  # type: ignore[arg-type]
+        if pool.value in b.reserved or (source.kind == "Conv" and source.attrs.group > 1):
+            return f"the means belong to the launch of {source.name}, or are kept"
+        if len(x.shape) != 4 or x.dtype != op.outputs[0].type.dtype or conv_maps.pitch_of(x, 8) is None:
+            return "its images are not channels-last, or of another type"
+        return super().refuse(b, op)
+
+    def apart(self, problem: pair.Problem, gpu: GpuFacts) -> float:
+        """A launch for the means, and one or two for the products."""
+        vectors = replace(problem, pixels=0)
+        products = min(_offers(vectors, gpu)[0].seconds or 0.0, super().apart(vectors, gpu))
+        return products + MEANS_S + problem.pixels * problem.depth * 2 / MEANS_RATE
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The convolution before it, and the means before that."""
+        near = list(super().neighbours(graph, op))
+        pool = _pool(graph, near[0]) if near else None
+        return [*([pool] if pool is not None else []), *near]
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The means, and both convolutions."""
+        first = _before(b, op)
+        pool = _pool(b.graph, first)
+        assert pool is not None
+        return Region(op, before=(pool, first))
+
+    def source(self, b: Builder, op: Op) -> TensorView:
+        """What the launch reads: the images."""
+        return b.operand(self.region(b, op).before[0].inputs[0])
+
+    def problem(self, b: Builder, op: Op) -> pair.Problem:
+        _, _, *size = b.graph.type(self.region(b, op).before[0].inputs[0]).static_shape  # type: ignore[arg-type]
+        return replace(super().problem(b, op), pixels=math.prod(size))
+
+
+def _pool(graph: Graph, first: Op) -> Op | None:
+    """The operator that makes the means that only ``first`` reads."""
+    pool = graph.op(first.inputs[0])  # type: ignore[arg-type]
+    return pool if pool.kind == "GlobalAveragePool" and graph.sole_user(pool.value) == first else None
+
+
+def _before(b: Builder, op: Op) -> Op:
+    first = _first(b.graph, op)
+    assert first is not None
+    return first
 
 
 def _epilogues(b: Builder, first: Op, op: Op) -> tuple[Epilogue, Epilogue]:
