@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
+
+import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
-from optdnn.ir.strips import contiguous
-from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
+from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
@@ -27,7 +28,7 @@ from optdnn.kernels.gemm import gemv_pair_kernel as pair
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import Offer, Region, Tactic
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
-from optdnn.types import BF16, FP16
+from optdnn.types import BF16, FP16, Array
 
 GAIN = 0.8
 """One launch has to promise at most this fraction of what two are predicted to take: the second of two hardly waits for the first."""
@@ -132,7 +133,7 @@ class GemvPair(Tactic):
         between, ep = _epilogues(b, first, op)
         images, dtype = op.outputs[0].type.static_shape[0], map_dtype(op.outputs[0].type.dtype)
         stages = (("bias",), *between.rendered), (("bias",), *ep.rendered)
-        return pair.Problem(images, depth, hidden, channels, stages[0], stages[1], dtype)
+        return pair.Problem(images, depth, up(hidden, 8), channels, stages[0], stages[1], dtype)
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         return _offers(self.problem(b, op), b.gpu)
@@ -146,10 +147,11 @@ class GemvPair(Tactic):
         for name, conv, stages in (("first", first, between), ("second", op, ep)):
             weight = b.weights(conv)
             rows, depth = weight.shape[:2]
-            dense = b.kept.once("rows", [weight], lambda: contiguous(weight.reshape(rows, depth)))  # noqa: B023
+            shape = (problem.hidden, depth) if conv is first else (rows, problem.hidden)
+            dense = b.kept.once(("gemv_pair", shape), [weight], partial(_filled, weight, shape))
             operands[name] = b.constant(dense, f"{conv.outputs[0].name}.weights")
-            operands[f"{name}_bias"] = bias_row(b, conv, stages.added_to(bias_of(b, conv)), rows)
-            reads += [operands[name].view((rows, depth, 1, 1), (depth, 1, 1, 1)), operands[f"{name}_bias"]]
+            bias = operands[f"{name}_bias"] = bias_row(b, conv, stages.added_to(bias_of(b, conv)), shape[0])
+            reads += [operands[name].view((rows, depth, 1, 1), (shape[1], 1, 1, 1)), bias.view((rows,), (1,))]
             reads += [None, *(b.constant(c, "scalar") for c in stages.constants)] if stages.constants else []
         held = [conv_attrs(conv_maps.POINTWISE, 1, stages.stages) for stages in (between, ep)]
         attrs = {f"{name}_{k}": v for name, a in zip(("first", "second"), held, strict=True) for k, v in a.items()}
@@ -215,6 +217,14 @@ def _before(b: Builder, op: Op) -> Op:
     first = _first(b.graph, op)
     assert first is not None
     return first
+
+
+def _filled(weight: Array, shape: tuple[int, int]) -> Array:
+    """The matrix of a 1x1 convolution, with zeros behind its rows and columns."""
+    rows, depth = weight.shape[:2]
+    made = np.zeros(shape, weight.dtype)
+    made[:rows, :depth] = weight.reshape(rows, depth)
+    return made
 
 
 def _epilogues(b: Builder, first: Op, op: Op) -> tuple[Epilogue, Epilogue]:

@@ -57,6 +57,7 @@ NETS: dict[str, Callable[[], Graph]] = {
     "no bias": lambda: excited(bias=False),
     "five images": lambda: excited(images=5),
     "other channels": lambda: excited(out=20),
+    "ten hidden": lambda: excited(hidden=10, activation="Swish"),
     "means": lambda: excited(means=True),
     "means, one image": lambda: excited(images=1, means=True, channels=96, size=(28, 28)),
     "means, many channels": lambda: excited(1032, 24, images=1, means=True, activation="Swish"),
@@ -120,7 +121,7 @@ REFUSED: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
     "one alone": (lambda n: [n.conv(pixels(n), 24, 1, pads=0)], "not the result of such a convolution"),
     "another reader": (two_readers, "has another reader"),
     "an addition": (added, "more than an activation"),
-    "odd sizes": (lambda n: [n.conv(n.conv(pixels(n), 12, 1, pads=0), 24, 1, pads=0)], "64 and 12 elements"),
+    "odd sizes": (lambda n: [n.conv(n.conv(pixels(n, 68), 12, 1, pads=0), 24, 1, pads=0)], "vectors of 68 and 16 elements"),
     "large": (lambda n: [n.conv(n.conv(pixels(n, 4096), 1024, 1, pads=0), 24, 1, pads=0)], "of shared memory exceed"),
     "a bias": (unknown_bias, "a bias is not constant"),
 }
