@@ -121,7 +121,10 @@ REFUSED: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
     "one alone": (lambda n: [n.conv(pixels(n), 24, 1, pads=0)], "not the result of such a convolution"),
     "another reader": (two_readers, "has another reader"),
     "an addition": (added, "more than an activation"),
-    "odd sizes": (lambda n: [n.conv(n.conv(pixels(n, 68), 12, 1, pads=0), 24, 1, pads=0)], "vectors of 68 and 16 elements"),
+    "odd sizes": (
+        lambda n: [n.conv(n.conv(pixels(n, 68), 12, 1, pads=0), 24, 1, pads=0)],
+        "vectors of 68 and 16 elements",
+    ),
     "large": (lambda n: [n.conv(n.conv(pixels(n, 4096), 1024, 1, pads=0), 24, 1, pads=0)], "of shared memory exceed"),
     "a bias": (unknown_bias, "a bias is not constant"),
 }
