@@ -23,7 +23,7 @@ from optdnn.kernels.conv.unfold import Unfold
 from optdnn.kernels.conv.volume import VolumeConv
 from optdnn.kernels.conv.volume_stem import VolumeStem
 from optdnn.kernels.gemm.gemv import Gemv
-from optdnn.kernels.gemm.gemv_pair import GemvPair
+from optdnn.kernels.gemm.gemv_pair import GemvPair, PooledPair
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.gemm.matmul import TiledMatMul
@@ -75,6 +75,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Conv": (
         PooledConv(),
         Separable(),
+        PooledPair(),
         GemvPair(),
         BlockConv(),
         VolumeStem(),

@@ -252,6 +252,15 @@ def _infer_separable(call: Call) -> Result:
     return infer_as(call, "Conv", a.second, (*between, *call.types[a.operands :]))
 
 
+def _infer_excitation_gate(call: Call) -> Result:
+    a: SeparableConvAttrs = call.attrs
+    x = call.type(0)
+    require_rank(x, 4, "ExcitationGate input")
+    vectors = x.with_shape((*x.dims[:2], 1, 1))
+    between = infer_as(call, "Conv", a.first, (vectors, *call.types[1 : a.operands])).types
+    return infer_as(call, "Conv", a.second, (*between, *call.types[a.operands :]))
+
+
 def _infer_conv_squeeze(call: Call) -> Result:
     a: ConvSqueezeAttrs = call.attrs
     (y,) = infer_as(call, a.of, a.conv, call.types).types
@@ -289,6 +298,7 @@ DEFS: tuple[OpDef, ...] = (
     region("ConvSqueeze", _infer_conv_squeeze, ConvSqueezeAttrs, tol=_TOL),
     region("ConvSum", _infer_conv_sum, ConvSumAttrs, tol=_TOL),
     region("ImageConv", _infer_image_conv, ImageConvAttrs, tol=_TOL, arity=3),
+    region("ExcitationGate", _infer_excitation_gate, SeparableConvAttrs, tol=_TOL),
     region("MeanProduct", _infer_mean_product, ConvAttrs, tol=_TOL, arity=3),
     region("PooledConv", _infer_pooled, ConvAttrs, tol=_TOL, arity=3),
     region("QuantizedBlocks", _infer_quantized_blocks, QuantizedBlocksAttrs, tol=EXACT),

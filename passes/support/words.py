@@ -58,8 +58,6 @@ RULES: Mapping[str, str] = {
     "gemm_transpose": "Transposes merged into matrix products",
     "sink_transpose": "Transposes moved past other operators",
     "depthwise_relu": "ReLUs moved into the depthwise convolutions after them",
-    "sum_of_groups": "sums over groups of channels made sums of slices",
-    "mean_of_groups": "means of sums over groups of channels made means of all channels",
     "flatten_last": "Flattens merged into the matrix product after them",
     "hoist_view": "Reshapes moved before matrix products",
     "turn_before_norm": "transposes of rows moved before the norm",

@@ -30,7 +30,7 @@ def _conv_sum(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> 
 
 
 def _separable_conv(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
-    """Without the depthwise part, which is small and no product of matrices."""
+    """Without the first part, which is small and, where it is depthwise, no product of matrices."""
     return 2 * math.prod(out) * math.prod(shapes[attrs["operands"]][1:])
 
 
@@ -114,6 +114,7 @@ PRODUCTS: dict[str, Products] = {
     "ConvSqueeze": _quantized_conv,
     "ConvSum": _conv_sum,
     "ConvTranspose": _conv_transpose,
+    "ExcitationGate": _separable_conv,
     "FactoredAttention": _attention,
     "GRU": _recurrent_layer,
     "Gemm": _gemm,

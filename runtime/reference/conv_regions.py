@@ -143,6 +143,12 @@ def separable_conv(run: Run, *given: Array | None, operands: int, through: str, 
     return run("Conv", [rounded.astype(np.float32), *given[operands:]], prefixed(attrs, "second_"))
 
 
+def excitation_gate(run: Run, x: Array, *given: Array | None, through: str, **attrs: Any) -> tuple[Array, ...]:
+    """The means over an image's pixels, as one pixel rounded to the type ``through``, then :func:`separable_conv`."""
+    (means,) = cast(x.mean((2, 3), keepdims=True, dtype=np.float32), through)
+    return separable_conv(run, means.astype(np.float32), *given, through=through, **attrs)
+
+
 def prefixed(attrs: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """The attributes whose names begin with ``prefix``, without it."""
     return {name.removeprefix(prefix): value for name, value in attrs.items() if name.startswith(prefix)}
@@ -191,6 +197,7 @@ COMPOSED: dict[str, ComposedKernel] = {
     "ConvBlocks": conv_blocks,
     "ConvSqueeze": conv_squeeze,
     "ConvSum": conv_sum,
+    "ExcitationGate": excitation_gate,
     "MeanProduct": mean_product,
     "PooledConv": pooled_conv,
     "SeparableConv": separable_conv,

@@ -152,6 +152,14 @@ def test_separable_conv() -> None:
     assert np.array_equal(y, conv(POINT, between, w, bias))
 
 
+def test_excitation_gate() -> None:
+    x, w, first_bias, second, bias = random(2, 8, 6, 6), random(4, 8, 1, 1), random(4), random(16, 4, 1, 1), random(16)
+    (y,) = results("ExcitationGate", SeparableConvAttrs(POINT, POINT, "float16"), [x, w, first_bias, second, bias])
+    means = x.mean((2, 3), keepdims=True, dtype=np.float32).astype(np.float16).astype(np.float32)
+    between = conv(POINT, means, w, first_bias).astype(np.float16).astype(np.float32)
+    assert np.array_equal(y, conv(POINT, between, second, bias))
+
+
 @pytest.mark.parametrize("tile", [(), (4, 3)])
 def test_conv_squeeze(tile: tuple[int, ...]) -> None:
     x, w, bias = random(2, 8, 7, 6), random(8, 1, 3, 3), random(8)

@@ -13,6 +13,7 @@ from kernels.attention.test_attention_between_channels import between_channels  
 from kernels.attention.test_attention_over_a_cache import step  # type: ignore[import-not-found]
 from kernels.conv import test_conv_bands, test_conv_pool  # type: ignore[import-not-found]
 from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]
+from kernels.gemm.test_gemv_pair import excited  # type: ignore[import-not-found]
 from kernels.gemm.test_matmul_stacks import NETS as STACKS  # type: ignore[import-not-found]
 from kernels.gemm.test_matmul_tiles import NETS as TILED  # type: ignore[import-not-found]
 from kernels.gemm.test_normed import NETS as NORMED  # type: ignore[import-not-found]
@@ -20,6 +21,7 @@ from kernels.gemm.test_paired import NETS as PAIRED  # type: ignore[import-not-f
 from kernels.generated_cases import FAMILIES, graph_of  # type: ignore[import-not-found]
 from kernels.index import test_top_rows  # type: ignore[import-not-found]
 from kernels.norm.test_across import mixer  # type: ignore[import-not-found]
+from kernels.norm.test_group_norm_add import block  # type: ignore[import-not-found]
 from kernels.pointwise.test_prologue import dense_layer, gated  # type: ignore[import-not-found]
 
 
@@ -136,6 +138,13 @@ def forced(name: str) -> Iterator[None]:
             from optdnn.kernels.norm import group_norm, group_norm_grid
 
             patch.setattr(group_norm, "group_norm_offers", kept_by_a_grid(group_norm_grid))
+        if name.startswith("a gate"):
+            from optdnn.kernels.gemm import gemv_pair
+
+            for tactic in (gemv_pair.GemvPair, gemv_pair.PooledPair):
+                patch.setattr(tactic, "defer", lambda *given: None)
+        if name == "a norm and a shortcut":
+            patch.setattr("optdnn.kernels.norm.group_norm_add.SEPARATE_S", 1.0)
         if name == "narrow groups":
             patch.setattr("optdnn.kernels.conv.general.MARGIN", 0.0)
         if name.startswith("K shared"):
@@ -302,6 +311,9 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "attention between channels": (between_channels, "fp16"),
         "attention between channels over many tokens": (lambda: between_channels(tokens=3000), "fp16"),
         "a grid that keeps an image": (lambda: group_norm(channels=32, groups=4, size=(20, 21), then="Relu"), "fp16"),
+        "a gate": (lambda: excited(images=1), "fp16"),
+        "a gate of means": (lambda: excited(images=1, means=True), "fp16"),
+        "a norm and a shortcut": (block, "fp16"),
         "norms across": (net(Net, lambda n: mixer(n, 20)), "fp16"),
         **{f"pairs of channels: {name}": (net(Net, build), "fp16") for name, build in PAIRED.items()},
         **{f"norms between products: {name}": (net(Net, build), "fp16") for name, build in NORMED.items()},

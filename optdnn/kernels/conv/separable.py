@@ -35,6 +35,9 @@ FEW = 2
 """Further configurations, whose order of sums does not depend on sizes."""
 MEASURED = 9, 160
 """The most taps, and channels of the result, at which one launch was measured against two. Only tuning tries more."""
+PROJECTED = 2
+"""So many times fewer channels has a result, at least, for which one launch is predicted well: of 147x147x64 -> 128 and 128 -> 128 at batch
+16 it took 118 and 148 us on an H200, where 66 and 98 were predicted."""
 GAIN = 0.97
 """One launch has to promise at most this fraction of what two take."""
 
@@ -240,6 +243,8 @@ def _slower(problem: separable.Problem, gpu: GpuFacts, invariant: bool = False) 
     taps, channels = MEASURED
     if problem.taps > taps or problem.channels > channels:
         return f"of more than {taps} taps or {channels} channels, only tuning tries one launch"
+    if PROJECTED * problem.channels > problem.inner:
+        return f"of {problem.inner} channels become {problem.channels}: only tuning tries one launch that projects so little"
     one = min((o.seconds or 0.0 for o in _offers(problem, gpu) if o.row_invariant or not invariant), default=np.inf)
     two = _apart(problem, gpu)
     if one <= GAIN * two:

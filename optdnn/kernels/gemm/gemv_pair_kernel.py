@@ -10,13 +10,20 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
-WARPS = 8
+WARPS, POOLING_WARPS = 8, 16
+"""Warps of a block; of one that makes means."""
 CLUSTERS = (1, 2, 4, 8, 16)
 """Blocks that share an image."""
-LAUNCH_S, MEET_S, SIXTEEN_S = 1.7e-6, 0.2e-6, 0.3e-6
+PART = 8
+"""Threads that share a sum of the second product; of the first one, a warp."""
+LAUNCH_S, MEET_S, SIXTEEN_S = 1.9e-6, 0.2e-6, 0.3e-6
 """Seconds of a launch after another one; what clusters add, and clusters of sixteen blocks."""
-RATE = 1.0e11
-"""Bytes of weights that a block reads a second, from memory to its sums."""
+PASS_S = 0.12e-6
+"""Seconds in which all threads of a block make one sum each, or their share of one."""
+AHEAD = 8
+"""Loads of a thread that are under way at once where it sums pixels."""
+POOL_S, BATCH_S = 1.0e-6, 0.7e-6
+"""Seconds of sums over pixels, and of each further batch of loads."""
 WAVE_S = 1.2e-6
 """Seconds of clusters that start when others end."""
 
@@ -32,6 +39,8 @@ class Problem:
     between: tuple[render.Stage, ...] = (("bias",),)
     epilogue: tuple[render.Stage, ...] = (("bias",),)
     dtype: str = "float16"
+    pixels: int = 0
+    """Of images (channels-last), the means of whose channels are the vectors; 0: vectors are read."""
 
 
 @dataclass(frozen=True, order=True)
@@ -49,11 +58,22 @@ def shares(problem: Problem, config: Config) -> tuple[int, int]:
     return -(-problem.hidden // config.cluster), -(-problem.channels // config.cluster)
 
 
+def warps(problem: Problem) -> int:
+    """Warps of a block."""
+    return POOLING_WARPS if problem.pixels else WARPS
+
+
+def pooled(problem: Problem, config: Config) -> int:
+    """Channels whose means a block makes."""
+    return -(-problem.depth // config.cluster // 8) * 8 if problem.pixels else 0
+
+
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block: the hidden vector, the image's vector, both shares of weights, and their biases."""
     rows, columns = shares(problem, config)
     vectors = 4 * problem.hidden + 2 * problem.depth
-    return vectors + 2 * (rows * problem.depth + columns * problem.hidden) + 4 * (rows + columns)
+    sums = 4 * 8 * 32 * warps(problem) + 16 if problem.pixels else 0
+    return vectors + 2 * (rows * problem.depth + columns * problem.hidden) + 4 * (rows + columns) + sums
 
 
 def refuse(
@@ -70,12 +90,17 @@ def refuse(
         return "nothing is added to its results"
     if config.cluster not in CLUSTERS:
         return f"{config.cluster} blocks are no cluster of this kernel"
+    if (share := pooled(problem, config)) > 32 * warps(problem):
+        return f"{share} channels are too many for the threads of a block"
+    if problem.pixels >= 1 << 24:
+        return f"an image of {problem.pixels} pixels is too large"
     return no_room(shared_bytes(problem, config), shared, 1)
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile; sizes are parameters."""
-    defines = render.constants({"CLUSTER": config.cluster, "WARPS": WARPS})
+    sizes = {"CLUSTER": config.cluster, "WARPS": warps(problem), "POOL": int(problem.pixels > 0)}
+    defines = render.constants(sizes)
     stages = [render.epilogue(problem.between, "between_one"), render.epilogue(problem.epilogue)]
     text = "\n".join([defines, *stages, ""])
     return Recipe("gemv_pair.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
@@ -83,21 +108,28 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
     """The launch. Operands: ``x``, ``first`` (``[hidden, depth]``) and ``second`` (``[channels, hidden]``), ``first_bias`` and
-    ``second_bias`` (fp32), ``output``. Pitches count elements from an image to the next."""
+    ``second_bias`` (fp32), ``output``. Pitches count elements from an image to the next, ``x_pitch`` of images from a pixel."""
     parameters = Parameters().pointer("x", "first", "first_bias", "second", "second_bias", "output")
     parameters.i32(problem.depth, problem.hidden, problem.channels, *shares(problem, config), x_pitch, out_pitch)
+    parameters.i32(problem.pixels, pooled(problem, config))
     return parameters.launch(
-        recipe(problem, config, gpu.arch), "gemv_pair", config.cluster * problem.images, WARPS * 32,
+        recipe(problem, config, gpu.arch), "gemv_pair", config.cluster * problem.images, warps(problem) * 32,
         shared=shared_bytes(problem, config), cluster=config.cluster,
     )  # fmt: skip
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch."""
+    """Predicted seconds of one dependent launch, from 40 launches of SE-ResNet-50, TResNet-M and ResNeSt-26 on an H200."""
     rows, columns = shares(problem, config)
     waves = math.ceil(problem.images / max(1, gpu.clusters_at_once(config.cluster)))
     together = (MEET_S if config.cluster > 1 else 0.0) + (SIXTEEN_S if config.cluster == 16 else 0.0)
-    block = 2 * (rows * problem.depth + columns * problem.hidden) / RATE
+    threads = 32 * warps(problem)
+    passes = -(-rows // warps(problem)) + -(-columns // (threads // PART))
+    steps = -(-problem.depth // 512) - 1 + -(-problem.hidden // (8 * PART)) - 1
+    block = PASS_S * (passes + 0.25 * steps)
+    if problem.pixels:
+        loads = problem.pixels * pooled(problem, config) / 8 / threads
+        block += POOL_S + BATCH_S * (math.ceil(loads / AHEAD) - 1) + together
     return LAUNCH_S + together + block + (waves - 1) * (WAVE_S + block)
 
 

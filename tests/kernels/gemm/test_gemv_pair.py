@@ -22,6 +22,7 @@ from optdnn.kernels.gemm import gemv_pair as tactic
 from optdnn.kernels.gemm import gemv_pair_kernel as pair
 from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import Prepared, lower_cuda
+from optdnn.ops.index import SplitAttrs
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.device import facts_for
@@ -37,11 +38,12 @@ HOPPER = of_arch("sm_90a")
 
 def excited(
     channels: int = 64, hidden: int = 16, *, images: int = 2, activation: str = "Relu", gate: str = "Sigmoid",
-    bias: bool = True, out: int = 0,
+    bias: bool = True, out: int = 0, means: bool = False, size: tuple[int, int] = (9, 7),
 ) -> Graph:  # fmt: skip
-    """Squeeze-and-excitation (Hu et al., 2018)."""
+    """Squeeze-and-excitation (Hu et al., 2018). ``means``: the launch makes the means; else the convolution before it does."""
     n = Net()
-    x = n.conv(n.input(images, 8, 9, 7), channels)
+    x = n.conv(n.input(images, 8, *size), channels)
+    x = x if means else n.conv(x, channels, group=channels)
     y = n.conv(n.op("GlobalAveragePool", x), hidden, 1, pads=0, bias=bias)
     y = n.op(gate, n.conv(n.op(activation, y), out or channels, 1, pads=0, bias=bias))
     return n.done(y if out else n.conv(n.op("Mul", x, y), 16, 1, pads=0))
@@ -55,13 +57,19 @@ NETS: dict[str, Callable[[], Graph]] = {
     "no bias": lambda: excited(bias=False),
     "five images": lambda: excited(images=5),
     "other channels": lambda: excited(out=20),
+    "ten hidden": lambda: excited(hidden=10, activation="Swish"),
+    "means": lambda: excited(means=True),
+    "means, one image": lambda: excited(images=1, means=True, channels=96, size=(28, 28)),
+    "means, many channels": lambda: excited(1032, 24, images=1, means=True, activation="Swish"),
+    "means, many pixels": lambda: excited(24, 8, images=1, means=True, size=(96, 90)),
 }
 
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the cost model were for one launch everywhere."""
-    monkeypatch.setattr(tactic, "_apart", lambda problem, gpu: 1.0)
+    for one in (tactic.GemvPair, tactic.PooledPair):
+        monkeypatch.setattr(one, "defer", lambda *given: None)
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -69,13 +77,14 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("chosen")
 def test_one_launch_gives_what_two_give(name: str, precision: str) -> None:
     program = check_simulated(NETS[name](), precision)
-    (step,) = [s for s in program.steps if s.params["op"]["kind"] == "SeparableConv"]
+    (step,) = [s for s in program.steps if str(s.params["tactic"]).startswith("gemv_pair")]
     assert sum(node.startswith("Conv") for node in step.src) == 2, "both convolutions are named"
+    assert step.params["op"]["kind"] == ("ExcitationGate" if name.startswith("means") else "SeparableConv")
 
 
-def reasons(program: Program) -> list[str]:
+def reasons(program: Program, name: str = "gemv_pair_sm90") -> list[str]:
     rows: Any = program.meta["tactics"]
-    return [r["reason"] for row in rows for r in row.get("refused", []) if r["tactic"] == "gemv_pair_sm90"]
+    return [r["reason"] for row in rows for r in row.get("refused", []) if r["tactic"] == name]
 
 
 def pixels(n: Net, channels: int = 64) -> Value:
@@ -111,10 +120,50 @@ REFUSED: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
     "one alone": (lambda n: [n.conv(pixels(n), 24, 1, pads=0)], "not the result of such a convolution"),
     "another reader": (two_readers, "has another reader"),
     "an addition": (added, "more than an activation"),
-    "odd sizes": (lambda n: [n.conv(n.conv(pixels(n), 12, 1, pads=0), 24, 1, pads=0)], "64 and 12 elements"),
+    "odd sizes": (
+        lambda n: [n.conv(n.conv(pixels(n, 68), 12, 1, pads=0), 24, 1, pads=0)],
+        "vectors of 68 and 16 elements",
+    ),
     "large": (lambda n: [n.conv(n.conv(pixels(n, 4096), 1024, 1, pads=0), 24, 1, pads=0)], "of shared memory exceed"),
     "a bias": (unknown_bias, "a bias is not constant"),
 }
+
+
+def of_groups(n: Net) -> list[Value]:
+    """The launch of the depthwise convolution makes the means."""
+    x = n.op("GlobalAveragePool", n.conv(n.conv(n.input(2, 8, 9, 7), 64), 64, group=64))
+    return [n.conv(n.conv(x, 16, 1, pads=0), 24, 1, pads=0)]
+
+
+def odd_channels(n: Net) -> list[Value]:
+    """Channels that begin behind four others."""
+    x = n.conv(n.input(2, 8, 9, 7), 68)
+    first, x = n.op("Split", x, n.ints(4, 64), attrs=SplitAttrs(1), outputs=2)
+    x = n.op("GlobalAveragePool", x)
+    return [n.conv(n.conv(x, 16, 1, pads=0), 24, 1, pads=0), n.op("Tanh", first)]
+
+
+def read_twice(n: Net) -> list[Value]:
+    x = pixels(n)
+    return [n.conv(n.conv(x, 16, 1, pads=0), 24, 1, pads=0), n.op("Tanh", x)]
+
+
+MEANS_REFUSED: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
+    "groups": (of_groups, "the means belong to the launch of"),
+    "odd channels": (odd_channels, "its images are not channels-last"),
+    "another reader": (read_twice, "does not read the means of an image, alone"),
+}
+
+
+@pytest.mark.parametrize("name", MEANS_REFUSED)
+@pytest.mark.usefixtures("chosen")
+def test_means_are_refused_with_their_reason(name: str) -> None:
+    build, reason = MEANS_REFUSED[name]
+    n = Net()
+    program = lowered(n.done(*build(n)))
+    assert "ExcitationGate" not in kinds(program)
+    assert "SeparableConv" in kinds(program)
+    assert any(reason in found for found in reasons(program, "gemv_pair_means_sm90"))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -141,9 +190,26 @@ def test_other_machines_and_types_are_refused(options: dict[str, Any], reason: s
 @pytest.mark.parametrize("faster", [False, True])
 def test_unmeasured_the_cost_model_decides(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tactic, "_apart", lambda problem, gpu: 1.0 if faster else 1e-9)
-    program = lowered(excited())
+    program = lowered(excited(512, 16))
     assert ("SeparableConv" in kinds(program)) == faster
     assert faster or any("two launches are predicted" in r for r in reasons(program))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [({"images": tactic.FEW + 1}, "more than 4 images"), ({"channels": 256}, "fewer than 8192 products")],
+)
+def test_what_was_not_faster_is_for_tuning(given: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tactic, "_apart", lambda problem, gpu: 1.0)
+    program = lowered(excited(**{"channels": 512, "hidden": 16, **given}))
+    assert "SeparableConv" not in kinds(program)
+    assert any(reason in r for r in reasons(program))
+
+
+def test_tuning_tries_to_make_the_means_as_well() -> None:
+    program = lowered(excited(means=True))
+    assert "ExcitationGate" not in kinds(program)
+    assert any("only tuning tries to make the means" in r for r in reasons(program, "gemv_pair_means_sm90"))
 
 
 P = pair.Problem(2, 64, 16, 64)
@@ -157,6 +223,8 @@ P = pair.Problem(2, 64, 16, 64)
         (replace(P, epilogue=(("bias",), ("add",))), 8, "nothing is added"),
         (P, 3, "no cluster of this kernel"),
         (replace(P, depth=4096, hidden=256), 4, "shared memory exceed"),
+        (replace(P, depth=1032, pixels=49), 1, "too many for the threads"),
+        (replace(P, pixels=1 << 24), 8, "is too large"),
     ],
 )
 def test_what_the_kernel_refuses(problem: pair.Problem, cluster: int, reason: str) -> None:
@@ -195,11 +263,36 @@ def test_the_kernel_on_a_processor(depth: int, hidden: int, channels: int, dtype
     assert (got[:, problem.channels :] == 7).all()
 
 
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(("depth", "pixels"), [(64, 63), (136, 500), (24, 3), (256, 1)])
+def test_means_on_a_processor(depth: int, pixels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "POOLING_WARPS", 8)  # the emulator has no more
+    problem = pair.Problem(2, depth, 16, 40, pixels=pixels)
+    assert pair.refuse(problem, pair.Config(1)) is None
+    rng, pitch = np.random.default_rng(0), depth + 16
+    made = pair.launch(problem, pair.Config(1), HOPPER, pitch, 40)
+    text = made.recipe.generated["generated.cuh"]
+    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
+    library = emulated.compiled(made.recipe, made.function, tmp_path, rendered=rendered, headers=["vectors.cuh"])
+    x = (rng.standard_normal((2, pixels, pitch)) + 1).astype(np.float16)
+    first = (rng.standard_normal((16, depth)) / depth**0.5).astype(np.float16)
+    second = (rng.standard_normal((40, 16)) / 4).astype(np.float16)
+    biases = [rng.standard_normal(size).astype(np.float32) for size in (16, 40)]
+    arrays = {"x": x, "first": first, "second": second, "first_bias": biases[0], "second_bias": biases[1]}
+    arrays["output"] = np.zeros((2, 40), np.float16)
+    held = {name: emulated.aligned(a) for name, a in arrays.items()}
+    emulated.run(library, made, {name: held[name].ctypes.data for name in made.operands})
+    means = x[..., :depth].mean(1, dtype=np.float32).astype(np.float16).astype(np.float32)
+    between = (means @ first.astype(np.float32).T + biases[0]).astype(np.float16).astype(np.float32)
+    want = between @ second.astype(np.float32).T + biases[1]
+    np.testing.assert_allclose(held["output"].astype(np.float32), want, rtol=0, atol=4e-3 * np.abs(want).max())
+
+
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("config", [pair.Config(c) for c in (1, 8, 16)], ids=str)
 def test_kernels_compile_without_spills(config: pair.Config) -> None:
-    for dtype in ("float16", "bfloat16"):
-        (kernel,) = nvrtc.resources(pair.recipe(replace(P, dtype=dtype), config)).values()
+    for more in ({}, {"dtype": "bfloat16"}, {"pixels": 49}):
+        (kernel,) = nvrtc.resources(pair.recipe(replace(P, **more), config)).values()
         assert kernel.spill_bytes == 0
 
 
@@ -213,10 +306,12 @@ def test_every_cluster_on_a_gpu_gives_what_it_means(name: str) -> None:
     optimize(graph, options, options.target)
     facts = facts_for(TargetName.parse(options.target))
     plain = lower_cuda(graph, options, facts, {})
-    (decision,) = [t for t in plain.meta["tactics"] if t["tactic"] == tactic.GemvPair.name]
-    for cluster in pair.CLUSTERS:
-        choice = Prepared({decision["signature"]: TacticChoice(tactic.GemvPair.name, str(pair.Config(cluster)))})
+    (decision,) = [t for t in plain.meta["tactics"] if t["tactic"].startswith("gemv_pair") and not t.get("dropped")]
+    for cluster in pair.CLUSTERS if "many channels" not in name else pair.CLUSTERS[2:]:
+        choice = Prepared({decision["signature"]: TacticChoice(decision["tactic"], str(pair.Config(cluster)))})
         context: Any = CudaRunner(lower_cuda(graph, options, facts, {}, prepared=choice), LoadOptions()).context()
-        errors = [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "SeparableConv"]
+        errors = [
+            e.error for e in check_steps(context, feeds_of(graph)) if e.kind in ("SeparableConv", "ExcitationGate")
+        ]
         assert errors, "the step was checked"
         assert max(errors) < 2e-3, (cluster, errors)

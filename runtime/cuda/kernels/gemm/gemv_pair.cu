@@ -6,15 +6,18 @@
 // result. Both shares of the weights are in shared memory before the kernel that makes the vectors has ended: they depend on
 // no other one. 16-bit operands, fp32 sums in one order.
 //
-// generated.cuh defines CLUSTER, WARPS, between_one() and epilogue().
+// POOL: the vector has the means of the channels of an image (channels-last), of which each block makes a share.
+//
+// generated.cuh defines CLUSTER, WARPS, POOL, between_one() and epilogue().
 #include "vectors.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
 
 constexpr int THREADS = WARPS * 32, PART = 8;      // lanes that share a sum of the second product
+constexpr int AHEAD = 8;
 
 struct Params {
-    const u16* x;                                  // [images][x_pitch]
+    const u16* x;                                  // [images][x_pitch]; POOL: [images][pixels][x_pitch]
     const u16* first;                              // [hidden][depth]
     const float* first_bias;                       // [hidden]
     const u16* second;                             // [channels][hidden]
@@ -23,6 +26,7 @@ struct Params {
     int depth, hidden, channels;                   // depth and hidden: multiples of 8
     int rows, columns;                             // of the hidden vector and of the result, that a block makes
     int x_pitch, out_pitch;
+    int pixels, share;                             // POOL: share: the channels whose means a block makes, a multiple of 8
 };
 
 DEVICE void copy(u16* to, const u16* from, int elements) {
@@ -38,7 +42,59 @@ DEVICE void add_products(float& sum, const u16* a, const u16* b) {
 DEVICE void put(float* at, int rank, float v) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_map(smem_address(at), rank)), "f"(v) : "memory");
 }
+DEVICE void put(u16* at, int rank, u16 v) {
+    asm volatile("st.shared::cluster.u16 [%0], %1;" ::"r"(cluster_map(smem_address(at), rank)), "h"(v) : "memory");
+}
 #endif
+// All blocks of the cluster have written what they have to.
+DEVICE void meet() {
+#if CLUSTER > 1
+    cluster_arrive();
+    cluster_wait();
+#else
+    __syncthreads();
+#endif
+}
+
+// The sums of ``share`` channels from ``image`` on, of which the image has ``channels``: each of the first threads has one. Threads take
+// vectors of pixels, a number of pixels apart, AHEAD at a time; ``partial``: 8 numbers a thread.
+DEVICE float channel_sum(const Params& p, const u16* image, int channels, float* partial) {
+    const int vectors = p.share / 8, lines = THREADS / vectors, vector = threadIdx.x % vectors, line = threadIdx.x / vectors;
+    float sum[8];
+    #pragma unroll
+    for (int i = 0; i < 8; i++) sum[i] = 0.0f;
+    if (line < lines && vector * 8 < channels) {
+        for (int begin = line; begin < p.pixels; begin += AHEAD * lines) {
+            Packed<8> v[AHEAD];
+            #pragma unroll
+            for (int k = 0; k < AHEAD; k++) {
+                const int pixel = begin + k * lines;
+                v[k] = load_packed<8>(image + (long long)min(pixel, p.pixels - 1) * p.x_pitch + vector * 8);
+            }
+            #pragma unroll
+            for (int k = 0; k < AHEAD; k++) {
+                if (begin + k * lines >= p.pixels) break;
+                #pragma unroll
+                for (int i = 0; i < 8; i++) sum[i] += element(v[k], i);
+            }
+        }
+    }
+    if (line < lines) {
+        #pragma unroll
+        for (int i = 0; i < 8; i++) partial[line * p.share + vector * 8 + i] = sum[i];
+    }
+    __syncthreads();
+    // Several threads share the lines of a channel, then the first one has the sum of theirs.
+    const int channel = threadIdx.x % p.share, first = threadIdx.x / p.share, step = THREADS / p.share;
+    float total = 0.0f;
+    for (int l = first; l < lines && first < step; l += step) total += partial[l * p.share + channel];
+    __syncthreads();
+    if (first < step) partial[first * p.share + channel] = total;
+    __syncthreads();
+    total = 0.0f;
+    for (int l = 0; l < step && first == 0; l++) total += partial[l * p.share + channel];
+    return total;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS) gemv_pair(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
@@ -65,12 +121,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemv_pair(const __grid_con
     cluster_arrive();
 #endif
     grid_dependency_wait();
+#if POOL
+    float* partial = second_bias + (p.columns + 3) / 4 * 4;
+    const int channel = rank * p.share, own = max(0, min(p.share, p.depth - channel));
+    const float total = channel_sum(p, p.x + (long long)image * p.pixels * p.x_pitch + channel, own, partial);
+#else
     copy(x, p.x + (long long)image * p.x_pitch, p.depth);
+#endif
     copies_commit();
     copies_wait_but<0>();
     __syncthreads();
 #if CLUSTER > 1
     cluster_wait();                                // the peers run: their shared memory may be written
+#endif
+#if POOL
+    if (int(threadIdx.x) < own) {
+        const u16 mean = pack1(total / p.pixels);
+#if CLUSTER > 1
+        for (int r = 0; r < CLUSTER; r++) put(x + channel + threadIdx.x, r, mean);
+#else
+        x[channel + threadIdx.x] = mean;
+#endif
+    }
+    meet();
 #endif
     for (int r = warp; r < rows; r += WARPS) {
         float sum = 0.0f;
@@ -84,12 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemv_pair(const __grid_con
         if (lane == 0) hidden[row + r] = y;
 #endif
     }
-#if CLUSTER > 1
-    cluster_arrive();
-    cluster_wait();
-#else
-    __syncthreads();
-#endif
+    meet();
     for (int begin = 0; begin < columns; begin += THREADS / PART) {
         const int c = begin + int(threadIdx.x) / PART;
         float sum = 0.0f;
