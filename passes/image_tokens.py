@@ -302,18 +302,19 @@ def _turns(op: Op) -> bool:
     return op.attrs.perm in (channels_from_last(rank), channels_to_last(rank))
 
 
-def _is_image(graph: Graph, value: Value) -> bool:
-    """Whether an operator of images makes it, directly or through pointwise operators and norms."""
-    for _ in range(_BETWEEN):
-        op = graph.op(value)
-        if op.kind in OF_IMAGES or _turns(op):
-            return True
-        if op.kind in STRUCTURAL or op.input(0) is None:
-            return False
-        if op.kind not in NORMS | PARTS and not op.definition.traits.pointwise:
-            return False
-        value = operand(op)
-    return False
+def _is_image(graph: Graph, value: Value, within: int = _BETWEEN - 1) -> bool:
+    """Whether an operator of images makes it, or one of the operands of ``within`` pointwise operators and norms before it."""
+    op = graph.op(value)
+    if op.kind in OF_IMAGES or _turns(op):
+        return True
+    if within == 0 or op.kind in STRUCTURAL or op.input(0) is None:
+        return False
+    dims, sources = op.outputs[0].type.dims, [operand(op)]
+    if op.definition.traits.pointwise:
+        sources += [v for v in op.inputs[1:] if v is not None and graph.type(v).dims == dims]
+    elif op.kind not in NORMS | PARTS:
+        return False
+    return any(_is_image(graph, v, within - 1) for v in sources)
 
 
 class ImageTokens(RulePass):
