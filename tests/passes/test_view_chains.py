@@ -116,7 +116,7 @@ def test_others_are_no_candidates(form: str) -> None:
 
 
 def test_axes_that_lie_apart_are_not_joined_first() -> None:
-    """Channels and the rows of a patch stay apart: an image that was cut is not copied before it is turned (TNT: Han et al., 2021)."""
+    """Channels and rows of a patch stay apart: a cut image is not copied before it is turned (TNT: Han et al., 2021)."""
     n = Net()
     x = n.op("Relu", n.input(1, 3, 2, 4, 2, 5))
     y = turned(n, shaped(n, turned(n, x, 0, 1, 2, 4, 3, 5), 1, 12, 20), 0, 2, 1)
