@@ -166,9 +166,9 @@ class Config:
         """Queries of an item."""
         return 64 if self.split else 64 * self.warpgroups
 
-    def own_tiles(self, tiles: float) -> float:
+    def own_tiles(self, tiles: int) -> int:
         """Tiles of ``tiles`` that the busiest warpgroup multiplies."""
-        return math.ceil(tiles / self.warpgroups) if self.split else tiles
+        return -(-tiles // self.warpgroups) if self.split else tiles
 
     def __str__(self) -> str:
         flags = "p" * self.persistent + "t" * self.turns + "k" * self.split
@@ -407,7 +407,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     added = 0 if problem.mask is None else 10 / 128 if problem.mask[2] else 3 / 128
     added += (0, 1, 5)[factor_form(problem, config)] / 128
     if has_few_items(problem, device):
-        own, work = max(1.0, config.own_tiles(seen)), (plain + added) / plain
+        busiest = math.ceil(seen) if problem.reach >= 0 else tiles  # of one wave, the item with the most tiles decides
+        own, work = max(1, config.own_tiles(busiest)), (plain + added) / plain
         groups, split = (1, config.warpgroups) if config.split else (config.warpgroups, 1)
         return few_items.seconds(config.keys, own, groups, problem.head, work, split, ahead=config.stages > split)
     scores = 64 * config.keys * (plain + added) + 150
