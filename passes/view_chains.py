@@ -61,7 +61,7 @@ def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _parts(one: Shape, two: Shape) -> Shape | None:
-    """Sizes of the largest parts of which the axes of both shapes consist, in row-major order; None where there are none."""
+    """Sizes of the largest parts that make up the axes of both shapes, in row-major order; None where there are none."""
     ends = sorted({math.prod(shape[i:]) for shape in (one, two) for i in range(len(shape) + 1)}, reverse=True)
     if any(a % b for a, b in pairwise(ends)):
         return None
