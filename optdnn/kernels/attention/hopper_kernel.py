@@ -25,6 +25,8 @@ LOADING_REGISTERS = 24
 """Registers of a thread of a persistent block's loading warpgroup."""
 PRODUCT_REGISTERS = 26
 """Registers of a thread, in addition to the scores, that ptxas needs for a product at the block's initial registers."""
+MERGE_REGISTERS = 60
+"""Registers of a thread that adds up what warpgroups found, in addition to its results and to maxima and sums."""
 ENDS = 2200
 """Cycles of a block's first loads and last store."""
 TURNS, IDLE_TURNS = 0.96, 1.02
@@ -250,7 +252,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     scores, rest = (config.keys * 0.62, 44) if config.own_tiles(tiles) == 1 else (config.keys * 0.75, 28)
     mask = 12 + config.keys / 8 * mask_rows(problem) if problem.mask else 0.0
     bias = (mask, config.keys / 2, 36.0)[factor_form(problem, config)]
-    if scores + problem.head / 2 + rest + bias > (limit := register_limit(problem, config)):
+    merged = problem.head / 2 + 4 * config.warpgroups + MERGE_REGISTERS if config.split else 0.0
+    if max(scores + problem.head / 2 + rest + bias, merged) > (limit := register_limit(problem, config)):
         return f"scores and results of a thread exceed {limit} registers"
     if config.persistent and config.keys // 2 + PRODUCT_REGISTERS > start_registers(config):
         return f"the compiler takes no product of {config.keys} keys for threads that start with {start_registers(config)} registers"

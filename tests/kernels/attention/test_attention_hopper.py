@@ -204,6 +204,13 @@ def test_split_blocks_that_are_refused(config: Config, because: str) -> None:
     assert hopper.refuse(merged(1, 12, 576, 64), Config(3, 96, 6, split=True)) is None
 
 
+def test_sums_of_warpgroups_need_registers() -> None:
+    problem = apart(1, 8, 64, 700, 128)
+    refused = hopper.refuse(problem, Config(3, 48, 6, split=True))
+    assert refused == "scores and results of a thread exceed 128 registers"
+    assert hopper.refuse(problem, Config(2, 48, 4, split=True)) is None
+
+
 def test_softcaps_are_refused() -> None:
     assert hopper.refuse(merged(1, 2, 90, 64, softcap=2.0), Config(1, 64, 1)) == "it has no softcap"
 
