@@ -303,17 +303,19 @@ def _turns(op: Op) -> bool:
     return op.attrs.perm in (channels_from_last(rank), channels_to_last(rank))
 
 
-def _is_image(graph: Graph, value: Value, within: int = _BETWEEN) -> bool:
-    """Whether an operator of images makes it, directly or through pointwise operators and norms; or a term of a sum."""
+def _is_image(graph: Graph, value: Value, within: int = _BETWEEN - 1) -> bool:
+    """Whether an operator of images makes it, or one of the operands of ``within`` pointwise operators and norms before it."""
     op = graph.op(value)
     if op.kind in OF_IMAGES or _turns(op):
         return True
-    if within == 1 or op.kind in STRUCTURAL or op.input(0) is None:
+    if within == 0 or op.kind in STRUCTURAL or op.input(0) is None:
         return False
-    if op.kind not in NORMS | PARTS and not op.definition.traits.pointwise:
+    dims, sources = op.outputs[0].type.dims, [operand(op)]
+    if op.definition.traits.pointwise:
+        sources += [v for v in op.inputs[1:] if v is not None and graph.type(v).dims == dims]
+    elif op.kind not in NORMS | PARTS:
         return False
-    terms = op.inputs if op.kind == "Add" else op.inputs[:1]
-    return any(v is not None and _is_image(graph, v, within - 1) for v in terms)
+    return any(_is_image(graph, v, within - 1) for v in sources)
 
 
 class ImageTokens(RulePass):

@@ -1,4 +1,4 @@
-"""Fourier transforms of known length become products with constant matrices, and transforms of frames convolutions.
+"""Fourier transforms and adaptive pools become products with constant matrices, and transforms of frames convolutions.
 
 A DFT of n numbers is a product with a matrix of cosines and sines. Tensor cores compute it faster than a GPU sums it number by
 number, and up to some thousand points the matrix is small. The pairs (real, imaginary) of a complex signal are further rows of the

@@ -25,12 +25,14 @@ def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
     The Reshape in the middle would copy what the first Transpose moved. Those before and after the chain go along."""
     middle = producer(graph, op.inputs[0], RESHAPES, alone=True)
     first = None if middle is None else producer(graph, middle.inputs[0], {"Transpose"}, alone=True)
-    if middle is None or first is None or not (op.outputs[0].type.is_static and first.outputs[0].type.is_static):
-        return None
-    if first.attrs.perm is None or op.attrs.perm is None or not op.outputs[0].type.size:
+    if middle is None or first is None:
         return None
     before = producer(graph, first.inputs[0], RESHAPES, alone=True)
     x = operand(first if before is None else before)
+    if first.attrs.perm is None or op.attrs.perm is None or 0 in op.outputs[0].type.dims:
+        return None
+    if not all(t.is_static for t in (graph.type(x), first.outputs[0].type, op.outputs[0].type)):
+        return None
     reader = graph.sole_user(op.value)
     after = reader if reader is not None and reader.kind in RESHAPES else None
     end = op if after is None else after
@@ -44,7 +46,7 @@ def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
     if all(given.index(q) == given.index(p) + 1 for axis in joined for p, q in pairwise(axis)):
         return None  # nothing is copied between them
     taken = [p for j in op.attrs.perm for p in joined[j]]
-    runs = _runs(given, taken)
+    runs = _runs(given, taken, _starts(graph.type(x).static_shape, [parts[p] for p in given]))
     order = sorted(runs, key=lambda run: taken.index(run[0]))
     kept = (1,) if graph.type(x).dims[:1] == (1,) else ()  # the batch stays in front
     sizes = (*kept, *(math.prod(parts[p] for p in run) for run in runs))
@@ -59,7 +61,7 @@ def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _parts(one: Shape, two: Shape) -> Shape | None:
-    """Sizes of the largest parts of which the axes of both shapes consist, in row-major order; None where there are none."""
+    """Sizes of the largest parts that make up the axes of both shapes, in row-major order; None where there are none."""
     ends = sorted({math.prod(shape[i:]) for shape in (one, two) for i in range(len(shape) + 1)}, reverse=True)
     if any(a % b for a, b in pairwise(ends)):
         return None
@@ -78,11 +80,17 @@ def _groups(shape: Shape, parts: Shape) -> list[list[int]]:
     return found
 
 
-def _runs(given: Sequence[int], taken: Sequence[int]) -> list[list[int]]:
-    """``given`` in runs that stay together in ``taken``."""
+def _starts(shape: Shape, sizes: Sequence[int]) -> set[int]:
+    """The numbers of those of the parts at which an axis of ``shape`` begins."""
+    axes = {math.prod(shape[i:]) for i in range(len(shape))}
+    return {i for i in range(len(sizes)) if math.prod(sizes[i:]) in axes}
+
+
+def _runs(given: Sequence[int], taken: Sequence[int], starts: set[int]) -> list[list[int]]:
+    """``given`` in runs that stay together in ``taken``. A run begins at each of ``starts``, since axes may lie apart in memory."""
     runs: list[list[int]] = []
-    for p in given:
-        together = bool(runs) and taken.index(p) == taken.index(runs[-1][-1]) + 1
+    for i, p in enumerate(given):
+        together = i not in starts and taken.index(p) == taken.index(runs[-1][-1]) + 1
         if together:
             runs[-1].append(p)
         else:

@@ -45,7 +45,7 @@ class Sums:
 
 @rule("gathered_sums", {"Add"})
 def gathered_sums(graph: Graph, op: Op) -> Match | Miss | None:
-    """Refuses large matrices, and those of which a sum takes few elements."""
+    """Refuses large matrices, and sums of few elements of a large one."""
     sums, reader = _sums(graph, op), graph.sole_user(op.value)
     if sums is None or (reader is not None and reader.kind == "Add" and _sums(graph, reader) is not None):
         return None

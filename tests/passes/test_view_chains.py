@@ -13,6 +13,7 @@ from support.simulated import check_simulated
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.support.facts import operand
 from optdnn.passes.view_chains import ViewChains
 
 PASS = ViewChains()
@@ -112,6 +113,16 @@ def test_others_are_no_candidates(form: str) -> None:
     else:
         graph = n.done(turned(n, shaped(n, turned(n, n.input(2, 4, 0), 1, 0, 2), 8, -1), 1, 0))
     check_untouched(PASS, graph)
+
+
+def test_axes_that_lie_apart_are_not_joined_first() -> None:
+    """Channels and rows of a patch stay apart: a cut image is not copied before it is turned (TNT: Han et al., 2021)."""
+    n = Net()
+    x = n.op("Relu", n.input(1, 3, 2, 4, 2, 5))
+    y = turned(n, shaped(n, turned(n, x, 0, 1, 2, 4, 3, 5), 1, 12, 20), 0, 2, 1)
+    result, _ = check_pass(PASS, n.done(n.op("Exp", y)), changes=1, rules=RULE)
+    (one,) = result.of_kind("Transpose")
+    assert result.type(operand(one)).dims == (1, 3, 2, 4, 2, 5)
 
 
 def test_axes_that_are_split_unevenly_are_refused() -> None:

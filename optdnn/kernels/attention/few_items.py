@@ -28,7 +28,7 @@ SHARED, SHARED_PART, LOADED = 0.25e-6, 0.33e-6, 0.9e-9
 
 
 def seconds(
-    keys: int, tiles: float, groups: int, head: int, scores: float, split: int = 1, *, ahead: bool = True
+    keys: int, tiles: int, groups: int, head: int, scores: float, split: int = 1, *, ahead: bool = True
 ) -> float:
     """Predicted seconds of a dependent launch.
 

@@ -25,6 +25,8 @@ LOADING_REGISTERS = 24
 """Registers of a thread of a persistent block's loading warpgroup."""
 PRODUCT_REGISTERS = 26
 """Registers of a thread, in addition to the scores, that ptxas needs for a product at the block's initial registers."""
+MERGE_REGISTERS = 60
+"""Registers of a thread that adds up what warpgroups found, in addition to its results and to maxima and sums."""
 ENDS = 2200
 """Cycles of a block's first loads and last store."""
 TURNS, IDLE_TURNS = 0.96, 1.02
@@ -166,9 +168,9 @@ class Config:
         """Queries of an item."""
         return 64 if self.split else 64 * self.warpgroups
 
-    def own_tiles(self, tiles: float) -> float:
+    def own_tiles(self, tiles: int) -> int:
         """Tiles of ``tiles`` that the busiest warpgroup multiplies."""
-        return math.ceil(tiles / self.warpgroups) if self.split else tiles
+        return -(-tiles // self.warpgroups) if self.split else tiles
 
     def __str__(self) -> str:
         flags = "p" * self.persistent + "t" * self.turns + "k" * self.split
@@ -250,7 +252,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     scores, rest = (config.keys * 0.62, 44) if config.own_tiles(tiles) == 1 else (config.keys * 0.75, 28)
     mask = 12 + config.keys / 8 * mask_rows(problem) if problem.mask else 0.0
     bias = (mask, config.keys / 2, 36.0)[factor_form(problem, config)]
-    if scores + problem.head / 2 + rest + bias > (limit := register_limit(problem, config)):
+    merged = problem.head / 2 + 4 * config.warpgroups + MERGE_REGISTERS if config.split else 0.0
+    if max(scores + problem.head / 2 + rest + bias, merged) > (limit := register_limit(problem, config)):
         return f"scores and results of a thread exceed {limit} registers"
     if config.persistent and config.keys // 2 + PRODUCT_REGISTERS > start_registers(config):
         return f"the compiler takes no product of {config.keys} keys for threads that start with {start_registers(config)} registers"
@@ -407,7 +410,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     added = 0 if problem.mask is None else 10 / 128 if problem.mask[2] else 3 / 128
     added += (0, 1, 5)[factor_form(problem, config)] / 128
     if has_few_items(problem, device):
-        own, work = max(1.0, config.own_tiles(seen)), (plain + added) / plain
+        busiest = math.ceil(seen) if problem.reach >= 0 else tiles  # of one wave, the item with the most tiles decides
+        own, work = max(1, config.own_tiles(busiest)), (plain + added) / plain
         groups, split = (1, config.warpgroups) if config.split else (config.warpgroups, 1)
         return few_items.seconds(config.keys, own, groups, problem.head, work, split, ahead=config.stages > split)
     scores = 64 * config.keys * (plain + added) + 150

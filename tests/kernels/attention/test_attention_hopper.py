@@ -157,6 +157,15 @@ def test_the_model_of_few_items_follows_what_was_measured(
     assert hopper.estimate(problem, config, H200) * 1e6 == pytest.approx(measured, rel=0.2)
 
 
+def test_the_busiest_of_few_items_decides() -> None:
+    """In causal order the last queries see all keys, while the others' multiprocessors are idle."""
+    config = Config(1, 64, 2)
+    causal, whole = merged(1, 12, 128, 64, causal=True), merged(1, 12, 128, 64)
+    assert hopper.estimate(causal, config, H200) == hopper.estimate(whole, config, H200)
+    near = merged(1, 6, 512, 64, causal=True, causal_offset=64, reach=128)
+    assert hopper.estimate(near, config, H200) < hopper.estimate(merged(1, 6, 512, 64), config, H200)
+
+
 def test_first_choices_of_few_items() -> None:
     chosen = {
         tokens: str(hopper.candidates(merged(1, 12, tokens, 64), H200)[0]) for tokens in (49, 64, 128, 197, 257, 576)
@@ -193,6 +202,13 @@ def test_first_choices_of_few_items() -> None:
 def test_split_blocks_that_are_refused(config: Config, because: str) -> None:
     assert hopper.refuse(merged(1, 12, 576, 64), config) == because
     assert hopper.refuse(merged(1, 12, 576, 64), Config(3, 96, 6, split=True)) is None
+
+
+def test_sums_of_warpgroups_need_registers() -> None:
+    problem = apart(1, 8, 64, 700, 128)
+    refused = hopper.refuse(problem, Config(3, 48, 6, split=True))
+    assert refused == "scores and results of a thread exceed 128 registers"
+    assert hopper.refuse(problem, Config(2, 48, 4, split=True)) is None
 
 
 def test_softcaps_are_refused() -> None:
