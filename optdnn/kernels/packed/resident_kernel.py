@@ -1,0 +1,146 @@
+"""Plans of the product of some rows with packed weights whose rows stay in shared memory (``packed_resident.cu``): 9 to 16 rows."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from optdnn.errors import InternalError
+from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.packed import tiles
+from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, put_weights
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+LEAST_ROWS, MAX_ROWS = 9, 16
+"""Fewer rows are the columns of one mma.sync; of more, ``packed_sm90.cu`` took less time."""
+ROWS = 16
+"""Rows that a block has room for."""
+WARPS = 16
+"""Of a multiprocessor, at most: threads have 128 registers, then."""
+REGISTERS = 65536
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``teams`` teams of ``sharers`` warps, which share K, take groups of ``tiles`` tiles of 16 columns (of both matrices, where there are
+    two) in turn; each warp has ``ahead`` chunks of a group in flight. ``split`` blocks share K."""
+
+    tiles: int
+    teams: int
+    sharers: int
+    ahead: int
+    split: int = 1
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.teams * self.sharers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.warps * 32
+
+    def __str__(self) -> str:
+        shared = f"k{self.split}" if self.split > 1 else ""
+        return f"resident{self.tiles}t{self.teams}x{self.sharers}a{self.ahead}{shared}"
+
+
+CONFIGS = tuple(
+    Config(*c)
+    for c in itertools.product((1, 2, 3, 4), range(1, 17), range(1, 17), (1, 2, 3, 4), (1, 2, 3, 4, 6, 8))
+    if 6 <= c[1] * c[2] <= WARPS
+)
+
+
+def parts(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Parts of the columns: each multiprocessor has one block."""
+    return min(problem.tiles, max(1, gpu.multiprocessors // config.split))
+
+
+def groups_here(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Groups of tiles of a block, at most."""
+    each = config.tiles // problem.matrices
+    return -(-(-(-problem.tiles // parts(problem, config, gpu))) // each)
+
+
+def chunks_here(problem: Problem, config: Config) -> int:
+    """Chunks of K of a block, at most."""
+    return -(-problem.chunks // config.split)
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block: rows, sums of the rows of each chunk, and sums of warps."""
+    chunks = chunks_here(problem, config)
+    rows = chunks * problem.chunk * 2 + 16
+    return ROWS * (rows + chunks * 4 + config.warps * (config.tiles * tiles.CHANNELS + 4) * 4)
+
+
+def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if not 1 <= problem.rows <= MAX_ROWS:
+        return f"it is for up to {MAX_ROWS} rows, not {problem.rows}"
+    if config not in CONFIGS:
+        return "not a tile of this kernel"
+    if config.tiles % problem.matrices:
+        return "tiles of two matrices come in pairs"
+    if (needed := shared_bytes(problem, config)) > gpu.shared_per_block:
+        return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
+    if registers(problem, config) * config.threads > REGISTERS:
+        return "its sums and chunks in flight do not fit the registers"
+    if config.teams > groups_here(problem, config, gpu):
+        return f"its blocks have fewer than {config.teams} groups of tiles"
+    if problem.chunks // config.split < config.sharers:
+        return f"{problem.chunks} chunks are not shared by {config.split * config.sharers} warps"
+    return None
+
+
+def registers(problem: Problem, config: Config) -> int:
+    """Registers of a thread, about."""
+    groups = tiles.groups_of(problem.bits, problem.block)
+    chunk = 8 + 2 * (-(-groups * problem.scale_bytes // 4) + -(-groups * problem.zero_bytes // 4))
+    return 36 + config.tiles * (8 + 8 * (groups == 1) + config.ahead * chunk)
+
+
+def workspace(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[int, int]:
+    """Bytes of the partial sums, and of their counts, which are zero at first. Both 0 where K is not shared by blocks."""
+    if config.split == 1:
+        return 0, 0
+    blocks, fours = parts(problem, config, gpu), groups_here(problem, config, gpu) * ROWS * config.tiles * 4
+    return blocks * config.split * fours * 16, blocks * 4
+
+
+def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
+    """What to compile."""
+    found = {
+        "TILES": config.tiles, "TEAMS": config.teams, "SHARERS": config.sharers, "DEPTH": config.ahead, "SPLIT": config.split,
+        "CHUNKS": chunks_here(problem, config), "GROUPS_HERE": groups_here(problem, config, gpu), "RESIDENT": WARPS // config.warps,
+        "HAS_RESIDUAL": int(problem.residual), "PAIRED": problem.matrices - 1, **defines(problem),
+    }  # fmt: skip
+    stages = [render.epilogue(problem.epilogue)]
+    stages += [] if problem.beside is None else [render.epilogue(problem.beside, "epilogue_beside")]
+    text = "\n".join([render.constants(found), render.mma(problem.dtype), *stages, ""])
+    return Recipe("packed_resident.cu", gpu.arch, {"generated.cuh": text}, template_options(problem.dtype))
+
+
+def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
+    """The launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32, columns in fours), ``residual``, ``output``; of a second
+    product its weights, behind ``beside_``, and ``beside_bias``; where blocks share K ``partial`` and ``arrived`` (:func:`workspace`).
+    Raises InternalError."""
+    if reason := refuse(problem, config, gpu):
+        raise InternalError(f"packed_resident: {reason}")
+    parameters = put_weights(Parameters().pointer("x"), problem)
+    parameters.pointer("bias", "residual" if problem.residual else None, "output")
+    if problem.matrices > 1:
+        put_weights(parameters, problem, "beside_").pointer("beside_bias")
+    else:
+        parameters.pointer(None, None, None).i32(0, 0, 0).pointer(None)
+    parameters.pointer(*(("partial", "arrived") if config.split > 1 else (None, None)))
+    blocks = parts(problem, config, gpu)
+    parameters.i32(problem.rows, problem.columns, problem.depth, x_pitch, out_pitch, blocks)
+    return parameters.launch(
+        recipe(problem, config, gpu), "packed_resident", blocks * config.split, config.threads, shared=shared_bytes(problem, config)
+    )  # fmt: skip

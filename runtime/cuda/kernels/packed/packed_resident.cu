@@ -1,0 +1,331 @@
+// Some rows times packed weights (up to 16): a block keeps its rows in shared memory, and each warp streams weights from memory straight to
+// registers. 16-bit activations, fp32 sums.
+//
+//   out[m, column] = epilogue(sum_k x[m, k] * (number[column, k] - zero) * scale)
+//
+// SPLIT blocks share K. A block takes a part of the columns and brings the rows of its part of K to shared memory, once. Its warps are TEAMS
+// teams of SHARERS warps. A team takes groups of TILES tiles of 16 columns in turn; its warps take chunks of K in turn, and each has DEPTH
+// chunks of all tiles of the group on their way to its registers. The first are on their way before griddepcontrol.wait. No warp waits for
+// another but for the rows, and where a team adds its sums.
+//
+// Where a chunk has one scale, numbers are multiplied as they lie (packed_few.cuh says how), and the chunk's sums are scaled, less the
+// zero point times the sums of its rows. Where the zero point is a constant, sums begin with that. The sums of a team's warps, and of the
+// SPLIT blocks (through memory, by the last one to come), are added in a fixed order.
+//
+// PAIRED: the epilogue reads the product with a second matrix of the same form, after stages of its own (gated linear units): a tile of it
+// follows each tile of the first matrix.
+//
+// generated.cuh defines TILES (of both matrices), TEAMS, SHARERS, DEPTH, SPLIT, CHUNKS (of K, of a block, at most), GROUPS_HERE (of tiles, of
+// a block, at most), RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, PAIRED, epilogue() and, PAIRED, epilogue_beside(), and what
+// packed.cuh says.
+#include "ptx.cuh"
+#include "mma.cuh"
+#include "generated.cuh"
+#include "stream.cuh"
+#include "packed.cuh"
+#include "packed_sums.cuh"
+
+struct Params {
+    const u16* x;                                  // [rows][x_pitch], rows aligned to 16 bytes
+    PackedWeights weights;
+    const float* bias;
+    const u16* residual;                           // as output
+    u16* output;                                   // [rows][out_pitch], aligned to 8 bytes
+    PackedWeights beside;                          // the second matrix, and its bias
+    const float* beside_bias;
+    float4* partial;                               // SPLIT > 1: sums of blocks, and how many of them have come
+    u32* arrived;
+    int rows, columns, k, x_pitch, out_pitch, parts;                   // parts: of the columns
+};
+
+constexpr int MATRICES = 1 + PAIRED, EACH = TILES / MATRICES;          // tiles of results of a group
+constexpr int WARPS = TEAMS * SHARERS, THREADS = WARPS * 32, TEAM_THREADS = SHARERS * 32, ROWS = 16;
+constexpr int PITCH = CHUNKS * CHUNK_K * 2 + 16;   // bytes of a row: the eight rows of an ldmatrix lie in other banks
+constexpr int FOURS = EACH * 4, SUM_PITCH = TILES * 16 + 4;            // fours of results of a row of a group; floats of its sums
+constexpr int ROW_SUMS_AT = ROWS * PITCH, SUMS_AT = ROW_SUMS_AT + CHUNKS * ROWS * 4, SUM_BYTES = ROWS * SUM_PITCH * 4;
+constexpr int PARTIAL_FOURS = GROUPS_HERE * ROWS * FOURS * MATRICES;   // of a block
+#if defined(DTYPE_BF16)
+constexpr bool RAW = GROUPS == 1 && !FLOAT_CODES && BITS < 8;
+constexpr float NUMBER = 1.0f, OFFSET = 128.0f;    // what an operand counts, and the constant that is added to each number
+#else
+constexpr bool RAW = GROUPS == 1 && !FLOAT_CODES;
+constexpr float NUMBER = 16777216.0f, OFFSET = 0.0f;
+#endif
+constexpr float START = ZEROS ? 1.0f : -(float(1 << (BITS - 1)) + OFFSET) / NUMBER;    // what sums of rows are multiplied by
+
+static_assert(TILES % MATRICES == 0, "tiles of two matrices come in pairs");
+
+// What a block computes: its tiles of results, in groups, and its chunks of K.
+struct Part {
+    int first, tiles, groups, begin, count;
+    __device__ __forceinline__ explicit Part(const Params& p) {
+        const int all = (p.columns + 15) / 16, part = blockIdx.x % SPLIT, block = blockIdx.x / SPLIT;
+        first = all * block / p.parts, tiles = all * (block + 1) / p.parts - first, groups = (tiles + EACH - 1) / EACH;
+        begin = p.weights.chunks * part / SPLIT, count = p.weights.chunks * (part + 1) / SPLIT - begin;
+    }
+};
+
+// Asks for a chunk of each tile of a group.
+DEVICE void load_group(Chunk (&into)[TILES], const Params& p, const Stream& stream, const Part& part, int group, int chunk, int lane) {
+    #pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        const int tile = part.first + min(group * EACH + n / MATRICES, part.tiles - 1);
+        into[n] = load_chunk(n % MATRICES ? p.beside : p.weights, stream, tile, part.begin + chunk, lane);
+    }
+}
+
+// Brings the rows of a chunk, with zeros beyond K. What lies in the place of rows that there are not counts for no other row.
+DEVICE void bring_rows(const Params& p, const Part& part, u32 rows, int chunk, int lane) {
+    constexpr int VECTORS = CHUNK_K / 8, STEP = 32 / VECTORS;          // rows that the lanes copy at once
+    const int k = (part.begin + chunk) * CHUNK_K + lane % VECTORS * 8, bytes = max(0, min(16, (p.k - k) * 2));
+    int m = lane / VECTORS;
+    u32 to = rows + m * PITCH + chunk * (CHUNK_K * 2) + lane % VECTORS * 16;
+    const u16* from = bytes > 0 ? p.x + (long long)m * p.x_pitch + k : p.x;
+    #pragma unroll
+    for (int i = 0; i < ROWS / STEP; i++, m += STEP, to += STEP * PITCH) {
+        if (m < p.rows) copy_16_or_zeros(to, from, bytes);
+        if (bytes > 0) from += STEP * p.x_pitch;
+    }
+}
+
+// Where a lane's 16 bytes of ldmatrix begin: of both tiles of eight rows.
+DEVICE u32 lane_rows(u32 rows, int chunk, int lane) { return rows + chunk * (CHUNK_K * 2) + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16; }
+
+// The sums of a chunk's rows 2 t and 2 t + 1 of a tile of eight rows.
+DEVICE float2* row_sums(u8* shared, int chunk, int m, int lane) { return reinterpret_cast<float2*>(shared + ROW_SUMS_AT) + (chunk * 2 + m) * 4 + lane % 4; }
+
+// Sums a chunk's rows: a product with ones.
+DEVICE void sum_rows(u8* shared, int chunk, int lane) {
+    const u32 one[4] = {ONE2, ONE2, ONE2, ONE2}, rows = lane_rows(smem_address(shared), chunk, lane);
+    float sums[2][4] = {};
+    #pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        u32 b[4];
+        ldmatrix_x4(rows + step * 32, b[0], b[1], b[2], b[3]);
+        multiply(sums[0], one, b[0], b[1]), multiply(sums[1], one, b[2], b[3]);
+    }
+    #pragma unroll
+    for (int m = 0; m < 2; m++)
+        if (lane < 4) *row_sums(shared, chunk, m, lane) = make_float2(sums[m][0] * START, sums[m][1] * START);
+}
+
+// Pair i of a word: numbers as they lie.
+DEVICE u32 raw_pair(u32 word, int i) {
+#if defined(DTYPE_BF16)
+    u32 numbers = 0x00010001u * ((1 << BITS) - 1);
+    asm("" : "+r"(numbers));                       // in a register: an instruction has room for one constant
+    return (word >> (BITS * i) & numbers) | 0x43004300u;
+#elif BITS == 8
+    return __byte_perm(word, 0u, i ? 0x4342 : 0x4140);
+#else
+    return word >> (BITS * i) & 0x00010001u * ((1 << BITS) - 1);
+#endif
+}
+DEVICE void operand_of(u32 (&a)[4], const Chunk& chunk, int step) {
+    if constexpr (RAW) {
+        const int word = step * 4 / STEPS, at = step % (STEPS / 4) * 2;
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const u32 numbers = word_of(chunk.weights[h], word);
+            a[h] = raw_pair(numbers, at), a[h + 2] = raw_pair(numbers, at + 1);
+        }
+    } else {
+        unpack_operand(a, chunk, step);
+    }
+}
+
+typedef float Sums[TILES][2][4];                   // of both tiles of eight rows
+
+DEVICE void clear(Sums& sums) {
+    #pragma unroll
+    for (int i = 0; i < TILES * 8; i++) sums[i / 8][i / 4 % 2][i % 4] = 0.0f;
+}
+
+// Adds a chunk's sums of a tile, scaled, less the zero point times the sums of its rows.
+DEVICE void add_scaled(float (&sums)[2][4], const float (&own)[2][4], const float2 (&row_sum)[2], const Chunk& chunk) {
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const Zero zero = zero_at(chunk, h, 0);
+        const float scale = scale_at(chunk.scales[h], 0), less = -scale * ((ZEROS == 2 ? zero.rest : float(zero.whole)) + OFFSET);
+        #pragma unroll
+        for (int m = 0; m < 2; m++) {
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float& sum = sums[m][2 * h + i];
+                if (ZEROS > 0) sum = fmaf(less, i ? row_sum[m].y : row_sum[m].x, sum);
+                sum = fmaf(scale * NUMBER, own[m][2 * h + i], sum);
+            }
+        }
+    }
+}
+
+// Adds the products of a chunk of each tile of a group.
+DEVICE void add_group(Sums& sums, const Chunk (&held)[TILES], u8* shared, int chunk, int lane) {
+    const u32 rows = lane_rows(smem_address(shared), chunk, lane);
+    float2 row_sum[2];
+    Sums own;
+    clear(own);
+    if (RAW) {
+        #pragma unroll
+        for (int m = 0; m < 2; m++) row_sum[m] = *row_sums(shared, chunk, m, lane);
+    }
+    if (RAW && ZEROS == 0) {
+        #pragma unroll
+        for (int i = 0; i < TILES * 4; i++) own[i / 4][i / 2 % 2][i % 2 * 2] = row_sum[i / 2 % 2].x, own[i / 4][i / 2 % 2][i % 2 * 2 + 1] = row_sum[i / 2 % 2].y;
+    }
+    #pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        u32 b[4];
+        ldmatrix_x4(rows + step * 32, b[0], b[1], b[2], b[3]);
+        #pragma unroll
+        for (int n = 0; n < TILES; n++) {
+            u32 a[4];
+            operand_of(a, held[n], step);
+            multiply(RAW ? own[n][0] : sums[n][0], a, b[0], b[1]);
+            multiply(RAW ? own[n][1] : sums[n][1], a, b[2], b[3]);
+        }
+    }
+    #pragma unroll
+    for (int n = 0; RAW && n < TILES; n++) add_scaled(sums[n], own[n], row_sum, held[n]);
+}
+
+// The warp's sums of a group: [ROWS][SUM_PITCH].
+DEVICE void put_sums(float* to, const Sums& sums, int lane) {
+    #pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        #pragma unroll
+        for (int i = 0; i < 8; i++) to[(i / 4 * 8 + lane % 4 * 2 + i % 2) * SUM_PITCH + n * 16 + lane / 4 + i / 2 % 2 * 8] = sums[n][i / 4][i % 4];
+    }
+}
+
+DEVICE void add_to(float4& sum, const float4& v) { sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w; }
+
+// Waits for the team's warps.
+DEVICE void team_barrier(int team) {
+    if (SHARERS > 1)
+        named_barrier(1 + team, TEAM_THREADS);
+    else
+        __syncwarp();
+}
+
+// Stores four results of a row, from their sums; PAIRED: and from those of the second matrix.
+DEVICE void store_results(const Params& p, int row, int column, const float4 (&sum)[MATRICES]) {
+    const float4 bias = bias_of_four(p.bias, column, p.columns);
+#if PAIRED
+    const float4 beside = bias_of_four(p.beside_bias, column, p.columns);
+    const float x[4] = {sum[0].x, sum[0].y, sum[0].z, sum[0].w}, c[4] = {bias.x, bias.y, bias.z, bias.w};
+    const float z[4] = {sum[1].x, sum[1].y, sum[1].z, sum[1].w}, d[4] = {beside.x, beside.y, beside.z, beside.w};
+    u16* const to = p.output + (long long)row * p.out_pitch + column;
+    float y[4];
+    #pragma unroll
+    for (int i = 0; i < 4; i++) y[i] = epilogue(x[i], c[i], epilogue_beside(z[i], d[i], 0.0f));
+    if (column + 4 <= p.columns && p.out_pitch % 4 == 0) {
+        *reinterpret_cast<uint2*>(to) = make_uint2(pack2(y[0], y[1]), pack2(y[2], y[3]));
+        return;
+    }
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (column + i < p.columns) to[i] = pack1(y[i]);
+#else
+    store_four(p, row, column, sum[0], bias);
+#endif
+}
+
+// The ends of a group: its results, or the block's part of their sums.
+struct Ends {
+    const Params& p;
+    const Part& part;
+    const PartialSums<SPLIT, PARTIAL_FOURS> partial;
+    __device__ __forceinline__ Ends(const Params& p, const Part& part) : p(p), part(part), partial{p.partial, p.arrived, blockIdx.x / SPLIT} {}
+
+    // Four i of a group: of a row. Whether there is such a tile.
+    __device__ __forceinline__ bool is_here(int group, int i) const { return group * EACH + i % FOURS / 4 < part.tiles; }
+    __device__ __forceinline__ void store(int group, int i, const float4 (&sum)[MATRICES]) const {
+        store_results(p, i / FOURS, (part.first + group * EACH) * 16 + i % FOURS * 4, sum);
+    }
+    __device__ __forceinline__ int place(int group, int i, int n) const { return (group * ROWS * FOURS + i) * MATRICES + n; }
+
+    // By all threads of a team, once its warps' sums are there.
+    __device__ __forceinline__ void team(const u8* sums, int group, int thread) const {
+        for (int i = thread; i < p.rows * FOURS; i += TEAM_THREADS) {
+            if (!is_here(group, i)) continue;
+            float4 sum[MATRICES];
+            #pragma unroll
+            for (int n = 0; n < MATRICES; n++) {
+                const u8* const from = sums + i / FOURS * (SUM_PITCH * 4) + (i % FOURS / 4 * MATRICES + n) * 64 + i % 4 * 16;
+                sum[n] = *reinterpret_cast<const float4*>(from);
+                #pragma unroll
+                for (int w = 1; w < SHARERS; w++) add_to(sum[n], *reinterpret_cast<const float4*>(from + w * SUM_BYTES));
+                if (SPLIT > 1) partial.put(blockIdx.x % SPLIT, place(group, i, n), sum[n]);
+            }
+            if (SPLIT == 1) store(group, i, sum);
+        }
+    }
+    // By all threads of the last block to come.
+    __device__ __forceinline__ void block() const {
+        for (int i = threadIdx.x; i < part.groups * ROWS * FOURS; i += THREADS) {
+            const int group = i / (ROWS * FOURS), at = i % (ROWS * FOURS);
+            if (at >= p.rows * FOURS || !is_here(group, at)) continue;
+            float4 sum[MATRICES];
+            #pragma unroll
+            for (int n = 0; n < MATRICES; n++) sum[n] = partial.sum(place(group, at, n));
+            store(group, at, sum);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) u8 shared[];
+    grid_launch_dependents();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;   // uniform, and known to be
+    const int team = warp / SHARERS, sharer = warp % SHARERS;
+    const Part part(p);
+    const Stream stream;
+    const int own = (part.count - sharer + SHARERS - 1) / SHARERS;     // the warp's chunks of a group
+    Chunk held[DEPTH][TILES];
+    #pragma unroll
+    for (int d = 0; d < DEPTH; d++)
+        if (d < own && team < part.groups) load_group(held[d], p, stream, part, team, sharer + d * SHARERS, lane);
+    const int prefetched = part.first * 16 + threadIdx.x * 32;
+    if (prefetched < min((part.first + part.tiles) * 16, p.columns)) {
+        prefetch_l2(p.bias + prefetched);          // nobody else has read them in this run
+        if (PAIRED) prefetch_l2(p.beside_bias + prefetched);
+    }
+    grid_dependency_wait();
+
+    const int turned = blockIdx.x / SPLIT % part.count;                // blocks ask L2 for other rows first
+    auto chunk_at = [&](int i) { return i + turned < part.count ? i + turned : i + turned - part.count; };
+    for (int i = warp; i < part.count; i += WARPS) bring_rows(p, part, smem_address(shared), chunk_at(i), lane);
+    copies_commit();
+    copies_wait_but<0>();
+    __syncwarp();
+    for (int i = warp; RAW && i < part.count; i += WARPS) sum_rows(shared, chunk_at(i), lane);
+    __syncthreads();
+
+    const Ends ends(p, part);
+    u8* const sums_of_team = shared + SUMS_AT + team * SHARERS * SUM_BYTES;
+    #pragma unroll 1
+    for (int group = team; group < part.groups; group += TEAMS) {
+        Sums sums;
+        clear(sums);
+        #pragma unroll 1
+        for (int first = 0; first < own; first += DEPTH) {
+            #pragma unroll
+            for (int d = 0; d < DEPTH; d++) {
+                if (first + d < own) add_group(sums, held[d], shared, sharer + (first + d) * SHARERS, lane);
+                const bool more = first + DEPTH < own;                 // of this group
+                const int next = more ? first + DEPTH + d : d, next_group = more ? group : group + TEAMS;
+                if (next < own && next_group < part.groups) load_group(held[d], p, stream, part, next_group, sharer + next * SHARERS, lane);
+            }
+        }
+        put_sums(reinterpret_cast<float*>(sums_of_team + sharer * SUM_BYTES), sums, lane);
+        team_barrier(team);
+        ends.team(sums_of_team, group, threadIdx.x % TEAM_THREADS);
+        if (group + TEAMS < part.groups) team_barrier(team);           // the sums' places are free
+    }
+#if SPLIT > 1
+    __threadfence();
+    __syncthreads();                               // the rows are read no more: their first word tells who was last
+    if (ends.partial.is_last(reinterpret_cast<u32*>(shared), [] { __syncthreads(); })) ends.block();
+#endif
+}

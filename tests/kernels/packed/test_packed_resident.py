@@ -1,0 +1,89 @@
+"""Some rows times packed weights, the rows in shared memory: plans, and the kernel on a processor that emulates warps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import emulated
+from support.conv_cases import apply_stages
+from support.host import COMPILER, WHY_NOT
+from support.packed_cases import CASES, GATED, TOLERANCE, TYPES, Case, check_emulated, drawn, operands_of, pitch_of, tiled
+from support.sweep import sweep
+
+from optdnn.kernels.packed import resident_kernel as resident
+from optdnn.kernels.packed.tiles import tiled_weights
+from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.gpu_facts import named
+from optdnn.runtime.reference.packed import dequantized
+
+H200 = named("h200")
+C = resident.Config
+SIZES = {
+    "9 rows": (2, Case(9, 72, 1100, zeros="uint8"), C(2, 2, 3, 2)),
+    "16 rows, two rounds": (1, Case(16, 300, 1024, block=32), C(2, 3, 2, 1)),
+    "K shared by blocks": (4, Case(16, 72, 2300, stages=(("add",), ("relu",))), C(2, 2, 3, 2, 2)),
+    "K shared by three blocks": (6, Case(13, 61, 2300, zeros="uint8"), C(1, 2, 4, 3, 3)),
+    "teams of one warp": (1, Case(10, 96, 640, "uint8", 64), C(1, 6, 1, 4)),
+    "one team": (1, Case(12, 64, 1536), C(4, 1, 8, 1)),
+    "bf16": (1, Case(15, 40, 600, dtype="bfloat16", scale="bfloat16"), C(1, 3, 2, 2)),
+    "odd columns": (2, Case(12, 61, 833, block=16), C(1, 2, 5, 2)),
+}
+
+
+def run(many: int, case: Case, config: resident.Config, folder: Path) -> None:
+    p, gpu = case.problem, replace(H200, multiprocessors=many)
+    made = resident.launch(p, config, gpu, pitch_of(case), p.columns)
+    check_emulated(case, made, resident.workspace(p, config, gpu), render.mma(p.dtype), folder)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", sweep(CASES, "blocks of 16", "8 bits, bf16", "gated"))
+def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
+    case = CASES[name].of_rows(11)
+    run(1, replace(case, depth=max(case.depth, 1025)), C(1, 2, 3, 1), tmp_path)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", sweep(SIZES, "9 rows", "K shared by blocks"))
+def test_sizes_on_a_processor(name: str, tmp_path: Path) -> None:
+    run(*SIZES[name], tmp_path)
+
+
+PAIRS = {
+    "two rounds": (1, Case(11, 120, 1700, stages=GATED), C(2, 3, 2, 2)),
+    "zero points": (1, Case(16, 100, 640, zeros="uint8", stages=GATED), C(4, 2, 4, 1)),
+    "K shared by blocks": (2, Case(9, 61, 1024, "uint8", dtype="bfloat16", scale="bfloat16", stages=GATED), C(2, 3, 2, 2, 2)),
+}
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_products_on_a_processor(name: str, tmp_path: Path) -> None:
+    check_pair(*PAIRS[name], tmp_path)
+
+
+def check_pair(many: int, case: Case, config: resident.Config, folder: Path) -> None:
+    """The product of a case times a second one, beside float64."""
+    p, o, gpu = replace(case.problem, beside=(("bias",), ("relu",))), drawn(case), replace(H200, multiprocessors=many)
+    made = resident.launch(p, config, gpu, pitch_of(case), p.columns)
+    text = made.recipe.generated["generated.cuh"].replace(render.mma(p.dtype), "")
+    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
+    headers = ["packed.cuh", "packed_sums.cuh"]
+    library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=headers)
+    found = operands_of(case, o) | {f"beside_{n}": a for n, a in tiled(case, o).items()}
+    second = o.packed ^ np.uint8(0x5A)
+    found["beside_tiles"] = tiled_weights(second, p.code, p.depth, p.block)
+    found["beside_bias"] = np.pad(drawn(case, 5).bias, (0, -p.columns % 4))
+    found["output"] = np.full((p.rows, p.columns), np.nan, TYPES[case.dtype])
+    partial, arrived = resident.workspace(p, config, gpu)
+    found |= {"partial": np.full(partial, 0xFF, np.uint8), "arrived": np.zeros(arrived, np.uint8)}
+    held = {n: emulated.aligned(a) for n, a in found.items()}
+    emulated.run(library, made, {n: held[n].ctypes.data for n in made.operands})
+    weights = [dequantized(w, o.scales, o.zeros, code=p.code, K=p.depth, block_size=p.block, wide=np.dtype(np.float64)) for w in (o.packed, second)]  # fmt: skip
+    y, z = (o.x.astype(np.float64) @ w.T for w in weights)
+    want = apply_stages(y, p.epilogue, o.bias, np.maximum(z + found["beside_bias"][: p.columns], 0))
+    got = held["output"].astype(np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2 * TOLERANCE[case.dtype] * np.abs(want).max())
