@@ -76,7 +76,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block: rows, sums of the rows of each chunk, and sums of warps."""
     chunks = chunks_here(problem, config)
     rows = chunks * problem.chunk * 2 + 16
-    return ROWS * (rows + chunks * 4 + config.warps * (config.tiles * tiles.CHANNELS + 4) * 4)
+    return ROWS * (rows + chunks * 8 + config.warps * (config.tiles * tiles.CHANNELS + 4) * 4)
 
 
 def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
@@ -118,7 +118,7 @@ def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     found = {
         "TILES": config.tiles, "TEAMS": config.teams, "SHARERS": config.sharers, "DEPTH": config.ahead, "SPLIT": config.split,
         "CHUNKS": chunks_here(problem, config), "GROUPS_HERE": groups_here(problem, config, gpu), "RESIDENT": WARPS // config.warps,
-        "HAS_RESIDUAL": int(problem.residual), "PAIRED": problem.matrices - 1, **defines(problem),
+        "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "HAS_RESIDUAL": int(problem.residual), "PAIRED": problem.matrices - 1, **defines(problem),
     }  # fmt: skip
     stages = [render.epilogue(problem.epilogue)]
     stages += [] if problem.beside is None else [render.epilogue(problem.beside, "epilogue_beside")]

@@ -15,7 +15,7 @@
 // PAIRED: the epilogue reads the product with a second matrix of the same form, after stages of its own (gated linear units): a tile of it
 // follows each tile of the first matrix.
 //
-// generated.cuh defines TILES (of both matrices), TEAMS, SHARERS, DEPTH, SPLIT, CHUNKS (of K, of a block, at most), GROUPS_HERE (of tiles, of
+// generated.cuh defines TILES (of both matrices), TEAMS, SHARERS, DEPTH, SPLIT, SET_SHIFT (chunk c has the scales of set c >> SET_SHIFT), CHUNKS (of K, of a block, at most), GROUPS_HERE (of tiles, of
 // a block, at most), RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, PAIRED, epilogue() and, PAIRED, epilogue_beside(), and what
 // packed.cuh says.
 #include "ptx.cuh"
@@ -42,7 +42,7 @@ constexpr int MATRICES = 1 + PAIRED, EACH = TILES / MATRICES;          // tiles 
 constexpr int WARPS = TEAMS * SHARERS, THREADS = WARPS * 32, TEAM_THREADS = SHARERS * 32, ROWS = 16;
 constexpr int PITCH = CHUNKS * CHUNK_K * 2 + 16;   // bytes of a row: the eight rows of an ldmatrix lie in other banks
 constexpr int FOURS = EACH * 4, SUM_PITCH = TILES * 16 + 4;            // fours of results of a row of a group; floats of its sums
-constexpr int ROW_SUMS_AT = ROWS * PITCH, SUMS_AT = ROW_SUMS_AT + CHUNKS * ROWS * 4, SUM_BYTES = ROWS * SUM_PITCH * 4;
+constexpr int ROW_SUMS_AT = ROWS * PITCH, SUMS_AT = ROW_SUMS_AT + CHUNKS * ROWS * 8, SUM_BYTES = ROWS * SUM_PITCH * 4;
 constexpr int PARTIAL_FOURS = GROUPS_HERE * ROWS * FOURS * MATRICES;   // of a block
 #if defined(DTYPE_BF16)
 constexpr bool RAW = GROUPS == 1 && !FLOAT_CODES && BITS < 8;
@@ -51,7 +51,8 @@ constexpr float NUMBER = 1.0f, OFFSET = 128.0f;    // what an operand counts, an
 constexpr bool RAW = GROUPS == 1 && !FLOAT_CODES;
 constexpr float NUMBER = 16777216.0f, OFFSET = 0.0f;
 #endif
-constexpr float START = ZEROS ? 1.0f : -(float(1 << (BITS - 1)) + OFFSET) / NUMBER;    // what sums of rows are multiplied by
+constexpr float START = (ZEROS ? 1.0f : -(float(1 << (BITS - 1)) + OFFSET)) / NUMBER;  // what sums of rows are multiplied by
+constexpr int SCALE_ROW = GROUPS * SCALE_BYTES, ZERO_ROW = GROUPS * ZERO_BYTES;        // bytes of a channel of a set
 
 static_assert(TILES % MATRICES == 0, "tiles of two matrices come in pairs");
 
@@ -65,14 +66,41 @@ struct Part {
     }
 };
 
-// Asks for a chunk of each tile of a group.
-DEVICE void load_group(Chunk (&into)[TILES], const Params& p, const Stream& stream, const Part& part, int group, int chunk, int lane) {
-    #pragma unroll
-    for (int n = 0; n < TILES; n++) {
-        const int tile = part.first + min(group * EACH + n / MATRICES, part.tiles - 1);
-        into[n] = load_chunk(n % MATRICES ? p.beside : p.weights, stream, tile, part.begin + chunk, lane);
+// A matrix as a lane reads it.
+struct Matrix {
+    const u8 *weights, *scales, *zeros;
+    __device__ __forceinline__ Matrix(const PackedWeights& w, int lane)
+        : weights(w.tiles + lane * 16), scales(w.scales + lane / 4 * SCALE_ROW), zeros(w.zeros + lane / 4 * ZERO_ROW) {}
+    __device__ __forceinline__ void load(Chunk& into, const Stream& stream, u32 chunk, u32 set) const {
+        const u8* const at = weights + u64(chunk) * CHUNK_BYTES;
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            into.weights[h] = stream(at + h * 512);
+            into.scales[h] = load_words<SCALE_ROW>(scales + u64(set) * (16 * SCALE_ROW) + h * (8 * SCALE_ROW));
+#if ZEROS
+            into.zeros[h] = load_words<ZERO_ROW>(zeros + u64(set) * (16 * ZERO_ROW) + h * (8 * ZERO_ROW));
+#endif
+        }
     }
-}
+};
+
+// Asks for a chunk of each tile of a group.
+struct Loads {
+    const Params& p;
+    const Part& part;
+    const Stream stream;
+    const Matrix own, beside;
+    __device__ __forceinline__ Loads(const Params& p, const Part& part, int lane)
+        : p(p), part(part), stream(), own(p.weights, lane), beside(PAIRED ? p.beside : p.weights, lane) {}
+    __device__ __forceinline__ void operator()(Chunk (&into)[TILES], int group, int chunk) const {
+        const int at = part.begin + chunk;
+        #pragma unroll
+        for (int n = 0; n < TILES; n++) {
+            const int tile = part.first + min(group * EACH + n / MATRICES, part.tiles - 1);
+            (n % MATRICES ? beside : own).load(into[n], stream, tile * p.weights.chunks + at, tile * p.weights.sets + (at >> SET_SHIFT));
+        }
+    }
+};
 
 // Brings the rows of a chunk, with zeros beyond K. What lies in the place of rows that there are not counts for no other row.
 DEVICE void bring_rows(const Params& p, const Part& part, u32 rows, int chunk, int lane) {
@@ -91,8 +119,8 @@ DEVICE void bring_rows(const Params& p, const Part& part, u32 rows, int chunk, i
 // Where a lane's 16 bytes of ldmatrix begin: of both tiles of eight rows.
 DEVICE u32 lane_rows(u32 rows, int chunk, int lane) { return rows + chunk * (CHUNK_K * 2) + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16; }
 
-// The sums of a chunk's rows 2 t and 2 t + 1 of a tile of eight rows.
-DEVICE float2* row_sums(u8* shared, int chunk, int m, int lane) { return reinterpret_cast<float2*>(shared + ROW_SUMS_AT) + (chunk * 2 + m) * 4 + lane % 4; }
+// The sums of a chunk's rows 2 t and 2 t + 1 of a tile of eight rows, twice: as the sums of a tile begin.
+DEVICE float4* row_sums(u8* shared, int chunk, int m, int lane) { return reinterpret_cast<float4*>(shared + ROW_SUMS_AT) + (chunk * 2 + m) * 4 + lane % 4; }
 
 // Sums a chunk's rows: a product with ones.
 DEVICE void sum_rows(u8* shared, int chunk, int lane) {
@@ -105,8 +133,10 @@ DEVICE void sum_rows(u8* shared, int chunk, int lane) {
         multiply(sums[0], one, b[0], b[1]), multiply(sums[1], one, b[2], b[3]);
     }
     #pragma unroll
-    for (int m = 0; m < 2; m++)
-        if (lane < 4) *row_sums(shared, chunk, m, lane) = make_float2(sums[m][0] * START, sums[m][1] * START);
+    for (int m = 0; m < 2; m++) {
+        const float x = sums[m][0] * START, y = sums[m][1] * START;
+        if (lane < 4) *row_sums(shared, chunk, m, lane) = make_float4(x, y, x, y);
+    }
 }
 
 // Pair i of a word: numbers as they lie.
@@ -141,8 +171,8 @@ DEVICE void clear(Sums& sums) {
     for (int i = 0; i < TILES * 8; i++) sums[i / 8][i / 4 % 2][i % 4] = 0.0f;
 }
 
-// Adds a chunk's sums of a tile, scaled, less the zero point times the sums of its rows.
-DEVICE void add_scaled(float (&sums)[2][4], const float (&own)[2][4], const float2 (&row_sum)[2], const Chunk& chunk) {
+// Adds a chunk's sums of a tile (in 1 / NUMBER), scaled, less the zero point times the sums of its rows.
+DEVICE void add_scaled(float (&sums)[2][4], const float (&own)[2][4], const float4 (&row_sum)[2], const Chunk& chunk) {
     #pragma unroll
     for (int h = 0; h < 2; h++) {
         const Zero zero = zero_at(chunk, h, 0);
@@ -153,7 +183,7 @@ DEVICE void add_scaled(float (&sums)[2][4], const float (&own)[2][4], const floa
             for (int i = 0; i < 2; i++) {
                 float& sum = sums[m][2 * h + i];
                 if (ZEROS > 0) sum = fmaf(less, i ? row_sum[m].y : row_sum[m].x, sum);
-                sum = fmaf(scale * NUMBER, own[m][2 * h + i], sum);
+                sum = fmaf(scale, own[m][2 * h + i], sum);
             }
         }
     }
@@ -162,16 +192,14 @@ DEVICE void add_scaled(float (&sums)[2][4], const float (&own)[2][4], const floa
 // Adds the products of a chunk of each tile of a group.
 DEVICE void add_group(Sums& sums, const Chunk (&held)[TILES], u8* shared, int chunk, int lane) {
     const u32 rows = lane_rows(smem_address(shared), chunk, lane);
-    float2 row_sum[2];
+    float4 row_sum[2];
     Sums own;
     clear(own);
-    if (RAW) {
+    #pragma unroll
+    for (int m = 0; RAW && m < 2; m++) {
+        row_sum[m] = *row_sums(shared, chunk, m, lane);
         #pragma unroll
-        for (int m = 0; m < 2; m++) row_sum[m] = *row_sums(shared, chunk, m, lane);
-    }
-    if (RAW && ZEROS == 0) {
-        #pragma unroll
-        for (int i = 0; i < TILES * 4; i++) own[i / 4][i / 2 % 2][i % 2 * 2] = row_sum[i / 2 % 2].x, own[i / 4][i / 2 % 2][i % 2 * 2 + 1] = row_sum[i / 2 % 2].y;
+        for (int n = 0; ZEROS == 0 && n < TILES; n++) own[n][m][0] = row_sum[m].x, own[n][m][1] = row_sum[m].y, own[n][m][2] = row_sum[m].z, own[n][m][3] = row_sum[m].w;
     }
     #pragma unroll
     for (int step = 0; step < STEPS; step++) {
@@ -194,7 +222,7 @@ DEVICE void put_sums(float* to, const Sums& sums, int lane) {
     #pragma unroll
     for (int n = 0; n < TILES; n++) {
         #pragma unroll
-        for (int i = 0; i < 8; i++) to[(i / 4 * 8 + lane % 4 * 2 + i % 2) * SUM_PITCH + n * 16 + lane / 4 + i / 2 % 2 * 8] = sums[n][i / 4][i % 4];
+        for (int i = 0; i < 8; i++) to[(i / 4 * 8 + lane % 4 * 2 + i % 2) * SUM_PITCH + n * 16 + lane / 4 + i / 2 % 2 * 8] = sums[n][i / 4][i % 4] * (RAW ? NUMBER : 1.0f);
     }
 }
 
@@ -280,12 +308,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;   // uniform, and known to be
     const int team = warp / SHARERS, sharer = warp % SHARERS;
     const Part part(p);
-    const Stream stream;
+    const Loads load(p, part, lane);
     const int own = (part.count - sharer + SHARERS - 1) / SHARERS;     // the warp's chunks of a group
     Chunk held[DEPTH][TILES];
     #pragma unroll
     for (int d = 0; d < DEPTH; d++)
-        if (d < own && team < part.groups) load_group(held[d], p, stream, part, team, sharer + d * SHARERS, lane);
+        if (d < own && team < part.groups) load(held[d], team, sharer + d * SHARERS);
     const int prefetched = part.first * 16 + threadIdx.x * 32;
     if (prefetched < min((part.first + part.tiles) * 16, p.columns)) {
         prefetch_l2(p.bias + prefetched);          // nobody else has read them in this run
@@ -315,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
                 if (first + d < own) add_group(sums, held[d], shared, sharer + (first + d) * SHARERS, lane);
                 const bool more = first + DEPTH < own;                 // of this group
                 const int next = more ? first + DEPTH + d : d, next_group = more ? group : group + TEAMS;
-                if (next < own && next_group < part.groups) load_group(held[d], p, stream, part, next_group, sharer + next * SHARERS, lane);
+                if (next < own && next_group < part.groups) load(held[d], next_group, sharer + next * SHARERS);
             }
         }
         put_sums(reinterpret_cast<float*>(sums_of_team + sharer * SUM_BYTES), sums, lane);
