@@ -54,6 +54,7 @@ CONFIGS = tuple(
     for c in itertools.product((1, 2, 3, 4), range(1, 17), range(1, 17), (1, 2, 3, 4), (1, 2, 3, 4, 6, 8))
     if 6 <= c[1] * c[2] <= WARPS
 )
+KNOWN = frozenset(CONFIGS)
 
 
 def parts(problem: Problem, config: Config, gpu: GpuFacts) -> int:
@@ -83,7 +84,7 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if not 1 <= problem.rows <= MAX_ROWS:
         return f"it is for up to {MAX_ROWS} rows, not {problem.rows}"
-    if config not in CONFIGS:
+    if config not in KNOWN:
         return "not a tile of this kernel"
     if config.tiles % problem.matrices:
         return "tiles of two matrices come in pairs"
@@ -105,6 +106,11 @@ def registers(problem: Problem, config: Config) -> int:
     return 36 + config.tiles * (8 + 8 * (groups == 1) + config.ahead * chunk)
 
 
+def resident(problem: Problem, config: Config) -> int:
+    """Blocks of a multiprocessor: those of the next kernel begin beside this one's where there is room."""
+    return max(1, min(WARPS // config.warps, REGISTERS // (registers(problem, config) * config.threads)))
+
+
 def workspace(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[int, int]:
     """Bytes of the partial sums, and of their counts, which are zero at first. Both 0 where K is not shared by blocks."""
     if config.split == 1:
@@ -117,7 +123,7 @@ def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     """What to compile."""
     found = {
         "TILES": config.tiles, "TEAMS": config.teams, "SHARERS": config.sharers, "DEPTH": config.ahead, "SPLIT": config.split,
-        "CHUNKS": chunks_here(problem, config), "GROUPS_HERE": groups_here(problem, config, gpu), "RESIDENT": WARPS // config.warps,
+        "CHUNKS": chunks_here(problem, config), "GROUPS_HERE": groups_here(problem, config, gpu), "RESIDENT": resident(problem, config),
         "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "HAS_RESIDUAL": int(problem.residual), "PAIRED": problem.matrices - 1, **defines(problem),
     }  # fmt: skip
     stages = [render.epilogue(problem.epilogue)]
@@ -144,3 +150,36 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pi
     return parameters.launch(
         recipe(problem, config, gpu), "packed_resident", blocks * config.split, config.threads, shared=shared_bytes(problem, config)
     )  # fmt: skip
+
+
+LEVEL_2 = 5.6e12
+"""Bytes per second from L2 to the multiprocessors."""
+INSTRUCTIONS = 108
+"""Of a warp for a chunk of a tile, about."""
+
+
+def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch."""
+    blocks, groups, chunks = parts(problem, config, gpu), groups_here(problem, config, gpu), chunks_here(problem, config)
+    steps = -(-groups // config.teams) * -(-chunks // config.sharers)
+    products = steps * config.tiles * -(-config.warps // 4) * INSTRUCTIONS / gpu.clock
+    rows = chunks * problem.chunk * 2 * problem.rows * gpu.multiprocessors / LEVEL_2
+    each = config.tiles // problem.matrices
+    weights = problem.nbytes * problem.matrices
+    memory = weights / BANDWIDTH * max(1.0, groups * each * blocks / problem.tiles)
+    sums = 2 * config.split * problem.tiles * tiles.CHANNELS * problem.matrices * ROWS * 4 / LEVEL_2
+    ends = 1.5e-6 + sums if config.split > 1 else 0.1e-6
+    few = 0.05e-6 * (WARPS - config.warps)
+    return float(2e-6 + rows + ends + few + max(memory, products) + 0.2 * min(memory, products))
+
+
+def unfit(problem: Problem, gpu: GpuFacts) -> str | None:
+    """Why no configuration runs the problem, or None."""
+    reasons = [refuse(problem, c, gpu) for c in CONFIGS]
+    return None if None in reasons else reasons[0]
+
+
+def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:
+    """The configurations to time, best predicted first."""
+    found = ((estimate(problem, c, gpu), c) for c in CONFIGS if refuse(problem, c, gpu) is None)
+    return varied(found, lambda c: (c.tiles, c.teams, c.sharers, c.split), limit)

@@ -17,7 +17,7 @@ from optdnn.kernels.gemm.paired import stages_with_other
 from optdnn.kernels.gemm.row_product import Around, TakesAround, around_of
 from optdnn.kernels.packed.problem import Problem
 from optdnn.kernels.packed.product import OPERANDS, PackedProduct, described, matrix, packed_operands
-from optdnn.kernels.packed.tactics import PackedDigits, PackedSplit, PackedWgmma
+from optdnn.kernels.packed.tactics import PackedDigits, PackedResident, PackedSplit, PackedWgmma
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import Offer, Region
 from optdnn.ops.fused import plain_stages
@@ -82,8 +82,12 @@ class _Surrounded(TakesAround, PackedProduct):
         }  # fmt: skip
         attrs |= {} if around.beside is None else {"beside": plain_stages(around.beside.stages)}
         covers = replace(op, src=op.src.union(*(y.src for y in around.before)))
-        operands = {"x": x, "output": out, **made.operands}
-        b.emit(covers, launch, operands, "PackedRowProduct", attrs, [matrix(x), *made.reads], [matrix(out)])
+        sums = self.shared_sums(b, op, problem, config)
+        operands = {"x": x, "output": out, **made.operands, **sums}
+        b.emit(
+            covers, launch, operands, "PackedRowProduct", attrs, [matrix(x), *made.reads], [matrix(out)],
+            scratch=[*sums.values()][:1], kept=[*sums.values()][1:],
+        )  # fmt: skip
         between = rows.between if rows.between.buffer == out.buffer else replace(rows.between, buffer=out.buffer)
         finish(b, op, rows.ep, between, b.target(op.value))
 
@@ -141,6 +145,32 @@ class PackedSplitPair(_Surrounded, PackedSplit):
         other = self.around(b, op).other
         assert other is not None
         ways = PackedSplit(), PackedWgmma()
+        own = best(self.configs(b, op))
+        two = sum(min(best(way.configs(b, x)) for way in ways) for x in (other, op))
+        if own <= two:
+            return None
+        return f"two launches are predicted to take {two * 1e6:.1f} us, one {own * 1e6:.1f}"
+
+
+class PackedResidentPair(_Surrounded, PackedResident):
+    """Two PackedMatMuls of 9 to 16 rows, one multiplied by the other."""
+
+    name = "packed_resident_pair"
+
+    def around(self, b: Builder, op: Op) -> Around:
+        """The other product: rows are normalized by another launch."""
+        return replace(around_of(b, op), norm=None)
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if self.around(b, op).other is None:
+            return "no other product of the same rows is multiplied by it alone"
+        return self.unfit(b, op, super().refuse) or self.form_refusal(b, op)
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """The cost model decides, unmeasured."""
+        other = self.around(b, op).other
+        assert other is not None
+        ways = PackedResident(), PackedWgmma()
         own = best(self.configs(b, op))
         two = sum(min(best(way.configs(b, x)) for way in ways) for x in (other, op))
         if own <= two:
