@@ -74,10 +74,11 @@ def chunks_here(problem: Problem, config: Config) -> int:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: rows, sums of the rows of each chunk, and sums of warps."""
+    """Dynamic shared memory of a block: a barrier for each chunk, rows, sums of a chunk's rows, and sums of warps."""
     chunks = chunks_here(problem, config)
     rows = chunks * problem.chunk * 2 + 16
-    return ROWS * (rows + chunks * 8 + config.warps * (config.tiles * tiles.CHANNELS + 4) * 4)
+    sums = config.warps * (config.tiles * tiles.CHANNELS + 4) * 4
+    return -(-chunks // 16) * 128 + ROWS * (rows + chunks * 8 + sums)
 
 
 def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:

@@ -5,8 +5,9 @@
 //
 // SPLIT blocks share K. A block takes a part of the columns and brings the rows of its part of K to shared memory, once. Its warps are TEAMS
 // teams of SHARERS warps. A team takes groups of TILES tiles of 16 columns in turn; its warps take chunks of K in turn, and each has DEPTH
-// chunks of all tiles of the group on their way to its registers. The first are on their way before griddepcontrol.wait. No warp waits for
-// another but for the rows, and where a team adds its sums.
+// chunks of all tiles of the group on their way to its registers. The first are on their way before griddepcontrol.wait. Warps bring rows in
+// turn, too, WARPS chunks of K at a time, and sum them. A barrier for each chunk tells that its rows are there. So products begin with the
+// first rows, and no warp waits for another but for rows, and where a team adds its sums.
 //
 // Where a chunk has one scale, numbers are multiplied as they lie (packed_few.cuh says how), and the chunk's sums are scaled, less the
 // zero point times the sums of its rows. Where the zero point is a constant, sums begin with that. The sums of a team's warps, and of the
@@ -42,7 +43,8 @@ constexpr int MATRICES = 1 + PAIRED, EACH = TILES / MATRICES;          // tiles 
 constexpr int WARPS = TEAMS * SHARERS, THREADS = WARPS * 32, TEAM_THREADS = SHARERS * 32, ROWS = 16;
 constexpr int PITCH = CHUNKS * CHUNK_K * 2 + 16;   // bytes of a row: the eight rows of an ldmatrix lie in other banks
 constexpr int FOURS = EACH * 4, SUM_PITCH = TILES * 16 + 4;            // fours of results of a row of a group; floats of its sums
-constexpr int ROW_SUMS_AT = ROWS * PITCH, SUMS_AT = ROW_SUMS_AT + CHUNKS * ROWS * 8, SUM_BYTES = ROWS * SUM_PITCH * 4;
+constexpr int ROWS_AT = (CHUNKS + 15) / 16 * 128;  // behind the barriers
+constexpr int ROW_SUMS_AT = ROWS * PITCH, SUMS_AT = ROW_SUMS_AT + CHUNKS * ROWS * 8, SUM_BYTES = ROWS * SUM_PITCH * 4;    // behind the rows' beginning
 constexpr int PARTIAL_FOURS = GROUPS_HERE * ROWS * FOURS * MATRICES;   // of a block
 #if defined(DTYPE_BF16)
 constexpr bool RAW = GROUPS == 1 && !FLOAT_CODES && BITS < 8;
@@ -119,25 +121,63 @@ DEVICE void bring_rows(const Params& p, const Part& part, u32 rows, int chunk, i
 // Where a lane's 16 bytes of ldmatrix begin: of both tiles of eight rows.
 DEVICE u32 lane_rows(u32 rows, int chunk, int lane) { return rows + chunk * (CHUNK_K * 2) + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16; }
 
-// The sums of a chunk's rows 2 t and 2 t + 1 of a tile of eight rows, twice: as the sums of a tile begin.
-DEVICE float4* row_sums(u8* shared, int chunk, int m, int lane) { return reinterpret_cast<float4*>(shared + ROW_SUMS_AT) + (chunk * 2 + m) * 4 + lane % 4; }
+// The sums of a chunk's rows 2 pair and 2 pair + 1 of a tile of eight rows, twice: as the sums of a tile begin.
+DEVICE float4* row_sums(u8* shared, int chunk, int m, int pair) { return reinterpret_cast<float4*>(shared + ROW_SUMS_AT) + (chunk * 2 + m) * 4 + pair; }
 
-// Sums a chunk's rows: a product with ones.
+// Sums a chunk's rows: their product with ones.
 DEVICE void sum_rows(u8* shared, int chunk, int lane) {
-    const u32 one[4] = {ONE2, ONE2, ONE2, ONE2}, rows = lane_rows(smem_address(shared), chunk, lane);
+    const u32 rows = lane_rows(smem_address(shared), chunk, lane);
     float sums[2][4] = {};
     #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-        u32 b[4];
-        ldmatrix_x4(rows + step * 32, b[0], b[1], b[2], b[3]);
-        multiply(sums[0], one, b[0], b[1]), multiply(sums[1], one, b[2], b[3]);
+        u32 a[4];                                  // the same matrices as operand A
+        ldmatrix_x4(rows + step * 32, a[0], a[2], a[1], a[3]);
+        multiply(sums[step % 2], a, ONE2, ONE2);
     }
+    if (lane % 4 > 0) return;
     #pragma unroll
     for (int m = 0; m < 2; m++) {
-        const float x = sums[m][0] * START, y = sums[m][1] * START;
-        if (lane < 4) *row_sums(shared, chunk, m, lane) = make_float4(x, y, x, y);
+        float* const to = reinterpret_cast<float*>(row_sums(shared, chunk, m, lane / 8)) + lane / 4 % 2;
+        to[0] = to[2] = (sums[0][m * 2] + sums[1][m * 2]) * START;
     }
 }
+
+// The rows of the block, which warps bring in turn: those of chunks ``at`` to at + WARPS - 1 at a time.
+struct Rows {
+    const Params& p;
+    const Part& part;
+    u8* const shared;
+    const int warp, lane, turned;
+    int asked, here;                               // chunks that the warp has no more to ask for, and to bring
+    __device__ __forceinline__ Rows(const Params& p, const Part& part, u8* shared, int warp, int lane)
+        : p(p), part(part), shared(shared), warp(warp), lane(lane), turned(blockIdx.x / SPLIT % part.count), asked(0), here(0) {}
+
+    // The chunk that comes at a place: blocks ask L2 for other rows first.
+    __device__ __forceinline__ int chunk(int at) const { return at + turned < part.count ? at + turned : at + turned - part.count; }
+    __device__ __forceinline__ u32 barrier(int at) const { return smem_address(shared) - ROWS_AT + at * 8; }
+    __device__ __forceinline__ void ask() {
+        if (asked + warp < part.count) bring_rows(p, part, smem_address(shared), chunk(asked + warp), lane);
+        copies_commit();
+        asked += WARPS;
+    }
+    // Brings the warp's chunk of those that come next.
+    __device__ __forceinline__ void bring() {
+        copies_wait_but<1>();
+        __syncwarp();
+        if (here + warp < part.count) {
+            if (RAW) sum_rows(shared, chunk(here + warp), lane);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(barrier(here + warp));
+        }
+        here += WARPS;
+        ask();
+    }
+    // Waits for the rows of the chunk at a place.
+    __device__ __forceinline__ void wait(int at) {
+        while (here <= at) bring();
+        barrier_wait(barrier(at), 0);
+    }
+};
 
 // Pair i of a word: numbers as they lie.
 DEVICE u32 raw_pair(u32 word, int i) {
@@ -197,7 +237,7 @@ DEVICE void add_group(Sums& sums, const Chunk (&held)[TILES], u8* shared, int ch
     clear(own);
     #pragma unroll
     for (int m = 0; RAW && m < 2; m++) {
-        row_sum[m] = *row_sums(shared, chunk, m, lane);
+        row_sum[m] = *row_sums(shared, chunk, m, lane % 4);
         #pragma unroll
         for (int n = 0; ZEROS == 0 && n < TILES; n++) own[n][m][0] = row_sum[m].x, own[n][m][1] = row_sum[m].y, own[n][m][2] = row_sum[m].z, own[n][m][3] = row_sum[m].w;
     }
@@ -304,34 +344,31 @@ struct Ends {
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
+    u8* const behind = shared + ROWS_AT;
     grid_launch_dependents();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;   // uniform, and known to be
     const int team = warp / SHARERS, sharer = warp % SHARERS;
     const Part part(p);
     const Loads load(p, part, lane);
+    Rows rows(p, part, behind, warp, lane);
     const int own = (part.count - sharer + SHARERS - 1) / SHARERS;     // the warp's chunks of a group
     Chunk held[DEPTH][TILES];
     #pragma unroll
     for (int d = 0; d < DEPTH; d++)
-        if (d < own && team < part.groups) load(held[d], team, sharer + d * SHARERS);
+        if (d < own && team < part.groups) load(held[d], team, rows.chunk(sharer + d * SHARERS));
     const int prefetched = part.first * 16 + threadIdx.x * 32;
     if (prefetched < min((part.first + part.tiles) * 16, p.columns)) {
         prefetch_l2(p.bias + prefetched);          // nobody else has read them in this run
         if (PAIRED) prefetch_l2(p.beside_bias + prefetched);
     }
-    grid_dependency_wait();
-
-    const int turned = blockIdx.x / SPLIT % part.count;                // blocks ask L2 for other rows first
-    auto chunk_at = [&](int i) { return i + turned < part.count ? i + turned : i + turned - part.count; };
-    for (int i = warp; i < part.count; i += WARPS) bring_rows(p, part, smem_address(shared), chunk_at(i), lane);
-    copies_commit();
-    copies_wait_but<0>();
-    __syncwarp();
-    for (int i = warp; RAW && i < part.count; i += WARPS) sum_rows(shared, chunk_at(i), lane);
+    for (int i = threadIdx.x; i < part.count; i += THREADS) barrier_init(rows.barrier(i), 1);
     __syncthreads();
+    grid_dependency_wait();
+    rows.ask();
+    rows.ask();
 
     const Ends ends(p, part);
-    u8* const sums_of_team = shared + SUMS_AT + team * SHARERS * SUM_BYTES;
+    u8* const sums_of_team = behind + SUMS_AT + team * SHARERS * SUM_BYTES;
     #pragma unroll 1
     for (int group = team; group < part.groups; group += TEAMS) {
         Sums sums;
@@ -340,20 +377,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
         for (int first = 0; first < own; first += DEPTH) {
             #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
-                if (first + d < own) add_group(sums, held[d], shared, sharer + (first + d) * SHARERS, lane);
+                if (first + d < own) {
+                    const int at = sharer + (first + d) * SHARERS;
+                    rows.wait(at);
+                    add_group(sums, held[d], behind, rows.chunk(at), lane);
+                }
                 const bool more = first + DEPTH < own;                 // of this group
                 const int next = more ? first + DEPTH + d : d, next_group = more ? group : group + TEAMS;
-                if (next < own && next_group < part.groups) load(held[d], next_group, sharer + next * SHARERS);
+                if (next < own && next_group < part.groups) load(held[d], next_group, rows.chunk(sharer + next * SHARERS));
             }
         }
+        while (rows.here < part.count) rows.bring();                   // for others
         put_sums(reinterpret_cast<float*>(sums_of_team + sharer * SUM_BYTES), sums, lane);
         team_barrier(team);
         ends.team(sums_of_team, group, threadIdx.x % TEAM_THREADS);
         if (group + TEAMS < part.groups) team_barrier(team);           // the sums' places are free
     }
+    while (rows.here < part.count) rows.bring();                       // of a team that has no tiles
+    copies_wait_but<0>();
 #if SPLIT > 1
     __threadfence();
     __syncthreads();                               // the rows are read no more: their first word tells who was last
-    if (ends.partial.is_last(reinterpret_cast<u32*>(shared), [] { __syncthreads(); })) ends.block();
+    if (ends.partial.is_last(reinterpret_cast<u32*>(behind), [] { __syncthreads(); })) ends.block();
 #endif
 }
