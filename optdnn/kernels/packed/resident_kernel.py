@@ -33,6 +33,7 @@ class Config:
     sharers: int
     ahead: int
     split: int = 1
+    clustered: bool = False
 
     @property
     def warps(self) -> int:
@@ -45,21 +46,22 @@ class Config:
         return self.warps * 32
 
     def __str__(self) -> str:
-        shared = f"k{self.split}" if self.split > 1 else ""
+        shared = f"{'c' if self.clustered else 'k'}{self.split}" if self.split > 1 else ""
         return f"resident{self.tiles}t{self.teams}x{self.sharers}a{self.ahead}{shared}"
 
 
 CONFIGS = tuple(
     Config(*c)
-    for c in itertools.product((1, 2, 3, 4), range(1, 17), range(1, 17), (1, 2, 3, 4), (1, 2, 3, 4, 6, 8))
-    if 6 <= c[1] * c[2] <= WARPS
+    for c in itertools.product((1, 2, 3, 4), range(1, 17), range(1, 17), (1, 2, 3, 4), (1, 2, 3, 4, 6, 8), (False, True))
+    if 6 <= c[1] * c[2] <= WARPS and (c[4] > 1 or not c[5])
 )
 KNOWN = frozenset(CONFIGS)
 
 
 def parts(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     """Parts of the columns: each multiprocessor has one block."""
-    return min(problem.tiles, max(1, gpu.multiprocessors // config.split))
+    beside = gpu.clusters_at_once(config.split) if config.clustered else gpu.multiprocessors // config.split
+    return min(problem.tiles, max(1, beside))
 
 
 def groups_here(problem: Problem, config: Config, gpu: GpuFacts) -> int:
@@ -95,6 +97,8 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return "its sums and chunks in flight do not fit the registers"
     if config.teams > groups_here(problem, config, gpu):
         return f"its blocks have fewer than {config.teams} groups of tiles"
+    if config.clustered and config.teams < groups_here(problem, config, gpu):
+        return "its teams take several groups of tiles"
     if problem.chunks // config.split < config.sharers:
         return f"{problem.chunks} chunks are not shared by {config.split * config.sharers} warps"
     return None
@@ -114,7 +118,7 @@ def resident(problem: Problem, config: Config) -> int:
 
 def workspace(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[int, int]:
     """Bytes of the partial sums, and of their counts, which are zero at first. Both 0 where K is not shared by blocks."""
-    if config.split == 1:
+    if config.split == 1 or config.clustered:
         return 0, 0
     blocks, fours = parts(problem, config, gpu), groups_here(problem, config, gpu) * ROWS * config.tiles * 4
     return blocks * config.split * fours * 16, blocks * 4
@@ -123,7 +127,7 @@ def workspace(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[int, int
 def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     """What to compile."""
     found = {
-        "TILES": config.tiles, "TEAMS": config.teams, "SHARERS": config.sharers, "DEPTH": config.ahead, "SPLIT": config.split,
+        "TILES": config.tiles, "TEAMS": config.teams, "SHARERS": config.sharers, "DEPTH": config.ahead, "SPLIT": config.split, "CLUSTERED": int(config.clustered),
         "CHUNKS": chunks_here(problem, config), "GROUPS_HERE": groups_here(problem, config, gpu), "RESIDENT": resident(problem, config),
         "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "HAS_RESIDUAL": int(problem.residual), "PAIRED": problem.matrices - 1, **defines(problem),
     }  # fmt: skip
@@ -145,11 +149,11 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pi
         put_weights(parameters, problem, "beside_").pointer("beside_bias")
     else:
         parameters.pointer(None, None, None).i32(0, 0, 0).pointer(None)
-    parameters.pointer(*(("partial", "arrived") if config.split > 1 else (None, None)))
+    parameters.pointer(*(("partial", "arrived") if workspace(problem, config, gpu)[0] else (None, None)))
     blocks = parts(problem, config, gpu)
     parameters.i32(problem.rows, problem.columns, problem.depth, x_pitch, out_pitch, blocks)
     return parameters.launch(
-        recipe(problem, config, gpu), "packed_resident", blocks * config.split, config.threads, shared=shared_bytes(problem, config)
+        recipe(problem, config, gpu), "packed_resident", blocks * config.split, config.threads, shared=shared_bytes(problem, config), cluster=config.split if config.clustered else 1,
     )  # fmt: skip
 
 
@@ -169,7 +173,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     weights = problem.nbytes * problem.matrices
     memory = weights / BANDWIDTH * max(1.0, groups * each * blocks / problem.tiles)
     sums = 2 * config.split * problem.tiles * tiles.CHANNELS * problem.matrices * ROWS * 4 / LEVEL_2
-    ends = 1.5e-6 + sums if config.split > 1 else 0.1e-6
+    ends = 0.8e-6 if config.clustered else 1.5e-6 + sums if config.split > 1 else 0.1e-6
     few = 0.05e-6 * (WARPS - config.warps)
     return float(2e-6 + rows + ends + few + max(memory, products) + 0.2 * min(memory, products))
 

@@ -311,24 +311,49 @@ struct Ends {
     __device__ __forceinline__ void store(int group, int i, const float4 (&sum)[MATRICES]) const {
         store_results(p, i / FOURS, (part.first + group * EACH) * 16 + i % FOURS * 4, sum);
     }
+    __device__ __forceinline__ int place_here(int i, int n) const { return i / FOURS * (SUM_PITCH * 4) + (i % FOURS / 4 * MATRICES + n) * 64 + i % 4 * 16; }
     __device__ __forceinline__ int place(int group, int i, int n) const { return (group * ROWS * FOURS + i) * MATRICES + n; }
 
     // By all threads of a team, once its warps' sums are there.
-    __device__ __forceinline__ void team(const u8* sums, int group, int thread) const {
+    __device__ __forceinline__ void team(u8* sums, int group, int thread) const {
         for (int i = thread; i < p.rows * FOURS; i += TEAM_THREADS) {
             if (!is_here(group, i)) continue;
             float4 sum[MATRICES];
             #pragma unroll
             for (int n = 0; n < MATRICES; n++) {
-                const u8* const from = sums + i / FOURS * (SUM_PITCH * 4) + (i % FOURS / 4 * MATRICES + n) * 64 + i % 4 * 16;
+                u8* const from = sums + place_here(i, n);
                 sum[n] = *reinterpret_cast<const float4*>(from);
                 #pragma unroll
                 for (int w = 1; w < SHARERS; w++) add_to(sum[n], *reinterpret_cast<const float4*>(from + w * SUM_BYTES));
-                if (SPLIT > 1) partial.put(blockIdx.x % SPLIT, place(group, i, n), sum[n]);
+                if (CLUSTERED)
+                    *reinterpret_cast<float4*>(from) = sum[n];         // nobody else reads this place
+                else if (SPLIT > 1)
+                    partial.put(blockIdx.x % SPLIT, place(group, i, n), sum[n]);
             }
             if (SPLIT == 1) store(group, i, sum);
         }
     }
+#if CLUSTERED
+    // By all threads of all blocks of a cluster: each takes a share of the results. sums: those of the first team.
+    __device__ __forceinline__ void cluster(const u8* sums) const {
+        for (int i = threadIdx.x + blockIdx.x % SPLIT * THREADS; i < part.groups * ROWS * FOURS; i += THREADS * SPLIT) {
+            const int group = i / (ROWS * FOURS), at = i % (ROWS * FOURS);
+            if (at >= p.rows * FOURS || !is_here(group, at)) continue;
+            float4 sum[MATRICES];
+            #pragma unroll
+            for (int n = 0; n < MATRICES; n++) {
+                const u32 from = smem_address(sums) + group * SHARERS * SUM_BYTES + place_here(at, n);
+                float4 of[SPLIT];
+                #pragma unroll
+                for (int r = 0; r < SPLIT; r++) cluster_load(cluster_map(from, r), of[r]);
+                #pragma unroll
+                for (int r = 1; r < SPLIT; r++) add_to(of[0], of[r]);
+                sum[n] = of[0];
+            }
+            store(group, at, sum);
+        }
+    }
+#endif
     // By all threads of the last block to come.
     __device__ __forceinline__ void block() const {
         for (int i = threadIdx.x; i < part.groups * ROWS * FOURS; i += THREADS) {
@@ -395,7 +420,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
     }
     while (rows.here < part.count) rows.bring();                       // of a team that has no tiles
     copies_wait_but<0>();
-#if SPLIT > 1
+#if CLUSTERED
+    cluster_arrive();
+    cluster_wait();
+    ends.cluster(behind + SUMS_AT);
+    cluster_arrive();                              // the peers have read this block's sums
+    cluster_wait();
+#elif SPLIT > 1
     __threadfence();
     __syncthreads();                               // the rows are read no more: their first word tells who was last
     if (ends.partial.is_last(reinterpret_cast<u32*>(behind), [] { __syncthreads(); })) ends.block();
