@@ -93,7 +93,7 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return "tiles of two matrices come in pairs"
     if (needed := shared_bytes(problem, config)) > gpu.shared_per_block:
         return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
-    if registers(problem, config) * config.threads > REGISTERS:
+    if registers(problem, config) > REGISTERS // (-(-config.warps // 4) * 128):  # warps in fours: a multiprocessor has four parts
         return "its sums and chunks in flight do not fit the registers"
     if config.teams > groups_here(problem, config, gpu):
         return f"its blocks have fewer than {config.teams} groups of tiles"
