@@ -300,27 +300,25 @@ DEVICE void team_barrier(int team) {
         __syncwarp();
 }
 
-// Stores four results of a row, from their sums; PAIRED: and from those of the second matrix.
-DEVICE void store_results(const Params& p, int row, int column, const float4 (&sum)[MATRICES]) {
-    const float4 bias = bias_of_four(p.bias, column, p.columns);
-#if PAIRED
-    const float4 beside = bias_of_four(p.beside_bias, column, p.columns);
-    const float x[4] = {sum[0].x, sum[0].y, sum[0].z, sum[0].w}, c[4] = {bias.x, bias.y, bias.z, bias.w};
-    const float z[4] = {sum[1].x, sum[1].y, sum[1].z, sum[1].w}, d[4] = {beside.x, beside.y, beside.z, beside.w};
-    u16* const to = p.output + (long long)row * p.out_pitch + column;
-    float y[4];
-    #pragma unroll
-    for (int i = 0; i < 4; i++) y[i] = epilogue(x[i], c[i], epilogue_beside(z[i], d[i], 0.0f));
-    if (column + 4 <= p.columns && p.out_pitch % 4 == 0) {
-        *reinterpret_cast<uint2*>(to) = make_uint2(pack2(y[0], y[1]), pack2(y[2], y[3]));
-        return;
+// What four results of a row are made of beside their sums.
+struct Around {
+    float4 bias, beside, residual;
+    __device__ __forceinline__ Around(const Params& p, int row, int column) {
+        bias = bias_of_four(p.bias, column, p.columns);
+        beside = PAIRED ? bias_of_four(p.beside_bias, column, p.columns) : bias;
+        residual = HAS_RESIDUAL && row < p.rows ? residual_of_four(p, row, column) : bias;
     }
-    #pragma unroll
-    for (int i = 0; i < 4; i++)
-        if (column + i < p.columns) to[i] = pack1(y[i]);
+};
+
+// Stores four results of a row, from their sums; PAIRED: and from those of the second matrix.
+DEVICE void store_results(const Params& p, int row, int column, const float4 (&sum)[MATRICES], const Around& around) {
+    const float4 &x = sum[0], &z = sum[PAIRED], &c = around.bias, &d = around.beside, &r = around.residual;
+#if PAIRED
+    const float4 other = make_float4(epilogue_beside(z.x, d.x, 0.0f), epilogue_beside(z.y, d.y, 0.0f), epilogue_beside(z.z, d.z, 0.0f), epilogue_beside(z.w, d.w, 0.0f));
 #else
-    store_four(p, row, column, sum[0], bias);
+    const float4& other = r;
 #endif
+    store_values(p, row, column, make_float4(epilogue(x.x, c.x, other.x), epilogue(x.y, c.y, other.y), epilogue(x.z, c.z, other.z), epilogue(x.w, c.w, other.w)));
 }
 
 // The ends of a group: its results, or the block's part of their sums.
@@ -332,14 +330,16 @@ struct Ends {
 
     // Four i of a group: of a row. Whether there is such a tile.
     __device__ __forceinline__ bool is_here(int group, int i) const { return group * EACH + i % FOURS / 4 < part.tiles; }
-    __device__ __forceinline__ void store(int group, int i, const float4 (&sum)[MATRICES]) const {
-        store_results(p, i / FOURS, (part.first + group * EACH) * 16 + i % FOURS * 4, sum);
+    __device__ __forceinline__ int column(int group, int i) const { return (part.first + group * EACH) * 16 + i % FOURS * 4; }
+    __device__ __forceinline__ Around around(int group, int i) const { return Around(p, i / FOURS, column(group, i)); }
+    __device__ __forceinline__ void store(int group, int i, const float4 (&sum)[MATRICES], const Around& around) const {
+        store_results(p, i / FOURS, column(group, i), sum, around);
     }
     __device__ __forceinline__ int place_here(int i, int n) const { return i / FOURS * (SUM_PITCH * 4) + (i % FOURS / 4 * MATRICES + n) * 64 + i % 4 * 16; }
     __device__ __forceinline__ int place(int group, int i, int n) const { return (group * ROWS * FOURS + i) * MATRICES + n; }
 
-    // By all threads of a team, once its warps' sums are there.
-    __device__ __forceinline__ void team(u8* sums, int group, int thread) const {
+    // By all threads of a team, once its warps' sums are there. first: of the thread's first four.
+    __device__ __forceinline__ void team(u8* sums, int group, int thread, const Around& first) const {
         for (int i = thread; i < p.rows * FOURS; i += TEAM_THREADS) {
             if (!is_here(group, i)) continue;
             float4 sum[MATRICES];
@@ -354,13 +354,14 @@ struct Ends {
                 else if (SPLIT > 1)
                     partial.put(blockIdx.x % SPLIT, place(group, i, n), sum[n]);
             }
-            if (SPLIT == 1) store(group, i, sum);
+            if (SPLIT == 1) store(group, i, sum, i == thread ? first : around(group, i));
         }
     }
 #if CLUSTERED
     // By all threads of all blocks of a cluster: each takes a share of the results. sums: those of the first team.
-    __device__ __forceinline__ void cluster(const u8* sums) const {
-        for (int i = threadIdx.x + blockIdx.x % SPLIT * THREADS; i < part.groups * ROWS * FOURS; i += THREADS * SPLIT) {
+    __device__ __forceinline__ int first_of_cluster() const { return threadIdx.x + blockIdx.x % SPLIT * THREADS; }
+    __device__ __forceinline__ void cluster(const u8* sums, const Around& first) const {
+        for (int i = first_of_cluster(); i < part.groups * ROWS * FOURS; i += THREADS * SPLIT) {
             const int group = i / (ROWS * FOURS), at = i % (ROWS * FOURS);
             if (at >= p.rows * FOURS || !is_here(group, at)) continue;
             float4 sum[MATRICES];
@@ -374,7 +375,7 @@ struct Ends {
                 for (int r = 1; r < SPLIT; r++) add_to(of[0], of[r]);
                 sum[n] = of[0];
             }
-            store(group, at, sum);
+            store(group, at, sum, i == first_of_cluster() ? first : around(group, at));
         }
     }
 #endif
@@ -386,7 +387,7 @@ struct Ends {
             float4 sum[MATRICES];
             #pragma unroll
             for (int n = 0; n < MATRICES; n++) sum[n] = partial.sum(place(group, at, n));
-            store(group, at, sum);
+            store(group, at, sum, around(group, at));
         }
     }
 };
@@ -437,17 +438,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
             }
         }
         while (rows.here < part.count) rows.bring();                   // for others
+        const Around first = ends.around(group, threadIdx.x % TEAM_THREADS);
         put_sums(reinterpret_cast<float*>(sums_of_team + sharer * SUM_BYTES), sums, lane);
         team_barrier(team);
-        ends.team(sums_of_team, group, threadIdx.x % TEAM_THREADS);
+        ends.team(sums_of_team, group, threadIdx.x % TEAM_THREADS, first);
         if (group + TEAMS < part.groups) team_barrier(team);           // the sums' places are free
     }
     while (rows.here < part.count) rows.bring();                       // of a team that has no tiles
     copies_wait_but<0>();
 #if CLUSTERED
     cluster_arrive();
+    const Around first = ends.around(ends.first_of_cluster() / (ROWS * FOURS), ends.first_of_cluster() % (ROWS * FOURS));
     cluster_wait();
-    ends.cluster(behind + SUMS_AT);
+    ends.cluster(behind + SUMS_AT, first);
     cluster_arrive();                              // the peers have read this block's sums
     cluster_wait();
 #elif SPLIT > 1
