@@ -75,12 +75,16 @@ def chunks_here(problem: Problem, config: Config) -> int:
     return -(-problem.chunks // config.split)
 
 
-def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: a barrier for each chunk, rows, sums of a chunk's rows, and sums of warps."""
-    chunks = chunks_here(problem, config)
-    rows = chunks * problem.chunk * 2 + 16
-    sums = config.warps * (config.tiles * tiles.CHANNELS + 4) * 4
-    return -(-chunks // 16) * 128 + ROWS * (rows + chunks * 8 + sums)
+def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Dynamic shared memory of a block: barriers, rows, sums of a chunk's rows, and of each warp a ring and sums, which take the
+    ring's place where nothing more comes to it."""
+    chunks, groups = chunks_here(problem, config), tiles.groups_of(problem.bits, problem.block)
+    barriers = -(-(chunks + config.warps * config.ahead) // 16) * 128
+    rows = -(-ROWS * (chunks * problem.chunk * 2 + 16 + chunks * 8) // 128) * 128
+    tile = tiles.CHUNK_BYTES + tiles.CHANNELS * groups * (problem.scale_bytes + problem.zero_bytes)
+    ring, sums = config.ahead * config.tiles * tile, ROWS * (config.tiles * tiles.CHANNELS + 4) * 4
+    alone = groups_here(problem, config, gpu) <= config.teams
+    return barriers + rows + config.warps * (max(ring, sums) if alone else ring + sums)
 
 
 def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
@@ -91,7 +95,7 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return "not a tile of this kernel"
     if config.tiles % problem.matrices:
         return "tiles of two matrices come in pairs"
-    if (needed := shared_bytes(problem, config)) > gpu.shared_per_block:
+    if (needed := shared_bytes(problem, config, gpu)) > gpu.shared_per_block:
         return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
     if registers(problem, config) > REGISTERS // (-(-config.warps // 4) * 128):  # warps in fours: a multiprocessor has four parts
         return "its sums and chunks in flight do not fit the registers"
@@ -108,7 +112,7 @@ def registers(problem: Problem, config: Config) -> int:
     """Registers of a thread, about."""
     groups = tiles.groups_of(problem.bits, problem.block)
     chunk = 8 + 2 * (-(-groups * problem.scale_bytes // 4) + -(-groups * problem.zero_bytes // 4))
-    return 36 + config.tiles * (8 + 8 * (groups == 1) + config.ahead * chunk)
+    return 40 + config.tiles * (8 + 8 * (groups == 1) + chunk)
 
 
 def resident(problem: Problem, config: Config) -> int:
@@ -153,7 +157,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pi
     blocks = parts(problem, config, gpu)
     parameters.i32(problem.rows, problem.columns, problem.depth, x_pitch, out_pitch, blocks)
     return parameters.launch(
-        recipe(problem, config, gpu), "packed_resident", blocks * config.split, config.threads, shared=shared_bytes(problem, config), cluster=config.split if config.clustered else 1,
+        recipe(problem, config, gpu), "packed_resident", blocks * config.split, config.threads, shared=shared_bytes(problem, config, gpu), cluster=config.split if config.clustered else 1,
     )  # fmt: skip
 
 

@@ -43,8 +43,13 @@ constexpr int MATRICES = 1 + PAIRED, EACH = TILES / MATRICES;          // tiles 
 constexpr int WARPS = TEAMS * SHARERS, THREADS = WARPS * 32, TEAM_THREADS = SHARERS * 32, ROWS = 16;
 constexpr int PITCH = CHUNKS * CHUNK_K * 2 + 16;   // bytes of a row: the eight rows of an ldmatrix lie in other banks
 constexpr int FOURS = EACH * 4, SUM_PITCH = TILES * 16 + 4;            // fours of results of a row of a group; floats of its sums
-constexpr int ROWS_AT = (CHUNKS + 15) / 16 * 128;  // behind the barriers
-constexpr int ROW_SUMS_AT = ROWS * PITCH, SUMS_AT = ROW_SUMS_AT + CHUNKS * ROWS * 8, SUM_BYTES = ROWS * SUM_PITCH * 4;    // behind the rows' beginning
+constexpr int ROWS_AT = (CHUNKS + WARPS * DEPTH + 15) / 16 * 128;      // behind the barriers
+constexpr int SCALE_SET = 16 * GROUPS * SCALE_BYTES, ZERO_SET = 16 * GROUPS * ZERO_BYTES;  // bytes
+constexpr int TILE_BYTES = CHUNK_BYTES + SCALE_SET + ZERO_SET, SLOT_BYTES = TILES * TILE_BYTES, RING_BYTES = DEPTH * SLOT_BYTES;
+constexpr int SUM_BYTES = ROWS * SUM_PITCH * 4;
+constexpr bool ALIASED = GROUPS_HERE <= TEAMS;     // sums take the place of the ring, which nothing more comes to
+constexpr int OWN_SUMS_AT = ALIASED ? 0 : RING_BYTES, WARP_BYTES = ALIASED ? (RING_BYTES > SUM_BYTES ? RING_BYTES : SUM_BYTES) : RING_BYTES + SUM_BYTES;
+constexpr int ROW_SUMS_AT = ROWS * PITCH, WARPS_AT = (ROW_SUMS_AT + CHUNKS * ROWS * 8 + 127) / 128 * 128;  // behind the rows' beginning
 constexpr int PARTIAL_FOURS = GROUPS_HERE * ROWS * FOURS * MATRICES;   // of a block
 #if defined(DTYPE_BF16)
 constexpr bool RAW = GROUPS == 1 && !FLOAT_CODES && BITS < 8;
@@ -54,7 +59,6 @@ constexpr bool RAW = GROUPS == 1 && !FLOAT_CODES;
 constexpr float NUMBER = 16777216.0f, OFFSET = 0.0f;
 #endif
 constexpr float START = (ZEROS ? 1.0f : -(float(1 << (BITS - 1)) + OFFSET)) / NUMBER;  // what sums of rows are multiplied by
-constexpr int SCALE_ROW = GROUPS * SCALE_BYTES, ZERO_ROW = GROUPS * ZERO_BYTES;        // bytes of a channel of a set
 
 static_assert(TILES % MATRICES == 0, "tiles of two matrices come in pairs");
 
@@ -68,40 +72,39 @@ struct Part {
     }
 };
 
-// A matrix as a lane reads it.
-struct Matrix {
-    const u8 *weights, *scales, *zeros;
-    __device__ __forceinline__ Matrix(const PackedWeights& w, int lane)
-        : weights(w.tiles + lane * 16), scales(w.scales + lane / 4 * SCALE_ROW), zeros(w.zeros + lane / 4 * ZERO_ROW) {}
-    __device__ __forceinline__ void load(Chunk& into, const Stream& stream, u32 chunk, u32 set) const {
-        const u8* const at = weights + u64(chunk) * CHUNK_BYTES;
-        #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            into.weights[h] = stream(at + h * 512);
-            into.scales[h] = load_words<SCALE_ROW>(scales + u64(set) * (16 * SCALE_ROW) + h * (8 * SCALE_ROW));
-#if ZEROS
-            into.zeros[h] = load_words<ZERO_ROW>(zeros + u64(set) * (16 * ZERO_ROW) + h * (8 * ZERO_ROW));
-#endif
-        }
-    }
-};
-
-// Asks for a chunk of each tile of a group.
-struct Loads {
+// The chunks of a warp, group by group, on their way through its ring.
+struct Ring {
     const Params& p;
     const Part& part;
-    const Stream stream;
-    const Matrix own, beside;
-    __device__ __forceinline__ Loads(const Params& p, const Part& part, int lane)
-        : p(p), part(part), stream(), own(p.weights, lane), beside(PAIRED ? p.beside : p.weights, lane) {}
-    __device__ __forceinline__ void operator()(Chunk (&into)[TILES], int group, int chunk) const {
-        const int at = part.begin + chunk;
+    const u32 at, full;                            // shared addresses: slots, and their barriers
+    int group, step;                               // what is asked for next
+    int slot;
+    u32 parity;
+    __device__ __forceinline__ Ring(const Params& p, const Part& part, u32 at, u32 full, int team) : p(p), part(part), at(at), full(full), group(team), step(0), slot(0), parity(0) {}
+
+    // Asks for a chunk of each tile of a group, by one lane.
+    __device__ __forceinline__ void load(int chunk) const {
+        const u32 barrier = full + slot * 8;
+        barrier_expect(barrier, SLOT_BYTES);
         #pragma unroll
         for (int n = 0; n < TILES; n++) {
-            const int tile = part.first + min(group * EACH + n / MATRICES, part.tiles - 1);
-            (n % MATRICES ? beside : own).load(into[n], stream, tile * p.weights.chunks + at, tile * p.weights.sets + (at >> SET_SHIFT));
+            const PackedWeights& matrix = n % MATRICES ? p.beside : p.weights;
+            const u32 tile = part.first + min(group * EACH + n / MATRICES, part.tiles - 1), to = at + slot * SLOT_BYTES + n * TILE_BYTES;
+            const u32 set = tile * matrix.sets + (chunk >> SET_SHIFT);
+            bulk_load(to, matrix.tiles + u64(tile * matrix.chunks + chunk) * CHUNK_BYTES, CHUNK_BYTES, barrier);
+            bulk_load(to + CHUNK_BYTES, matrix.scales + u64(set) * SCALE_SET, SCALE_SET, barrier);
+            if (ZERO_SET > 0) bulk_load(to + CHUNK_BYTES + SCALE_SET, matrix.zeros + u64(set) * ZERO_SET, ZERO_SET, barrier);
         }
     }
+    // Asks for what comes next, into the slot that was read last. By whole warps.
+    template <class Order> __device__ __forceinline__ void ask(int own, int sharer, const Order& order) {
+        if (group < part.groups) {
+            if (elect_one()) load(part.begin + order.chunk(sharer + step * SHARERS));
+            if (++step == own) step = 0, group += TEAMS;
+        }
+        if (++slot == DEPTH) slot = 0, parity ^= 1;
+    }
+    __device__ __forceinline__ void wait() const { barrier_wait(full + slot * 8, parity); }
 };
 
 // Brings the rows of a chunk, with zeros beyond K. What lies in the place of rows that there are not counts for no other row.
@@ -178,6 +181,34 @@ struct Rows {
         barrier_wait(barrier(at), 0);
     }
 };
+
+template <int BYTES> DEVICE Words<BYTES> shared_words(const u8* at) {
+    Words<BYTES> v;
+    if constexpr (BYTES == 1) {
+        v.word[0] = *at;
+    } else if constexpr (BYTES == 2) {
+        v.word[0] = *reinterpret_cast<const u16*>(at);
+    } else {
+        #pragma unroll
+        for (int i = 0; i < BYTES / 4; i++) v.word[i] = reinterpret_cast<const u32*>(at)[i];
+    }
+    return v;
+}
+
+// What a lane holds of a chunk, from its place in the ring.
+DEVICE Chunk shared_chunk(const u8* at, int lane) {
+    Chunk c;
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int channel = lane / 4 + h * 8;
+        c.weights[h] = *reinterpret_cast<const uint4*>(at + h * 512 + lane * 16);
+        c.scales[h] = shared_words<GROUPS * SCALE_BYTES>(at + CHUNK_BYTES + channel * (GROUPS * SCALE_BYTES));
+#if ZEROS
+        c.zeros[h] = shared_words<GROUPS * ZERO_BYTES>(at + CHUNK_BYTES + SCALE_SET + channel * (GROUPS * ZERO_BYTES));
+#endif
+    }
+    return c;
+}
 
 // Pair i of a word: numbers as they lie.
 DEVICE u32 raw_pair(u32 word, int i) {
@@ -348,7 +379,7 @@ struct Ends {
                 u8* const from = sums + place_here(i, n);
                 sum[n] = *reinterpret_cast<const float4*>(from);
                 #pragma unroll
-                for (int w = 1; w < SHARERS; w++) add_to(sum[n], *reinterpret_cast<const float4*>(from + w * SUM_BYTES));
+                for (int w = 1; w < SHARERS; w++) add_to(sum[n], *reinterpret_cast<const float4*>(from + w * WARP_BYTES));
                 if (CLUSTERED)
                     *reinterpret_cast<float4*>(from) = sum[n];         // nobody else reads this place
                 else if (SPLIT > 1)
@@ -367,7 +398,7 @@ struct Ends {
             float4 sum[MATRICES];
             #pragma unroll
             for (int n = 0; n < MATRICES; n++) {
-                const u32 from = smem_address(sums) + group * SHARERS * SUM_BYTES + place_here(at, n);
+                const u32 from = smem_address(sums) + group * SHARERS * WARP_BYTES + place_here(at, n);
                 float4 of[SPLIT];
                 #pragma unroll
                 for (int r = 0; r < SPLIT; r++) cluster_load(cluster_map(from, r), of[r]);
@@ -399,13 +430,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;   // uniform, and known to be
     const int team = warp / SHARERS, sharer = warp % SHARERS;
     const Part part(p);
-    const Loads load(p, part, lane);
     Rows rows(p, part, behind, warp, lane);
     const int own = (part.count - sharer + SHARERS - 1) / SHARERS;     // the warp's chunks of a group
-    Chunk held[DEPTH][TILES];
-    #pragma unroll
-    for (int d = 0; d < DEPTH; d++)
-        if (d < own && team < part.groups) load(held[d], team, rows.chunk(sharer + d * SHARERS));
+    Ring ring(p, part, smem_address(behind) + WARPS_AT + warp * WARP_BYTES, smem_address(shared) + (CHUNKS + warp * DEPTH) * 8, own > 0 ? team : part.groups);
+    if (lane == 0) {
+        #pragma unroll
+        for (int d = 0; d < DEPTH; d++) barrier_init(ring.full + d * 8, 1);
+        barrier_init_fence();
+        async_proxy_fence();
+    }
+    __syncwarp();
+    #pragma unroll 1
+    for (int d = 0; d < DEPTH; d++) ring.ask(own, sharer, rows);
+    ring.parity = 0;
     const int prefetched = part.first * 16 + threadIdx.x * 32;
     if (prefetched < min((part.first + part.tiles) * 16, p.columns)) {
         prefetch_l2(p.bias + prefetched);          // nobody else has read them in this run
@@ -418,28 +455,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
     rows.ask();
 
     const Ends ends(p, part);
-    u8* const sums_of_team = behind + SUMS_AT + team * SHARERS * SUM_BYTES;
+    u8* const own_place = behind + WARPS_AT + warp * WARP_BYTES;
+    u8* const sums_of_team = own_place - sharer * WARP_BYTES + OWN_SUMS_AT;
     #pragma unroll 1
     for (int group = team; group < part.groups; group += TEAMS) {
         Sums sums;
         clear(sums);
         #pragma unroll 1
-        for (int first = 0; first < own; first += DEPTH) {
+        for (int step = 0; step < own; step++) {
+            const int at = sharer + step * SHARERS;
+            ring.wait();
+            Chunk held[TILES];
             #pragma unroll
-            for (int d = 0; d < DEPTH; d++) {
-                if (first + d < own) {
-                    const int at = sharer + (first + d) * SHARERS;
-                    rows.wait(at);
-                    add_group(sums, held[d], behind, rows.chunk(at), lane);
-                }
-                const bool more = first + DEPTH < own;                 // of this group
-                const int next = more ? first + DEPTH + d : d, next_group = more ? group : group + TEAMS;
-                if (next < own && next_group < part.groups) load(held[d], next_group, rows.chunk(sharer + next * SHARERS));
-            }
+            for (int n = 0; n < TILES; n++) held[n] = shared_chunk(own_place + ring.slot * SLOT_BYTES + n * TILE_BYTES, lane);
+            __syncwarp();                          // the slot is free
+            ring.ask(own, sharer, rows);
+            rows.wait(at);
+            add_group(sums, held, behind, rows.chunk(at), lane);
         }
         while (rows.here < part.count) rows.bring();                   // for others
         const Around first = ends.around(group, threadIdx.x % TEAM_THREADS);
-        put_sums(reinterpret_cast<float*>(sums_of_team + sharer * SUM_BYTES), sums, lane);
+        put_sums(reinterpret_cast<float*>(own_place + OWN_SUMS_AT), sums, lane);
         team_barrier(team);
         ends.team(sums_of_team, group, threadIdx.x % TEAM_THREADS, first);
         if (group + TEAMS < part.groups) team_barrier(team);           // the sums' places are free
@@ -450,7 +486,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
     cluster_arrive();
     const Around first = ends.around(ends.first_of_cluster() / (ROWS * FOURS), ends.first_of_cluster() % (ROWS * FOURS));
     cluster_wait();
-    ends.cluster(behind + SUMS_AT, first);
+    ends.cluster(behind + WARPS_AT + OWN_SUMS_AT, first);
     cluster_arrive();                              // the peers have read this block's sums
     cluster_wait();
 #elif SPLIT > 1
