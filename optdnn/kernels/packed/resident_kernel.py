@@ -18,8 +18,8 @@ LEAST_ROWS, MAX_ROWS = 9, 16
 """Fewer rows are the columns of one mma.sync; of more, ``packed_sm90.cu`` took less time."""
 ROWS = 16
 """Rows that a block has room for."""
-WARPS = 16
-"""Of a multiprocessor, at most: threads have 128 registers, then."""
+LEAST_WARPS, WARPS = 6, 24
+"""Of a block: fewer do not hide the latency of products, more have too few registers."""
 REGISTERS = 65536
 
 
@@ -33,7 +33,6 @@ class Config:
     sharers: int
     ahead: int
     split: int = 1
-    clustered: bool = False
 
     @property
     def warps(self) -> int:
@@ -46,22 +45,21 @@ class Config:
         return self.warps * 32
 
     def __str__(self) -> str:
-        shared = f"{'c' if self.clustered else 'k'}{self.split}" if self.split > 1 else ""
+        shared = f"k{self.split}" if self.split > 1 else ""
         return f"resident{self.tiles}t{self.teams}x{self.sharers}a{self.ahead}{shared}"
 
 
 CONFIGS = tuple(
     Config(*c)
-    for c in itertools.product((1, 2, 3, 4), range(1, 17), range(1, 17), (1, 2, 3, 4), (1, 2, 3, 4, 6, 8), (False, True))
-    if 6 <= c[1] * c[2] <= WARPS and (c[4] > 1 or not c[5])
+    for c in itertools.product((1, 2, 3, 4), range(1, 17), range(1, 25), (1, 2, 3, 4, 6), (1, 2, 3, 4, 6, 8))
+    if LEAST_WARPS <= c[1] * c[2] <= WARPS
 )
 KNOWN = frozenset(CONFIGS)
 
 
 def parts(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     """Parts of the columns: each multiprocessor has one block."""
-    beside = gpu.clusters_at_once(config.split) if config.clustered else gpu.multiprocessors // config.split
-    return min(problem.tiles, max(1, beside))
+    return min(problem.tiles, max(1, gpu.multiprocessors // config.split))
 
 
 def groups_here(problem: Problem, config: Config, gpu: GpuFacts) -> int:
@@ -97,32 +95,35 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return "tiles of two matrices come in pairs"
     if (needed := shared_bytes(problem, config, gpu)) > gpu.shared_per_block:
         return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
-    if registers(problem, config) > REGISTERS // (-(-config.warps // 4) * 128):  # warps in fours: a multiprocessor has four parts
+    if registers(problem, config) > most_registers(config):
         return "its sums and chunks in flight do not fit the registers"
     if config.teams > groups_here(problem, config, gpu):
         return f"its blocks have fewer than {config.teams} groups of tiles"
-    if config.clustered and config.teams < groups_here(problem, config, gpu):
-        return "its teams take several groups of tiles"
     if problem.chunks // config.split < config.sharers:
         return f"{problem.chunks} chunks are not shared by {config.split * config.sharers} warps"
     return None
+
+
+def most_registers(config: Config) -> int:
+    """Registers that a thread may have: warps come in fours, since a multiprocessor has four parts."""
+    return int(REGISTERS // (-(-config.warps // 4) * 128))
 
 
 def registers(problem: Problem, config: Config) -> int:
     """Registers of a thread, about."""
     groups = tiles.groups_of(problem.bits, problem.block)
     chunk = 8 + 2 * (-(-groups * problem.scale_bytes // 4) + -(-groups * problem.zero_bytes // 4))
-    return 40 + config.tiles * (8 + 8 * (groups == 1) + chunk)
+    return 26 + config.tiles * (8 + 8 * (groups == 1) + chunk)
 
 
 def resident(problem: Problem, config: Config) -> int:
     """Blocks of a multiprocessor: those of the next kernel begin beside this one's where there is room."""
-    return max(1, min(WARPS // config.warps, REGISTERS // (registers(problem, config) * config.threads)))
+    return max(1, min(2, most_registers(config) // registers(problem, config)))
 
 
 def workspace(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[int, int]:
     """Bytes of the partial sums, and of their counts, which are zero at first. Both 0 where K is not shared by blocks."""
-    if config.split == 1 or config.clustered:
+    if config.split == 1:
         return 0, 0
     blocks, fours = parts(problem, config, gpu), groups_here(problem, config, gpu) * ROWS * config.tiles * 4
     return blocks * config.split * fours * 16, blocks * 4
@@ -131,7 +132,7 @@ def workspace(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[int, int
 def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     """What to compile."""
     found = {
-        "TILES": config.tiles, "TEAMS": config.teams, "SHARERS": config.sharers, "DEPTH": config.ahead, "SPLIT": config.split, "CLUSTERED": int(config.clustered),
+        "TILES": config.tiles, "TEAMS": config.teams, "SHARERS": config.sharers, "DEPTH": config.ahead, "SPLIT": config.split,
         "CHUNKS": chunks_here(problem, config), "GROUPS_HERE": groups_here(problem, config, gpu), "RESIDENT": resident(problem, config),
         "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "HAS_RESIDUAL": int(problem.residual), "PAIRED": problem.matrices - 1, **defines(problem),
     }  # fmt: skip
@@ -153,11 +154,11 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pi
         put_weights(parameters, problem, "beside_").pointer("beside_bias")
     else:
         parameters.pointer(None, None, None).i32(0, 0, 0).pointer(None)
-    parameters.pointer(*(("partial", "arrived") if workspace(problem, config, gpu)[0] else (None, None)))
+    parameters.pointer(*(("partial", "arrived") if config.split > 1 else (None, None)))
     blocks = parts(problem, config, gpu)
     parameters.i32(problem.rows, problem.columns, problem.depth, x_pitch, out_pitch, blocks)
     return parameters.launch(
-        recipe(problem, config, gpu), "packed_resident", blocks * config.split, config.threads, shared=shared_bytes(problem, config, gpu), cluster=config.split if config.clustered else 1,
+        recipe(problem, config, gpu), "packed_resident", blocks * config.split, config.threads, shared=shared_bytes(problem, config, gpu),
     )  # fmt: skip
 
 
@@ -177,7 +178,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     weights = problem.nbytes * problem.matrices
     memory = weights / BANDWIDTH * max(1.0, groups * each * blocks / problem.tiles)
     sums = 2 * config.split * problem.tiles * tiles.CHANNELS * problem.matrices * ROWS * 4 / LEVEL_2
-    ends = 0.8e-6 if config.clustered else 1.5e-6 + sums if config.split > 1 else 0.1e-6
+    ends = 1.5e-6 + sums if config.split > 1 else 0.1e-6
     few = 0.05e-6 * (WARPS - config.warps)
     return float(2e-6 + rows + ends + few + max(memory, products) + 0.2 * min(memory, products))
 

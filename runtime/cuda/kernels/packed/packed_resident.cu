@@ -272,29 +272,6 @@ DEVICE void add_group(Sums& sums, const Chunk (&held)[TILES], u8* shared, int ch
         #pragma unroll
         for (int n = 0; ZEROS == 0 && n < TILES; n++) own[n][m][0] = row_sum[m].x, own[n][m][1] = row_sum[m].y, own[n][m][2] = row_sum[m].z, own[n][m][3] = row_sum[m].w;
     }
-#if defined(APART) && BITS == 4 && GROUPS == 1 && !defined(DTYPE_BF16)
-    // Numbers that lie four bits up count 16 times as much: they are summed apart, and take no shift.
-    Sums apart;
-    clear(apart);
-    #pragma unroll
-    for (int q = 0; q < STEPS / 2; q++) {
-        u32 b[2][4];
-        #pragma unroll
-        for (int i = 0; i < 2; i++) ldmatrix_x4(rows + (2 * q + i) * 32, b[i][0], b[i][1], b[i][2], b[i][3]);
-        #pragma unroll
-        for (int n = 0; n < TILES; n++) {
-            const u32 low = word_of(held[n].weights[0], q), high = word_of(held[n].weights[1], q), low8 = low >> 8, high8 = high >> 8;
-            #pragma unroll
-            for (int u = 0; u < 2; u++) {
-                const u32 mask = 0x000f000fu << (4 * u), a[4] = {low & mask, high & mask, low8 & mask, high8 & mask};
-                #pragma unroll
-                for (int m = 0; m < 2; m++) multiply((u ? apart : own)[n][m], a, b[0][2 * m + u], b[1][2 * m + u]);
-            }
-        }
-    }
-    #pragma unroll
-    for (int i = 0; i < TILES * 8; i++) own[i / 8][i / 4 % 2][i % 4] = fmaf(apart[i / 8][i / 4 % 2][i % 4], 0.0625f, own[i / 8][i / 4 % 2][i % 4]);
-#else
     #pragma unroll
     for (int step = 0; step < STEPS; step++) {
         u32 b[4];
@@ -307,7 +284,6 @@ DEVICE void add_group(Sums& sums, const Chunk (&held)[TILES], u8* shared, int ch
             multiply(RAW ? own[n][1] : sums[n][1], a, b[2], b[3]);
         }
     }
-#endif
     #pragma unroll
     for (int n = 0; RAW && n < TILES; n++) add_scaled(sums[n], own[n], row_sum, held[n]);
 }
@@ -366,50 +342,24 @@ struct Ends {
     __device__ __forceinline__ void store(int group, int i, const float4 (&sum)[MATRICES], const Around& around) const {
         store_results(p, i / FOURS, column(group, i), sum, around);
     }
-    __device__ __forceinline__ int place_here(int i, int n) const { return i / FOURS * (SUM_PITCH * 4) + (i % FOURS / 4 * MATRICES + n) * 64 + i % 4 * 16; }
     __device__ __forceinline__ int place(int group, int i, int n) const { return (group * ROWS * FOURS + i) * MATRICES + n; }
 
     // By all threads of a team, once its warps' sums are there. first: of the thread's first four.
-    __device__ __forceinline__ void team(u8* sums, int group, int thread, const Around& first) const {
+    __device__ __forceinline__ void team(const u8* sums, int group, int thread, const Around& first) const {
         for (int i = thread; i < p.rows * FOURS; i += TEAM_THREADS) {
             if (!is_here(group, i)) continue;
             float4 sum[MATRICES];
             #pragma unroll
             for (int n = 0; n < MATRICES; n++) {
-                u8* const from = sums + place_here(i, n);
+                const u8* const from = sums + i / FOURS * (SUM_PITCH * 4) + (i % FOURS / 4 * MATRICES + n) * 64 + i % 4 * 16;
                 sum[n] = *reinterpret_cast<const float4*>(from);
                 #pragma unroll
                 for (int w = 1; w < SHARERS; w++) add_to(sum[n], *reinterpret_cast<const float4*>(from + w * WARP_BYTES));
-                if (CLUSTERED)
-                    *reinterpret_cast<float4*>(from) = sum[n];         // nobody else reads this place
-                else if (SPLIT > 1)
-                    partial.put(blockIdx.x % SPLIT, place(group, i, n), sum[n]);
+                if (SPLIT > 1) partial.put(blockIdx.x % SPLIT, place(group, i, n), sum[n]);
             }
             if (SPLIT == 1) store(group, i, sum, i == thread ? first : around(group, i));
         }
     }
-#if CLUSTERED
-    // By all threads of all blocks of a cluster: each takes a share of the results. sums: those of the first team.
-    __device__ __forceinline__ int first_of_cluster() const { return threadIdx.x + blockIdx.x % SPLIT * THREADS; }
-    __device__ __forceinline__ void cluster(const u8* sums, const Around& first) const {
-        for (int i = first_of_cluster(); i < part.groups * ROWS * FOURS; i += THREADS * SPLIT) {
-            const int group = i / (ROWS * FOURS), at = i % (ROWS * FOURS);
-            if (at >= p.rows * FOURS || !is_here(group, at)) continue;
-            float4 sum[MATRICES];
-            #pragma unroll
-            for (int n = 0; n < MATRICES; n++) {
-                const u32 from = smem_address(sums) + group * SHARERS * WARP_BYTES + place_here(at, n);
-                float4 of[SPLIT];
-                #pragma unroll
-                for (int r = 0; r < SPLIT; r++) cluster_load(cluster_map(from, r), of[r]);
-                #pragma unroll
-                for (int r = 1; r < SPLIT; r++) add_to(of[0], of[r]);
-                sum[n] = of[0];
-            }
-            store(group, at, sum, i == first_of_cluster() ? first : around(group, at));
-        }
-    }
-#endif
     // By all threads of the last block to come.
     __device__ __forceinline__ void block() const {
         for (int i = threadIdx.x; i < part.groups * ROWS * FOURS; i += THREADS) {
@@ -482,14 +432,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
     }
     while (rows.here < part.count) rows.bring();                       // of a team that has no tiles
     copies_wait_but<0>();
-#if CLUSTERED
-    cluster_arrive();
-    const Around first = ends.around(ends.first_of_cluster() / (ROWS * FOURS), ends.first_of_cluster() % (ROWS * FOURS));
-    cluster_wait();
-    ends.cluster(behind + WARPS_AT + OWN_SUMS_AT, first);
-    cluster_arrive();                              // the peers have read this block's sums
-    cluster_wait();
-#elif SPLIT > 1
+#if SPLIT > 1
     __threadfence();
     __syncthreads();                               // the rows are read no more: their first word tells who was last
     if (ends.partial.is_last(reinterpret_cast<u32*>(behind), [] { __syncthreads(); })) ends.block();
