@@ -147,7 +147,7 @@ def arch_here(index: int = 0) -> str:
     return arch_of(*(device_attribute(f"COMPUTE_CAPABILITY_{part}", index) for part in ("MAJOR", "MINOR")))
 
 
-ALL_SHARED = frozenset({"packed_digits", "packed_resident"})
+ALL_SHARED = frozenset({"packed_digits"})
 """Kernels that want all of L1 as shared memory: they read nothing twice through L1, and the next one's blocks begin while
 theirs run. Others lose by it: products of few rows with 16-bit weights read rows from L1."""
 

@@ -17,7 +17,7 @@ from optdnn.kernels.gemm.paired import stages_with_other
 from optdnn.kernels.gemm.row_product import Around, TakesAround, around_of
 from optdnn.kernels.packed.problem import Problem
 from optdnn.kernels.packed.product import OPERANDS, PackedProduct, described, matrix, packed_operands
-from optdnn.kernels.packed.tactics import PackedDigits, PackedResident, PackedSplit, PackedWgmma
+from optdnn.kernels.packed.tactics import PackedDigits, PackedResident, PackedWgmma
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import Offer, Region
 from optdnn.ops.fused import plain_stages
@@ -124,32 +124,6 @@ class PackedRowProduct(_Surrounded, PackedDigits):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         return self.unfit(b, op, super().refuse) or self.form_refusal(b, op)
-
-
-class PackedSplitPair(_Surrounded, PackedSplit):
-    """Two PackedMatMuls of 9 to 16 rows, one multiplied by the other."""
-
-    name = "packed_split_pair"
-
-    def around(self, b: Builder, op: Op) -> Around:
-        """The other product: rows are normalized by another launch."""
-        return replace(around_of(b, op), norm=None)
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        if self.around(b, op).other is None:
-            return "no other product of the same rows is multiplied by it alone"
-        return self.unfit(b, op, super().refuse) or self.form_refusal(b, op)
-
-    def defer(self, b: Builder, op: Op) -> str | None:
-        """The cost model decides, unmeasured."""
-        other = self.around(b, op).other
-        assert other is not None
-        ways = PackedSplit(), PackedWgmma()
-        own = best(self.configs(b, op))
-        two = sum(min(best(way.configs(b, x)) for way in ways) for x in (other, op))
-        if own <= two:
-            return None
-        return f"two launches are predicted to take {two * 1e6:.1f} us, one {own * 1e6:.1f}"
 
 
 class PackedResidentPair(_Surrounded, PackedResident):
