@@ -65,7 +65,8 @@ def parts(problem: Problem, config: Config, gpu: GpuFacts) -> int:
 def groups_here(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     """Groups of tiles of a block, at most."""
     each = config.tiles // problem.matrices
-    return -(-(-(-problem.tiles // parts(problem, config, gpu))) // each)
+    most = -(-problem.tiles // parts(problem, config, gpu))
+    return -(-most // each)
 
 
 def chunks_here(problem: Problem, config: Config) -> int:
@@ -96,7 +97,7 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     if (needed := shared_bytes(problem, config, gpu)) > gpu.shared_per_block:
         return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
     if registers(problem, config) > most_registers(config):
-        return "its sums and chunks in flight do not fit the registers"
+        return "its sums do not fit the registers"
     if config.teams > groups_here(problem, config, gpu):
         return f"its blocks have fewer than {config.teams} groups of tiles"
     if problem.chunks // config.split < config.sharers:
@@ -170,7 +171,11 @@ INSTRUCTIONS = 108
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
-    blocks, groups, chunks = parts(problem, config, gpu), groups_here(problem, config, gpu), chunks_here(problem, config)
+    blocks, groups, chunks = (
+        parts(problem, config, gpu),
+        groups_here(problem, config, gpu),
+        chunks_here(problem, config),
+    )
     steps = -(-groups // config.teams) * -(-chunks // config.sharers)
     products = steps * config.tiles * -(-config.warps // 4) * INSTRUCTIONS / gpu.clock
     rows = chunks * problem.chunk * 2 * problem.rows * gpu.multiprocessors / LEVEL_2

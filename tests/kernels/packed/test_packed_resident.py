@@ -10,10 +10,22 @@ import pytest
 from support import emulated
 from support.conv_cases import apply_stages
 from support.host import COMPILER, WHY_NOT
-from support.packed_cases import CASES, GATED, TOLERANCE, TYPES, Case, check_emulated, drawn, operands_of, pitch_of, tiled
+from support.packed_cases import (
+    CASES,
+    GATED,
+    TOLERANCE,
+    TYPES,
+    Case,
+    check_emulated,
+    drawn,
+    operands_of,
+    pitch_of,
+    tiled,
+)
 from support.sweep import sweep
 
 from optdnn.kernels.packed import resident_kernel as resident
+from optdnn.kernels.packed.problem import Problem
 from optdnn.kernels.packed.tiles import tiled_weights
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.gpu_facts import named
@@ -55,7 +67,11 @@ def test_sizes_on_a_processor(name: str, tmp_path: Path) -> None:
 PAIRS = {
     "two rounds": (1, Case(11, 120, 1700, stages=GATED), C(2, 3, 2, 2)),
     "zero points": (1, Case(16, 100, 640, zeros="uint8", stages=GATED), C(4, 2, 4, 1)),
-    "K shared by blocks": (2, Case(9, 61, 1024, "uint8", dtype="bfloat16", scale="bfloat16", stages=GATED), C(2, 3, 2, 2, 2)),
+    "K shared by blocks": (
+        2,
+        Case(9, 61, 1024, "uint8", dtype="bfloat16", scale="bfloat16", stages=GATED),
+        C(2, 3, 2, 2, 2),
+    ),
 }
 
 
@@ -87,3 +103,56 @@ def check_pair(many: int, case: Case, config: resident.Config, folder: Path) -> 
     want = apply_stages(y, p.epilogue, o.bias, np.maximum(z + found["beside_bias"][: p.columns], 0))
     got = held["output"].astype(np.float64)
     np.testing.assert_allclose(got, want, rtol=0, atol=2 * TOLERANCE[case.dtype] * np.abs(want).max())
+
+
+LARGE = Case(16, 14336, 4096)
+PAIR = replace(LARGE.of_rows(16).problem, epilogue=(("bias",), *GATED), beside=(("bias",),))
+
+
+def test_what_it_refuses() -> None:
+    def why(config: resident.Config, case: Case = LARGE) -> str | None:
+        return resident.refuse(case.problem, config, H200)
+
+    assert why(C(2, 4, 4, 2)) is None
+    assert why(C(2, 4, 4, 2), LARGE.of_rows(17)) == "it is for up to 16 rows, not 17"
+    assert why(C(5, 4, 4, 2)) == "not a tile of this kernel"
+    assert resident.refuse(PAIR, C(3, 4, 4, 2), H200) == "tiles of two matrices come in pairs"
+    assert "bytes of shared memory exceed" in str(why(C(2, 4, 4, 2), Case(16, 4096, 14336)))
+    assert why(C(4, 2, 12, 1), Case(16, 14336, 2048)) == "its sums do not fit the registers"
+    assert why(C(2, 5, 4, 1)) == "its blocks have fewer than 5 groups of tiles"
+    assert why(C(1, 1, 17, 1), Case(16, 2048, 2048)) == "16 chunks are not shared by 17 warps"
+    assert resident.unfit(LARGE.problem, H200) is None
+    assert resident.unfit(Case(16, 64, 256).problem, H200) == "2 chunks are not shared by 6 warps"
+
+
+def test_blocks() -> None:
+    """One for each multiprocessor, as far as there are tiles."""
+    for case, config, blocks in (
+        (LARGE, C(2, 4, 4, 1), 132),
+        (Case(16, 4096, 14336), C(2, 4, 4, 1, 4), 132),
+        (Case(16, 2048, 2048), C(1, 1, 16, 1), 128),
+    ):
+        made = resident.launch(case.problem, config, H200, case.depth, case.columns)
+        assert (made.grid, made.cluster, made.block) == ((blocks, 1, 1), 1, config.threads)
+        assert made.waits == "nothing"
+        assert ("partial" in made.operands) == (config.split > 1)
+    assert resident.workspace(LARGE.problem, C(2, 4, 4, 1), H200) == (0, 0)
+    assert resident.workspace(Case(16, 4096, 14336).problem, C(2, 4, 4, 1, 4), H200) == (33 * 4 * 8 * 1024, 33 * 4)
+    assert str(C(2, 4, 4, 1, 4)) == "resident2t4x4a1k4"
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        (PAIR, C(2, 7, 3, 2)),
+        (Case(16, 4096, 14336, stages=(("add",),)).problem, C(2, 4, 6, 2, 4)),
+        (Case(16, 6144, 4096, zeros="uint8").problem, C(3, 2, 8, 1, 2)),
+        (Case(16, 4096, 4096, block=32, dtype="bfloat16", scale="bfloat16").problem, C(2, 2, 8, 2, 2)),
+        (Case(16, 4096, 4096, "uint8", 0).problem, C(2, 4, 4, 1, 4)),
+    ],
+    ids=("pair", "K shared by blocks", "zero points", "bf16", "8 bits"),
+)
+def test_kernels_do_not_spill(problem: Problem, config: resident.Config) -> None:
+    (kernel,) = nvrtc.resources(resident.recipe(problem, config, H200)).values()
+    assert kernel.spill_bytes == kernel.stack_bytes == 0

@@ -75,7 +75,10 @@ def test_two_products_of_another_form() -> None:
         tolerance=8e-3,
     )
     said = [
-        r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if r["tactic"] == "packed_resident_pair"
+        r["reason"]
+        for t in program.meta["tactics"]
+        for r in t.get("refused", ())
+        if r["tactic"] == "packed_resident_pair"
     ]
     assert any("have another form" in reason for reason in said)
     assert "no other product of the same rows is multiplied by it alone" in said
