@@ -82,6 +82,20 @@ struct Ring {
     u32 parity;
     __device__ __forceinline__ Ring(const Params& p, const Part& part, u32 at, u32 full, int team) : p(p), part(part), at(at), full(full), group(team), step(0), slot(0), parity(0) {}
 
+    // Asks for the first chunks.
+    template <class Order> __device__ __forceinline__ void begin(int own, int sharer, int lane, const Order& order) {
+        if (own == 0) group = part.groups;         // there are none
+        if (lane == 0) {
+            #pragma unroll
+            for (int d = 0; d < DEPTH; d++) barrier_init(full + d * 8, 1);
+            barrier_init_fence();
+            async_proxy_fence();
+        }
+        __syncwarp();
+        #pragma unroll 1
+        for (int d = 0; d < DEPTH; d++) ask(own, sharer, order);
+        parity = 0;
+    }
     // Asks for a chunk of each tile of a group, by one lane.
     __device__ __forceinline__ void load(int chunk) const {
         const u32 barrier = full + slot * 8;
@@ -328,6 +342,14 @@ DEVICE void store_results(const Params& p, int row, int column, const float4 (&s
     store_values(p, row, column, make_float4(epilogue(x.x, c.x, other.x), epilogue(x.y, c.y, other.y), epilogue(x.z, c.z, other.z), epilogue(x.w, c.w, other.w)));
 }
 
+// Brings the biases of the block's columns into L2: nobody else has read them in this run.
+DEVICE void prefetch_biases(const Params& p, const Part& part) {
+    const int column = part.first * 16 + threadIdx.x * 32;
+    if (column >= min((part.first + part.tiles) * 16, p.columns)) return;
+    prefetch_l2(p.bias + column);
+    if (PAIRED) prefetch_l2(p.beside_bias + column);
+}
+
 // The ends of a group: its results, or the block's part of their sums.
 struct Ends {
     const Params& p;
@@ -373,6 +395,19 @@ struct Ends {
     }
 };
 
+// Adds the products of the chunk that the ring holds next, number ``step`` of the warp's.
+DEVICE void add_step(Sums& sums, Rows& rows, Ring& ring, u8* behind, const u8* own_place, int own, int sharer, int step, int lane) {
+    const int at = sharer + step * SHARERS;
+    ring.wait();
+    Chunk held[TILES];
+    #pragma unroll
+    for (int n = 0; n < TILES; n++) held[n] = shared_chunk(own_place + ring.slot * SLOT_BYTES + n * TILE_BYTES, lane);
+    __syncwarp();                                  // the slot is free
+    ring.ask(own, sharer, rows);
+    rows.wait(at);
+    add_group(sums, held, behind, rows.chunk(at), lane);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     u8* const behind = shared + ROWS_AT;
@@ -382,22 +417,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
     const Part part(p);
     Rows rows(p, part, behind, warp, lane);
     const int own = (part.count - sharer + SHARERS - 1) / SHARERS;     // the warp's chunks of a group
-    Ring ring(p, part, smem_address(behind) + WARPS_AT + warp * WARP_BYTES, smem_address(shared) + (CHUNKS + warp * DEPTH) * 8, own > 0 ? team : part.groups);
-    if (lane == 0) {
-        #pragma unroll
-        for (int d = 0; d < DEPTH; d++) barrier_init(ring.full + d * 8, 1);
-        barrier_init_fence();
-        async_proxy_fence();
-    }
-    __syncwarp();
-    #pragma unroll 1
-    for (int d = 0; d < DEPTH; d++) ring.ask(own, sharer, rows);
-    ring.parity = 0;
-    const int prefetched = part.first * 16 + threadIdx.x * 32;
-    if (prefetched < min((part.first + part.tiles) * 16, p.columns)) {
-        prefetch_l2(p.bias + prefetched);          // nobody else has read them in this run
-        if (PAIRED) prefetch_l2(p.beside_bias + prefetched);
-    }
+    Ring ring(p, part, smem_address(behind) + WARPS_AT + warp * WARP_BYTES, smem_address(shared) + (CHUNKS + warp * DEPTH) * 8, team);
+    ring.begin(own, sharer, lane, rows);
+    prefetch_biases(p, part);
     for (int i = threadIdx.x; i < part.count; i += THREADS) barrier_init(rows.barrier(i), 1);
     __syncthreads();
     grid_dependency_wait();
@@ -412,17 +434,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
         Sums sums;
         clear(sums);
         #pragma unroll 1
-        for (int step = 0; step < own; step++) {
-            const int at = sharer + step * SHARERS;
-            ring.wait();
-            Chunk held[TILES];
-            #pragma unroll
-            for (int n = 0; n < TILES; n++) held[n] = shared_chunk(own_place + ring.slot * SLOT_BYTES + n * TILE_BYTES, lane);
-            __syncwarp();                          // the slot is free
-            ring.ask(own, sharer, rows);
-            rows.wait(at);
-            add_group(sums, held, behind, rows.chunk(at), lane);
-        }
+        for (int step = 0; step < own; step++) add_step(sums, rows, ring, behind, own_place, own, sharer, step, lane);
         while (rows.here < part.count) rows.bring();                   // for others
         const Around first = ends.around(group, threadIdx.x % TEAM_THREADS);
         put_sums(reinterpret_cast<float*>(own_place + OWN_SUMS_AT), sums, lane);
