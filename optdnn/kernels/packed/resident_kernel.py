@@ -165,27 +165,37 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pi
 
 LEVEL_2 = 5.6e12
 """Bytes per second from L2 to the multiprocessors."""
-INSTRUCTIONS = 108
-"""Of a warp for a chunk of a tile, about."""
+CYCLES = 114.0, 24.0
+"""Of a quarter of a multiprocessor, for a step of a warp, and for each tile of it (128 of K)."""
+LATENCY = 695.0, 300.0
+"""Cycles of a step of a warp that is alone, and of each tile of it."""
+START, ROW_BYTE = 1.2e-6, 15e-12
+"""Seconds until products begin, and for each byte of a block's rows."""
+SUMS, SHARER = 2e-6, 0.013e-6
+"""Seconds of adding the sums of blocks, and of a team: for each of its warps and tiles."""
+REST = 0.16
+"""Part that whatever is hidden takes all the same."""
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch."""
+    """Predicted seconds of one dependent launch: memory, L2, or the steps of warps, whichever takes longest, and a part of the others;
+    the rows before and the sums behind them."""
     blocks, groups, chunks = (
         parts(problem, config, gpu),
         groups_here(problem, config, gpu),
         chunks_here(problem, config),
     )
-    steps = -(-groups // config.teams) * -(-chunks // config.sharers)
-    products = steps * config.tiles * -(-config.warps // 4) * INSTRUCTIONS / gpu.clock
-    rows = chunks * problem.chunk * 2 * problem.rows * gpu.multiprocessors / LEVEL_2
-    each = config.tiles // problem.matrices
-    weights = problem.nbytes * problem.matrices
-    memory = weights / BANDWIDTH * max(1.0, groups * each * blocks / problem.tiles)
-    sums = 2 * config.split * problem.tiles * tiles.CHANNELS * problem.matrices * ROWS * 4 / LEVEL_2
-    ends = 1.5e-6 + sums if config.split > 1 else 0.1e-6
-    few = 0.05e-6 * (WARPS - config.warps)
-    return float(2e-6 + rows + ends + few + max(memory, products) + 0.2 * min(memory, products))
+    each, depth = config.tiles // problem.matrices, problem.chunk / 128
+    busy, alone = (first + more * config.tiles * depth for first, more in (CYCLES, LATENCY))
+    step = max(busy * -(-config.warps // 4), alone) / gpu.clock
+    walk = -(-groups // config.teams) * -(-chunks // config.sharers) * step
+    weights, rows = problem.nbytes * problem.matrices, chunks * problem.chunk * 2 * problem.rows
+    memory = weights * max(1.0, groups * each * blocks / problem.tiles) / BANDWIDTH
+    terms = memory, (weights + rows * blocks * config.split) / LEVEL_2, walk
+    sums = 2 * config.split * problem.columns * problem.matrices * ROWS * 4 / LEVEL_2
+    ends = (SUMS + sums if config.split > 1 else 0.0) + SHARER * config.sharers * config.tiles
+    most = max(terms)
+    return float(START + rows * ROW_BYTE + ends + most + REST * (sum(terms) - most))
 
 
 def unfit(problem: Problem, gpu: GpuFacts) -> str | None:
