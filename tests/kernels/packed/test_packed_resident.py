@@ -141,6 +141,21 @@ def test_blocks() -> None:
     assert str(C(2, 4, 4, 1, 4)) == "resident2t4x4a1k4"
 
 
+@pytest.mark.parametrize(
+    ("problem", "best"),
+    [
+        (PAIR, "resident2t7x3a1"),
+        (Case(16, 4096, 14336, stages=(("add",),)).problem, "resident2t8x3a1k8"),
+        (Case(16, 6144, 4096).problem, "resident2t6x4a1k4"),
+        (Case(16, 4096, 4096, stages=(("add",),)).problem, "resident2t4x4a1k4"),
+        (LARGE.problem, "resident2t4x6a1"),
+    ],
+)
+def test_what_is_predicted_to_be_fastest(problem: Problem, best: str) -> None:
+    """It was within 5 % of the fastest of those that an H200 timed."""
+    assert str(resident.candidates(problem, H200, 1)[0]) == best
+
+
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("problem", "config"),
