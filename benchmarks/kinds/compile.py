@@ -31,7 +31,7 @@ HOT = frozenset(
         "attention_channels.cu", "channel_sums.cu", "channel_results.cu", "rows.cu",
         "rows_across.cu", "group_norm.cu", "group_norm_tiles.cu", "row_norm_tiles.cu", "rotary.cu",
         "rnn_sm90.cu", "rnn_grid.cu", "rnn_resident.cu", "pool_int8.cu", "gemv.cu", "squeeze_finish.cu",
-        "packed_digits.cu", "packed_gemv.cu", "packed_mma.cu", "packed_split.cu", "packed_sm90.cu", "packed_dense.cu",
+        "packed_digits.cu", "packed_gemv.cu", "packed_mma.cu", "packed_resident.cu", "packed_sm90.cu", "packed_dense.cu",
     }
 )  # fmt: skip
 """Templates whose kernels must keep everything in registers; the general ones may spill where they serve rare shapes."""

@@ -51,8 +51,8 @@ from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
 from optdnn.kernels.norm.rows_grid import RowsGrid
 from optdnn.kernels.norm.short_rows import ShortRows
 from optdnn.kernels.packed.gemm import PackedGemm
-from optdnn.kernels.packed.row_product import PackedRowProduct, PackedSplitPair
-from optdnn.kernels.packed.tactics import PackedDigits, PackedGemv, PackedMma, PackedSplit, PackedWgmma
+from optdnn.kernels.packed.row_product import PackedResidentPair, PackedRowProduct
+from optdnn.kernels.packed.tactics import PackedDigits, PackedGemv, PackedMma, PackedResident, PackedWgmma
 from optdnn.kernels.pointwise.custom import Custom
 from optdnn.kernels.pointwise.elementwise import Elementwise
 from optdnn.kernels.pool.max_pool import TiledMaxPool
@@ -125,8 +125,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         PackedDigits(),
         PackedGemv(),
         PackedMma(),
-        PackedSplitPair(),
-        PackedSplit(),
+        PackedResidentPair(),
+        PackedResident(),
         PackedWgmma(),
         PackedGemm(),
     ),

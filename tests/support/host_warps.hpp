@@ -38,7 +38,7 @@ template <class T> static inline T __ldcg(const T* p) { return *p; }
 struct Index { unsigned x, y, z; };
 static Index threadIdx, blockIdx, gridDim, blockDim;
 
-enum { MOST = 384, STACK = 1 << 18, SHARED = 1 << 18 };
+enum { MOST = 512, STACK = 1 << 18, SHARED = 1 << 18 };
 enum Meeting { RUNNING, WARP, BLOCK, POLL, ENDED };
 alignas(128) static u8 memory[SHARED];
 alignas(16) static u8 barriers[4096];                  // 16 bytes for each 8 of a barrier in shared memory
@@ -232,7 +232,8 @@ static struct { u32 arrived, turn; } named[16];
 static inline void named_barrier(u32 id, u32 count) {
     const u32 turn = named[id].turn;
     if (++named[id].arrived == count) named[id].arrived = 0, named[id].turn++;
-    while (named[id].turn == turn) meet(POLL);
+    do meet(POLL);                                     // so that all lanes of a warp find the same
+    while (named[id].turn == turn);
     found++;
 }
 struct alignas(64) TensorMap { u64 opaque[16]; };      // address, columns, rows, bytes of a row, box; elements of 16 bits

@@ -167,12 +167,12 @@ def forced(name: str) -> Iterator[None]:
 
             patch.setattr(PackedMma, "defer", lambda *given: None)
             patch.setitem(TACTICS, "PackedMatMul", (PackedMma(),))
-        if name == "packed weights: by split":  # whatever the cost model predicts
-            from optdnn.kernels.packed.tactics import PackedSplit
+        if name == "packed weights: by resident":  # whatever the cost model predicts
+            from optdnn.kernels.packed.tactics import PackedResident
             from optdnn.lowering.table import TACTICS
 
-            patch.setattr(PackedSplit, "defer", lambda *given: None)
-            patch.setitem(TACTICS, "PackedMatMul", (PackedSplit(),))
+            patch.setattr(PackedResident, "defer", lambda *given: None)
+            patch.setitem(TACTICS, "PackedMatMul", (PackedResident(),))
         if name.startswith("bands"):
             patch.setattr("optdnn.kernels.conv.general.BandedConv.defer", lambda *given: None)
         if name.startswith("pairs of channels"):
@@ -252,7 +252,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
             ("gated", "gated", 5),
             ("8 bits", "8 bits, bf16", 8),
             ("12 rows", "a last block that is not full", 12),
-            ("by split", "a last block that is not full", 12),
+            ("by resident", "a last block that is not full", 12),
             ("by mma", "a last block that is not full", 12),
             ("300 rows", "gated", 300),
             ("unpacked", "a last block that is not full", 300),

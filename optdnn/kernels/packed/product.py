@@ -128,9 +128,20 @@ class PackedProduct(MatrixProduct):
     def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return [Offer(c, seconds, self.one_order(c)) for c, seconds in _estimated(self.kernel, problem, gpu)]
 
-    def workspace(self, problem: Problem, config: Any) -> tuple[int, int]:
+    def workspace(self, problem: Problem, config: Any, gpu: GpuFacts) -> tuple[int, int]:
         """Bytes of the launch's operands ``partial`` and ``arrived`` (zeros at first); both 0 where it has none."""
         return self.kernel.workspace(problem, config) if hasattr(self.kernel, "workspace") else (0, 0)
+
+    def shared_sums(self, b: Builder, op: Op, problem: Problem, config: Any) -> dict[str, TensorView]:
+        """These operands, where blocks share K."""
+        partial, arrived = self.workspace(problem, config, b.gpu)
+        if not partial:
+            return {}
+        name = op.outputs[0].name
+        return {
+            "partial": b.new(f"{name}.partial", FP32, (partial // 4,)),
+            "arrived": b.new(f"{name}.arrived", INT32, (arrived // 4,)),
+        }
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         rows = self.rows(b, op)
@@ -145,12 +156,7 @@ class PackedProduct(MatrixProduct):
         operands = {"x": x, **packed, "bias": bias, "output": out}
         if residual is not None:
             operands["residual"] = residual
-        partial, arrived = self.workspace(problem, config)
-        scratch, kept = [], []
-        if partial:
-            scratch.append(b.new(f"{op.outputs[0].name}.partial", FP32, (partial // 4,)))
-            kept.append(b.new(f"{op.outputs[0].name}.arrived", INT32, (arrived // 4,)))
-            operands |= {"partial": scratch[0], "arrived": kept[0]}
+        sums = self.shared_sums(b, op, problem, config)
         made = self.kernel.launch(problem, config, b.gpu, x.strides[0] if many else problem.depth, pitch)
         constants = [b.constant(c, "scalar") for c in rows.ep.constants]
         reads = [
@@ -164,7 +170,10 @@ class PackedProduct(MatrixProduct):
             "code": problem.code, "K": problem.depth, "N": problem.columns, "block_size": problem.block,
             "prologue": (), "epilogue": plain_stages(_stages(rows.ep.stages)), "arity": ARITY,
         }  # fmt: skip
-        b.emit(op, made, operands, "TiledPackedMatMul", attrs, reads, [matrix(out)], scratch=scratch, kept=kept)
+        b.emit(
+            op, made, operands | sums, "TiledPackedMatMul", attrs, reads, [matrix(out)],
+            scratch=[*sums.values()][:1], kept=[*sums.values()][1:],
+        )  # fmt: skip
         between = rows.between if rows.between.buffer == out.buffer else replace(rows.between, buffer=out.buffer)
         finish(b, op, rows.ep, between, b.target(op.value))
 

@@ -17,7 +17,7 @@ from optdnn.kernels.gemm.paired import stages_with_other
 from optdnn.kernels.gemm.row_product import Around, TakesAround, around_of
 from optdnn.kernels.packed.problem import Problem
 from optdnn.kernels.packed.product import OPERANDS, PackedProduct, described, matrix, packed_operands
-from optdnn.kernels.packed.tactics import PackedDigits, PackedSplit, PackedWgmma
+from optdnn.kernels.packed.tactics import PackedDigits, PackedResident, PackedWgmma
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import Offer, Region
 from optdnn.ops.fused import plain_stages
@@ -82,8 +82,12 @@ class _Surrounded(TakesAround, PackedProduct):
         }  # fmt: skip
         attrs |= {} if around.beside is None else {"beside": plain_stages(around.beside.stages)}
         covers = replace(op, src=op.src.union(*(y.src for y in around.before)))
-        operands = {"x": x, "output": out, **made.operands}
-        b.emit(covers, launch, operands, "PackedRowProduct", attrs, [matrix(x), *made.reads], [matrix(out)])
+        sums = self.shared_sums(b, op, problem, config)
+        operands = {"x": x, "output": out, **made.operands, **sums}
+        b.emit(
+            covers, launch, operands, "PackedRowProduct", attrs, [matrix(x), *made.reads], [matrix(out)],
+            scratch=[*sums.values()][:1], kept=[*sums.values()][1:],
+        )  # fmt: skip
         between = rows.between if rows.between.buffer == out.buffer else replace(rows.between, buffer=out.buffer)
         finish(b, op, rows.ep, between, b.target(op.value))
 
@@ -122,10 +126,10 @@ class PackedRowProduct(_Surrounded, PackedDigits):
         return self.unfit(b, op, super().refuse) or self.form_refusal(b, op)
 
 
-class PackedSplitPair(_Surrounded, PackedSplit):
+class PackedResidentPair(_Surrounded, PackedResident):
     """Two PackedMatMuls of 9 to 16 rows, one multiplied by the other."""
 
-    name = "packed_split_pair"
+    name = "packed_resident_pair"
 
     def around(self, b: Builder, op: Op) -> Around:
         """The other product: rows are normalized by another launch."""
@@ -140,7 +144,7 @@ class PackedSplitPair(_Surrounded, PackedSplit):
         """The cost model decides, unmeasured."""
         other = self.around(b, op).other
         assert other is not None
-        ways = PackedSplit(), PackedWgmma()
+        ways = PackedResident(), PackedWgmma()
         own = best(self.configs(b, op))
         two = sum(min(best(way.configs(b, x)) for way in ways) for x in (other, op))
         if own <= two:

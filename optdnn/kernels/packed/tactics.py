@@ -7,10 +7,12 @@ from typing import Any, ClassVar
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
-from optdnn.kernels.packed import digits_kernel, gemv_kernel, mma_kernel, split_kernel, wgmma_kernel
+from optdnn.kernels.packed import digits_kernel, gemv_kernel, mma_kernel, resident_kernel, wgmma_kernel
 from optdnn.kernels.packed.gemm import PackedGemm
+from optdnn.kernels.packed.problem import Problem
 from optdnn.kernels.packed.product import PackedProduct, row_count
 from optdnn.kernels.tactic import costlier
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 FIRST_ROWS = 32
 """For up to so many, untuned builds prefer ``packed_mma`` to unpacked weights."""
@@ -53,20 +55,23 @@ class PackedMma(PackedProduct):
         return False
 
 
-class PackedSplit(PackedProduct):
-    """PackedMatMul of 9 to 16 rows of 16-bit floats, whose K is split over warps and over the blocks of a cluster. A column's sum has
-    another order in each configuration."""
+class PackedResident(PackedProduct):
+    """PackedMatMul of 9 to 16 rows of 16-bit floats, which stay in shared memory. A column's sum has another order in each
+    configuration."""
 
-    name = "packed_split"
-    kernel: ClassVar[ModuleType] = split_kernel
+    name = "packed_resident"
+    kernel: ClassVar[ModuleType] = resident_kernel
     row_invariant: ClassVar[bool] = False
     """Other numbers of rows are another tactic's, which adds in another order."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if not b.gpu.hopper:
-            return f"it needs Hopper's clusters (sm_90a), not {b.arch}"
-        least, rows = split_kernel.LEAST_ROWS, row_count(op)
+            return f"it needs Hopper's bulk copies (sm_90a), not {b.arch}"
+        least, rows = resident_kernel.LEAST_ROWS, row_count(op)
         return super().refuse(b, op) or (f"it is for {least} rows and more, not {rows}" if rows < least else None)
+
+    def workspace(self, problem: Problem, config: Any, gpu: GpuFacts) -> tuple[int, int]:
+        return resident_kernel.workspace(problem, config, gpu)
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """The cost model decides, unmeasured."""

@@ -12,7 +12,7 @@ from support.needs import why_no_hopper
 from support.packed_cases import CASES, GATED, TOLERANCE, TYPES, Case, drawn, expected, network, operands_of, pitch_of
 from support.simulated import feeds_of, lowered
 
-from optdnn.kernels.packed import digits_kernel, gemv_kernel, mma_kernel, split_kernel, wgmma_kernel
+from optdnn.kernels.packed import digits_kernel, gemv_kernel, mma_kernel, resident_kernel, wgmma_kernel
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.compile import nvrtc
@@ -63,16 +63,16 @@ KERNELS = {
     "digits": digits_kernel,
     "gemv": gemv_kernel,
     "mma": mma_kernel,
-    "split": split_kernel,
+    "resident": resident_kernel,
     "wgmma": wgmma_kernel,
 }
 
 
 def configurations(kernel: Any, case: Case) -> list[Any]:
     """Some of all that run a case, and the one that an untuned build takes."""
-    facts = (GPU,) if kernel in (digits_kernel, split_kernel) else ()
+    facts = (GPU,) if kernel in (digits_kernel, resident_kernel) else ()
     found = [c for c in kernel.CONFIGS if kernel.refuse(case.problem, c, *facts) is None]
-    few = 4 if case in CASES.values() or kernel is split_kernel else 2
+    few = 4 if case in CASES.values() or kernel is resident_kernel else 2
     return [*kernel.candidates(case.problem, GPU, 1), *found[:: max(1, len(found) // few)]]
 
 
@@ -80,7 +80,7 @@ RUNS = [
     *(("digits", name) for name, c in (CASES | LARGE).items() if digits_kernel.unfit(c.problem, GPU) is None),
     *(("gemv", name) for name in CASES | LARGE),
     *(("mma", name) for name in CASES | LARGE | MANY if name != "passing through L2"),
-    *(("split", name) for name, c in (CASES | MANY).items() if split_kernel.unfit(c.problem, GPU) is None),
+    *(("resident", name) for name, c in (CASES | MANY).items() if resident_kernel.unfit(c.problem, GPU) is None),
     *(("wgmma", name) for name in MANY | MORE),
 ]
 
@@ -104,7 +104,8 @@ def test_every_configuration(kind: str, name: str, tmp_path: Path) -> None:
         TOLERANCE[case.dtype] * (1 if kind in ("digits", "gemv") else 2),
     )
     for config in configurations(kernel, case):
-        partial, arrived = (0, 0) if kind in ("digits", "gemv", "split") else kernel.workspace(p, config)
+        facts = (GPU,) if kernel is resident_kernel else ()
+        partial, arrived = (0, 0) if kind in ("digits", "gemv") else kernel.workspace(p, config, *facts)
         given = {
             **at,
             "partial": memory.put(np.full(partial, 0xFF, np.uint8)),

@@ -13,7 +13,7 @@ from support.simulated import check_simulated, kinds, lowered
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.product import refusal
-from optdnn.kernels.packed.tactics import PackedSplit
+from optdnn.kernels.packed.tactics import PackedResident
 from optdnn.lowering.table import TACTICS
 from optdnn.ops.packed_layout import PackedMatMulAttrs
 from optdnn.runtime.cuda.gpu_facts import of_arch
@@ -37,7 +37,7 @@ def test_they_compute_what_they_mean(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "rows", "arch", "tactic"),
     [
-        ("gated", 16, "sm_90a", "packed_split"),
+        ("gated", 16, "sm_90a", "packed_resident"),
         ("gated", 17, "sm_90a", "packed_sm90"),
         ("gated", 32, "sm_90a", "packed_sm90"),
         ("gated", 32, "sm_86", "packed_mma"),
@@ -54,12 +54,12 @@ def test_many_rows(name: str, rows: int, arch: str, tactic: str) -> None:
     assert kinds(program).count("UnpackedTiles") == (tactic == "packed_gemm")
 
 
-def test_k_is_split_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_stay_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is predicted to be slower, too."""
-    monkeypatch.setattr(PackedSplit, "defer", lambda *given: None)
-    monkeypatch.setitem(TACTICS, "PackedMatMul", (PackedSplit(),))
+    monkeypatch.setattr(PackedResident, "defer", lambda *given: None)
+    monkeypatch.setitem(TACTICS, "PackedMatMul", (PackedResident(),))
     program = check_simulated(network(CASES["gated"].of_rows(16)), target="cuda:sm_90a")
-    assert tactics_of(program) == ["packed_split"]
+    assert tactics_of(program) == ["packed_resident"]
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_86"])
@@ -91,8 +91,8 @@ def test_what_is_refused() -> None:
         "packed_digits": "it is for up to 8 rows, not 257",
         "packed_gemv": "it is for up to 8 rows, not 257",
         "packed_mma": "it is for up to 256 rows, not 257",
-        "packed_split_pair": "no other product of the same rows is multiplied by it alone",
-        "packed_split": "it needs Hopper's clusters (sm_90a), not sm_80",
+        "packed_resident_pair": "no other product of the same rows is multiplied by it alone",
+        "packed_resident": "it needs Hopper's bulk copies (sm_90a), not sm_80",
         "packed_sm90": "it needs Hopper's wgmma and TMA (sm_90a), not sm_80",
     }
     n, weights = Net(), np.zeros((64, 128), np.uint8)

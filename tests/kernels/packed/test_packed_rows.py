@@ -12,7 +12,7 @@ from support.packed_cases import Case, drawn
 from support.simulated import check_simulated, kinds
 
 from optdnn.ir.graph import Graph
-from optdnn.kernels.packed.row_product import PackedSplitPair
+from optdnn.kernels.packed.row_product import PackedResidentPair
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.packed_layout import PackedMatMulAttrs
 
@@ -56,8 +56,8 @@ PAIRS: dict[str, Callable[[], Graph]] = {
 
 
 def only_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Untuned builds take two products whose K is split in one launch."""
-    monkeypatch.setattr(PackedSplitPair, "defer", lambda *given: None)
+    """Untuned builds take both products in one launch."""
+    monkeypatch.setattr(PackedResidentPair, "defer", lambda *given: None)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -75,7 +75,10 @@ def test_two_products_of_another_form() -> None:
         tolerance=8e-3,
     )
     said = [
-        r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if r["tactic"] == "packed_split_pair"
+        r["reason"]
+        for t in program.meta["tactics"]
+        for r in t.get("refused", ())
+        if r["tactic"] == "packed_resident_pair"
     ]
     assert any("have another form" in reason for reason in said)
     assert "no other product of the same rows is multiplied by it alone" in said

@@ -8,28 +8,39 @@ DEVICE float4 bias_of_four(const float* bias, int column, int columns) {
     return column < columns ? __ldg(reinterpret_cast<const float4*>(bias + column)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
-// Four neighbouring columns of a row. Rows of the output, and of the residual, begin at multiples of 8 bytes where their pitch is a multiple of four.
-template <class Params> DEVICE void store_four(const Params& p, int row, int column, const float4& sum, const float4& bias) {
-    const float x[4] = {sum.x, sum.y, sum.z, sum.w}, c[4] = {bias.x, bias.y, bias.z, bias.w};
-    const long long at = (long long)row * p.out_pitch + column;
-    float r[4], y[4];
-    const bool whole = column + 4 <= p.columns && p.out_pitch % 4 == 0;
-    if (HAS_RESIDUAL && whole) {
-        const uint2 v = *reinterpret_cast<const uint2*>(p.residual + at);
-        r[0] = low_float(v.x), r[1] = high_float(v.x), r[2] = low_float(v.y), r[3] = high_float(v.y);
-    } else {
-        #pragma unroll
-        for (int i = 0; i < 4; i++) r[i] = HAS_RESIDUAL && column + i < p.columns ? unpack1(p.residual[at + i]) : 0.0f;
+// Whether four neighbouring columns of a row are stored, and read as a residual, at once: rows of both begin at multiples of 8 bytes where
+// their pitch is a multiple of four.
+template <class Params> DEVICE bool is_whole(const Params& p, int column) { return column + 4 <= p.columns && p.out_pitch % 4 == 0; }
+
+template <class Params> DEVICE float4 residual_of_four(const Params& p, int row, int column) {
+    const u16* const at = p.residual + (long long)row * p.out_pitch + column;
+    if (is_whole(p, column)) {
+        const uint2 v = *reinterpret_cast<const uint2*>(at);
+        return make_float4(low_float(v.x), high_float(v.x), low_float(v.y), high_float(v.y));
     }
+    float r[4];
     #pragma unroll
-    for (int i = 0; i < 4; i++) y[i] = epilogue(x[i], c[i], r[i]);
-    if (whole) {
-        *reinterpret_cast<uint2*>(p.output + at) = make_uint2(pack2(y[0], y[1]), pack2(y[2], y[3]));
+    for (int i = 0; i < 4; i++) r[i] = column + i < p.columns ? unpack1(at[i]) : 0.0f;
+    return make_float4(r[0], r[1], r[2], r[3]);
+}
+
+// Stores values of four neighbouring columns of a row.
+template <class Params> DEVICE void store_values(const Params& p, int row, int column, const float4& v) {
+    u16* const to = p.output + (long long)row * p.out_pitch + column;
+    if (is_whole(p, column)) {
+        *reinterpret_cast<uint2*>(to) = make_uint2(pack2(v.x, v.y), pack2(v.z, v.w));
         return;
     }
+    const float y[4] = {v.x, v.y, v.z, v.w};
     #pragma unroll
     for (int i = 0; i < 4; i++)
-        if (column + i < p.columns) p.output[at + i] = pack1(y[i]);
+        if (column + i < p.columns) to[i] = pack1(y[i]);
+}
+
+// Stores the results of four sums.
+template <class Params> DEVICE void store_four(const Params& p, int row, int column, const float4& sum, const float4& bias) {
+    const float4 r = HAS_RESIDUAL ? residual_of_four(p, row, column) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    store_values(p, row, column, make_float4(epilogue(sum.x, bias.x, r.x), epilogue(sum.y, bias.y, r.y), epilogue(sum.z, bias.z, r.z), epilogue(sum.w, bias.w, r.w)));
 }
 
 // The sums, in COUNT fours, of a tile whose K is shared by PARTS blocks.

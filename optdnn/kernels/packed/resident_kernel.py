@@ -1,0 +1,213 @@
+"""Plans of the product of some rows with packed weights whose rows stay in shared memory (``packed_resident.cu``): 9 to 16 rows."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from optdnn.errors import InternalError
+from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.packed import tiles
+from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, put_weights
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+LEAST_ROWS, MAX_ROWS = 9, 16
+"""Fewer rows are the columns of one mma.sync; of more, ``packed_sm90.cu`` took less time."""
+ROWS = 16
+"""Rows that a block has room for."""
+LEAST_WARPS, WARPS = 6, 24
+"""Of a block: fewer do not hide the latency of products, more have too few registers."""
+REGISTERS = 65536
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``teams`` teams of ``sharers`` warps, which share K, take groups of ``tiles`` tiles of 16 columns (of both matrices, where there are
+    two) in turn; each warp has ``ahead`` chunks of a group in flight. ``split`` blocks share K."""
+
+    tiles: int
+    teams: int
+    sharers: int
+    ahead: int
+    split: int = 1
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.teams * self.sharers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.warps * 32
+
+    def __str__(self) -> str:
+        shared = f"k{self.split}" if self.split > 1 else ""
+        return f"resident{self.tiles}t{self.teams}x{self.sharers}a{self.ahead}{shared}"
+
+
+CONFIGS = tuple(
+    Config(*c)
+    for c in itertools.product((1, 2, 3, 4), range(1, 17), range(1, 25), (1, 2, 3, 4, 6), (1, 2, 3, 4, 6, 8))
+    if LEAST_WARPS <= c[1] * c[2] <= WARPS
+)
+KNOWN = frozenset(CONFIGS)
+
+
+def parts(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Parts of the columns: each multiprocessor has one block."""
+    return min(problem.tiles, max(1, gpu.multiprocessors // config.split))
+
+
+def groups_here(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Groups of tiles of a block, at most."""
+    each = config.tiles // problem.matrices
+    most = -(-problem.tiles // parts(problem, config, gpu))
+    return -(-most // each)
+
+
+def chunks_here(problem: Problem, config: Config) -> int:
+    """Chunks of K of a block, at most."""
+    return -(-problem.chunks // config.split)
+
+
+def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Dynamic shared memory of a block: barriers, rows, sums of a chunk's rows, and of each warp a ring and sums, which take the
+    ring's place where nothing more comes to it."""
+    chunks, groups = chunks_here(problem, config), tiles.groups_of(problem.bits, problem.block)
+    barriers = -(-(chunks + config.warps * config.ahead) // 16) * 128
+    rows = -(-ROWS * (chunks * problem.chunk * 2 + 16 + chunks * 8) // 128) * 128
+    tile = tiles.CHUNK_BYTES + tiles.CHANNELS * groups * (problem.scale_bytes + problem.zero_bytes)
+    ring, sums = config.ahead * config.tiles * tile, ROWS * (config.tiles * tiles.CHANNELS + 4) * 4
+    alone = groups_here(problem, config, gpu) <= config.teams
+    return barriers + rows + config.warps * (max(ring, sums) if alone else ring + sums)
+
+
+def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if not 1 <= problem.rows <= MAX_ROWS:
+        return f"it is for up to {MAX_ROWS} rows, not {problem.rows}"
+    if config not in KNOWN:
+        return "not a tile of this kernel"
+    if config.tiles % problem.matrices:
+        return "tiles of two matrices come in pairs"
+    if (needed := shared_bytes(problem, config, gpu)) > gpu.shared_per_block:
+        return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
+    if registers(problem, config) > most_registers(config):
+        return "its sums do not fit the registers"
+    if config.teams > groups_here(problem, config, gpu):
+        return f"its blocks have fewer than {config.teams} groups of tiles"
+    if problem.chunks // config.split < config.sharers:
+        return f"{problem.chunks} chunks are not shared by {config.split * config.sharers} warps"
+    return None
+
+
+def most_registers(config: Config) -> int:
+    """Registers that a thread may have: warps come in fours, since a multiprocessor has four parts."""
+    return int(REGISTERS // (-(-config.warps // 4) * 128))
+
+
+def registers(problem: Problem, config: Config) -> int:
+    """Registers of a thread, about."""
+    groups = tiles.groups_of(problem.bits, problem.block)
+    chunk = 8 + 2 * (-(-groups * problem.scale_bytes // 4) + -(-groups * problem.zero_bytes // 4))
+    return 26 + config.tiles * (8 + 8 * (groups == 1) + chunk)
+
+
+def resident(problem: Problem, config: Config) -> int:
+    """Blocks of a multiprocessor: those of the next kernel begin beside this one's where there is room."""
+    return max(1, min(2, most_registers(config) // registers(problem, config)))
+
+
+def workspace(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[int, int]:
+    """Bytes of the partial sums, and of their counts, which are zero at first. Both 0 where K is not shared by blocks."""
+    if config.split == 1:
+        return 0, 0
+    blocks, fours = parts(problem, config, gpu), groups_here(problem, config, gpu) * ROWS * config.tiles * 4
+    return blocks * config.split * fours * 16, blocks * 4
+
+
+def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
+    """What to compile."""
+    found = {
+        "TILES": config.tiles, "TEAMS": config.teams, "SHARERS": config.sharers, "DEPTH": config.ahead, "SPLIT": config.split,
+        "CHUNKS": chunks_here(problem, config), "GROUPS_HERE": groups_here(problem, config, gpu), "RESIDENT": resident(problem, config),
+        "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "HAS_RESIDUAL": int(problem.residual), "PAIRED": problem.matrices - 1, **defines(problem),
+    }  # fmt: skip
+    stages = [render.epilogue(problem.epilogue)]
+    stages += [] if problem.beside is None else [render.epilogue(problem.beside, "epilogue_beside")]
+    text = "\n".join([render.constants(found), render.mma(problem.dtype), *stages, ""])
+    return Recipe("packed_resident.cu", gpu.arch, {"generated.cuh": text}, template_options(problem.dtype))
+
+
+def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
+    """The launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32, columns in fours), ``residual``, ``output``; of a second
+    product its weights, behind ``beside_``, and ``beside_bias``; where blocks share K ``partial`` and ``arrived`` (:func:`workspace`).
+    Raises InternalError."""
+    if reason := refuse(problem, config, gpu):
+        raise InternalError(f"packed_resident: {reason}")
+    parameters = put_weights(Parameters().pointer("x"), problem)
+    parameters.pointer("bias", "residual" if problem.residual else None, "output")
+    if problem.matrices > 1:
+        put_weights(parameters, problem, "beside_").pointer("beside_bias")
+    else:
+        parameters.pointer(None, None, None).i32(0, 0, 0).pointer(None)
+    parameters.pointer(*(("partial", "arrived") if config.split > 1 else (None, None)))
+    blocks = parts(problem, config, gpu)
+    parameters.i32(problem.rows, problem.columns, problem.depth, x_pitch, out_pitch, blocks)
+    return parameters.launch(
+        recipe(problem, config, gpu), "packed_resident", blocks * config.split, config.threads, shared=shared_bytes(problem, config, gpu),
+    )  # fmt: skip
+
+
+LEVEL_2 = 7.2e12
+"""Bytes per second from L2 to the multiprocessors."""
+CYCLES = 64.0, 73.0
+"""Of a quarter of a multiprocessor, for a step of a warp, and for each tile of it (128 of K)."""
+LATENCY = 1060.0, 205.0
+"""Cycles of a step of a warp that is alone, and of each tile of it."""
+SEVERAL = 2.8
+"""Times as many, where a chunk has several scales."""
+START, ROW_BYTE = 3.2e-6, 6.7e-12
+"""Seconds until products begin, and for each byte of a block's rows."""
+SUMS, SHARER = 1.5e-6, 0.009e-6
+"""Seconds of adding the sums of blocks, and of a team: for each of its warps and tiles."""
+REST = 0.22
+"""Part that whatever is hidden takes all the same."""
+
+
+def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch, fitted to 210 timings of an H200 at 16 rows (the fastest of 4 bits within 7 %; 8 bits 14 % too
+    long): memory, L2, or the steps of warps, whichever takes longest, and a part of the others; the rows before and the sums behind them."""
+    blocks, groups, chunks = (
+        parts(problem, config, gpu),
+        groups_here(problem, config, gpu),
+        chunks_here(problem, config),
+    )
+    each, depth = config.tiles // problem.matrices, problem.chunk / 128
+    depth *= SEVERAL if tiles.groups_of(problem.bits, problem.block) > 1 else 1.0
+    busy, alone = (first + more * config.tiles * depth for first, more in (CYCLES, LATENCY))
+    step = max(busy * -(-config.warps // 4), alone) / gpu.clock
+    walk = -(-groups // config.teams) * -(-chunks // config.sharers) * step
+    weights, rows = problem.nbytes * problem.matrices, chunks * problem.chunk * 2 * problem.rows
+    memory = weights * max(1.0, groups * each * blocks / problem.tiles) / BANDWIDTH
+    terms = memory, (weights + rows * blocks * config.split) / LEVEL_2, walk
+    sums = 2 * config.split * problem.columns * problem.matrices * ROWS * 4 / LEVEL_2
+    ends = (SUMS + sums if config.split > 1 else 0.0) + SHARER * config.sharers * config.tiles
+    most = max(terms)
+    return float(START + rows * ROW_BYTE + ends + most + REST * (sum(terms) - most))
+
+
+def unfit(problem: Problem, gpu: GpuFacts) -> str | None:
+    """Why no configuration runs the problem, or None."""
+    reasons = [refuse(problem, c, gpu) for c in CONFIGS]
+    return None if None in reasons else reasons[0]
+
+
+def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:
+    """The configurations to time, best predicted first."""
+    found = ((estimate(problem, c, gpu), c) for c in CONFIGS if refuse(problem, c, gpu) is None)
+    return varied(found, lambda c: (c.tiles, c.teams, c.sharers, c.split), limit)

@@ -1,0 +1,173 @@
+"""Some rows times packed weights, the rows in shared memory: plans, and the kernel on a processor that emulates warps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import emulated
+from support.conv_cases import apply_stages
+from support.host import COMPILER, WHY_NOT
+from support.packed_cases import (
+    CASES,
+    GATED,
+    TOLERANCE,
+    TYPES,
+    Case,
+    check_emulated,
+    drawn,
+    operands_of,
+    pitch_of,
+    tiled,
+)
+from support.sweep import sweep
+
+from optdnn.kernels.packed import resident_kernel as resident
+from optdnn.kernels.packed.problem import Problem
+from optdnn.kernels.packed.tiles import tiled_weights
+from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.gpu_facts import named
+from optdnn.runtime.reference.packed import dequantized
+
+H200 = named("h200")
+C = resident.Config
+SIZES = {
+    "9 rows": (2, Case(9, 72, 1100, zeros="uint8"), C(2, 2, 3, 2)),
+    "16 rows, two rounds": (1, Case(16, 300, 1024, block=32), C(2, 3, 2, 1)),
+    "K shared by blocks": (4, Case(16, 72, 2300, stages=(("add",), ("relu",))), C(2, 2, 3, 2, 2)),
+    "K shared by three blocks": (6, Case(13, 61, 2300, zeros="uint8"), C(1, 2, 4, 3, 3)),
+    "teams of one warp": (1, Case(10, 96, 640, "uint8", 64), C(1, 6, 1, 4)),
+    "one team": (1, Case(12, 64, 1536), C(4, 1, 8, 1)),
+    "bf16": (1, Case(15, 40, 600, dtype="bfloat16", scale="bfloat16"), C(1, 3, 2, 2)),
+    "odd columns": (2, Case(12, 61, 833, block=16), C(1, 2, 5, 2)),
+}
+
+
+def run(many: int, case: Case, config: resident.Config, folder: Path) -> None:
+    p, gpu = case.problem, replace(H200, multiprocessors=many)
+    made = resident.launch(p, config, gpu, pitch_of(case), p.columns)
+    check_emulated(case, made, resident.workspace(p, config, gpu), render.mma(p.dtype), folder)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", sweep(CASES, "blocks of 16", "8 bits, bf16", "gated"))
+def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
+    case = CASES[name].of_rows(11)
+    run(1, replace(case, depth=max(case.depth, 1025)), C(1, 2, 3, 1), tmp_path)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", sweep(SIZES, "9 rows", "K shared by blocks"))
+def test_sizes_on_a_processor(name: str, tmp_path: Path) -> None:
+    run(*SIZES[name], tmp_path)
+
+
+PAIRS = {
+    "two rounds": (1, Case(11, 120, 1700, stages=GATED), C(2, 3, 2, 2)),
+    "zero points": (1, Case(16, 100, 640, zeros="uint8", stages=GATED), C(4, 2, 4, 1)),
+    "K shared by blocks": (
+        2,
+        Case(9, 61, 1024, "uint8", dtype="bfloat16", scale="bfloat16", stages=GATED),
+        C(2, 3, 2, 2, 2),
+    ),
+}
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_products_on_a_processor(name: str, tmp_path: Path) -> None:
+    check_pair(*PAIRS[name], tmp_path)
+
+
+def check_pair(many: int, case: Case, config: resident.Config, folder: Path) -> None:
+    """The product of a case times a second one, beside float64."""
+    p, o, gpu = replace(case.problem, beside=(("bias",), ("relu",))), drawn(case), replace(H200, multiprocessors=many)
+    made = resident.launch(p, config, gpu, pitch_of(case), p.columns)
+    text = made.recipe.generated["generated.cuh"].replace(render.mma(p.dtype), "")
+    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
+    headers = ["packed.cuh", "packed_sums.cuh"]
+    library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=headers)
+    found = operands_of(case, o) | {f"beside_{n}": a for n, a in tiled(case, o).items()}
+    second = o.packed ^ np.uint8(0x5A)
+    found["beside_tiles"] = tiled_weights(second, p.code, p.depth, p.block)
+    found["beside_bias"] = np.pad(drawn(case, 5).bias, (0, -p.columns % 4))
+    found["output"] = np.full((p.rows, p.columns), np.nan, TYPES[case.dtype])
+    partial, arrived = resident.workspace(p, config, gpu)
+    found |= {"partial": np.full(partial, 0xFF, np.uint8), "arrived": np.zeros(arrived, np.uint8)}
+    held = {n: emulated.aligned(a) for n, a in found.items()}
+    emulated.run(library, made, {n: held[n].ctypes.data for n in made.operands})
+    weights = [dequantized(w, o.scales, o.zeros, code=p.code, K=p.depth, block_size=p.block, wide=np.dtype(np.float64)) for w in (o.packed, second)]  # fmt: skip
+    y, z = (o.x.astype(np.float64) @ w.T for w in weights)
+    want = apply_stages(y, p.epilogue, o.bias, np.maximum(z + found["beside_bias"][: p.columns], 0))
+    got = held["output"].astype(np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2 * TOLERANCE[case.dtype] * np.abs(want).max())
+
+
+LARGE = Case(16, 14336, 4096)
+PAIR = replace(LARGE.of_rows(16).problem, epilogue=(("bias",), *GATED), beside=(("bias",),))
+
+
+def test_what_it_refuses() -> None:
+    def why(config: resident.Config, case: Case = LARGE) -> str | None:
+        return resident.refuse(case.problem, config, H200)
+
+    assert why(C(2, 4, 4, 2)) is None
+    assert why(C(2, 4, 4, 2), LARGE.of_rows(17)) == "it is for up to 16 rows, not 17"
+    assert why(C(5, 4, 4, 2)) == "not a tile of this kernel"
+    assert resident.refuse(PAIR, C(3, 4, 4, 2), H200) == "tiles of two matrices come in pairs"
+    assert "bytes of shared memory exceed" in str(why(C(2, 4, 4, 2), Case(16, 4096, 14336)))
+    assert why(C(4, 2, 12, 1), Case(16, 14336, 2048)) == "its sums do not fit the registers"
+    assert why(C(2, 5, 4, 1)) == "its blocks have fewer than 5 groups of tiles"
+    assert why(C(1, 1, 17, 1), Case(16, 2048, 2048)) == "16 chunks are not shared by 17 warps"
+    assert resident.unfit(LARGE.problem, H200) is None
+    assert resident.unfit(Case(16, 64, 256).problem, H200) == "2 chunks are not shared by 6 warps"
+
+
+def test_blocks() -> None:
+    """One for each multiprocessor, as far as there are tiles."""
+    for case, config, blocks in (
+        (LARGE, C(2, 4, 4, 1), 132),
+        (Case(16, 4096, 14336), C(2, 4, 4, 1, 4), 132),
+        (Case(16, 2048, 2048), C(1, 1, 16, 1), 128),
+    ):
+        made = resident.launch(case.problem, config, H200, case.depth, case.columns)
+        assert (made.grid, made.cluster, made.block) == ((blocks, 1, 1), 1, config.threads)
+        assert made.waits == "nothing"
+        assert ("partial" in made.operands) == (config.split > 1)
+    assert resident.workspace(LARGE.problem, C(2, 4, 4, 1), H200) == (0, 0)
+    assert resident.workspace(Case(16, 4096, 14336).problem, C(2, 4, 4, 1, 4), H200) == (33 * 4 * 8 * 1024, 33 * 4)
+    assert str(C(2, 4, 4, 1, 4)) == "resident2t4x4a1k4"
+
+
+@pytest.mark.parametrize(
+    ("problem", "best"),
+    [
+        (PAIR, "resident2t7x3a1"),
+        (Case(16, 4096, 14336, stages=(("add",),)).problem, "resident2t8x3a1k8"),
+        (Case(16, 6144, 4096).problem, "resident2t6x4a1k4"),
+        (Case(16, 4096, 4096, stages=(("add",),)).problem, "resident2t4x4a1k4"),
+        (LARGE.problem, "resident2t4x6a1"),
+    ],
+)
+def test_what_is_predicted_to_be_fastest(problem: Problem, best: str) -> None:
+    """It was within 5 % of the fastest of those that an H200 timed."""
+    assert str(resident.candidates(problem, H200, 1)[0]) == best
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        (PAIR, C(2, 7, 3, 2)),
+        (Case(16, 4096, 14336, stages=(("add",),)).problem, C(2, 4, 6, 2, 4)),
+        (Case(16, 6144, 4096, zeros="uint8").problem, C(3, 2, 8, 1, 2)),
+        (Case(16, 4096, 4096, block=32, dtype="bfloat16", scale="bfloat16").problem, C(2, 2, 8, 2, 2)),
+        (Case(16, 4096, 4096, "uint8", 0).problem, C(2, 4, 4, 1, 4)),
+    ],
+    ids=("pair", "K shared by blocks", "zero points", "bf16", "8 bits"),
+)
+def test_kernels_do_not_spill(problem: Problem, config: resident.Config) -> None:
+    (kernel,) = nvrtc.resources(resident.recipe(problem, config, H200)).values()
+    assert kernel.spill_bytes == kernel.stack_bytes == 0
