@@ -226,54 +226,6 @@ def _reads_image(graph: Graph, op: Op, value: Value, within: int = _BETWEEN) -> 
     return user is not None and user.kind == "Transpose" and (user.attrs.perm or (0,))[-1] == 1
 
 
-@rule("permuted_pixels", {"Transpose"})
-def permuted_pixels(graph: Graph, op: Op) -> Match | None:
-    """Pixels in another order, in an image of other sizes (MobileViTV2: Mehta and Rastegari, 2022): channels are moved last first.
-
-    A Reshape of (B, C, ...) splits positions, the Transpose orders them, and a Reshape to (B, C, ...) joins them."""
-    flat, end = producer(graph, op.inputs[0], RESHAPES, alone=True), graph.sole_user(op.value)
-    if flat is None or end is None or end.kind not in RESHAPES or op.attrs.perm is None or op.attrs.perm[:2] != (0, 1):
-        return None
-    image = operand(flat)
-    before, after = graph.type(image), end.outputs[0].type
-    if not (before.is_static and after.is_static and 4 <= len(before.dims) <= 5 and 4 <= len(after.dims) <= 5):
-        return None
-    split = flat.outputs[0].type.static_shape
-    if not before.dims[:2] == after.dims[:2] == split[:2] or not (
-        _is_image(graph, image) or _read_as_image(graph, end.value)
-    ):
-        return None
-    order = (0, *(p - 1 for p in op.attrs.perm[2:]), len(split) - 1)
-    sizes, turned = before.static_shape, after.static_shape
-
-    def build(patch: Patch) -> Value:
-        rows = patch.add("Transpose", [image], TransposeAttrs(channels_to_last(len(sizes))))
-        y = patch.add("Transpose", [reshaped(patch, rows, (split[0], *split[2:], split[1]))], TransposeAttrs(order))
-        joined = reshaped(patch, y, (turned[0], *turned[2:], turned[1]))
-        return patch.add("Transpose", [joined], TransposeAttrs(channels_from_last(len(turned))))
-
-    return Match((end, op, flat), build)
-
-
-@rule("norm_behind_views", RESHAPES)
-def norm_behind_views(graph: Graph, op: Op) -> Match | None:
-    """A norm of groups of channels of a tensor with many axes, before a Reshape to an image: the image is normalized."""
-    norm = producer(graph, op.inputs[0], NORMS, alone=True)
-    x = None if norm is None else operand(norm)
-    after = op.outputs[0].type
-    if norm is None or x is None or not (graph.type(x).is_static and after.is_static) or len(after.dims) not in (4, 5):
-        return None
-    if len(graph.type(x).dims) <= 5 or graph.type(x).dims[:2] != after.dims[:2]:
-        return None
-    views = [u.value for u in graph.users(x) if u.kind in RESHAPES and u.outputs[0].type.dims == after.dims]
-
-    def build(patch: Patch) -> Value:
-        image = views[0] if views else reshaped(patch, x, after.static_shape)
-        return patch.add(norm.kind, [image, *norm.inputs[1:]], norm.attrs)
-
-    return Match((op, norm), build)
-
-
 @rule("activate_image", RESHAPES)
 def activate_image(graph: Graph, op: Op) -> Match | Miss | None:
     """An activation of a convolution's tokens moves onto the image, where the convolution's epilogue can absorb it."""
@@ -320,11 +272,9 @@ def _is_image(graph: Graph, value: Value, within: int = _BETWEEN - 1) -> bool:
 class ImageTokens(RulePass):
     name = "image_tokens"
     rules = (
-        norm_behind_views,  # first, so that what reads the pixels in their new order reads one image
         split_tokens,
         image_to_tokens,
         tokens_to_image,
-        permuted_pixels,
         activate_image,
         channel_attention,
     )

@@ -14,8 +14,6 @@ RULES: Mapping[str, str] = {
     "same_op": "equal computations kept once",
     "no_op": "operators without effect removed",
     "idempotent": "repeated operators without further effect removed",
-    "norm_behind_views": "normalizations moved behind the views of images",
-    "permuted_pixels": "channels moved last where pixels are put in another order",
     "view_chain": "transpositions with a Reshape between them merged",
     "behind_channel_norm": "activations and additions moved next to normalizations of channels",
     "norm_of_one": "normalizations of single elements replaced by their bias",
