@@ -107,3 +107,13 @@ def test_images_of_one_channel_are_not_copied() -> None:
     feeds = feeds_of(graph)
     for name, want in evaluate(graph, feeds).items():
         np.testing.assert_allclose(simulate(program, feeds)[name], want, rtol=0.05, atol=0.05 * np.abs(want).max())
+
+
+def test_rows_of_one_channel_are_read_without_gaps() -> None:
+    """Rows that lie apart took a softmax longer than a copy takes."""
+    n = Net()
+    x = n.conv(n.input(1, 8, 8, 16), 1)
+    graph = n.done(n.conv(n.op("Mul", n.conv(x, 16), n.op("Softmax", x)), 8))
+    program = lowered(graph, "fp16")
+    (step,) = [s for s in program.steps if s.params["op"]["kind"] == "Softmax"]
+    assert step.params["reads"][0][3][2:] == [16, 1]

@@ -60,6 +60,7 @@ SHARING_TILES = 11  # tiles of pixels share them; more of them find them in L2
 PIXELS_PART = 0.2  # of the pixels' bytes that count like weights
 FULL, FULL_POWER = 0.462e-6, 5.5  # s, where no multiprocessor is left for the next launch
 SHARED_LOADS, WEIGHTS_ONCE = 1.045, 0.15
+LOPSIDED = 1.3  # where most multiprocessors would have one block, and two fit one: two begin where the launch before ends first
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
 BETWEEN = (88, 120, 136, 152, 168, 184, 216, 232, 248)  # for whole tiles that nearly fill the machine
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16)
@@ -180,6 +181,8 @@ def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> floa
     busy = min(1.0, tiles * config.split / device.multiprocessors / (resident if beside else 1))
     latency = PRODUCT_LATENCY + FULL * math.pow(busy, FULL_POWER)
     whole = latency + max(compute, memory) + 0.2 * min(compute, memory)
+    if beside and 2 * tiles * config.split > device.multiprocessors and problem.pixels not in FEW_ROWS:
+        whole *= LOPSIDED
     if config.sharers > 1:
         once = config.share[1] > 1 and problem.pixels <= config.tile[1] * config.share[1]  # each weight is asked for
         whole *= SHARED_LOADS - once * WEIGHTS_ONCE * min(1.0, memory / compute)

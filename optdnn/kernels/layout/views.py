@@ -132,10 +132,15 @@ def _layout(b: Builder, op: Op) -> None:
     if (rows or x.is_like(b.strides_for(t))) and op.value not in b.reserved and x.offset % 8 == 0:
         b.place[op.value] = x
         return
-    if _of_one_channel(op) and (not t.layout or all(u.definition.traits.pointwise for u in b.graph.users(op.value))):
+    if _of_one_channel(op) and all(_reads_gaps(u, plain=not t.layout) for u in b.graph.users(op.value)):
         settle(b, op, 0, x)
         return
     b.move(op, b.operand(cast_source(b, op.inputs[0])), b.target(op.value))
+
+
+def _reads_gaps(user: Op, *, plain: bool) -> bool:
+    """Whether a reader takes pixels of one channel as they lie, with gaps or without: the kernels of rows take rows without gaps."""
+    return user.definition.traits.pointwise or (plain and user.kind in ("Concat", "Resize"))
 
 
 def _of_one_channel(op: Op) -> bool:
