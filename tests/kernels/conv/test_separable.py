@@ -194,12 +194,12 @@ def test_other_machines_and_types_are_refused(options: dict[str, Any], reason: s
 @pytest.mark.parametrize("faster", [False, True])
 def test_unmeasured_the_cost_model_decides(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(separable, "_apart", lambda problem, gpu: 1.0 if faster else 1e-9)
-    program = lowered(of(plain))
+    program = lowered(of(lambda n: plain(n, out=16)))
     assert ("SeparableConv" in kinds(program)) == faster
     assert faster or any("two launches are predicted" in r for r in reasons(program))
 
 
-@pytest.mark.parametrize("more", [{"kernel": 5, "pads": 2}, {"out": 168}])
+@pytest.mark.parametrize("more", [{"kernel": 5, "pads": 2, "out": 16}, {"channels": 512, "out": 168}, {"out": 24}])
 def test_what_was_not_measured_is_for_tuning(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(separable, "_apart", lambda problem, gpu: 1.0)
     program = lowered(of(lambda n: plain(n, **more)))
@@ -223,7 +223,7 @@ def test_rows_that_depend_on_no_batch_are_made_alike_at_all_sizes(monkeypatch: p
         assert "k1b" in made
     assert set(asked) == {separable.MANY}
     monkeypatch.setattr(separable, "_apart", lambda problem, gpu: 1e-9)
-    program = lowered(of(plain), row_invariant=True)
+    program = lowered(of(lambda n: plain(n, out=16)), row_invariant=True)
     assert "SeparableConv" not in kinds(program)
     assert any("two launches are predicted" in r for r in reasons(program))
 
