@@ -44,6 +44,7 @@ from optdnn.passes.pad_rows import PadRows
 from optdnn.passes.partial_sums import PartialSums
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.pool_last import PoolLast
+from optdnn.passes.radix_sums import RadixSums
 from optdnn.passes.relative_positions import RelativePositions
 from optdnn.passes.selected_weights import SelectedWeights
 from optdnn.passes.split_products import SplitProducts
@@ -129,6 +130,7 @@ O2_GPU: tuple[Pass, ...] = (
     ViewChains(),  # before images become tokens: the views around these have one form
     ImageTokens(),  # the remaining images and tokens; before transposes sink to epilogues, and layouts are chosen
     ChannelShuffles(),  # before epilogues: halves of channels would have stages
+    RadixSums(),  # before epilogues, and before views of images are hoisted
     PartialSums(),  # before epilogues, which take in the additions
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
     WindowProducts(),  # before the transposes that it adds are merged

@@ -13,6 +13,8 @@ RULES: Mapping[str, str] = {
     "same_constant": "equal constants kept once",
     "same_op": "equal computations kept once",
     "no_op": "operators without effect removed",
+    "sum_of_groups": "sums over groups of channels made sums of slices",
+    "mean_of_groups": "means of sums over groups of channels made means of all channels",
     "sum_is_mean": "sums divided by their count written as means",
     "idempotent": "repeated operators without further effect removed",
     "norm_of_view": "normalizations moved behind the views of images",
