@@ -59,10 +59,6 @@ def test_before_hopper(name: str) -> None:
         assert "MaskedSoftmax" not in kinds(program)
 
 
-def wide_values() -> Graph:
-    return attention(value_size=24, size=16)
-
-
 @pytest.mark.parametrize(
     ("build", "target", "precision", "reason"),
     [
