@@ -15,7 +15,6 @@ from support.simulated import check_simulated, feeds_of, kinds, lowered, simulat
 
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
-from optdnn.ir.graph import Graph
 from optdnn.kernels.attention.general import GeneralAttention
 from optdnn.kernels.attention.hopper import offers_of
 from optdnn.lowering.cuda import lower_cuda
