@@ -15,7 +15,6 @@ from support.simulated import check_simulated, feeds_of, kinds, lowered, simulat
 
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
-from optdnn.ir.graph import Graph
 from optdnn.kernels.attention.general import GeneralAttention
 from optdnn.kernels.attention.hopper import offers_of
 from optdnn.lowering.cuda import lower_cuda
@@ -57,10 +56,6 @@ def test_before_hopper(name: str) -> None:
     if own:
         assert "Hopper's wgmma" in reasons(program)
         assert "MaskedSoftmax" not in kinds(program)
-
-
-def wide_values() -> Graph:
-    return attention(value_size=24, size=16)
 
 
 @pytest.mark.parametrize(
