@@ -111,7 +111,7 @@ def _parts(op: Op, classes: Sequence[Best]) -> list[Value]:
 
 
 def _boxes(graph: Graph, op: Op, classes: Sequence[Best]) -> Value | None:
-    """The rows of which each part of a Concat has those of the best scores."""
+    """The tensor whose rows the parts of a Concat are: each part takes those of the best scores."""
     sources = set[Value]()
     for part, best in zip(_parts(op, classes), classes, strict=False):
         taken = producer(graph, part, {"Gather"})
@@ -125,7 +125,7 @@ def _boxes(graph: Graph, op: Op, classes: Sequence[Best]) -> Value | None:
 
 
 def _labels(graph: Graph, op: Op, classes: Sequence[Best]) -> list[float] | None:
-    """The number of which each part of a Concat has one for each best score."""
+    """The number of each class: a part of the Concat repeats it for each best score."""
     found = list[float]()
     for part, best in zip(_parts(op, classes), classes, strict=False):
         filled = producer(graph, part, {"ConstantOfShape"})

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import STRUCTURAL, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, row_major, up
 from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT
 from optdnn.types import normalize_axis
@@ -140,6 +140,8 @@ def _layout(b: Builder, op: Op) -> None:
 
 def _reads_gaps(user: Op, *, plain: bool) -> bool:
     """Whether a reader takes pixels of one channel as they lie, with gaps or without: the kernels of rows take rows without gaps."""
+    if user.kind in STRUCTURAL:
+        return False
     return user.definition.traits.pointwise or (plain and user.kind in ("Concat", "Resize"))
 
 
