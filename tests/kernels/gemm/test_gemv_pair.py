@@ -190,18 +190,18 @@ def test_other_machines_and_types_are_refused(options: dict[str, Any], reason: s
 @pytest.mark.parametrize("faster", [False, True])
 def test_unmeasured_the_cost_model_decides(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tactic, "_apart", lambda problem, gpu: 1.0 if faster else 1e-9)
-    program = lowered(excited(512, 16))
+    program = lowered(excited(1024, 32))
     assert ("SeparableConv" in kinds(program)) == faster
     assert faster or any("two launches are predicted" in r for r in reasons(program))
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
-    [({"images": tactic.FEW + 1}, "more than 4 images"), ({"channels": 256}, "fewer than 8192 products")],
+    [({"images": tactic.FEW + 1}, "more than 4 images"), ({"channels": 512}, f"fewer than {tactic.SMALL} products")],
 )
 def test_what_was_not_faster_is_for_tuning(given: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tactic, "_apart", lambda problem, gpu: 1.0)
-    program = lowered(excited(**{"channels": 512, "hidden": 16, **given}))
+    program = lowered(excited(**{"channels": 1024, "hidden": 32, **given}))
     assert "SeparableConv" not in kinds(program)
     assert any(reason in r for r in reasons(program))
 
