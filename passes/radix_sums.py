@@ -103,7 +103,7 @@ def _scales(graph: Graph, x: Value, factor: Value) -> bool:
 
 @rule("mean_of_groups", {"GlobalAveragePool"})
 def mean_of_groups(graph: Graph, op: Op) -> Match | Miss | None:
-    """The means of a sum of groups; and a 1x1 convolution of these, whose weights then repeat for each group."""
+    """The means of a sum of groups. If a 1x1 convolution reads them, its weights repeat for each group."""
     total = producer(graph, operand(op), {"ReduceSum"})
     if total is None or not _sums_groups(graph, total):
         return None

@@ -81,7 +81,7 @@ def _groups(shape: Shape, parts: Shape) -> list[list[int]]:
 
 
 def _starts(shape: Shape, sizes: Sequence[int]) -> set[int]:
-    """The numbers of those of the parts at which an axis of ``shape`` begins."""
+    """The parts at which an axis of ``shape`` begins, by their numbers."""
     axes = {math.prod(shape[i:]) for i in range(len(shape))}
     return {i for i in range(len(sizes)) if math.prod(sizes[i:]) in axes}
 

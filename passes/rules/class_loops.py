@@ -56,25 +56,23 @@ def best_of_classes(graph: Graph, op: Op) -> Match | Miss | None:
     levels = {scalar(graph, c.least) for c in found}
     if len(levels) != 1 or None in levels:
         return Miss("the classes have no common constant threshold")
-    boxes = {
-        c.id: c for top in found for c in _behind(graph, Value(top.top.id, 1)) if _boxes(graph, c, found) is not None
-    }
-    labels = {c.id: c for c in _behind(graph, first.top.value) if _labels(graph, c, found) is not None}
+    rows = {c.id: (c, _boxes(graph, c, found)) for top in found for c in _behind(graph, Value(top.top.id, 1))}
+    boxes = [(c, source) for c, source in rows.values() if source is not None]
+    numbered = {c.id: (c, _labels(graph, c, found)) for c in _behind(graph, first.top.value)}
+    labels = [(c, own) for c, own in numbered.values() if own is not None]
 
     def build(patch: Patch) -> None:
         numbers, values = _together(patch, found)
         above = patch.add("NonZero", [patch.add("Greater", [values, first.least])])
         chosen = reshaped(patch, above, (-1,))
         patch.replace(op.value, _rows(patch, values, chosen))
-        for end in boxes.values():
-            source = _boxes(graph, end, found)
-            assert source is not None
+        for end, source in boxes:
             patch.replace(end.value, _rows(patch, _rows(patch, source, numbers), chosen))
-        for end in labels.values():
-            repeated = np.repeat(np.asarray(_labels(graph, end, found)), first.count).astype(end.outputs[0].type.dtype)
+        for end, own in labels:
+            repeated = np.repeat(np.asarray(own), first.count).astype(end.outputs[0].type.dtype)
             patch.replace(end.value, _rows(patch, patch.constant(repeated, "classes"), chosen))
 
-    return Match((op, *boxes.values(), *labels.values(), *(c.top for c in found)), build)
+    return Match((op, *(c for c, _ in (*boxes, *labels)), *(c.top for c in found)), build)
 
 
 def _best(graph: Graph, top: Op) -> Best | None:

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from optdnn.errors import InternalError
-from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.launch import Launch, template_options
 from optdnn.kernels.packed import tiles
-from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, put_weights
+from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, product_parameters
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -79,12 +79,10 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
-    """The launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32, columns in fours), ``residual``, ``output``. Raises
-    InternalError."""
+    """The launch. Operands: those of :func:`product_parameters`. Raises InternalError."""
     if reason := refuse(problem, config):
         raise InternalError(f"packed_gemv: {reason}")
-    parameters = put_weights(Parameters().pointer("x"), problem)
-    parameters.pointer("bias", "residual" if problem.residual else None, "output")
+    parameters = product_parameters(problem)
     parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch)
     blocks = -(-problem.tiles // config.tiles)
     shared = problem.rows * pitch(problem, part_of(problem, config))

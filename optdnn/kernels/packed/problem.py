@@ -119,3 +119,16 @@ def put_weights(parameters: Parameters, problem: Problem, prefix: str = "") -> P
     shift = tiles.set_shift(problem.depth, problem.bits, problem.block)
     parameters.i32(problem.chunks, sets, shift)
     return parameters
+
+
+def product_parameters(problem: Problem, *, pairs: bool = False) -> Parameters:
+    """The first fields of a product's launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32, columns in fours),
+    ``residual``, ``output``. ``pairs``: the kernel also takes a second product's weights, behind ``beside_``, and ``beside_bias``;
+    they are absent where there is one product."""
+    parameters = put_weights(Parameters().pointer("x"), problem)
+    parameters.pointer("bias", "residual" if problem.residual else None, "output")
+    if pairs and problem.matrices > 1:
+        put_weights(parameters, problem, "beside_").pointer("beside_bias")
+    elif pairs:
+        parameters.pointer(None, None, None).i32(0, 0, 0).pointer(None)
+    return parameters

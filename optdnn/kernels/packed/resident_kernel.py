@@ -6,9 +6,9 @@ import itertools
 from dataclasses import dataclass
 
 from optdnn.errors import InternalError
-from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.launch import Launch, template_options
 from optdnn.kernels.packed import tiles
-from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, put_weights
+from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, product_parameters
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -144,17 +144,11 @@ def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
-    """The launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32, columns in fours), ``residual``, ``output``; of a second
-    product its weights, behind ``beside_``, and ``beside_bias``; where blocks share K ``partial`` and ``arrived`` (:func:`workspace`).
+    """The launch. Operands: those of :func:`product_parameters`; where blocks share K ``partial`` and ``arrived`` (:func:`workspace`).
     Raises InternalError."""
     if reason := refuse(problem, config, gpu):
         raise InternalError(f"packed_resident: {reason}")
-    parameters = put_weights(Parameters().pointer("x"), problem)
-    parameters.pointer("bias", "residual" if problem.residual else None, "output")
-    if problem.matrices > 1:
-        put_weights(parameters, problem, "beside_").pointer("beside_bias")
-    else:
-        parameters.pointer(None, None, None).i32(0, 0, 0).pointer(None)
+    parameters = product_parameters(problem, pairs=True)
     parameters.pointer(*(("partial", "arrived") if config.split > 1 else (None, None)))
     blocks = parts(problem, config, gpu)
     parameters.i32(problem.rows, problem.columns, problem.depth, x_pitch, out_pitch, blocks)
