@@ -334,7 +334,12 @@ def parser_of(kind: Kind) -> argparse.ArgumentParser:
     add("--out", type=Path, default=out, help="rows in it are not measured again (%(default)s)")
     add("--again", action="store_true", help="measure rows with an error once more")
     add("--budget", default=540.0, **seconds, help="begin nothing after this (%(default)s)")
-    add("--limit", default=kind.limit_s, **seconds, help="of measuring one (%(default)s); more also extends preparing one")
+    add(
+        "--limit",
+        default=kind.limit_s,
+        **seconds,
+        help="of measuring one (%(default)s); more also extends preparing one",
+    )
     add("--jobs", type=int, default=max(2, (os.cpu_count() or 2) * 5 // 8), help="prepared at once (%(default)s)")
     add(
         "--at-once",

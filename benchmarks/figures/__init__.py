@@ -23,7 +23,6 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "random": checks.random,
     "soak": checks.soak,
     "targets": gpu.targets,
-    "compiled": gpu.compiled,
     "decoding": decoding.decoding,
     "streams": gpu.lanes,
     "waits": waits.waits,
