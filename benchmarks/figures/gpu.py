@@ -27,9 +27,10 @@ def ms(row: Row, name: str) -> float | None:
     return None if found is None else float(found["ms"])
 
 
-def speeds(rows: Sequence[Row]) -> list[Row]:
-    """Rows of speed on a GPU that hold times."""
-    return [r for r in rows if r["what"] == "speed" and r["setup"].startswith("cuda") and r.get("times")]
+def speeds(rows: Sequence[Row], gpu: str = "H200") -> list[Row]:
+    """Rows of speed on GPUs of a name that hold times."""
+    mine = [r for r in rows if r["what"] == "speed" and r["setup"].startswith("cuda") and r.get("times")]
+    return [r for r in mine if gpu in r["run"]["machine"]["gpu"]]
 
 
 def of_group(rows: Sequence[Row], name: str) -> list[Row]:
@@ -194,6 +195,17 @@ def lanes(rows: Sequence[Row]) -> str:
     said += f" No independent steps worth a lane: {'; '.join(alike)}." if alike else ""
     how = "fp16; the cost model chose the kernels, the same ones in both columns; medians of replays in turns."
     return table(lines, said, how=how, rows=mine)
+
+
+def h100(rows: Sequence[Row]) -> str:
+    """Networks on an H100."""
+    mine = sorted(speeds(rows, "H100"), key=lambda r: (workload(r).label.partition(",")[0], workload(r).batch))
+    lines = [["network, batch", "optdnn ms", "eager ms", "faster"]]
+    for row in mine:
+        ours, eager = ms(row, "ours") or math.nan, ms(row, "eager") or math.nan
+        lines.append([workload(row).label, f"{ours:.3f}", f"{eager:.3f}", f"{eager / ours:.1f}×"])
+    how = "fp16, by the cost model; the GPU replays CUDA graphs; each result was first compared with PyTorch in fp32."
+    return table(lines, how=how, rows=mine) if mine else ""
 
 
 def growth(rows: Sequence[Row]) -> str:

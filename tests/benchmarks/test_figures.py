@@ -94,6 +94,17 @@ def test_the_table_of_targets() -> None:
     assert "vgg16" not in text
 
 
+def test_rows_of_other_gpus_have_a_table_of_their_own() -> None:
+    other = {**RUN, "machine": {**RUN["machine"], "gpu": "NVIDIA H100 80GB HBM3"}}
+    rows = [
+        row("zoo/resnet50:1@fp16", times=ms(ours=0.25, eager=1.0)),
+        row("zoo/resnet50:1@fp16", "cuda ours,eager", times=ms(ours=0.5, eager=1.5)) | {"run": other},
+    ]
+    assert "| resnet50, 1 | 0.500 | 1.500 | 3.0× |" in gpu.h100(rows)
+    assert "| resnet50, 1 | 0.250 | 1.000 | 0.135 |" in gpu.targets(rows)
+    assert gpu.h100(rows[:1]) == ""
+
+
 MIXER, SIGLIP, BERT = (
     "timm/mixer_b16_224:16@fp16",
     "transformers/siglip_vision:8@fp16",
