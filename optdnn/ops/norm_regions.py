@@ -36,7 +36,7 @@ FIRST = "first_"
 
 @dataclass(frozen=True)
 class NormAddNormAttrs(NestedAttrs):
-    """The normalization ``norm`` (a kind) with its attributes ``own``, and ``first``, that of the first operand before the addition."""
+    """The normalization ``norm`` (a kind) with its attributes ``own``; ``first``: that of the rows before the addition."""
 
     norm: str
     own: Attrs
