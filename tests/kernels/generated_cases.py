@@ -181,6 +181,18 @@ def movements(n: Net) -> list[Any]:
     ]  # fmt: skip
 
 
+def running_sums(n: Net) -> list[Any]:
+    """Along lines that warps share (70 and 40 elements, of few lines), and along three elements."""
+    x = n.input(3, 70, 40)
+    small = n.op("Cast", n.op("Round", x), attrs=CastAttrs(INT64))
+    found = [n.op("CumSum", small, n.ints(1)), n.op("CumSum", x, n.ints(0))]
+    for exclusive in (False, True):
+        for reverse in (False, True):
+            attrs = index.CumulativeAttrs(exclusive, reverse)
+            found += [n.op("CumSum", x, n.ints(2), attrs=attrs), n.op("CumProd", x, n.ints(1), attrs=attrs)]
+    return found
+
+
 def turned_back(n: Net, x: Any) -> Any:
     return n.op("Transpose", x, attrs=shape.TransposeAttrs((1, 3, 0, 2)))
 
@@ -277,6 +289,7 @@ _NETS: dict[str, Callable[[Net], list[Any]]] = {
         paddings,
         gathers,
         movements,
+        running_sums,
         unaries,
         binaries,
         integers,

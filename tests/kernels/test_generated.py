@@ -100,6 +100,16 @@ def compare_steps(program: Program, feeds: dict[str, Any], tolerance: float, fol
     return compared
 
 
+@pytest.mark.parametrize(
+    ("shape", "axis", "warps"),
+    [((4, 128), 1, True), ((4, 12), 1, False), ((64, 9000), 0, False), ((64, 90), 0, True)],
+)
+def test_warps_share_the_lines_of_running_sums(shape: tuple[int, ...], axis: int, warps: bool) -> None:
+    n = Net()
+    program = lowered(n.done(n.op("CumSum", n.op("Exp", n.input(*shape)), n.ints(axis))), "fp32")
+    assert any("__shfl_up_sync" in text for k in program.kernels for text in k.generated.values()) == warps
+
+
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(("channels", "planes"), [(4, True), (12, True), (6, False)])
 def test_a_thread_resizes_several_channels_of_a_pixel(channels: int, planes: bool, tmp_path: Path) -> None:

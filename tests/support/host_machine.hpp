@@ -20,14 +20,17 @@ static inline void wait_for_predecessor() {}
 static void __syncwarp() { __syncthreads(); }
 static bool later_row[MOST];
 // All threads of the block shuffle together, as often as each other. Two rows of places take turns: a slow thread reads the one before.
-static float __shfl_xor_sync(unsigned, float v, int mask) {
-    static float places[2][MOST];
+template <class T> static T of_thread(T v, unsigned from) {
+    static T places[2][MOST];
     const unsigned own = threadIdx.x;
-    float* const row = places[later_row[own] = !later_row[own]];
+    T* const row = places[later_row[own] = !later_row[own]];
     row[own] = v;
     __syncthreads();
-    return row[own ^ mask];
+    return row[from];
 }
+static float __shfl_xor_sync(unsigned, float v, int mask) { return of_thread(v, threadIdx.x ^ mask); }
+template <class T> static T __shfl_up_sync(unsigned, T v, unsigned by) { return of_thread(v, threadIdx.x - (threadIdx.x % 32 < by ? 0 : by)); }
+template <class T> static T __shfl_sync(unsigned, T v, unsigned lane) { return of_thread(v, threadIdx.x / 32 * 32 + lane); }
 
 // As grid_meeting.cuh's: blocks that meet are processes, see host.py.
 static void meet(u32* rounds) {
