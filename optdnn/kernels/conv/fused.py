@@ -136,7 +136,13 @@ def stage_operands(b: Builder, ep: Epilogue, residual: TensorView | None) -> lis
 
 
 def result_place(
-    b: Builder, op: Op, ep: Epilogue, target: TensorView, fits: bool, pitch: int = 0, strides: Sequence[int] | None = None
+    b: Builder,
+    op: Op,
+    ep: Epilogue,
+    target: TensorView,
+    fits: bool,
+    pitch: int = 0,
+    strides: Sequence[int] | None = None,
 ) -> TensorView:
     """Where a launch writes: ``target``, or a tensor of these ``strides`` (None: channels-last, of this pitch, 0: channels in eights),
     which is still to be made, where stages are left or the launch cannot write there (``fits``)."""

@@ -129,7 +129,6 @@ NETS: dict[str, Callable[[], Graph]] = {
     "heads of tokens": heads,
     "heads of tokens, alone": lambda: heads(9, added=False),
     "heads of tokens, a stage left": lambda: heads(5, stage="Mul"),
-
     "3x3 of a ReLU": relu_before,
     "7x7 of a ReLU": lambda: relu_before(7, size=(14, 14)),
     "of a ReLU, large batch": lambda: relu_before(batch=64, size=(28, 28), channels=104),
