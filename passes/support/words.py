@@ -141,6 +141,7 @@ RULES: Mapping[str, str] = {
     "rms_norm_of_channels": "RMS normalizations over channels recognized",
     "group_norm": "group normalizations recognized",
     "attention": "attentions fused into one operator",
+    "shared_weights": "products of one attention's weights with several values joined",
     "values_first": "attentions with values first put in the usual order",
     "talking_heads": "attentions whose heads are mixed made of all features",
     "rotary_embedding": "rotary embeddings recognized",
