@@ -25,7 +25,12 @@ def shared_weights(graph: Graph, op: Op) -> Match | Miss | None:
     """``Concat(p v1, p v2)`` along the features, where a softmax gives p, is ``p Concat(v1, v2)``."""
     products = [producer(graph, v, {"MatMul"}) for v in op.inputs]
     first, shape = products[0], shape_of(graph, op.value)
-    if first is None or shape is None or len(products) < 2 or normalize_axis(op.attrs.axis, len(shape)) != len(shape) - 1:
+    if (
+        first is None
+        or shape is None
+        or len(products) < 2
+        or normalize_axis(op.attrs.axis, len(shape)) != len(shape) - 1
+    ):
         return None
     found = [p for p in products if p is not None and p.inputs[0] == first.inputs[0] and p.attrs == first.attrs]
     if len(found) < len(products) or not _from_softmax(graph, operand(first)):
@@ -74,4 +79,6 @@ def _moved_alike(graph: Graph, ops: Sequence[Op]) -> bool:
     shapes = [(shape_of(graph, operand(op)), op.outputs[0].type.shape) for op in ops]
     if any(s is None or not s or not all(isinstance(d, int) and d for d in s) for pair in shapes for s in pair):
         return False
-    return len({(a[:-1], b[:-1]) for a, b in shapes if a and b}) == 1 and all(a[-1] == b[-1] for a, b in shapes if a and b)
+    return len({(a[:-1], b[:-1]) for a, b in shapes if a and b}) == 1 and all(
+        a[-1] == b[-1] for a, b in shapes if a and b
+    )

@@ -323,8 +323,8 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
 
     The last concatenation chooses first, so that chains of growing ones (DenseNet) share one buffer, also where each is a part of
     the next. Another part must come from an operator of ``kernels`` (kinds that can write to any place), and lie at a multiple of
-    8 channels for TMA's sake. Where channels are the last axis (rows), only convolutions whose result is transposed write in
-    place. Products and attention write rows in place, of images and in between other rows, where views lead from all of a tensor
+    8 channels for TMA's sake. Where channels are the last axis (rows), only repetitions, and convolutions whose result is transposed, write
+    in place. Products and attention write rows in place, of images and in between other rows, where views lead from all of a tensor
     to the part.
     """
     for op in reversed(b.graph.order()):
@@ -379,6 +379,8 @@ def _is_made_in_place(
 ) -> bool:
     """Whether what computes a part can write it into the joint buffer."""
     op = b.graph.op(value)
+    if op.kind == "Tile":  # a copy to any place
+        return True
     if rows:
         return _behind_views(b, value).kind == "Conv"
     if inner:
