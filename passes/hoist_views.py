@@ -22,6 +22,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.own_products import own_products
 from optdnn.passes.rules.third_term import third_term
 from optdnn.passes.rules.transpose import behind_anchor
 from optdnn.passes.support.facts import (
@@ -325,6 +326,6 @@ def add_before_reshape_of_norm(graph: Graph, op: Op) -> Match | Miss | None:
 class HoistViews(RulePass):
     name = "hoist_views"
     rules = (
-        hoist_view, add_before_split, split_before_reshape, turn_before_split, add_before_turn, norm_before_reshape,
+        own_products, hoist_view, add_before_split, split_before_reshape, turn_before_split, add_before_turn, norm_before_reshape,
         turn_before_norm, add_before_reshape_of_norm, third_term,
     )  # fmt: skip

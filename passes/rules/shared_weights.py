@@ -59,7 +59,7 @@ def _from_softmax(graph: Graph, value: Value) -> bool:
 
 
 def _side_by_side(graph: Graph, patch: Patch, values: Sequence[Value]) -> Value:
-    """The values side by side along the last axis. Heads that are all repeated alike are repeated after it, as attention expects it."""
+    """The values side by side along the last axis. Heads that are all repeated alike are repeated after it."""
     ops, shape = [graph.op(v) for v in values], graph.type(values[0]).dims
     width = sum(graph.type(v).dims[-1] for v in values)  # type: ignore[misc]
     if not _moved_alike(graph, ops):
