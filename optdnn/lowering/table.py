@@ -32,6 +32,7 @@ from optdnn.kernels.gemm.paired import PairedGemm
 from optdnn.kernels.gemm.row_product import RowProduct
 from optdnn.kernels.index import numeric, positions, regions
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
+from optdnn.kernels.index.rotary_norm import RotaryNormPair
 from optdnn.kernels.index.sample import Sample
 from optdnn.kernels.index.top_rows import TopRows
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
@@ -152,7 +153,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         AttentionSteps(),
         CudnnAttention(),
     ),
-    "RotaryEmbedding": (RotaryPair(), Rotary()),
+    "RotaryEmbedding": (RotaryNormPair(), RotaryPair(), Rotary()),
     "SampleToken": (Sample(),),
     **dict.fromkeys(COLLECTIVES, (Collect(),)),
     "Gather": (GatherView(), GatherBy()),

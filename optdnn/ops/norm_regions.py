@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.base import Attrs, Call, Cost, NestedAttrs, Result, Stage
 from optdnn.ops.checks import agree, elements, per_element, require_rank
 from optdnn.ops.definition import OpDef
@@ -54,6 +55,18 @@ class ActivatedNormAttrs(NestedAttrs):
 
 
 @dataclass(frozen=True)
+class RotaryNormPairAttrs(Attrs):
+    """The normalization ``norm`` (a kind) of each head, or with ``tokens`` of all heads of a token, and the fields of
+    :class:`optdnn.ops.attention.RotaryAttrs`."""
+
+    norm: str
+    epsilon: float
+    tokens: bool
+    interleaved: bool = False
+    rotary_embedding_dim: int = 0
+
+
+@dataclass(frozen=True)
 class GroupMomentsAttrs(Attrs):
     """The moments of each of ``groups`` groups of channels in each of ``tiles`` parts of the positions. Stages of the prologue read
     operands from slot 1 on."""
@@ -88,6 +101,16 @@ def _infer_activated_norm(call: Call) -> Result:
     return Result((infer_stages(a.epilogue, y, call.types),))
 
 
+def _infer_rotary_norm_pair(call: Call) -> Result:
+    a: RotaryNormPairAttrs = call.attrs
+    own, found = RotaryAttrs(a.interleaved, a.rotary_embedding_dim), list[TensorType]()
+    for x, scale, _ in (call.types[2:5], call.types[5:8]):
+        require_rank(x, 4, "RotaryNormPair heads")
+        agree(scale.dims[0], x.dims[3] * (x.dims[1] if a.tokens else 1), f"RotaryNormPair scale {scale} is not of {x}")
+        found += infer_as(call, "RotaryEmbedding", own, (x, *call.types[:2])).types
+    return Result(tuple(found))
+
+
 def _infer_group_moments(call: Call) -> Result:
     a: GroupMomentsAttrs = call.attrs
     x = call.type(0)
@@ -117,6 +140,10 @@ def _cost_activated_norm(call: Call, result: Result) -> Cost:
     return Cost(8 * elements(call.type(0)) + stages_flops(a.epilogue, result.types[0], call.types))
 
 
+def _cost_rotary_norm_pair(call: Call, result: Result) -> Cost:
+    return Cost(11 * sum(map(elements, result.types)))
+
+
 def _cost_group_apply(call: Call, result: Result) -> Cost:
     a: GroupApplyAttrs = call.attrs
     return Cost(4 * elements(call.type(0)) + stages_flops(a.epilogue, result.types[0], call.types))
@@ -133,4 +160,5 @@ DEFS: tuple[OpDef, ...] = (
         cost=per_element(4),
         arity=1,
     ),
+    region("RotaryNormPair", _infer_rotary_norm_pair, RotaryNormPairAttrs, cost=_cost_rotary_norm_pair),
 )

@@ -15,7 +15,13 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.fused import plain_attrs
 from optdnn.ops.held import NO_ONNX, CachedAttentionAttrs, ChannelAttentionAttrs, ChannelSumsAttrs
 from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs
-from optdnn.ops.norm_regions import ActivatedNormAttrs, AddNormAttrs, GroupApplyAttrs, GroupMomentsAttrs
+from optdnn.ops.norm_regions import (
+    ActivatedNormAttrs,
+    AddNormAttrs,
+    GroupApplyAttrs,
+    GroupMomentsAttrs,
+    RotaryNormPairAttrs,
+)
 from optdnn.ops.regions import (
     FramesAttrs,
     NormedProductAttrs,
@@ -112,6 +118,25 @@ def test_rotary_pair() -> None:
         np.testing.assert_array_equal(turned, run_kernel("RotaryEmbedding", [z, cos, sin], {})[0])
     with pytest.raises(ShapeError, match="does not fit the length"):
         infer("RotaryPair", attrs, [x, cos, sin, y[:, :, :3]], outputs=2)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_rotary_norm_pair(tokens: bool) -> None:
+    x, y, cos, sin = random(2, 3, 5, 8), random(2, 1, 5, 8), random(1, 5, 4), random(1, 5, 4)
+    scales, bias = [random(24), random(8)] if tokens else [random(8), random(8)], random(8)
+    attrs = RotaryNormPairAttrs("LayerNormalization", 1e-3, tokens)
+    operands = [cos, sin, x, scales[0], None, y, scales[1], bias]
+    found = results("RotaryNormPair", attrs, operands, outputs=2)
+    for z, scale, shift, made in zip((x, y), scales, (None, bias), found, strict=True):
+        rows = z.swapaxes(1, 2).reshape(2, 5, 1, -1) if tokens else z.swapaxes(1, 2)
+        centred = rows - rows.mean(-1, keepdims=True)
+        normal = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-3) * scale + (
+            0 if shift is None else shift
+        )
+        heads = normal.reshape(2, 5, -1, 8).swapaxes(1, 2)
+        np.testing.assert_allclose(made, run_kernel("RotaryEmbedding", [heads, cos, sin], {})[0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ShapeError, match="is not of"):
+        infer("RotaryNormPair", attrs, [cos, sin, x, scales[0][1:], None, y, scales[1], None], outputs=2)
 
 
 def test_paired_product() -> None:
