@@ -232,6 +232,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
     from support.net import Net
     from support.packed_cases import CASES, network
     from support.quantized_nets import FP8, NARROWED, NETS, QNet
+    from support.rotary_cases import NORMED as NORMED_HEADS
     from support.rotary_cases import ROTARY
     from support.sampling_cases import graph as sampling
     from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL, group_norm
@@ -318,6 +319,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         **{f"pairs of channels: {name}": (net(Net, build), "fp16") for name, build in PAIRED.items()},
         **{f"norms between products: {name}": (net(Net, build), "fp16") for name, build in NORMED.items()},
         **{f"rotary: {name}": (ROTARY[name], "fp16") for name in ROTARIES},
+        **{f"norms and rotary: {name}": (NORMED_HEADS[name], "fp16") for name in ("a part turns", "tokens, grouped")},
         "top rows": (lambda: test_top_rows.graph(test_top_rows.CASES[0]), "fp32"),
         **{f"sampling {n} tokens": (partial(sampling, n, "fp16"), "fp32") for n in (1003, 32000)},
         **{name: (lambda name=name: graph_of(name), "fp16") for name in FAMILIES},
