@@ -50,7 +50,7 @@ from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
 from optdnn.kernels.norm.rows_grid import RowsGrid
-from optdnn.kernels.norm.short_rows import ShortRows
+from optdnn.kernels.norm.short_rows import ShortRows, ShortRowsPair
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.row_product import PackedResidentPair, PackedRowProduct
 from optdnn.kernels.packed.tactics import PackedDigits, PackedGemv, PackedMma, PackedResident, PackedWgmma
@@ -165,6 +165,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         ActivatedRows(),
         HalfRows(),
         RowTiles(),
+        ShortRowsPair(),
         ShortRows(),
         RowsGrid(),
         Rows(),
@@ -175,13 +176,14 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         NormAcross(),
         ActivatedRows(),
         HalfRows(),
+        ShortRowsPair(),
         ShortRows(),
         RowsGrid(),
         Rows(),
         CudnnNorm(),
     ),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), RowsGrid(), Rows())),
-    "LpNormalization": (ShortRows(), RowsGrid(), Rows()),
+    "LpNormalization": (ShortRowsPair(), ShortRows(), RowsGrid(), Rows()),
     "MeanVarianceNormalization": (RowsGrid(), Rows()),
     "LpPool": (WindowPool(),),
     **dict.fromkeys(positions.POSITIONS, (positions.TACTIC,)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,29 @@ class ActivatedNormAttrs(NestedAttrs):
 
 
 @dataclass(frozen=True)
+class NormPairAttrs(NestedAttrs):
+    """Two normalizations ``norm`` (a kind) with the same attributes ``own``. ``stages`` follow the first, ``others`` the second.
+
+    Each has its operands: its input, its scale and bias, and what its stages read, from slot 4 on; the first has ``count`` of them.
+    """
+
+    norm: str
+    own: Attrs
+    count: int
+    stages: tuple[Stage, ...] = ()
+    others: tuple[Stage, ...] = ()
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> NormPairAttrs:
+        own = held_attrs(given["norm"], without(given, "norm", "count", "stages", "others"))
+        return cls(given["norm"], own, given["count"], tuple(given["stages"]), tuple(given["others"]))
+
+    def plain(self) -> dict[str, Any]:
+        stages = {"stages": plain_stages(self.stages), "others": plain_stages(self.others)}
+        return {"norm": self.norm, **plain_held(self.norm, self.own), "count": self.count, **stages}
+
+
+@dataclass(frozen=True)
 class RotaryNormPairAttrs(Attrs):
     """The normalization ``norm`` (a kind) of each head, or with ``tokens`` of all heads of a token, and the fields of
     :class:`optdnn.ops.attention.RotaryAttrs`."""
@@ -97,8 +120,21 @@ def _infer_add_norm(call: Call) -> Result:
 
 def _infer_activated_norm(call: Call) -> Result:
     a: ActivatedNormAttrs = call.attrs
-    (y,) = infer_as(call, a.norm, a.own, [t for t in call.types[:3] if t is not None]).types[:1]
-    return Result((infer_stages(a.epilogue, y, call.types),))
+    return Result((_activated(call, a.norm, a.own, a.epilogue, call.types),))
+
+
+def _activated(
+    call: Call, norm: str, own: Attrs, stages: Sequence[Stage], types: Sequence[TensorType | None]
+) -> TensorType:
+    """The result of a norm on the first three operands, and of the stages after it."""
+    (y,) = infer_as(call, norm, own, [t for t in types[:3] if t is not None]).types[:1]
+    return infer_stages(stages, y, types)
+
+
+def _infer_norm_pair(call: Call) -> Result:
+    a: NormPairAttrs = call.attrs
+    parts = ((a.stages, call.types[: a.count]), (a.others, call.types[a.count :]))
+    return Result(tuple(_activated(call, a.norm, a.own, stages, types) for stages, types in parts))
 
 
 def _infer_rotary_norm_pair(call: Call) -> Result:
@@ -140,6 +176,12 @@ def _cost_activated_norm(call: Call, result: Result) -> Cost:
     return Cost(8 * elements(call.type(0)) + stages_flops(a.epilogue, result.types[0], call.types))
 
 
+def _cost_norm_pair(call: Call, result: Result) -> Cost:
+    a: NormPairAttrs = call.attrs
+    pairs = zip((a.stages, a.others), result.types, strict=True)
+    return Cost(sum(8 * elements(y) + stages_flops(stages, y, call.types) for stages, y in pairs))
+
+
 def _cost_rotary_norm_pair(call: Call, result: Result) -> Cost:
     return Cost(11 * sum(map(elements, result.types)))
 
@@ -160,5 +202,6 @@ DEFS: tuple[OpDef, ...] = (
         cost=per_element(4),
         arity=1,
     ),
+    region("NormPair", _infer_norm_pair, NormPairAttrs, cost=_cost_norm_pair),
     region("RotaryNormPair", _infer_rotary_norm_pair, RotaryNormPairAttrs, cost=_cost_rotary_norm_pair),
 )

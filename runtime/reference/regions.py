@@ -85,6 +85,14 @@ def rotary_pair(x: Array, cos: Array, sin: Array, y: Array, **attrs: Any) -> tup
     return (*rotary_embedding(x, cos, sin, **attrs), *rotary_embedding(y, cos, sin, **attrs))
 
 
+def norm_pair(
+    run: Run, *given: Array | None, norm: str, count: int, stages: Sequence[Any], others: Sequence[Any], **attrs: Any
+) -> tuple[Array, ...]:
+    """Two normalizations ``norm`` (a kind), the first on ``count`` operands, and the stages that follow each."""
+    parts, own = ((given[:count], stages), (given[count:], others)), {"norm": norm, **attrs, "arity": 3}
+    return tuple(run("ActivatedNorm", part, {**own, "epilogue": after})[0] for part, after in parts)
+
+
 def rotary_norm_pair(
     cos: Array, sin: Array, *given: Array | None, norm: str, epsilon: float, tokens: bool, **attrs: Any
 ) -> tuple[Array, ...]:
@@ -452,6 +460,7 @@ KERNELS: dict[str, Kernel] = {
 }
 
 COMPOSED: dict[str, ComposedKernel] = {
+    "NormPair": norm_pair,
     "NormedProduct": normed_product,
     "PackedRowProduct": packed_row_product,
     "PairedProduct": paired_product,

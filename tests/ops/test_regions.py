@@ -20,6 +20,7 @@ from optdnn.ops.norm_regions import (
     AddNormAttrs,
     GroupApplyAttrs,
     GroupMomentsAttrs,
+    NormPairAttrs,
     RotaryNormPairAttrs,
 )
 from optdnn.ops.regions import (
@@ -46,7 +47,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 40
+    assert len(REGIONS) == 41
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -118,6 +119,17 @@ def test_rotary_pair() -> None:
         np.testing.assert_array_equal(turned, run_kernel("RotaryEmbedding", [z, cos, sin], {})[0])
     with pytest.raises(ShapeError, match="does not fit the length"):
         infer("RotaryPair", attrs, [x, cos, sin, y[:, :, :3]], outputs=2)
+
+
+def test_norm_pair() -> None:
+    x, y, scale, factor = random(2, 3, 8), random(2, 5, 8), random(8), random(3, 1)
+    attrs = NormPairAttrs("RMSNormalization", LayerNormAttrs(epsilon=1e-3), 4, (Stage("Mul", (-1, 3)),))
+    found = results("NormPair", attrs, [x, scale, None, factor, y, scale, None], outputs=2)
+    wanted = [run_kernel("RMSNormalization", [z, scale], {"epsilon": 1e-3})[0] for z in (x, y)]
+    np.testing.assert_allclose(found[0], wanted[0] * factor, rtol=1e-6)
+    np.testing.assert_array_equal(found[1], wanted[1])
+    with pytest.raises(ShapeError):
+        infer("NormPair", attrs, [x, scale, None, factor, y, scale[1:], None], outputs=2)
 
 
 @pytest.mark.parametrize("tokens", [False, True])

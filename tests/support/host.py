@@ -156,7 +156,7 @@ extern "C" void run_{number}(const void* block, unsigned gx, unsigned gy, unsign
     for (unsigned z = 0; z < gz; z++) for (unsigned y = 0; y < gy; y++) for (unsigned x = 0; x < gx; x++) {{
         if (only_block >= 0 && x != only_block) continue;
         blockIdx = {{x, y, z}};
-        run_block(threads, {str("__syncthreads" in generated).lower()});
+        run_block(threads, {str("__syncthreads" in generated or "__shfl" in generated).lower()});
     }}
 }}
 """

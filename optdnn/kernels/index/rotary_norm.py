@@ -12,7 +12,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, unmade
 from optdnn.kernels.index.rotary import Turn, aligned, partner, turn_of
 from optdnn.kernels.launch import GENERAL, Launch, Parameters
-from optdnn.kernels.layout.views import reshaped
+from optdnn.kernels.layout.views import seen_by
 from optdnn.kernels.tactic import Region, Tactic
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cuda.compile import render
@@ -38,13 +38,7 @@ class Normed:
         """What the norm reads or gives, as the rotary embedding sees it (batch, heads, length, size); None where it would be a copy."""
         view: TensorView | None = x
         for op in self.views:
-            if view is None:
-                return None
-            if op.kind == "Transpose":
-                perm = op.attrs.perm or tuple(reversed(range(len(view.shape))))
-                view = view.view([view.shape[k] for k in perm], [view.strides[k] for k in perm])
-            else:
-                view = reshaped(view, op.outputs[0].type.static_shape)
+            view = view and seen_by(op, view)
         return view
 
     def tokens(self) -> bool | None:
