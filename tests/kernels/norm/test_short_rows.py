@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,19 @@ from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 
-from optdnn.ir.graph import Graph
+from optdnn.ir.graph import Graph, Op
+from optdnn.kernels.builder import Move, TensorView
+from optdnn.kernels.norm import short_rows
+from optdnn.kernels.norm.short_rows import ShortRows
+from optdnn.kernels.tactic import Region
+from optdnn.lowering.choose import Site
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.norm import LayerNormAttrs, LpNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.engine import Engine
+from optdnn.runtime.program import Step
+from optdnn.types import FP16
 
 
 def norms(
@@ -151,22 +159,12 @@ def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     compare_steps(lowered(graph, opt_level=2, no_cubins=True), feeds_of(graph), 4e-3, tmp_path)
 
 
-def other_reader() -> Graph:
-    """A product reads the first norm before the second one."""
-    n = Net()
-    x = n.op("Split", n.matmul(n.input(4, 24), 64), n.ints(32, 32), attrs=SplitAttrs(1), outputs=2)
-    q = n.op("LpNormalization", x[0], attrs=LpNormAttrs(-1, 2, 1e-12))  # type: ignore[index]
-    y = n.matmul(q, 16)
-    return n.done(n.op("Exp", y), n.op("LpNormalization", x[1], attrs=LpNormAttrs(-1, 2, 1e-12)))  # type: ignore[index]
-
-
 @pytest.mark.parametrize(
     ("graph", "because"),
     [
         (lambda: norms(), "no norm of the same rows of another part of its tensor is beside it"),
         (lambda: pair(second=1e-6), "no norm of the same rows of another part of its tensor is beside it"),
         (lambda: pair(), "the other norm comes after it"),
-        (other_reader, "the other norm is read before it"),
     ],
 )
 def test_norms_that_keep_launches_of_their_own(graph: Any, because: str) -> None:
@@ -177,6 +175,28 @@ def test_norms_that_keep_launches_of_their_own(graph: Any, because: str) -> None
         if r["tactic"] == "short_rows_pair"
     ]
     assert because in {r["reason"] for r in found}
+
+
+def test_the_results_readers_in_between_keep_norms_apart() -> None:
+    n = Net()
+    q = n.op("Tanh", n.input(4, 32))
+    graph = n.done(n.op("Exp", q))
+    norm, reader = (graph.of_kind(kind)[0] for kind in ("Tanh", "Exp"))
+    result, other = (TensorView(k, 0, (4, 32), (32, 1), FP16) for k in (5, 6))
+
+    def site(op: Op) -> Site:
+        return Site(Region(op), "", ShortRows(), None, [])
+
+    def read(*entries: Any) -> bool:
+        b: Any = SimpleNamespace(plan=[Move(reader, result, other), site(norm), *entries], place={norm.value: result})
+        return short_rows._is_read(b, norm, result)
+
+    assert not read()
+    assert not read(Move(reader, other, result))
+    assert read(Move(reader, result, other))
+    assert read(site(reader))
+    assert read(Step("host", {}, (5,), (6,)))
+    assert not read(Step("host", {}, (6,), (5,)))
 
 
 @pytest.mark.parametrize("rows", [False, True])
