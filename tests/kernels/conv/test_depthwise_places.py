@@ -34,6 +34,7 @@ from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.measuring.cliffs import cliffs
+from optdnn.runtime.cuda.measuring.expected import expected_steps
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.steps.executor import LoadOptions
@@ -220,6 +221,14 @@ def test_a_cliff_tells_why_the_fast_kernels_refuse() -> None:
     slow = {"step": k, "src": list(step.src), "tactic": step.params["tactic"], "executor": step.executor}
     (found,) = cliffs([{**slow, "us": 30.0, "share": 0.3, "roofline": 0.01}], program)
     assert f"{tactic.HalfDepthwise.name} refuses: the pixels of its input" in str(found["why"])
+
+
+def test_many_taps_in_a_loop_take_their_instructions() -> None:
+    """Measured on an H200: 41 us."""
+    n = Net()
+    graph = n.done(n.conv(n.input(1, 12, 512, 66), 12, (65, 3), pads=(32, 0, 32, 0), group=12))
+    found = expected_steps(lowered(graph, target="cuda:h200", no_cubins=True))
+    assert [s["us"] for s in found if str(s["tactic"]).startswith("depthwise")] == [pytest.approx(3 * 41, rel=0.1)]
 
 
 FOURS = depthwise.Problem(2, same(9, 9, 24), STAGES, pitches=(28, 36), unit=4)
