@@ -140,7 +140,7 @@ def _infer_norm_pair(call: Call) -> Result:
 def _infer_rotary_norm_pair(call: Call) -> Result:
     a: RotaryNormPairAttrs = call.attrs
     own, found = RotaryAttrs(a.interleaved, a.rotary_embedding_dim), list[TensorType]()
-    for x, scale, _ in (call.types[2:5], call.types[5:8]):
+    for x, scale in ((call.type(k), call.type(k + 1)) for k in (2, 5)):
         require_rank(x, 4, "RotaryNormPair heads")
         agree(scale.dims[0], x.dims[3] * (x.dims[1] if a.tokens else 1), f"RotaryNormPair scale {scale} is not of {x}")
         found += infer_as(call, "RotaryEmbedding", own, (x, *call.types[:2])).types

@@ -61,12 +61,13 @@ def _from_softmax(graph: Graph, value: Value) -> bool:
 def _side_by_side(graph: Graph, patch: Patch, values: Sequence[Value]) -> Value:
     """The values side by side along the last axis. Heads that are all repeated alike are repeated after it."""
     ops, shape = [graph.op(v) for v in values], graph.type(values[0]).dims
-    width = sum(graph.type(v).dims[-1] for v in values)  # type: ignore[misc]
+    width = sum(graph.type(v).dims[-1] for v in values)
     if not _moved_alike(graph, ops):
         return patch.add("Concat", list(values), ConcatAttrs(len(shape) - 1))
     inner = _side_by_side(graph, patch, [operand(op) for op in ops])
     if ops[0].kind == "Expand":
-        return patch.add("Expand", [inner, integers(patch, [int(d) for d in (*shape[:-1], width)], "shape")])
+        sizes = [d for d in (*shape[:-1], width) if isinstance(d, int)]
+        return patch.add("Expand", [inner, integers(patch, sizes, "shape")])
     return in_shape(patch, inner, (*shape[:-1], width))
 
 
