@@ -46,6 +46,7 @@ from optdnn.kernels.norm.add_norm import AddNorm
 from optdnn.kernels.norm.group_norm import GroupNorm
 from optdnn.kernels.norm.group_norm_add import GroupNormAdd
 from optdnn.kernels.norm.half_rows import OPERATIONS, ActivatedRows, HalfRows, QuantizedRows
+from optdnn.kernels.norm.modulated import ModulatedRows
 from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
@@ -194,7 +195,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
     "Cast": (ResizedPicture(), Elementwise()),
     "Add": (AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), GroupNormAdd(), Elementwise()),
-    "Pointwise": (GroupNormAdd(), Elementwise()),
+    "Pointwise": (GroupNormAdd(), ModulatedRows(), Elementwise()),
     "Concat": (Unfold(),),
 }
 

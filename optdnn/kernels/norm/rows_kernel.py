@@ -27,6 +27,17 @@ MAX_ROWS_ELEMENTS = 96
 
 
 @dataclass(frozen=True)
+class Modulated:
+    """After a norm: ``rows`` rows share a factor, to which ``plus`` is added, and a shift for each feature. ``factor``, ``shift``: elements from
+    those of some rows to those of the next ones, in 16 bits (None: there is no shift)."""
+
+    rows: int
+    factor: int
+    shift: int | None
+    plus: float
+
+
+@dataclass(frozen=True)
 class Problem:
     """``rows`` rows of ``length`` 16-bit elements.
 
@@ -58,6 +69,7 @@ class Problem:
     """Elements from a row of the addend, and of the 16-bit results, to the next one; 0: ``length``."""
     epilogue: tuple[render.Stage, ...] = ()
     """Stages without operands, through which the result of a norm goes."""
+    modulated: Modulated | None = None
 
     @property
     def bytes(self) -> int:
@@ -101,13 +113,17 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return "stages follow a norm that adds nothing, of 16-bit results"
     if render.uses_residual(problem.epilogue) or ("bias",) in problem.epilogue:
         return "the stages after a norm have no operands"
+    if problem.modulated is not None and (
+        problem.operation not in OPERATIONS[:2] or problem.narrow or problem.add or problem.epilogue
+    ):
+        return "factors follow a norm that adds nothing, of 16-bit results"
     if problem.sum and not problem.add:
         return "there is no sum without an addend"
     if not problem.wide and not problem.narrow:
         return "there is no result"
     if problem.walk and (len(problem.walk) > MOST_AXES or math.prod(n for n, _ in problem.walk) != problem.rows):
         return "its axes do not hold its rows"
-    if any(stride % config.lanes for stride in (*(s for _, s in problem.walk), *problem.pitches)):
+    if any(stride % config.lanes for stride in (*(s for _, s in problem.walk), *problem.pitches, *_vectors(problem))):
         return f"rows do not begin at multiples of {config.lanes} elements"
     if problem.rows < 1 or problem.length < 1 or problem.rows >= 1 << 31:
         return "no rows, or more than the kernel counts"
@@ -130,6 +146,12 @@ def refuse(problem: Problem, config: Config) -> str | None:
     return None
 
 
+def _vectors(problem: Problem) -> tuple[int, ...]:
+    """Elements from factors to the next ones, and from shifts."""
+    m = problem.modulated
+    return () if m is None else (m.factor, m.shift or 0)
+
+
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile. The sizes are parameters."""
     norm = problem.operation in OPERATIONS[:2]
@@ -140,13 +162,16 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "HAS_SCALE": int(norm and problem.scale), "HAS_BIAS": int(norm and problem.bias),
         "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide), "WALKED": int(bool(problem.walk)), "EPILOGUE": int(bool(problem.epilogue)),
     }  # fmt: skip
+    if problem.modulated is not None:
+        defines |= {"MODULATED": 1, "HAS_SHIFT": int(problem.modulated.shift is not None)}
     stages = [render.epilogue(problem.epilogue)] if problem.epilogue else []
     text = "\n".join([render.constants(defines), *stages, ""])
     return Recipe("rows.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
-    """The launch. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``, ``narrow``."""
+    """The launch. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``, ``narrow``, ``factor`` and ``shift``
+    (of :class:`Modulated`)."""
     norm = problem.operation in OPERATIONS[:2]
     present = {
         "input": True, "addend": problem.add, "scale": norm and problem.scale, "bias": norm and problem.bias,
@@ -158,6 +183,10 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     sizes, strides = zip(*((1, 0),) * (MOST_AXES - len(problem.walk)), *problem.walk, strict=True)
     pitches = (pitch or problem.length for pitch in problem.pitches)
     parameters.i32(problem.period, *pitches, *sizes[1:]).i64(*strides)
+    if (m := problem.modulated) is not None:
+        parameters.pointer("factor", "shift" if m.shift is not None else None).i32(m.rows, m.factor, m.shift or 0).f32(
+            m.plus
+        )
     return parameters.launch(recipe(problem, config, gpu.arch), "rows", config.blocks(problem), config.threads)
 
 
