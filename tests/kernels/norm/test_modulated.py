@@ -29,7 +29,7 @@ def adaptive(
     differ from row to row; ``images``: images of the condition; ``order``: the factor comes first."""
     n = Net()
     x = n.matmul(n.input(batch, 6, 32), width)
-    x = n.op("Add", n.op("Tanh", x), n.op("Sigmoid", x)) if added else x
+    x = n.op("Add", n.op("Softmax", x), n.op("Softmax", n.op("Neg", x))) if added else x
     condition = n.matmul(n.input(images or batch, 6 if each else 1, 16, name="c"), 3 * width)
     _, scale, moved = n.op("Split", condition, n.ints(width, width, width), attrs=SplitAttrs(2), outputs=3)
     y = n.op(kind, x, n.positive(width), *([n.random(width)] if kind == "LayerNormalization" else []))
@@ -61,7 +61,7 @@ def test_one_launch_normalizes_and_modulates(name: str, precision: str) -> None:
     [
         (lambda: adaptive(used=True), "it is no factor and shift of a norm's result, which only it reads"),
         (lambda: adaptive(shift=False), "it is no factor and shift of a norm's result, which only it reads"),
-        (lambda: adaptive(each=True), "its factor and shift are not rows of each image, at multiples of 16 bytes"),
+        (lambda: adaptive(each=True), "it is no factor and shift of a norm's result, which only it reads"),
         (lambda: adaptive(width=44), "its factor and shift are not rows of each image, at multiples of 16 bytes"),
         (lambda: adaptive(added=True), "the normalization belongs to the launch of Add"),
         (lambda: adaptive(width=40000), "do not fit the registers of a block"),
