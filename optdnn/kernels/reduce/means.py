@@ -38,6 +38,11 @@ class Problem:
     pitch: int
     dtype: str = "float16"
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the images."""
+        return 2 * self.images * self.pixels * self.channels
+
 
 @dataclass(frozen=True, order=True)
 class Config:
@@ -67,7 +72,8 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     blocks = config.cluster * -(-problem.channels // CHANNELS) * problem.images
     batches = math.ceil(math.ceil(problem.pixels / config.cluster) / (LINES * AHEAD))
     waves = math.ceil(blocks / (gpu.multiprocessors * (2048 // THREADS)))
-    work = max(waves * batches * BATCH_S, 2 * problem.images * problem.pixels * problem.channels / BYTES_S)
+    room = min(1.0, blocks / gpu.multiprocessors)
+    work = max(waves * batches * BATCH_S, problem.bytes / BYTES_S / room)
     return LAUNCH_S + work + (MEET_S if config.cluster > 1 else 0.0)
 
 
@@ -113,11 +119,10 @@ class ImageMeans(Reduction):
             return refuse(problem, Config(1))
         grid = space_of(made.x, made.axes, out).grid
         others = [parts.estimate(grid, n, b.gpu) for n in (1, *(c.parts for c in parts.candidates(grid, b.gpu)))]
-        return (
-            None
-            if estimate(problem, found[0], b.gpu) < min(others)
-            else "the general kernels are predicted to be as fast"
-        )
+        least = LAUNCH_S + MEET_S + problem.bytes / BYTES_S  # which the general kernels' predictions leave out
+        if estimate(problem, found[0], b.gpu) > max(least, min(others)):
+            return "the general kernels are predicted to be as fast"
+        return None
 
     @staticmethod
     def _problem(x: TensorView) -> Problem | None:
