@@ -6,7 +6,8 @@ product it merges with the first one. In ConvNeXt a Transpose turns the product'
 added: the addition moves in front of the Transpose. A Gemm between reshapes of leading axes becomes a MatMul of the unflattened
 tensor. A Split of a joint projection moves in front of a Reshape, which would copy all of it. A norm of rows, and the addition
 after it, move in front of a Reshape of transposed rows (Swin V2's windows), and read the rows where they lie. Sums of two
-products and a residual take an order in which each product's kernel adds one tensor.
+products and a residual take an order in which each product's kernel adds one tensor. A product to which several constants are added
+is computed once for each, with a bias.
 """
 
 from __future__ import annotations

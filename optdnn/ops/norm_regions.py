@@ -56,7 +56,7 @@ class ActivatedNormAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class NormPairAttrs(NestedAttrs):
-    """Two normalizations ``norm`` (a kind) with the same attributes ``own``. ``stages`` follow the first, ``others`` the second.
+    """Two normalizations ``norm`` (a kind) with the same attributes ``own``. ``after`` follow the first, ``others`` the second.
 
     Each has its operands: its input, its scale and bias, and what its stages read, from slot 4 on; the first has ``count`` of them.
     """
@@ -64,16 +64,16 @@ class NormPairAttrs(NestedAttrs):
     norm: str
     own: Attrs
     count: int
-    stages: tuple[Stage, ...] = ()
+    after: tuple[Stage, ...] = ()
     others: tuple[Stage, ...] = ()
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> NormPairAttrs:
-        own = held_attrs(given["norm"], without(given, "norm", "count", "stages", "others"))
-        return cls(given["norm"], own, given["count"], tuple(given["stages"]), tuple(given["others"]))
+        own = held_attrs(given["norm"], without(given, "norm", "count", "after", "others"))
+        return cls(given["norm"], own, given["count"], tuple(given["after"]), tuple(given["others"]))
 
     def plain(self) -> dict[str, Any]:
-        stages = {"stages": plain_stages(self.stages), "others": plain_stages(self.others)}
+        stages = {"after": plain_stages(self.after), "others": plain_stages(self.others)}
         return {"norm": self.norm, **plain_held(self.norm, self.own), "count": self.count, **stages}
 
 
@@ -133,7 +133,7 @@ def _activated(
 
 def _infer_norm_pair(call: Call) -> Result:
     a: NormPairAttrs = call.attrs
-    parts = ((a.stages, call.types[: a.count]), (a.others, call.types[a.count :]))
+    parts = ((a.after, call.types[: a.count]), (a.others, call.types[a.count :]))
     return Result(tuple(_activated(call, a.norm, a.own, stages, types) for stages, types in parts))
 
 
@@ -178,7 +178,7 @@ def _cost_activated_norm(call: Call, result: Result) -> Cost:
 
 def _cost_norm_pair(call: Call, result: Result) -> Cost:
     a: NormPairAttrs = call.attrs
-    pairs = zip((a.stages, a.others), result.types, strict=True)
+    pairs = zip((a.after, a.others), result.types, strict=True)
     return Cost(sum(8 * elements(y) + stages_flops(stages, y, call.types) for stages, y in pairs))
 
 

@@ -86,11 +86,11 @@ def rotary_pair(x: Array, cos: Array, sin: Array, y: Array, **attrs: Any) -> tup
 
 
 def norm_pair(
-    run: Run, *given: Array | None, norm: str, count: int, stages: Sequence[Any], others: Sequence[Any], **attrs: Any
+    run: Run, *given: Array | None, norm: str, count: int, after: Sequence[Any], others: Sequence[Any], **attrs: Any
 ) -> tuple[Array, ...]:
     """Two normalizations ``norm`` (a kind), the first on ``count`` operands, and the stages that follow each."""
-    parts, own = ((given[:count], stages), (given[count:], others)), {"norm": norm, **attrs, "arity": 3}
-    return tuple(run("ActivatedNorm", part, {**own, "epilogue": after})[0] for part, after in parts)
+    parts, own = ((given[:count], after), (given[count:], others)), {"norm": norm, **attrs, "arity": 3}
+    return tuple(run("ActivatedNorm", part, {**own, "epilogue": stages})[0] for part, stages in parts)
 
 
 def rotary_norm_pair(

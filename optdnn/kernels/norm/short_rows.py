@@ -226,7 +226,7 @@ def emit_sides(b: Builder, op: Op, sides: Sequence[Side]) -> None:
             "norm": op.kind,
             **attrs,
             "count": 1 + len(sides[0].given) + len(sides[0].extras),
-            "stages": moved[0],
+            "after": moved[0],
             "others": moved[1],
         }
         covers = replace(last, src=frozenset().union(*(s.op.src | s.last.src for s in sides)))
