@@ -134,12 +134,12 @@ class ShortRowsPair(ShortRows):
 def twin(graph: Graph, op: Op) -> Op | None:
     """The norm with the same attributes and length of rows with which ``op`` shares a launch: both read views of one tensor."""
     source = op.inputs[0]
-    while source is not None and graph.op(source).kind in VIEWS:
+    while source is not None and _takes_part(graph, graph.op(source)):
         source = graph.op(source).inputs[0]
     found, todo, rows = dict[int, Op](), [] if source is None else graph.users(source), op.outputs[0].type
     while todo:
         user = todo.pop()
-        if user.kind in VIEWS:
+        if _takes_part(graph, user):
             todo += readers(graph, user)
         elif (user.kind, user.attrs, len(user.inputs)) == (op.kind, op.attrs, len(op.inputs)):
             t = user.outputs[0].type
@@ -148,6 +148,11 @@ def twin(graph: Graph, op: Op) -> Op | None:
     pairs = sorted(found)
     mate = pairs.index(op.id) ^ 1 if op.id in found else len(pairs)
     return found[pairs[mate]] if mate < len(pairs) else None
+
+
+def _takes_part(graph: Graph, op: Op) -> bool:
+    """Whether its result is a view of a tensor, or of a part of it."""
+    return op.kind in VIEWS or (op.kind == "Gather" and graph.constant_value(op.inputs[1]) is not None)
 
 
 def _is_read(b: Builder, norm: Op, result: TensorView) -> bool:

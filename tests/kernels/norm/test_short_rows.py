@@ -20,6 +20,7 @@ from optdnn.kernels.norm import short_rows
 from optdnn.kernels.norm.short_rows import ShortRows
 from optdnn.kernels.tactic import Region
 from optdnn.lowering.choose import Site
+from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.norm import LayerNormAttrs, LpNormAttrs
 from optdnn.ops.shape import TransposeAttrs
@@ -135,8 +136,19 @@ def pair(
     return n.done(n.op("Exp", n.op("ReduceSum", q)) if between else n.op("Exp", q), n.op("Tanh", k))
 
 
+def selected() -> Graph:
+    """Queries, keys and values of one product on an axis of their own, of which Gathers select one (torchvision's Swin V2)."""
+    n = Net()
+    whole = n.op("Reshape", n.matmul(n.input(2, 5, 24), 3 * 3 * 32), n.ints(2, 5, 3, 3, 32))
+    turned = n.op("Transpose", whole, attrs=TransposeAttrs((2, 0, 3, 1, 4)))
+    q, k = (n.op("Gather", turned, n.const(np.int64(i)), attrs=GatherAttrs(0)) for i in (0, 1))
+    q, k = (n.op("LpNormalization", x, attrs=LpNormAttrs(-1, 2, 1e-12)) for x in (q, k))
+    return n.done(n.op("Exp", q), n.op("Tanh", k))
+
+
 PAIRS = {
     "pair": pair(),
+    "selected": selected(),
     "pair, a temperature": pair(factor=True),
     "pair, grouped": pair(size=64, groups=1),
     "pair of RMS norms": pair("RMSNormalization", 128),
