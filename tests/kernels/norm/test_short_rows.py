@@ -141,7 +141,7 @@ def selected() -> Graph:
     n = Net()
     whole = n.op("Reshape", n.matmul(n.input(2, 5, 24), 3 * 3 * 32), n.ints(2, 5, 3, 3, 32))
     turned = n.op("Transpose", whole, attrs=TransposeAttrs((2, 0, 3, 1, 4)))
-    q, k = (n.op("Gather", turned, n.const(np.int64(i)), attrs=GatherAttrs(0)) for i in (0, 1))
+    q, k = (n.op("Gather", turned, n.const(np.array(i), np.int64), attrs=GatherAttrs(0)) for i in (0, 1))
     q, k = (n.op("LpNormalization", x, attrs=LpNormAttrs(-1, 2, 1e-12)) for x in (q, k))
     return n.done(n.op("Exp", q), n.op("Tanh", k))
 
