@@ -36,7 +36,7 @@ def test_each_sum_gets_its_product(heads: bool, adds: int) -> None:
 
 def test_a_product_that_takes_longer_than_an_addition_is_not_repeated() -> None:
     check_refused(
-        HoistViews(), queries(heads=False, rows=1 << 14, width=1 << 12), because="would take longer than the additions"
+        HoistViews(), queries(heads=False, rows=1 << 15, width=1 << 12), because="would take longer than the additions"
     )
 
 
