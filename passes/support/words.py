@@ -87,6 +87,8 @@ RULES: Mapping[str, str] = {
     "row_is_slice": "rows taken by slices",
     "take_row_of_each": "one row of each sample taken before operators that compute each row independently",
     "split_leading": "axes of batch times heads split again",
+    "consecutive_rows": "gathers of neighbouring rows made slices",
+    "scaled_view": "numbers that scale a view of a product put into its constant",
     "shifted_columns": "gathers of relative positions made views of a product",
     "heads_outside": "products with a constant matrix for each head made one product for each head",
     "linear_recurrence": "unrolled linear recurrences computed for all steps at once",
