@@ -6,8 +6,8 @@ each product, GatherElements takes, for query i and key j, the column of i - j. 
 - ``split_leading``: the axis of B * H is B and H again, through all operators up to the Reshapes that merged them.
 - ``shifted_columns``: columns that move by one with each row are a view of the product. With N columns, column ``c + j - i`` of
   row i lies at ``i * (N - 1) + c + j`` of the flat rows: a Reshape to rows of N - 1. Only columns that are taken are computed.
-- ``consecutive_rows`` and ``scaled_view`` (:mod:`optdnn.passes.rules.scaled_views`): neighbouring columns are a Slice, and a scale of such a
-  view is part of the constant.
+- ``consecutive_rows`` and ``scaled_view`` (:mod:`optdnn.passes.rules.scaled_views`): neighbouring columns are a Slice, and the
+  scale of such a view is part of the constant.
 - ``heads_outside``: a product with a constant matrix for each head, the same for all of the batch, is H products of B * M rows.
 """
 
