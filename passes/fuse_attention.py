@@ -30,6 +30,7 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.input_sizes import can_reshape, reshaped_to
+from optdnn.passes.rules.shared_weights import shared_weights
 from optdnn.passes.support.attention_mask import added, constant_sum, refuse, rounded, window
 from optdnn.passes.support.attention_scores import DEPTH, Scores, factor_of, find_scores, staged
 from optdnn.passes.support.facts import RESHAPES, exchange_last, operand, producer, shape_of
@@ -321,4 +322,4 @@ class FuseAttention(RulePass):
     """Roots are visited from the inputs on, so that the operands of an attention are fused before it."""
 
     name = "fuse_attention"
-    rules = (values_first, written_attention)
+    rules = (shared_weights, values_first, written_attention)

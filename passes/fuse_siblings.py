@@ -17,7 +17,7 @@ import numpy as np
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.base import FusedAttrs
+from optdnn.ops.base import FusedAttrs, Stage
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support.facts import bytes_of, integers, operand
@@ -71,7 +71,9 @@ class MergeSiblings(Rule):
         mine = _member(graph, op)
         if isinstance(mine, str):
             return Miss(mine)
-        members = [m for m in (_member(graph, u) for u in same_kind) if isinstance(m, Member) and m.key == mine.key]
+        found = _biased_alike([m for m in (_member(graph, u) for u in same_kind) if isinstance(m, Member)])
+        (mine,) = [m for m in found if m.op.id == op.id]
+        members = [m for m in found if m.key == mine.key]
         if len(members) < 2:
             return Miss(f"no other {op.kind} on {graph.output(x).name} has the same geometry, type and activation")
         family = _family(graph, members)
@@ -185,6 +187,23 @@ def _member(graph: Graph, op: Op) -> Member | str:
     types = tuple(None if a is None else str(a.dtype) for a in packed)
     key = (op.kind, plain, kernel, str(output.dtype), str(weight.dtype), values, types)
     return Member(op, key, weight, bias, packed, tuple(scalars), tuple(channels), width)
+
+
+def _biased_alike(members: Sequence[Member]) -> list[Member]:
+    """The members. One without stages gets a bias of zeros if a bias is the only stage of another one (keys of Whisper)."""
+    keys = {m.key for m in members if m.op.attrs.epilogue}
+    return [biased if (biased := _with_bias(m)).key in keys else m for m in members]
+
+
+def _with_bias(member: Member) -> Member:
+    """A member without stages, with the addition of zeros as its stage; any other as it is."""
+    kind, attrs, *rest = member.key
+    if attrs.epilogue or kind != "MatMul":
+        return member
+    stage = Stage("Add", (-1, member.op.definition.arity))
+    key = (kind, replace(attrs, epilogue=(stage,)), *rest[:-2], (None,), rest[-1])
+    zeros = np.zeros(member.width, member.weight.dtype)
+    return replace(member, key=key, scalars=(None,), channels=(zeros,))
 
 
 def _by_channel(array: Array | None, rank: int, axis: int, width: int) -> Array | None:

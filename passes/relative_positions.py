@@ -1,11 +1,13 @@
 """Products of queries or keys with embeddings of relative positions lose their gathers and copies (DeBERTa: He et al., 2021).
 
 Exporters write the bias of disentangled attention as products of B * H matrices with embeddings that are repeated B times. From
-each product, GatherElements takes, for query i and key j, the column of i - j. Three rules, each of use by itself:
+each product, GatherElements takes, for query i and key j, the column of i - j. Rules, each of use by itself:
 
 - ``split_leading``: the axis of B * H is B and H again, through all operators up to the Reshapes that merged them.
 - ``shifted_columns``: columns that move by one with each row are a view of the product. With N columns, column ``c + j - i`` of
   row i lies at ``i * (N - 1) + c + j`` of the flat rows: a Reshape to rows of N - 1. Only columns that are taken are computed.
+- ``consecutive_rows`` and ``scaled_view`` (:mod:`optdnn.passes.rules.scaled_views`): neighbouring columns are a Slice, and the
+  scale of such a view is part of the constant.
 - ``heads_outside``: a product with a constant matrix for each head, the same for all of the batch, is H products of B * M rows.
 """
 
@@ -21,6 +23,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.scaled_views import consecutive_rows, scaled_view
 from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, shape_of
 from optdnn.types import Array
 
@@ -241,4 +244,4 @@ def _is_gathered(graph: Graph, op: Op) -> bool:
 class RelativePositions(RulePass):
     name = "relative_positions"
     sinks_first = True  # an axis is split before gathers become slices
-    rules = (split_leading, shifted_columns, heads_outside)
+    rules = (split_leading, shifted_columns, heads_outside, consecutive_rows, scaled_view)

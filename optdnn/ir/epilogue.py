@@ -16,6 +16,8 @@ from optdnn.types import Array
 
 RESIDUAL = 3
 """Operand slot of the residual tensor in the meaning of a kernel that has one (0 to 2: input, weights, bias)."""
+SCALED = 2
+"""Stages up to the factor after a residual."""
 
 
 @dataclass
@@ -23,12 +25,14 @@ class Epilogue:
     """``stages`` are done by the kernel (rendered as ``rendered``), ``rest`` by a pointwise kernel after it.
 
     ``bias`` (fp32, one per channel) is added first, ``residual`` is the tensor that stages read at slot :data:`RESIDUAL`, and
-    ``constants`` those at the slots after it. ``rest`` reads the kernel's result as register 0 and ``rest_operands`` by slot
+    ``constants`` those at the slots after it. ``scale``: factors and shifts of the channels after the residual (fp32; the
+    rendered stage ``scale_shift``). ``rest`` reads the kernel's result as register 0 and ``rest_operands`` by slot
     (slot 0 is the result itself).
     """
 
     bias: Array | None = None
     residual: Value | None = None
+    scale: tuple[Array, Array] | None = None
     stages: list[Stage] = field(default_factory=list)
     rendered: list[render.Stage] = field(default_factory=list)
     constants: list[Array] = field(default_factory=list)
@@ -76,6 +80,7 @@ def plan_epilogue(
     allow_residual: bool = True,
     accepts: Callable[[Sequence[render.Stage]], bool] = lambda stages: True,
     allow_bias: bool = True,
+    allow_scale: bool = False,
 ) -> Epilogue:
     """Split the epilogue of a Conv, MatMul or Gemm. ``channel_axis``: the axis of the result that a bias runs along.
 
@@ -97,7 +102,10 @@ def plan_epilogue(
         trial = replace(
             found, stages=[*found.stages], rendered=[*found.rendered], constants=[*found.constants], bias=found.bias
         )
-        if not _absorb(graph, op, stage, trial, shape, channel_axis, allow_residual) or not accepts(trial.rendered):
+        scaled = allow_scale and _absorb_scale(graph, op, stage, trial, shape, channel_axis)
+        if not scaled and not _absorb(graph, op, stage, trial, shape, channel_axis, allow_residual):
+            break
+        if not accepts(trial.rendered):
             break
         if trial.bias is not None and not allow_bias:
             break
@@ -128,6 +136,24 @@ def _absorb(
     if stage.kind in ("Add", "Mul"):
         return _absorb_binary(graph, op, stage, into, -1 - len(into.stages), shape, axis, allow_residual)
     return absorb_unary(graph, op, stage, into)
+
+
+def _absorb_scale(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tuple[int, ...], axis: int) -> bool:
+    """Give a factor of each channel right after the residual, or the shift after that, to the kernel (pre-activation networks)."""
+    slot = next((a for a in stage.args if a is not None and a >= 0), None)
+    array = None if slot is None else graph.constant_value(op.inputs[slot])
+    vector = None if array is None or array.size == 1 else channel_vector(array, shape, axis)
+    if array is None or vector is None:
+        return False
+    if stage.kind == "Mul" and into.rendered == [("add",)]:
+        into.scale = (vector, np.zeros_like(vector))
+        into.rendered.append(("scale_shift",))
+    elif stage.kind == "Add" and into.scale is not None and len(into.rendered) == len(into.stages) == SCALED:
+        into.scale = (into.scale[0], vector)
+    else:
+        return False
+    into.stages.append(Stage(stage.kind, (-1 - len(into.stages), into.constant(array))))
+    return True
 
 
 def absorb_unary(graph: Graph, op: Op, stage: Stage, into: Epilogue) -> bool:

@@ -32,6 +32,7 @@ from optdnn.kernels.gemm.paired import PairedGemm
 from optdnn.kernels.gemm.row_product import RowProduct
 from optdnn.kernels.index import numeric, positions, regions
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
+from optdnn.kernels.index.rotary_norm import RotaryNormPair
 from optdnn.kernels.index.sample import Sample
 from optdnn.kernels.index.top_rows import TopRows
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
@@ -45,12 +46,13 @@ from optdnn.kernels.norm.add_norm import AddNorm
 from optdnn.kernels.norm.group_norm import GroupNorm
 from optdnn.kernels.norm.group_norm_add import GroupNormAdd
 from optdnn.kernels.norm.half_rows import OPERATIONS, ActivatedRows, HalfRows, QuantizedRows
+from optdnn.kernels.norm.modulated import ModulatedRows
 from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.norm_add_norm import NormAddNorm
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
 from optdnn.kernels.norm.rows_grid import RowsGrid
-from optdnn.kernels.norm.short_rows import ShortRows
+from optdnn.kernels.norm.short_rows import ShortRows, ShortRowsPair
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.row_product import PackedResidentPair, PackedRowProduct
 from optdnn.kernels.packed.tactics import PackedDigits, PackedGemv, PackedMma, PackedResident, PackedWgmma
@@ -66,6 +68,7 @@ from optdnn.kernels.recurrent.grid import GridRNN
 from optdnn.kernels.recurrent.hopper import HopperRNN
 from optdnn.kernels.recurrent.resident import ResidentRNN
 from optdnn.kernels.reduce.arg import ArgBlock, ArgExtreme
+from optdnn.kernels.reduce.means import ImageMeans
 from optdnn.kernels.reduce.parts import ReductionParts
 from optdnn.kernels.reduce.reduce import REDUCTIONS, Reduction
 from optdnn.kernels.tactic import Tactic
@@ -153,7 +156,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         AttentionSteps(),
         CudnnAttention(),
     ),
-    "RotaryEmbedding": (RotaryPair(), Rotary()),
+    "RotaryEmbedding": (RotaryNormPair(), RotaryPair(), Rotary()),
     "SampleToken": (Sample(),),
     **dict.fromkeys(COLLECTIVES, (Collect(),)),
     "Gather": (GatherView(), GatherBy()),
@@ -165,6 +168,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         ActivatedRows(),
         HalfRows(),
         RowTiles(),
+        ShortRowsPair(),
         ShortRows(),
         RowsGrid(),
         Rows(),
@@ -175,24 +179,25 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         NormAcross(),
         ActivatedRows(),
         HalfRows(),
+        ShortRowsPair(),
         ShortRows(),
         RowsGrid(),
         Rows(),
         CudnnNorm(),
     ),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), RowsGrid(), Rows())),
-    "LpNormalization": (ShortRows(), RowsGrid(), Rows()),
+    "LpNormalization": (ShortRowsPair(), ShortRows(), RowsGrid(), Rows()),
     "MeanVarianceNormalization": (RowsGrid(), Rows()),
     "LpPool": (WindowPool(),),
     **dict.fromkeys(positions.POSITIONS, (positions.TACTIC,)),
     "TopK": (TopRows(), positions.TACTIC),
     **dict.fromkeys(REDUCTIONS, (ReductionParts(), Reduction())),
-    "GlobalAveragePool": (ReductionParts(), Reduction()),
+    **dict.fromkeys(("ReduceMean", "ReduceSum", "GlobalAveragePool"), (ImageMeans(), ReductionParts(), Reduction())),
     "GlobalMaxPool": (ReductionParts(), Reduction()),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
     "Cast": (ResizedPicture(), Elementwise()),
     "Add": (NormAddNorm(), AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), GroupNormAdd(), Elementwise()),
-    "Pointwise": (GroupNormAdd(), Elementwise()),
+    "Pointwise": (GroupNormAdd(), ModulatedRows(), Elementwise()),
     "Concat": (Unfold(),),
 }
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.base import Attrs, Call, Cost, NestedAttrs, Result, Stage
 from optdnn.ops.checks import agree, elements, per_element, require_rank
 from optdnn.ops.definition import OpDef
@@ -77,6 +78,41 @@ class ActivatedNormAttrs(NestedAttrs):
 
 
 @dataclass(frozen=True)
+class NormPairAttrs(NestedAttrs):
+    """Two normalizations ``norm`` (a kind) with the same attributes ``own``. ``after`` follow the first, ``others`` the second.
+
+    Each has its operands: its input, its scale and bias, and what its stages read, from slot 4 on; the first has ``count`` of them.
+    """
+
+    norm: str
+    own: Attrs
+    count: int
+    after: tuple[Stage, ...] = ()
+    others: tuple[Stage, ...] = ()
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> NormPairAttrs:
+        own = held_attrs(given["norm"], without(given, "norm", "count", "after", "others"))
+        return cls(given["norm"], own, given["count"], tuple(given["after"]), tuple(given["others"]))
+
+    def plain(self) -> dict[str, Any]:
+        stages = {"after": plain_stages(self.after), "others": plain_stages(self.others)}
+        return {"norm": self.norm, **plain_held(self.norm, self.own), "count": self.count, **stages}
+
+
+@dataclass(frozen=True)
+class RotaryNormPairAttrs(Attrs):
+    """The normalization ``norm`` (a kind) of each head, or with ``tokens`` of all heads of a token, and the fields of
+    :class:`optdnn.ops.attention.RotaryAttrs`."""
+
+    norm: str
+    epsilon: float
+    tokens: bool
+    interleaved: bool = False
+    rotary_embedding_dim: int = 0
+
+
+@dataclass(frozen=True)
 class GroupMomentsAttrs(Attrs):
     """The moments of each of ``groups`` groups of channels in each of ``tiles`` parts of the positions. Stages of the prologue read
     operands from slot 1 on."""
@@ -117,8 +153,31 @@ def _infer_norm_add_norm(call: Call) -> Result:
 
 def _infer_activated_norm(call: Call) -> Result:
     a: ActivatedNormAttrs = call.attrs
-    (y,) = infer_as(call, a.norm, a.own, [t for t in call.types[:3] if t is not None]).types[:1]
-    return Result((infer_stages(a.epilogue, y, call.types),))
+    return Result((_activated(call, a.norm, a.own, a.epilogue, call.types),))
+
+
+def _activated(
+    call: Call, norm: str, own: Attrs, stages: Sequence[Stage], types: Sequence[TensorType | None]
+) -> TensorType:
+    """The result of a norm on the first three operands, and of the stages after it."""
+    (y,) = infer_as(call, norm, own, [t for t in types[:3] if t is not None]).types[:1]
+    return infer_stages(stages, y, types)
+
+
+def _infer_norm_pair(call: Call) -> Result:
+    a: NormPairAttrs = call.attrs
+    parts = ((a.after, call.types[: a.count]), (a.others, call.types[a.count :]))
+    return Result(tuple(_activated(call, a.norm, a.own, stages, types) for stages, types in parts))
+
+
+def _infer_rotary_norm_pair(call: Call) -> Result:
+    a: RotaryNormPairAttrs = call.attrs
+    own, found = RotaryAttrs(a.interleaved, a.rotary_embedding_dim), list[TensorType]()
+    for x, scale in ((call.type(k), call.type(k + 1)) for k in (2, 5)):
+        require_rank(x, 4, "RotaryNormPair heads")
+        agree(scale.dims[0], x.dims[3] * (x.dims[1] if a.tokens else 1), f"RotaryNormPair scale {scale} is not of {x}")
+        found += infer_as(call, "RotaryEmbedding", own, (x, *call.types[:2])).types
+    return Result(tuple(found))
 
 
 def _infer_group_moments(call: Call) -> Result:
@@ -154,6 +213,16 @@ def _cost_activated_norm(call: Call, result: Result) -> Cost:
     return Cost(8 * elements(call.type(0)) + stages_flops(a.epilogue, result.types[0], call.types))
 
 
+def _cost_norm_pair(call: Call, result: Result) -> Cost:
+    a: NormPairAttrs = call.attrs
+    pairs = zip((a.after, a.others), result.types, strict=True)
+    return Cost(sum(8 * elements(y) + stages_flops(stages, y, call.types) for stages, y in pairs))
+
+
+def _cost_rotary_norm_pair(call: Call, result: Result) -> Cost:
+    return Cost(11 * sum(map(elements, result.types)))
+
+
 def _cost_group_apply(call: Call, result: Result) -> Cost:
     a: GroupApplyAttrs = call.attrs
     return Cost(4 * elements(call.type(0)) + stages_flops(a.epilogue, result.types[0], call.types))
@@ -171,4 +240,6 @@ DEFS: tuple[OpDef, ...] = (
         cost=per_element(4),
         arity=1,
     ),
+    region("NormPair", _infer_norm_pair, NormPairAttrs, cost=_cost_norm_pair),
+    region("RotaryNormPair", _infer_rotary_norm_pair, RotaryNormPairAttrs, cost=_cost_rotary_norm_pair),
 )

@@ -96,6 +96,30 @@ def rotary_pair(x: Array, cos: Array, sin: Array, y: Array, **attrs: Any) -> tup
     return (*rotary_embedding(x, cos, sin, **attrs), *rotary_embedding(y, cos, sin, **attrs))
 
 
+def norm_pair(
+    run: Run, *given: Array | None, norm: str, count: int, after: Sequence[Any], others: Sequence[Any], **attrs: Any
+) -> tuple[Array, ...]:
+    """Two normalizations ``norm`` (a kind), the first on ``count`` operands, and the stages that follow each."""
+    parts, own = ((given[:count], after), (given[count:], others)), {"norm": norm, **attrs, "arity": 3}
+    return tuple(run("ActivatedNorm", part, {**own, "epilogue": stages})[0] for part, stages in parts)
+
+
+def rotary_norm_pair(
+    cos: Array, sin: Array, *given: Array | None, norm: str, epsilon: float, tokens: bool, **attrs: Any
+) -> tuple[Array, ...]:
+    """Two tensors of heads (B, H, L, D), each with a scale and a bias or None: norms of each head, or of all heads of a token.
+
+    Then rotary embeddings of both by the same angles."""
+    found: list[Array] = []
+    for x, scale, bias in (given[:3], given[3:]):
+        assert x is not None
+        rows = x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) if tokens else x
+        (y,) = NORMS[norm](rows, *(a for a in (scale, bias) if a is not None), axis=-1, epsilon=epsilon)[:1]
+        heads = y.reshape(x.shape[0], x.shape[2], x.shape[1], -1).swapaxes(1, 2) if tokens else y
+        found += rotary_embedding(heads, cos, sin, **attrs)
+    return tuple(found)
+
+
 def paired_product(
     run: Run, x: Array, w: Array, b: Array, v: Array, c: Array, *, epilogue: Sequence[Any], beside: Sequence[Any]
 ) -> tuple[Array, ...]:
@@ -441,12 +465,14 @@ KERNELS: dict[str, Kernel] = {
     "PeriodicAttention": periodic_attention,
     "Recurrence": recurrence,
     "ResizedPicture": resized_picture,
+    "RotaryNormPair": rotary_norm_pair,
     "RotaryPair": rotary_pair,
     "StackedRNN": stacked_rnn,
     "Zeros": zeros,
 }
 
 COMPOSED: dict[str, ComposedKernel] = {
+    "NormPair": norm_pair,
     "NormedProduct": normed_product,
     "PackedRowProduct": packed_row_product,
     "PairedProduct": paired_product,

@@ -21,6 +21,8 @@ from optdnn.ops.norm_regions import (
     GroupApplyAttrs,
     GroupMomentsAttrs,
     NormAddNormAttrs,
+    NormPairAttrs,
+    RotaryNormPairAttrs,
 )
 from optdnn.ops.regions import (
     FramesAttrs,
@@ -46,7 +48,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 39
+    assert len(REGIONS) == 41
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -118,6 +120,36 @@ def test_rotary_pair() -> None:
         np.testing.assert_array_equal(turned, run_kernel("RotaryEmbedding", [z, cos, sin], {})[0])
     with pytest.raises(ShapeError, match="does not fit the length"):
         infer("RotaryPair", attrs, [x, cos, sin, y[:, :, :3]], outputs=2)
+
+
+def test_norm_pair() -> None:
+    x, y, scale, factor = random(2, 3, 8), random(2, 5, 8), random(8), random(3, 1)
+    attrs = NormPairAttrs("RMSNormalization", LayerNormAttrs(epsilon=1e-3), 4, (Stage("Mul", (-1, 3)),))
+    found = results("NormPair", attrs, [x, scale, None, factor, y, scale, None], outputs=2)
+    wanted = [run_kernel("RMSNormalization", [z, scale], {"epsilon": 1e-3})[0] for z in (x, y)]
+    np.testing.assert_allclose(found[0], wanted[0] * factor, rtol=1e-6)
+    np.testing.assert_array_equal(found[1], wanted[1])
+    with pytest.raises(ShapeError):
+        infer("NormPair", attrs, [x, scale, None, factor, y, scale[1:], None], outputs=2)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_rotary_norm_pair(tokens: bool) -> None:
+    x, y, cos, sin = random(2, 3, 5, 8), random(2, 1, 5, 8), random(1, 5, 4), random(1, 5, 4)
+    scales, bias = [random(24), random(8)] if tokens else [random(8), random(8)], random(8)
+    attrs = RotaryNormPairAttrs("LayerNormalization", 1e-3, tokens)
+    operands = [cos, sin, x, scales[0], None, y, scales[1], bias]
+    found = results("RotaryNormPair", attrs, operands, outputs=2)
+    for z, scale, shift, made in zip((x, y), scales, (None, bias), found, strict=True):
+        rows = z.swapaxes(1, 2).reshape(2, 5, 1, -1) if tokens else z.swapaxes(1, 2)
+        centred = rows - rows.mean(-1, keepdims=True)
+        normal = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-3) * scale + (
+            0 if shift is None else shift
+        )
+        heads = normal.reshape(2, 5, -1, 8).swapaxes(1, 2)
+        np.testing.assert_allclose(made, run_kernel("RotaryEmbedding", [heads, cos, sin], {})[0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ShapeError, match="is not of"):
+        infer("RotaryNormPair", attrs, [cos, sin, x, scales[0][1:], None, y, scales[1], None], outputs=2)
 
 
 def test_paired_product() -> None:

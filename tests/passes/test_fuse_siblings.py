@@ -229,6 +229,21 @@ def test_query_key_and_value(bias: bool) -> None:
     assert after.of_kind("Split")[0].attrs.axis == 2
 
 
+@pytest.mark.parametrize("relu", [False, True])
+def test_a_product_without_a_bias_gets_zeros(relu: bool) -> None:
+    """Whisper's keys have no bias. Another stage than a bias keeps them apart."""
+    n = Net(np.float64)
+    x = n.input(symbol("N"), 7, 8)
+    more = (Stage("Relu", (-2,)),) if relu else ()
+    attrs = MatMulAttrs(epilogue=(Stage("Add", (-1, 2)), *more))
+    q, v = (n.op("MatMul", x, n.random(8, 4), n.random(4), attrs=attrs) for _ in range(2))
+    graph = n.done(q, n.op("MatMul", x, n.random(8, 6), attrs=MatMulAttrs()), v)
+    left = {"MatMul": 2 if relu else 1, "Split": 1}
+    after, _ = check_pass(FuseSiblings(), graph, changes=1, kinds=left, context=CUDA)
+    widths = [o.type.dims[-1] for o in after.of_kind("Split")[0].outputs]
+    assert sorted(widths) == ([4, 4] if relu else [4, 4, 6])
+
+
 @pytest.mark.parametrize("trans_b", [False, True])
 def test_gemms(trans_b: bool) -> None:
     n = Net(np.float64)

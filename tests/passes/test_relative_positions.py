@@ -59,8 +59,8 @@ def bias(*, steps: tuple[int, int] = (1, -1), readers: int = 1) -> Graph:
 
 @pytest.mark.parametrize("steps", [(1, -1), (-1, 1), (1, 1)])
 def test_a_bias_is_two_products_and_views(steps: tuple[int, int]) -> None:
-    rules = {"split_leading": 1, "shifted_columns": 2, "heads_outside": 2}
-    graph, _ = check_pass(PASS, bias(steps=steps), changes=5, rules=rules)
+    rules = {"split_leading": 1, "shifted_columns": 2, "scaled_view": 2, "heads_outside": 2}
+    graph, _ = check_pass(PASS, bias(steps=steps), changes=7, rules=rules)
     assert not {"GatherElements", "Tile", "Expand"} & set(graph.kinds())
     shapes = [[graph.type(v).shape for v in op.inputs if v is not None] for op in graph.of_kind("MatMul")]
     assert shapes == [[(HEADS, BATCH * LENGTH, SIZE), (HEADS, SIZE, 2 * LENGTH)]] * 2

@@ -65,7 +65,7 @@ def _compile(*arguments: str) -> None:
     assert done.returncode == 0, done.stderr[:6000]
 
 
-TEMPLATES = ("general.cu", "rnn_resident.cu", "rotary.cu", "sample.cu", "top_rows.cu")
+TEMPLATES = ("general.cu", "rnn_resident.cu", "rotary.cu", "rotary_norm.cu", "sample.cu", "top_rows.cu")
 """What is made of nothing but general.cuh and a generated text."""
 
 
@@ -80,7 +80,8 @@ class HostKernels:
                 continue
             texts = recipe_of(kernel).sources()
             common = texts["general.cuh"]
-            body = re.sub(r"#include .*|#pragma once", "", texts.get("element.cuh", "") + texts[kernel.template])
+            shared = "".join(texts.get(name, "") for name in ("element.cuh", "rotary.cuh"))
+            body = re.sub(r"#include .*|#pragma once", "", shared + texts[kernel.template])
             parts.append(_namespace(number, kernel.function, f"{texts['generated.cuh']}\n{body}"))
         machine = (HERE / "host_machine.hpp").read_text(encoding="utf-8")
         common = common.replace('#include "machine.cuh"', machine).replace("#pragma once", "")

@@ -33,6 +33,34 @@ def heads_first(
     return n.done(n.op("RotaryEmbedding", x, *pair, attrs=RotaryAttrs(interleaved, turned)))
 
 
+def normed(
+    kind: str = "RMSNormalization", *, tokens: bool = False, heads: int = 4, groups: int = 2, size: int = 64, turned: int = 0,
+    interleaved: bool = False, length: int = 9, before: bool = True, given: int = 0,
+) -> Graph:  # fmt: skip
+    """Queries and keys of one product with norms of heads, or of all heads of a token (OLMo 2), before they turn.
+
+    ``before``: norms are before the Transpose; ``given``: as of :func:`heads_first`."""
+    n = Net()
+    rows = n.matmul(n.input(2, length, 64), (heads + 2 * groups) * size)
+    parts = n.op("Split", rows, n.ints(heads * size, groups * size, groups * size), attrs=SplitAttrs(-1), outputs=3)
+    half = (turned or size) // 2
+    turn = [n.input(given, length, half, name=name) for name in ("cos", "sin")] if given else angles(n, length, half)
+
+    def norm(x: Any, width: int) -> Any:
+        return n.op(kind, x, n.positive(width), *([n.random(width)] if kind == "LayerNormalization" else []))
+
+    def prepared(x: Any, count: int, turns: bool) -> Any:
+        x = norm(x, count * size) if turns and tokens else x
+        x = n.op("Reshape", x, n.ints(2, length, count, size))
+        x = norm(x, size) if turns and not tokens and before else x
+        x = n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1, 3)))
+        x = norm(x, size) if turns and not tokens and not before else x
+        return n.op("RotaryEmbedding", x, *turn, attrs=RotaryAttrs(interleaved, turned)) if turns else x
+
+    q, k, v = (prepared(x, c, t) for x, c, t in zip(parts, (heads, groups, groups), (True, True, False), strict=True))
+    return n.done(n.op("Attention", q, k, v))
+
+
 def position_ids(size: int = 64, batch: int = 2) -> Graph:
     """Angles that are rows of a table of 20."""
     n = Net()
@@ -101,3 +129,17 @@ ROTARY: dict[str, Callable[[], Graph]] = {
     "registers": lambda: of_a_product(4, 2, still=5, length=21),
     "part of a concatenation": part_of_a_concatenation,
 }
+
+NORMED: dict[str, Callable[[], Graph]] = {
+    "RMS norms of heads": normed,
+    "layer norms of heads": lambda: normed("LayerNormalization", before=False),
+    "a part turns": lambda: normed("LayerNormalization", turned=32),
+    "a quarter turns": lambda: normed(turned=16, heads=3, groups=3),
+    "wide heads": lambda: normed(size=256, heads=2, groups=1),
+    "neighbours": lambda: normed(interleaved=True),
+    "tokens": lambda: normed(tokens=True, heads=8, groups=8),
+    "tokens, grouped": lambda: normed("LayerNormalization", tokens=True, heads=16, groups=8, interleaved=True),
+    "angles of inputs": lambda: normed(given=2),
+    "tokens, angles of inputs": lambda: normed(tokens=True, heads=8, groups=8, given=1, turned=32),
+}
+"""Queries and keys that are normalized and turned in one launch."""

@@ -12,6 +12,7 @@ from typing import Any
 from kernels.attention.test_attention_between_channels import between_channels  # type: ignore[import-not-found]
 from kernels.attention.test_attention_over_a_cache import step  # type: ignore[import-not-found]
 from kernels.conv import test_conv_bands, test_conv_pool  # type: ignore[import-not-found]
+from kernels.conv.test_conv_scaled import preact  # type: ignore[import-not-found]
 from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]
 from kernels.gemm.test_gemv_pair import excited  # type: ignore[import-not-found]
 from kernels.gemm.test_matmul_stacks import NETS as STACKS  # type: ignore[import-not-found]
@@ -22,7 +23,10 @@ from kernels.generated_cases import FAMILIES, graph_of  # type: ignore[import-no
 from kernels.index import test_top_rows  # type: ignore[import-not-found]
 from kernels.norm.test_across import mixer  # type: ignore[import-not-found]
 from kernels.norm.test_group_norm_add import block  # type: ignore[import-not-found]
+from kernels.norm.test_modulated import adaptive  # type: ignore[import-not-found]
+from kernels.norm.test_short_rows import pair  # type: ignore[import-not-found]
 from kernels.pointwise.test_prologue import dense_layer, gated  # type: ignore[import-not-found]
+from kernels.reduce.test_image_means import gate  # type: ignore[import-not-found]
 
 
 def quantized(n: Any) -> Any:
@@ -231,6 +235,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
     from support.net import Net
     from support.packed_cases import CASES, network
     from support.quantized_nets import FP8, NARROWED, NETS, QNet
+    from support.rotary_cases import NORMED as NORMED_HEADS
     from support.rotary_cases import ROTARY
     from support.sampling_cases import graph as sampling
     from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL, group_norm
@@ -313,10 +318,15 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "a gate": (lambda: excited(images=1), "fp16"),
         "a gate of means": (lambda: excited(images=1, means=True), "fp16"),
         "a norm and a shortcut": (block, "fp16"),
+        "a scaled shortcut": (lambda: preact(3), "fp16"),
+        "adaptive norms": (adaptive, "fp16"),
+        "pairs of norms": (lambda: pair(factor=True), "fp16"),
+        "means of images": (lambda: gate(size=57), "fp16"),
         "norms across": (net(Net, lambda n: mixer(n, 20)), "fp16"),
         **{f"pairs of channels: {name}": (net(Net, build), "fp16") for name, build in PAIRED.items()},
         **{f"norms between products: {name}": (net(Net, build), "fp16") for name, build in NORMED.items()},
         **{f"rotary: {name}": (ROTARY[name], "fp16") for name in ROTARIES},
+        **{f"norms and rotary: {name}": (NORMED_HEADS[name], "fp16") for name in ("a part turns", "tokens, grouped")},
         "top rows": (lambda: test_top_rows.graph(test_top_rows.CASES[0]), "fp32"),
         **{f"sampling {n} tokens": (partial(sampling, n, "fp16"), "fp32") for n in (1003, 32000)},
         **{name: (lambda name=name: graph_of(name), "fp16") for name in FAMILIES},

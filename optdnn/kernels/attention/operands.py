@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from optdnn.ir.epilogue import RESIDUAL
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import NOWHERE, Builder, TensorView, row_major
 from optdnn.kernels.layout.views import settle
@@ -72,8 +73,11 @@ def for_tma(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
 
 
 def order_wanted(b: Builder, op: Op) -> list[int] | None:
-    """Strides of a result that is dense in the order of axes that the Transpose after it makes; None without one."""
+    """Strides of a result that is dense in the order of axes that the Transpose after it makes, or after the convolution that adds it to
+    its own result; None without one."""
     user, shape = b.graph.sole_user(op.value), op.outputs[0].type.static_shape
+    if user is not None and user.kind == "Conv" and op.value in user.inputs[RESIDUAL:]:
+        user = b.graph.sole_user(user.value)
     if user is None or user.kind != "Transpose":
         return None
     strides = [0] * len(shape)

@@ -77,12 +77,35 @@ def relu_before(op: Op) -> bool:
     return [stage.kind for stage in op.attrs.prologue] == ["Relu"]
 
 
-def _image(x: TensorView) -> TensorView:
-    """An image, or a sequence as an image of one column: a thread then meets each element once, however many taps there are."""
-    if len(x.shape) == 4:
+def _image(x: TensorView, columns: int = 1) -> TensorView:
+    """An image, or a sequence as an image of one column: a thread then meets each element once, however many taps there are.
+    ``columns``: so many columns of the image are channels, see :func:`_columns`."""
+    if len(x.shape) == 3:
+        (n, c, length), (sn, sc, step) = x.shape, x.strides
+        return x.view((n, c, length, 1), (sn, sc, step, step))
+    if columns == 1:
         return x
-    (n, c, length), (sn, sc, step) = x.shape, x.strides
-    return x.view((n, c, length, 1), (sn, sc, step, step))
+    n, c, h, w = x.shape
+    sn, _, sh, sw = x.strides
+    return x.view((n, c * w, h, 1), (sn, sw, sh, sh))
+
+
+def _columns(b: Builder, op: Op) -> int:
+    """How many columns of an image are channels of their own, with their channel's filter: all, where the filter has one column and a row
+    of the image, and of the result's place if it has one, has the columns of a channel, then those of the next one (heads of tokens).
+    Else 1."""
+    kernel, a, x = b.weights(op).shape[2:], op.attrs, b.source(op.inputs[0])
+    if len(kernel) != 2 or kernel[1] != 1 or a.strides[1] != 1 or a.pads[1] or a.pads[3]:
+        return 1
+    columns, out = x.shape[3], b.place.get(op.value, b.reserved.get(op.value))
+    placed = [x] if out is None else [x, out]
+    return columns if all((v.strides[1], v.strides[3]) == (columns, 1) for v in placed) else 1
+
+
+def _joined(shape: Sequence[int]) -> tuple[int, int, int, int]:
+    """Strides of an image whose rows have the columns of a channel, then those of the next one."""
+    _, c, h, w = shape
+    return h * c * w, w, c * w, 1
 
 
 def _geometry(a: ConvAttrs) -> tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]:
@@ -107,9 +130,9 @@ def _misplaced(x: TensorView, out: TensorView) -> str | None:
     return None
 
 
-def _dense(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
+def _dense(b: Builder, op: Op, x: TensorView, name: str, columns: int = 1) -> TensorView:
     """An image as the kernels read it: itself, or a copy."""
-    strides = channels_last(x.shape, x.shape[1])
+    strides = channels_last(x.shape, x.shape[1]) if columns == 1 else _joined(x.shape)
     return x if x.is_like(strides) and x.byte_offset % 16 == 0 else copied(b, op, x, name, strides)
 
 
@@ -170,15 +193,15 @@ class HalfDepthwise(DepthwiseTactic):
             return "it is not a depthwise convolution of images or sequences with constant weights"
         if op.outputs[0].type.dtype not in (FP16, BF16):
             return f"it is for 16-bit floats, not {op.outputs[0].type.dtype.name}"
-        if weight.shape[0] % 4:
-            return f"its {weight.shape[0]} channels do not come in fours"
+        if (channels := weight.shape[0] * _columns(b, op)) % 4:
+            return f"its {channels} channels do not come in fours"
         if op.input(2) is not None and bias_of(b, op) is None:
             return "its bias is not constant"
         if a.prologue and not relu_before(op):
             return "its prologue is more than a ReLU"
         if 0 in op.outputs[0].type.static_shape:
             return "it is empty"
-        if (why := _misplaced(*self._places(b, op))) is not None:
+        if (why := _misplaced(*self._images(b, op))) is not None:
             return why
         if math.prod(weight.shape[2:]) > depthwise.MAX_TAPS:
             return f"its filter has {math.prod(weight.shape[2:])} taps, more than {depthwise.MAX_TAPS}"
@@ -186,18 +209,34 @@ class HalfDepthwise(DepthwiseTactic):
 
     def pool(self, b: Builder, op: Op) -> Op | None:
         """The global average pool (squeeze-and-excitation)."""
-        if plan_epilogue(b.graph, op, channel_axis=1).rest:
+        if plan_epilogue(b.graph, op, channel_axis=1).rest or _columns(b, op) > 1:
             return None
         return next((user for user in self.neighbours(b.graph, op) if suits(b, op, user)), None)
 
+    def place(self, b: Builder, op: Op) -> None:
+        """The result, in the order of the image where columns are channels."""
+        b.target(op.value, self._strides(op, _columns(b, op)))
+        super().place(b, op)
+
     @staticmethod
-    def _places(b: Builder, op: Op) -> tuple[TensorView, TensorView]:
-        """The images that the kernel reads and writes; the latter may still have to be made."""
-        ep = plan_epilogue(b.graph, op, channel_axis=1)
-        return _image(b.source(op.inputs[0])), _image(result_place(b, op, ep, b.result(op.value), True))
+    def _strides(op: Op, columns: int) -> tuple[int, ...] | None:
+        """Strides of the result, None: those of its layout."""
+        return None if columns == 1 else _joined(op.outputs[0].type.static_shape)
+
+    def _places(self, b: Builder, op: Op) -> tuple[TensorView, TensorView, int]:
+        """What the kernel reads and writes, where the latter may still have to be made, and :func:`_columns`."""
+        columns, ep = _columns(b, op), plan_epilogue(b.graph, op, channel_axis=1)
+        strides = self._strides(op, columns)
+        out = result_place(b, op, ep, b.result(op.value, strides), True, strides=strides)
+        return b.source(op.inputs[0]), out, columns
+
+    def _images(self, b: Builder, op: Op) -> tuple[TensorView, TensorView]:
+        """The same as the kernel sees them."""
+        x, out, columns = self._places(b, op)
+        return _image(x, columns), _image(out, columns)
 
     def problem(self, b: Builder, op: Op) -> depthwise.Problem:
-        weight, (x, out) = b.weights(op), self._places(b, op)
+        weight, (x, out) = b.weights(op), self._images(b, op)
         n, c, h, w = x.shape
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         source = Source(h, w, c, (*weight.shape[2:], 1)[:2], *_geometry(op.attrs))
@@ -209,18 +248,20 @@ class HalfDepthwise(DepthwiseTactic):
         )  # fmt: skip
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        weight, problem = b.weights(op), self.problem(b, op)
-        ep = plan_epilogue(b.graph, op, channel_axis=1)
-        x, target = _image(b.made(b.source(op.inputs[0]))), b.target(op.value)
+        problem, (source, out, columns) = self.problem(b, op), self._places(b, op)
+        ep, weight = plan_epilogue(b.graph, op, channel_axis=1), b.weights(op).repeat(columns, 0)
+        x, target = _image(b.made(source), columns), b.target(op.value)
         channels, (high, wide) = weight.shape[0], problem.source.kernel
-        between = b.made(result_place(b, op, ep, target, True))
+        between = b.made(out)
         packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
         logical = packed.view((channels, 1, high, wide), (1, 0, wide * channels, channels))
-        bias = bias_row(b, op, ep.added_to(bias_of(b, op)), channels)
-        operands = {"input": x, "output": _image(between), "weights": packed, "bias": bias}
+        added = ep.added_to(bias_of(b, op))
+        bias = bias_row(b, op, None if added is None else added.repeat(columns), channels)
+        operands = {"input": x, "output": _image(between, columns), "weights": packed, "bias": bias}
         residual = None
         if ep.residual is not None:
-            residual = operands["residual"] = _dense(b, op, _image(b.operand(ep.residual)), "residual")
+            dense = _dense(b, op, b.operand(ep.residual), "residual", columns)
+            residual = operands["residual"] = _image(dense, columns)
         attrs = conv_attrs(_geometry(op.attrs), channels, ep.stages, op.attrs.prologue)
         made = _family(config).launch(problem, config, b.gpu)
         reads = [x, logical, bias, *stage_operands(b, ep, residual)]

@@ -24,7 +24,9 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import Array
 
-MAX_TAPS = 49
+MAX_TAPS = 128
+MOST_PRODUCTS = 49 * 64
+"""Multiplications of a thread, which its code has one by one."""
 MAX_PIXELS = 1 << 16
 """Largest image whose 8-bit numbers fp32 adds up exactly."""
 CLOCK = 1.75e9
@@ -159,8 +161,10 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "the output is empty"
     if not 1 <= config.threads <= 256:
         return f"{config.threads} threads are not a block of this kernel"
-    if config.tile_h * config.tile_w * config.lanes > 64:
+    if (sums := config.tile_h * config.tile_w * config.lanes) > 64:
         return "more than 64 accumulators a thread"
+    if sums * math.prod(s.kernel) > MOST_PRODUCTS:
+        return f"{sums * math.prod(s.kernel)} multiplications a thread: its code would be too long"
     if (needed := shared_bytes(problem, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1

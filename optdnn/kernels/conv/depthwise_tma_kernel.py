@@ -80,7 +80,8 @@ def refuse(
         return f"{config.vectors * config.lanes} channels are no TMA box"
     if math.prod(s.kernel) > depthwise.MAX_TAPS or min(problem.out_size) < 1:
         return "too many taps, or an empty output"
-    if not 64 <= config.threads <= 288 or config.tile_h * config.tile_w * config.lanes > 64:
+    sums = config.tile_h * config.tile_w * config.lanes
+    if not 64 <= config.threads <= 288 or sums > 64 or sums * math.prod(s.kernel) > depthwise.MOST_PRODUCTS:
         return "not a tile of this kernel"
     columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
     if columns * config.lanes > 128:

@@ -135,10 +135,19 @@ def stage_operands(b: Builder, ep: Epilogue, residual: TensorView | None) -> lis
     return [residual, *constants] if residual is not None or constants else []
 
 
-def result_place(b: Builder, op: Op, ep: Epilogue, target: TensorView, fits: bool, pitch: int = 0) -> TensorView:
-    """Where a launch writes: ``target``, or a channels-last tensor of this pitch (0: channels in eights), which is still to be made,
-    where stages are left or the launch cannot write there (``fits``)."""
+def result_place(
+    b: Builder,
+    op: Op,
+    ep: Epilogue,
+    target: TensorView,
+    fits: bool,
+    pitch: int = 0,
+    strides: Sequence[int] | None = None,
+) -> TensorView:
+    """Where a launch writes: ``target``, or a tensor of these ``strides`` (None: channels-last, of this pitch, 0: channels in eights),
+    which is still to be made, where stages are left or the launch cannot write there (``fits``)."""
     if fits and not ep.rest:
         return target
-    strides = channels_last(target.shape, pitch or up(target.shape[1], 8))
+    if strides is None:
+        strides = channels_last(target.shape, pitch or up(target.shape[1], 8))
     return b.later(f"{op.outputs[0].name}.conv", target.dtype, target.shape, strides)

@@ -126,12 +126,12 @@ class HopperConv(hopper_launch.HopperKernel):
 
     def region(self, b: Builder, op: Op) -> Region:
         """The convolution, and the one whose result is added, if one launch can sum both."""
-        other = self.added(b, op, plan_epilogue(b.graph, op, channel_axis=1))
+        other = self.added(b, op, plan_epilogue(b.graph, op, channel_axis=1, allow_scale=True))
         return Region(op) if other is None else Region(op, before=(other,))
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         """The convolution of the image (or blocks of its pixels), and the one that is added to it."""
-        ep, weight, prologue = plan_epilogue(b.graph, op, channel_axis=1), b.weights(op), None
+        ep, weight, prologue = plan_epilogue(b.graph, op, channel_axis=1, allow_scale=True), b.weights(op), None
         bias, feed = ep.added_to(bias_of(b, op)), blocks_of(b, op, *planar(weight, op.attrs))
         if feed is None:
             prologue = self._prologue(b, op)

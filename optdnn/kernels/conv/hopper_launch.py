@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import InternalError
-from optdnn.ir.epilogue import RESIDUAL
+from optdnn.ir.epilogue import RESIDUAL, Epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, products, up
 from optdnn.kernels.conv import implicit_gemm as hopper
@@ -33,7 +33,7 @@ from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import LOWER, TF32, TensorMap
-from optdnn.types import FP32, INT32, to_tf32
+from optdnn.types import FP32, INT32, Array, to_tf32
 
 Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
 """Kernel, strides, pads (begins, then ends), dilations."""
@@ -219,7 +219,12 @@ def emit_conv(
         attrs[TF32] = tuple(range(2 * len(feeds)))
     if scatter is not None:
         kind, attrs = "ConvBlocks", {**attrs, **blocks(scatter, out)}
-    operands = {"weights": weights, "channel": bias_at, "output": out, **pixels(feeds)}
+    operands = {
+        "weights": weights,
+        "channel": channel_row(b, op, c.bias, ep, problem.channels, bias_at),
+        "output": out,
+        **pixels(feeds),
+    }
     if residual is not None:
         operands["residual"] = residual
     if before is not None:
@@ -229,6 +234,16 @@ def emit_conv(
         kind, attrs = with_moments(kind, attrs)
     made = launch(problem, config, b.gpu, feeds, operands, scatter)
     emit(b, op, made, problem, config, operands, (kind, attrs, reads), written, moments)
+
+
+def channel_row(b: Builder, op: Op, bias: Array | None, ep: Epilogue, size: int, row: TensorView) -> TensorView:
+    """What a launch reads of each channel: ``row``, its bias; or its factor and shift, ``(x + bias) * factor + shift``."""
+    if ep.scale is None:
+        return row
+    factor, shift = ep.scale
+    pairs = np.zeros((size, 2), np.float32)
+    pairs[: len(factor)] = np.stack([factor, shift if bias is None else bias * factor + shift], axis=1)
+    return b.constant(pairs, f"{op.outputs[0].name}.scale")
 
 
 def with_moments(kind: str, attrs: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -306,6 +306,7 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str) -> st
         "INTEGER": int(problem.dtype in ("int8", "uint8")), "OUT_FLOAT8": int(problem.out_dtype == "float8_e4m3fn"),
         "OUT_ZERO": int(problem.zero_point), "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"),
         **({} if problem.beside is None else {"PAIRED": 1}),
+        **({"SCALED": 1} if render.SCALE_SHIFT in problem.epilogue else {}),
         **({"VOLUME": 1, "TOGETHER": problem.together} if problem.volume else {}),
         **({"MOMENTS": 1} if problem.moments else {}),
         **({} if problem.norm is None else {"NORMED": 1 if problem.norm.mean else 2}),

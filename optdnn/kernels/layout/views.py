@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.errors import ShapeError, UnsupportedError
 from optdnn.ir.graph import STRUCTURAL, Op, Value
-from optdnn.kernels.builder import Builder, TensorView, row_major, up
+from optdnn.kernels.builder import Builder, TensorView, row_major, unmade, up
 from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT
 from optdnn.types import normalize_axis
 
@@ -54,6 +54,44 @@ def reshaped(x: TensorView, shape: Sequence[int]) -> TensorView | None:
             strides[k] = step
             step *= shape[k]
     return x.view(shape, strides)
+
+
+def order_read(b: Builder, value: Value) -> tuple[int, ...] | None:
+    """Strides of a result with which the Reshapes and Transposes after it are views, the last of them dense; None where they are views
+    anyway, or where there are no such strides."""
+    chain: list[Op] = []
+    user = b.graph.sole_user(value)
+    while user is not None and user.kind in {"Transpose", "Reshape"} and user.outputs[0].type.is_static:
+        chain.append(user)
+        user = b.graph.sole_user(user.value)
+    t = b.graph.type(value)
+    found: TensorView | None = unmade(t.dtype, t.static_shape)
+    for op in chain:
+        found = found and seen_by(op, found)
+    if found is not None:
+        return None
+    found = unmade(t.dtype, chain[-1].outputs[0].type.static_shape)
+    for op in reversed(chain):
+        before = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
+        back = np.argsort(_permutation(op)).tolist() if op.kind == "Transpose" else None
+        found = reshaped(found, before) if back is None else transposed(found, back)
+        if found is None:
+            return None
+    return found.strides
+
+
+def transposed(x: TensorView, perm: Sequence[int]) -> TensorView:
+    """``x`` with its axes in another order."""
+    return x.view([x.shape[k] for k in perm], [x.strides[k] for k in perm])
+
+
+def _permutation(op: Op) -> Sequence[int]:
+    return op.attrs.perm or range(len(op.outputs[0].type.static_shape))[::-1]
+
+
+def seen_by(op: Op, x: TensorView) -> TensorView | None:
+    """What a Transpose or a kind of Reshape makes of ``x``; None where it would be a copy."""
+    return transposed(x, _permutation(op)) if op.kind == "Transpose" else reshaped(x, op.outputs[0].type.static_shape)
 
 
 def settle(b: Builder, op: Op, port: int, found: TensorView) -> None:
@@ -102,9 +140,7 @@ def _reshape(b: Builder, op: Op) -> None:
 
 
 def _transpose(b: Builder, op: Op) -> None:
-    x = b.operand(op.inputs[0])
-    perm = op.attrs.perm or tuple(reversed(range(len(x.shape))))
-    settle(b, op, 0, x.view([x.shape[i] for i in perm], [x.strides[i] for i in perm]))
+    settle(b, op, 0, transposed(b.operand(op.inputs[0]), _permutation(op)))
 
 
 def _identity(b: Builder, op: Op) -> None:
@@ -323,8 +359,8 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
 
     The last concatenation chooses first, so that chains of growing ones (DenseNet) share one buffer, also where each is a part of
     the next. Another part must come from an operator of ``kernels`` (kinds that can write to any place), and lie at a multiple of
-    8 channels for TMA's sake. Where channels are the last axis (rows), only convolutions whose result is transposed write in
-    place. Products and attention write rows in place, of images and in between other rows, where views lead from all of a tensor
+    8 channels for TMA's sake. Where channels are the last axis (rows), only repetitions, and convolutions whose result is transposed, write
+    in place. Products and attention write rows in place, of images and in between other rows, where views lead from all of a tensor
     to the part.
     """
     for op in reversed(b.graph.order()):
@@ -379,6 +415,8 @@ def _is_made_in_place(
 ) -> bool:
     """Whether what computes a part can write it into the joint buffer."""
     op = b.graph.op(value)
+    if op.kind == "Tile":  # a copy to any place
+        return True
     if rows:
         return _behind_views(b, value).kind == "Conv"
     if inner:

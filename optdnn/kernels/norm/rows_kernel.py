@@ -37,6 +37,17 @@ class FirstNorm:
 
 
 @dataclass(frozen=True)
+class Modulated:
+    """After a norm: ``rows`` rows share a factor, to which ``plus`` is added, and a shift for each feature. ``factor``, ``shift``: elements from
+    those of some rows to those of the next ones, in 16 bits (None: there is no shift)."""
+
+    rows: int
+    factor: int
+    shift: int | None
+    plus: float
+
+
+@dataclass(frozen=True)
 class Problem:
     """``rows`` rows of ``length`` 16-bit elements.
 
@@ -70,6 +81,7 @@ class Problem:
     """Stages without operands, through which the result of a norm goes."""
     first: FirstNorm | None = None
     """What normalizes the input before the addend is added."""
+    modulated: Modulated | None = None
 
     @property
     def bytes(self) -> int:
@@ -115,13 +127,17 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return "stages follow a norm that adds nothing, of 16-bit results"
     if render.uses_residual(problem.epilogue) or ("bias",) in problem.epilogue:
         return "the stages after a norm have no operands"
+    if problem.modulated is not None and (
+        problem.operation not in OPERATIONS[:2] or problem.narrow or problem.add or problem.epilogue
+    ):
+        return "factors follow a norm that adds nothing, of 16-bit results"
     if problem.sum and not problem.add:
         return "there is no sum without an addend"
     if not problem.wide and not problem.narrow:
         return "there is no result"
     if problem.walk and (len(problem.walk) > MOST_AXES or math.prod(n for n, _ in problem.walk) != problem.rows):
         return "its axes do not hold its rows"
-    if any(stride % config.lanes for stride in (*(s for _, s in problem.walk), *problem.pitches)):
+    if any(stride % config.lanes for stride in (*(s for _, s in problem.walk), *problem.pitches, *_vectors(problem))):
         return f"rows do not begin at multiples of {config.lanes} elements"
     if problem.rows < 1 or problem.length < 1 or problem.rows >= 1 << 31:
         return "no rows, or more than the kernel counts"
@@ -144,6 +160,12 @@ def refuse(problem: Problem, config: Config) -> str | None:
     return None
 
 
+def _vectors(problem: Problem) -> tuple[int, ...]:
+    """Elements from factors to the next ones, and from shifts."""
+    m = problem.modulated
+    return () if m is None else (m.factor, m.shift or 0)
+
+
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile. The sizes are parameters."""
     norm = problem.operation in OPERATIONS[:2]
@@ -156,14 +178,16 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "FIRST": 0 if problem.first is None else 1 + OPERATIONS.index(problem.first.operation),
         "HAS_FIRST_SCALE": int(problem.first is not None and problem.first.scale), "HAS_FIRST_BIAS": int(problem.first is not None and problem.first.bias),
     }  # fmt: skip
+    if problem.modulated is not None:
+        defines |= {"MODULATED": 1, "HAS_SHIFT": int(problem.modulated.shift is not None)}
     stages = [render.epilogue(problem.epilogue)] if problem.epilogue else []
     text = "\n".join([render.constants(defines), *stages, ""])
     return Recipe("rows.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
-    """The launch. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``, ``narrow``; ``first_scale``
-    and ``first_bias`` of the norm before the addition."""
+    """The launch. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``, ``narrow``; ``first_scale`` and
+    ``first_bias`` of the norm before the addition; ``factor`` and ``shift`` of :class:`Modulated`."""
     norm = problem.operation in OPERATIONS[:2]
     present = {
         "input": True, "addend": problem.add, "scale": norm and problem.scale, "bias": norm and problem.bias,
@@ -177,6 +201,10 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     parameters.i32(problem.period, *pitches, *sizes[1:]).i64(*strides)
     first = problem.first or FirstNorm("rms_norm", scale=False, bias=False, epsilon=0.0)
     parameters.pointer("first_scale" if first.scale else None, "first_bias" if first.bias else None).f32(first.epsilon)
+    if (m := problem.modulated) is not None:
+        parameters.pointer("factor", "shift" if m.shift is not None else None).i32(m.rows, m.factor, m.shift or 0).f32(
+            m.plus
+        )
     return parameters.launch(recipe(problem, config, gpu.arch), "rows", config.blocks(problem), config.threads)
 
 

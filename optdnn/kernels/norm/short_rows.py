@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.builder import Builder, Move, TensorView
 from optdnn.kernels.launch import Parameters
+from optdnn.kernels.layout.views import VIEWS, order_read
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.pointwise import CPP, body, literal, single
 from optdnn.kernels.pointwise.strides import broadcast, merge
 from optdnn.kernels.tactic import Region, Tactic, readers
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
+from optdnn.runtime.program import Step
 from optdnn.types import BF16, FP16, FP32, TensorType, normalize_axis
 
 THREADS = 256
@@ -49,7 +52,8 @@ class ShortRows(Tactic):
             return f"rows of {shape[-1]} elements are not shared by a power of two of lanes"
         if not 0 < math.prod(shape) < 1 << 32:
             return "no rows, or more elements than it counts"
-        places = [b.operand(op.inputs[0]), b.result(self._last(b, op)[0].value)]
+        last = self._last(b, op)[0].value
+        places = [b.operand(op.inputs[0]), b.result(last, order_read(b, last))]
         units = [(x.offset, *x.strides[:-1]) for x in places]
         if any(x.strides[-1] != 1 for x in places) or any(n * item % ACCESS for unit in units for n in unit):
             return "its rows do not lie in whole accesses of 16 bytes"
@@ -76,41 +80,174 @@ class ShortRows(Tactic):
         return readers(graph, op)
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result of the last operator."""
-        b.target(self._last(b, op)[0].value)
+        """The result of the last operator, in the order in which it is read."""
+        last = self._last(b, op)[0].value
+        b.target(last, order_read(b, last))
 
     def emit(self, b: Builder, op: Op, config: object) -> None:
-        last, stages = self._last(b, op)
-        x, out = b.operand(op.inputs[0]), b.target(last.value)
-        extras = [b.operand(v) for v in last.inputs[1:]] if stages else []
-        self._launch(b, op, last, stages, x, out, extras)
+        emit_sides(b, op, [self._side(b, op)])
 
-    def _launch(
-        self, b: Builder, op: Op, last: Op, stages: Sequence[Stage], x: TensorView, out: TensorView, extras: Sequence[TensorView],
-    ) -> None:  # fmt: skip
+    def _side(self, b: Builder, op: Op) -> Side:
+        """What the launch reads and writes of a norm."""
+        last, stages = self._last(b, op)
         given: list[TensorView | None] = [None, None]
         for k, value in enumerate(op.inputs[1:3]):
             array = b.graph.constant_value(value)
             given[k] = None if array is None else b.constant(array.astype(np.float32), f"{op.outputs[0].name}.norm{k}")
-        parts = {name: p for name, p in zip(("scale", "bias"), given, strict=True) if p is not None}
-        names = ["y", "x", *(f"e{i}" for i in range(1, len(extras) + 1))]
-        tensors = [out, x, *extras]
-        spread = [broadcast(p, x.shape) for p in tensors]
-        dims, strides = merge(x.shape[:-1], [s[:-1] for s in spread])
+        extras = [b.operand(v) for v in last.inputs[1:]] if stages else []
+        return Side(op, last, tuple(stages), b.operand(op.inputs[0]), b.target(last.value), tuple(given), tuple(extras))
+
+
+class ShortRowsPair(ShortRows):
+    """Two such norms of views of one tensor, as those of queries and keys are."""
+
+    name = "short_rows_pair"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        other = twin(b.graph, op)
+        if other is None:
+            return "no norm of the same rows of another part of its tensor is beside it"
+        mate, _ = self._last(b, other)
+        if mate.value not in b.place:
+            return "the other norm comes after it"
+        if _is_read(b, other, b.place[mate.value]):
+            return "the other norm is read before it"
+        return super().refuse(b, op) or super().refuse(b, other)
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """Both norms, and the pointwise operators after them."""
+        own, other = super().region(b, op), twin(b.graph, op)
+        assert other is not None
+        return replace(own, before=super().region(b, other).ops)
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """What reads both results, and the other norm."""
+        other = twin(graph, op)
+        return readers(graph, op) if other is None else [*readers(graph, op), other, *readers(graph, other)]
+
+    def emit(self, b: Builder, op: Op, config: object) -> None:
+        other = twin(b.graph, op)
+        assert other is not None
+        emit_sides(b, op, [self._side(b, other), self._side(b, op)])
+
+
+def twin(graph: Graph, op: Op) -> Op | None:
+    """The norm with the same attributes and length of rows with which ``op`` shares a launch: both read views of one tensor."""
+    source = op.inputs[0]
+    while source is not None and _takes_part(graph, graph.op(source)):
+        source = graph.op(source).inputs[0]
+    found, todo, rows = dict[int, Op](), [] if source is None else graph.users(source), op.outputs[0].type
+    while todo:
+        user = todo.pop()
+        if _takes_part(graph, user):
+            todo += readers(graph, user)
+        elif (user.kind, user.attrs, len(user.inputs)) == (op.kind, op.attrs, len(op.inputs)):
+            t = user.outputs[0].type
+            if t.dtype == rows.dtype and t.is_static and t.static_shape[-1:] == rows.static_shape[-1:]:
+                found[user.id] = user
+    pairs = sorted(found)
+    mate = pairs.index(op.id) ^ 1 if op.id in found else len(pairs)
+    return found[pairs[mate]] if mate < len(pairs) else None
+
+
+def _takes_part(graph: Graph, op: Op) -> bool:
+    """Whether its result is a view of a tensor, or of a part of it."""
+    return op.kind in VIEWS or (op.kind == "Gather" and graph.constant_value(op.inputs[1]) is not None)
+
+
+def _is_read(b: Builder, norm: Op, result: TensorView) -> bool:
+    """Whether something that is planned after the norm reads the buffer of its result."""
+    for entry in reversed(b.plan):
+        if isinstance(entry, Move | Step):
+            if result.buffer in ([entry.source.buffer] if isinstance(entry, Move) else entry.inputs):
+                return True
+            continue
+        if any(op.id == norm.id for op in entry.region.ops):
+            return False
+        if any(
+            v in b.place and b.place[v].buffer == result.buffer
+            for op in entry.region.ops
+            for v in op.inputs
+            if v is not None
+        ):
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class Side:
+    """A norm of a launch, and the pointwise operator after it: what it reads (scale and bias in ``given``) and writes."""
+
+    op: Op
+    last: Op
+    stages: tuple[Stage, ...]
+    x: TensorView
+    out: TensorView
+    given: tuple[TensorView | None, ...]
+    extras: tuple[TensorView, ...]
+
+    @property
+    def tensors(self) -> list[TensorView]:
+        """Result, input, and what stages read."""
+        return [self.out, self.x, *self.extras]
+
+    @property
+    def names(self) -> list[str]:
+        """Of :attr:`tensors`, as the stages number them."""
+        return ["y", "x", *(f"e{i}" for i in range(1, len(self.extras) + 1))]
+
+    @property
+    def parts(self) -> dict[str, TensorView]:
+        """The scale and the bias that there are."""
+        return {name: p for name, p in zip(("scale", "bias"), self.given, strict=True) if p is not None}
+
+    @property
+    def lanes(self) -> int:
+        """Threads that share a row."""
+        return self.x.shape[-1] * self.x.dtype.itemsize // ACCESS
+
+
+def emit_sides(b: Builder, op: Op, sides: Sequence[Side]) -> None:
+    """The launch of one norm, or of two of the same form."""
+    parameters, operands, texts, first = Parameters(), dict[str, TensorView](), list[tuple[str, str]](), 0
+    for k, side in enumerate(sides):
+        mark = str(k) if len(sides) > 1 else ""
+        spread = [broadcast(p, side.x.shape) for p in side.tensors]
+        dims, strides = merge(side.x.shape[:-1], [s[:-1] for s in spread])
         rows = math.prod(dims)
-        lanes = x.shape[-1] * x.dtype.itemsize // ACCESS
-        parameters = Parameters().pointer(*names, *parts).u32(rows, *dims)
+        placed = {f"{n}{mark}": t for n, t in (*zip(side.names, side.tensors, strict=True), *side.parts.items())}
+        parameters.pointer(*placed).u32(rows, *dims)
         for own, whole in zip(strides, spread, strict=True):
             parameters.i64(*own, whole[-1])
-        text = _source(op, list(parts), stages, tensors, names, len(dims), lanes)
-        launch = parameters.generated(b.arch, text, "short_rows", -(-rows // (THREADS // lanes)), THREADS)
-        kind, attrs = op.kind, attrs_dict(op.attrs)
-        reads: list[TensorView | None] = [x, *parts.values()]
-        if stages:
-            moved = [replace(s, args=tuple(a if a is None or a < 1 else a + SLOTS - 1 for a in s.args)) for s in stages]
-            attrs = {"norm": op.kind, **attrs, "epilogue": plain_stages(moved), "arity": SLOTS}
-            kind, reads = "ActivatedNorm", [x, *given, *extras]
-        b.emit(last, launch, dict(zip(names, tensors, strict=True)) | parts, kind, attrs, reads, [out])
+        operands |= placed
+        texts.append(_side_text(side, len(dims), mark, first))
+        first += -(-rows // (THREADS // side.lanes))
+    text = _source(texts, -(-math.prod(sides[0].x.shape[:-1]) // (THREADS // sides[0].lanes)))
+    launch = parameters.generated(b.arch, text, "short_rows", first, THREADS)
+    attrs, last, moved = attrs_dict(op.attrs), sides[-1].last, [_moved(side.stages) for side in sides]
+    reads = [v for side in sides for v in (side.x, *side.given, *side.extras)]
+    if len(sides) > 1:
+        attrs = {
+            "norm": op.kind,
+            **attrs,
+            "count": 1 + len(sides[0].given) + len(sides[0].extras),
+            "after": moved[0],
+            "others": moved[1],
+        }
+        covers = replace(last, src=frozenset().union(*(s.op.src | s.last.src for s in sides)))
+        b.emit(covers, launch, operands, "NormPair", attrs, reads, [s.out for s in sides])
+    elif sides[0].stages:
+        attrs = {"norm": op.kind, **attrs, "epilogue": moved[0], "arity": SLOTS}
+        b.emit(last, launch, operands, "ActivatedNorm", attrs, reads, [sides[0].out])
+    else:
+        b.emit(last, launch, operands, op.kind, attrs, [sides[0].x, *sides[0].parts.values()], [sides[0].out])
+
+
+def _moved(stages: Sequence[Stage]) -> Any:
+    """Stages that read operands behind those of the norm."""
+    return plain_stages(
+        [replace(s, args=tuple(a if a is None or a < 1 else a + SLOTS - 1 for a in s.args)) for s in stages]
+    )
 
 
 def _total(name: str, term: str, width: int, lanes: int) -> str:
@@ -122,11 +259,11 @@ def _total(name: str, term: str, width: int, lanes: int) -> str:
     for (int m = {lanes // 2}; m; m /= 2) {name} += __shfl_xor_sync(0xffffffffu, {name}, m);"""
 
 
-def _statistics(op: Op, width: int, lanes: int, parts: Sequence[str]) -> tuple[str, str]:
+def _statistics(op: Op, width: int, lanes: int, parts: Sequence[str], mark: str) -> tuple[str, str]:
     """C++ that computes the statistics of a row from ``v``, and that of a result from ``v[j]``."""
     squares, length = _total("squares", "v[j] * v[j]", width, lanes), width * lanes
-    scale = " * p.scale[first + j]" if "scale" in parts else ""
-    shift = " + p.bias[first + j]" if "bias" in parts else ""
+    scale = f" * p.scale{mark}[first + j]" if "scale" in parts else ""
+    shift = f" + p.bias{mark}[first + j]" if "bias" in parts else ""
     least, newline = literal(op.attrs.epsilon, "float"), "\n    "
     if op.kind == "LayerNormalization":
         squares = _total("squares", "(v[j] - mean) * (v[j] - mean)", width, lanes)
@@ -141,28 +278,29 @@ def _statistics(op: Op, width: int, lanes: int, parts: Sequence[str]) -> tuple[s
     return f"{squares}{newline}{norm}", "v[j] * factor"
 
 
-def _source(
-    op: Op, parts: Sequence[str], stages: Sequence[Stage], tensors: Sequence[TensorView], names: Sequence[str], rank: int, lanes: int,
-) -> str:  # fmt: skip
-    """The kernel: 16 bytes of a row for each thread, sums over the lanes of the row, and the stages."""
-    dtype = tensors[1].dtype
+def _side_text(side: Side, rank: int, mark: str, first: int) -> tuple[str, str]:
+    """The parameters and the code of a norm: 16 bytes of a row for each thread, sums over the lanes of the row, and the stages. ``mark``: the
+    end of its parameters' names; ``first``: its first block."""
+    dtype, names, lanes = side.x.dtype, side.names, side.lanes
     c, width = CPP[dtype], ACCESS // dtype.itemsize
-    lines, result, _ = body(stages, [TensorType(p.dtype, p.shape) for p in tensors[1:]])
-    fields = [f"{'' if n == 'y' else 'const '}{c}* {n};" for n in names] + [f"const float* {n};" for n in parts]
-    fields += [f"u32 rows, dims[{rank}];", *(f"i64 s{n}[{rank}], step_{n};" for n in names)]
-    loads = " ".join(f"const float v{n[1:]} = widen(p.{n}[b{n} + (first + j) * p.step_{n}]);" for n in names[2:])
-    statistics, value = _statistics(op, width, lanes, parts)
-    return f"""struct Params {{ {" ".join(fields)} }};
-
-extern "C" __global__ void __launch_bounds__({THREADS}) short_rows(const __grid_constant__ Params p) {{
-    launch_dependents();
-    wait_for_predecessor();
-    const u32 row = blockIdx.x * {THREADS // lanes} + threadIdx.x / {lanes};
+    lines, result, _ = body(side.stages, [TensorType(p.dtype, p.shape) for p in side.tensors[1:]])
+    fields = [f"{'' if n == 'y' else 'const '}{c}* {n}{mark};" for n in names]
+    fields += [f"const float* {n}{mark};" for n in side.parts]
+    fields += [f"u32 rows{mark}, dims{mark}[{rank}];", *(f"i64 s{n}{mark}[{rank}], step_{n}{mark};" for n in names)]
+    loads = " ".join(
+        f"const float v{n[1:]} = widen(p.{n}{mark}[b{n} + (first + j) * p.step_{n}{mark}]);" for n in names[2:]
+    )
+    statistics, value = _statistics(side.op, width, lanes, list(side.parts), mark)
+    block = f"(blockIdx.x - {first}u)" if first else "blockIdx.x"
+    offsets = [("b" + n, f"s{n}{mark}") for n in names]
+    return (
+        " ".join(fields),
+        f"""const u32 row = {block} * {THREADS // lanes} + threadIdx.x / {lanes};
     const u32 first = threadIdx.x % {lanes} * {width};
-    const bool live = row < p.rows;
+    const bool live = row < p.rows{mark};
     {" ".join(f"i64 b{n} = 0;" for n in names)}
-    {{ {walk("q", "live ? row : 0", "dims", rank, [("b" + n, "s" + n) for n in names])} }}
-    const Pack<{c}, {width}> x(p.x + bx + first);
+    {{ {walk("q", "live ? row : 0", f"dims{mark}", rank, offsets)} }}
+    const Pack<{c}, {width}> x(p.x{mark} + bx + first);
     float v[{width}];
     #pragma unroll
     for (int j = 0; j < {width}; j++) v[j] = widen(x.lane[j]);
@@ -174,6 +312,20 @@ extern "C" __global__ void __launch_bounds__({THREADS}) short_rows(const __grid_
         {" ".join(lines)}
         y.lane[j] = narrow<{c}>({result});
     }}
-    if (live) y.store(p.y + by + first);
+    if (live) y.store(p.y{mark} + by + first);""",
+    )
+
+
+def _source(sides: Sequence[tuple[str, str]], blocks: int) -> str:
+    """The kernel of one norm, or of two, of which the first has so many blocks."""
+    text = sides[0][1]
+    if len(sides) > 1:
+        text = f"if (blockIdx.x < {blocks}u) {{\n    {text}\n    }} else {{\n    {sides[1][1]}\n    }}"
+    return f"""struct Params {{ {" ".join(fields for fields, _ in sides)} }};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) short_rows(const __grid_constant__ Params p) {{
+    launch_dependents();
+    wait_for_predecessor();
+    {text}
 }}
 """

@@ -69,9 +69,15 @@ def uses_residual(stages: Sequence[Stage]) -> bool:
 
 
 def epilogue(stages: Sequence[Stage], name: str = "epilogue") -> str:
-    """CUDA source of ``float epilogue(float x, float c, float r)`` (or of another ``name``), the stages applied in order. Raises
-    InternalError."""
+    """CUDA source of ``float epilogue(float x, float c, float r)`` (or of another ``name``), the stages applied in order. With
+    :data:`SCALE_SHIFT`, c is the channel's factor and shift, which its bias is a part of. Raises InternalError."""
+    if SCALE_SHIFT in stages:
+        return _function(f"{name}(float x, float2 c, float r)", stages, STAGES | _SCALED)
     return _function(f"{name}(float x, float c, float r)", stages)
+
+
+SCALE_SHIFT: Stage = ("scale_shift",)
+_SCALED: dict[str, tuple[int, str]] = {"bias": (0, ""), "scale_shift": (0, "x = fmaf(x, c.x, c.y);")}
 
 
 EXACT: dict[str, tuple[int, str]] = {

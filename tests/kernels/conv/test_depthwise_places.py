@@ -28,12 +28,13 @@ from optdnn.kernels.conv.problem import Source
 from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
-from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.shape import ReshapeAttrs, TransposeAttrs
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.measuring.cliffs import cliffs
+from optdnn.runtime.cuda.measuring.expected import expected_steps
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.steps.executor import LoadOptions
@@ -104,7 +105,31 @@ def relu_before(kernel: int = 3, *, size: tuple[int, int] = (9, 11), batch: int 
     return n.done(n.conv(n.op("Add", y, x), 16, 1, pads=0))
 
 
+def heads(
+    taps: int = 65, *, features: int = 16, added: bool = True, stage: str = "", filters: tuple[int, int] | None = None
+) -> Graph:
+    """As Nyströmformer has it: a convolution along the tokens of each head's values, added to their attention."""
+    n, (tokens, count) = Net(), (70, 3)
+    own = filters or (taps, 1)
+
+    def split(x: Value) -> Value:
+        x = n.op("Reshape", n.matmul(x, count * features), n.ints(2, tokens, count, features), attrs=ReshapeAttrs())
+        return n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1, 3)))
+
+    x = n.input(2, tokens, 48)
+    v = split(x)
+    pads = (own[0] // 2, own[1] // 2, own[0] // 2, own[1] // 2)
+    y = n.conv(v, count, own, pads=pads, group=count, bias=True)
+    y = n.op("Add", n.op("Attention", split(x), split(x), v), y) if added else y
+    y = n.op(stage, y, n.positive(1, 1, 1, features)) if stage else y
+    y = n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 1, 3)))
+    return n.done(n.matmul(n.op("Reshape", y, n.ints(2, tokens, -1), attrs=ReshapeAttrs()), 16))
+
+
 NETS: dict[str, Callable[[], Graph]] = {
+    "heads of tokens": heads,
+    "heads of tokens, alone": lambda: heads(9, added=False),
+    "heads of tokens, a stage left": lambda: heads(5, stage="Mul"),
     "3x3 of a ReLU": relu_before,
     "7x7 of a ReLU": lambda: relu_before(7, size=(14, 14)),
     "of a ReLU, large batch": lambda: relu_before(batch=64, size=(28, 28), channels=104),
@@ -176,7 +201,9 @@ def shifted() -> Graph:
     [
         (lambda: alone(24, 9, 9), "fp32", "it is for 16-bit floats, not float32"),
         (lambda: alone(18, 9, 9), "fp16", "its 18 channels do not come in fours"),
-        (lambda: alone(24, 20, 20, kernel=9), "fp16", "its filter has 81 taps, more than 49"),
+        (lambda: alone(24, 20, 20, kernel=13), "fp16", "its filter has 169 taps, more than 128"),
+        (lambda: heads(filters=(5, 3)), "fp16", "its 3 channels do not come in fours"),
+        (lambda: heads(features=15), "fp16", "its 45 channels do not come in fours"),
         (lambda: alone(24, 5, 6, 7), "fp16", "not a depthwise convolution of images or sequences"),
         (lambda: sliced(3, (22, 24)), "fp16", "do not begin at multiples of 8 bytes"),
         (plain, "fp16", "its input is not channels-last"),
@@ -194,6 +221,14 @@ def test_a_cliff_tells_why_the_fast_kernels_refuse() -> None:
     slow = {"step": k, "src": list(step.src), "tactic": step.params["tactic"], "executor": step.executor}
     (found,) = cliffs([{**slow, "us": 30.0, "share": 0.3, "roofline": 0.01}], program)
     assert f"{tactic.HalfDepthwise.name} refuses: the pixels of its input" in str(found["why"])
+
+
+def test_many_taps_in_a_loop_take_their_instructions() -> None:
+    """Measured on an H200: 41 us."""
+    n = Net()
+    graph = n.done(n.conv(n.input(1, 12, 512, 66), 12, (65, 3), pads=(32, 0, 32, 0), group=12))
+    found = expected_steps(lowered(graph, target="cuda:h200", no_cubins=True))
+    assert [s["us"] for s in found if str(s["tactic"]).startswith("depthwise")] == [pytest.approx(3 * 41, rel=0.1)]
 
 
 FOURS = depthwise.Problem(2, same(9, 9, 24), STAGES, pitches=(28, 36), unit=4)
@@ -223,10 +258,13 @@ def test_a_row_of_31_vectors_fits_four_channels() -> None:
 
 
 SEQUENCE = Source(37, 1, 24, (31, 1), (1, 1), (30, 0, 0, 0))
+LONG = Source(37, 1, 24, (65, 1), (1, 1), (32, 0, 32, 0))
 PLACED: dict[str, tuple[Any, depthwise.Problem, Any]] = {
     "by threads": (depthwise, depthwise.Problem(2, same(9, 10, 24), STAGES, pitches=(40, 32)), DC),
     "by threads, in fours": (depthwise, FOURS, replace(DC, vectors=6, lanes=4, strips_x=4)),
     "a sequence by threads": (depthwise, depthwise.Problem(2, SEQUENCE, STAGES, pitches=(64, 24)), depthwise.Config(4, 1, 3, 1, 32)),
+    "65 taps by threads": (depthwise, depthwise.Problem(2, LONG, STAGES), depthwise.Config(2, 1, 6, 1, 16, 4)),
+    "65 taps by TMA": (tma, depthwise.Problem(2, LONG, STAGES), tma.Config(2, 1, 6, 1, 16, 4, 2)),
     "a residual": (
         depthwise, depthwise.Problem(2, same(9, 10, 24), (*STAGES, ("add",)), pitches=(24, 40)), DC,
     ),

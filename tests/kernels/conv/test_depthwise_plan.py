@@ -89,7 +89,8 @@ DC = depthwise.Config(2, 2, 8, 7, 2)
     ("problem", "config", "reason"),
     [
         (depthwise.Problem(4, same(14, 14, 60)), DC, "60 channels are not a multiple of 8"),
-        (depthwise.Problem(4, same(14, 14, 64, (9, 9))), DC, "81 taps"),
+        (depthwise.Problem(4, same(14, 14, 64, (13, 13))), DC, "169 taps"),
+        (depthwise.Problem(4, same(14, 14, 64, (11, 11))), DC, "3872 multiplications a thread"),
         (depthwise.Problem(4, Source(2, 2, 64, (3, 3))), DC, "output is empty"),
         (D, replace(DC, strips_y=9), "504 threads"),
         (D, replace(DC, tile_w=8), "more than 64 accumulators"),
@@ -122,7 +123,8 @@ T = depthwise_tma.Config(2, 4, 8, 4, 4, 8, 2)
     [
         (depthwise.Problem(4, same(14, 14, 60)), T, "60 channels"),
         (D, replace(T, vectors=40, strips_x=1, strips_y=4), "320 channels are no TMA box"),
-        (depthwise.Problem(4, same(14, 14, 64, (9, 9))), T, "too many taps"),
+        (depthwise.Problem(4, same(14, 14, 64, (13, 13))), T, "too many taps"),
+        (depthwise.Problem(4, same(14, 14, 64, (9, 9))), T, "not a tile"),
         (D, replace(T, strips_y=12), "not a tile"),
         (depthwise.Problem(4, same(99, 99, 64, (7, 7), dilation=(3, 3))), T, "input vectors"),
         (depthwise.Problem(4, same(999, 999, 64)), replace(T, vectors=1, strips_x=128, strips_y=1), "patch exceeds"),

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
+from support.host import WHY_NOT
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 
-from optdnn.ir.graph import Graph
-from optdnn.ops.norm import LpNormAttrs
+from optdnn.ir.graph import Graph, Op
+from optdnn.kernels.builder import Move, TensorView
+from optdnn.kernels.norm import short_rows
+from optdnn.kernels.norm.short_rows import ShortRows
+from optdnn.kernels.tactic import Region
+from optdnn.lowering.choose import Site
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.index import SplitAttrs
+from optdnn.ops.norm import LayerNormAttrs, LpNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.engine import Engine
+from optdnn.runtime.program import Step
+from optdnn.types import FP16
 
 
 def norms(
@@ -86,7 +99,7 @@ def test_other_rows_are_refused(graph: Any, because: str) -> None:
     program = lowered(graph(), "fp16", target="cuda:sm_90a", no_cubins=True)
     (row,) = [t for t in program.meta["tactics"] if t["kind"] == "LpNormalization"]
     assert row["tactic"] == "rows"
-    assert because in row["refused"][0]["reason"]
+    assert because in next(r["reason"] for r in row["refused"] if r["tactic"] == "short_rows")
 
 
 def test_a_factor_that_is_computed_stays_behind() -> None:
@@ -97,10 +110,125 @@ def test_a_factor_that_is_computed_stays_behind() -> None:
     assert "LpNormalization" in kinds(program)
 
 
+def pair(
+    kind: str = "LpNormalization", size: int = 32, *, groups: int = 3, factor: bool = False, second: float = 1e-12, between: bool = False
+) -> Graph:  # fmt: skip
+    """Queries and keys of one product, with norms of their heads (Swin V2, YOSO). ``factor``: queries are multiplied by a temperature;
+    ``between``: something reads the queries before the keys are normalized."""
+    n = Net()
+    whole = n.matmul(n.input(2, 5, 24), (3 + groups) * size)
+    parts = n.op("Split", whole, n.ints(3 * size, groups * size), attrs=SplitAttrs(2), outputs=2)
+    q, k = (
+        n.op("Transpose", n.op("Reshape", x, n.ints(2, 5, -1, size)), attrs=TransposeAttrs((0, 2, 1, 3)))
+        for x in parts  # type: ignore[union-attr]
+    )
+    rows = kind != "LpNormalization"
+    q, k = (
+        n.op(
+            kind,
+            x,
+            *([n.positive(size)] if rows else []),
+            attrs=LayerNormAttrs(epsilon=e) if rows else LpNormAttrs(-1, 2, e),
+        )
+        for x, e in ((q, 1e-12), (k, second))
+    )
+    q = n.op("Mul", q, n.const(TEMPERATURE)) if factor else q
+    return n.done(n.op("Exp", n.op("ReduceSum", q)) if between else n.op("Exp", q), n.op("Tanh", k))
+
+
+def selected() -> Graph:
+    """Queries, keys and values of one product on an axis of their own, of which Gathers select one (torchvision's Swin V2)."""
+    n = Net()
+    whole = n.op("Reshape", n.matmul(n.input(2, 5, 24), 3 * 3 * 32), n.ints(2, 5, 3, 3, 32))
+    turned = n.op("Transpose", whole, attrs=TransposeAttrs((2, 0, 3, 1, 4)))
+    q, k = (n.op("Gather", turned, n.const(np.array(i), np.int64), attrs=GatherAttrs(0)) for i in (0, 1))
+    q, k = (n.op("LpNormalization", x, attrs=LpNormAttrs(-1, 2, 1e-12)) for x in (q, k))
+    return n.done(n.op("Exp", q), n.op("Tanh", k))
+
+
+PAIRS = {
+    "pair": pair(),
+    "selected": selected(),
+    "pair, a temperature": pair(factor=True),
+    "pair, grouped": pair(size=64, groups=1),
+    "pair of RMS norms": pair("RMSNormalization", 128),
+    "pair of layer norms": pair("LayerNormalization", 8),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_norms_share_a_launch(name: str, precision: str) -> None:
+    program = check_simulated(PAIRS[name], precision)
+    assert kinds(program).count("NormPair") == 1
+    assert not {"ActivatedNorm", "LpNormalization", "RMSNormalization", "LayerNormalization"} & set(kinds(program))
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", [*PAIRS, *CASES])
+def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
+    graph = (PAIRS | CASES)[name]
+    compare_steps(lowered(graph, opt_level=2, no_cubins=True), feeds_of(graph), 4e-3, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [
+        (lambda: norms(), "no norm of the same rows of another part of its tensor is beside it"),
+        (lambda: pair(second=1e-6), "no norm of the same rows of another part of its tensor is beside it"),
+        (lambda: pair(), "the other norm comes after it"),
+    ],
+)
+def test_norms_that_keep_launches_of_their_own(graph: Any, because: str) -> None:
+    found = [
+        r
+        for t in lowered(graph(), no_cubins=True).meta["tactics"]
+        for r in t.get("refused", ())
+        if r["tactic"] == "short_rows_pair"
+    ]
+    assert because in {r["reason"] for r in found}
+
+
+def test_the_results_readers_in_between_keep_norms_apart() -> None:
+    n = Net()
+    q = n.op("Tanh", n.input(4, 32))
+    graph = n.done(n.op("Exp", q))
+    norm, reader = (graph.of_kind(kind)[0] for kind in ("Tanh", "Exp"))
+    result, other = (TensorView(k, 0, (4, 32), (32, 1), FP16) for k in (5, 6))
+
+    def site(op: Op) -> Site:
+        return Site(Region(op), "", ShortRows(), None, [])
+
+    def read(*entries: Any) -> bool:
+        b: Any = SimpleNamespace(plan=[Move(reader, result, other), site(norm), *entries], place={norm.value: result})
+        return short_rows._is_read(b, norm, result)
+
+    assert not read()
+    assert not read(Move(reader, other, result))
+    assert read(Move(reader, result, other))
+    assert read(site(reader))
+    assert read(Step("host", {}, (5,), (6,)))
+    assert not read(Step("host", {}, (6,), (5,)))
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_results_lie_in_the_order_in_which_they_are_read(rows: bool) -> None:
+    """YOSO joins the heads of normalized results: no copy. Where the heads stay apart, the result is dense as it is."""
+    n = Net()
+    x = n.op("Transpose", n.op("Tanh", n.input(1, 5, 3, 32)), attrs=TransposeAttrs((0, 2, 1, 3)))
+    y = n.op("LpNormalization", n.op("Reshape", x, n.ints(3, 5, 32)), attrs=LpNormAttrs(-1, 2, 1e-12))
+    if rows:
+        y = n.op("Transpose", n.op("Reshape", y, n.ints(1, 3, 5, 32)), attrs=TransposeAttrs((0, 2, 1, 3)))
+        y = n.matmul(n.op("Reshape", y, n.ints(1, 5, 96)), 8)
+    program = check_simulated(n.done(n.op("ReduceSum", y)))
+    assert "LpNormalization" in kinds(program)
+    assert kinds(program).count("Copy") == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
-@pytest.mark.parametrize("name", [*CASES, *APART])
+@pytest.mark.parametrize("name", [*CASES, *APART, *PAIRS])
 def test_every_launch_does_what_its_step_means(name: str) -> None:
-    graph = (CASES | APART)[name]
+    graph = (CASES | APART | PAIRS)[name]
     context: Any = Engine(lowered(graph, "fp16", target="cuda:sm_90a")).context()
     assert not [e for e in check_steps(context, feeds_of(graph)) if not e.error < 4e-3]

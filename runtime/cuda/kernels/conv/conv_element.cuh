@@ -3,6 +3,7 @@
 //
 // generated.cuh defines OPERAND_ITEM and OUT_ITEM (bytes of an operand, and of a result or residual; 4: fp32, for DIRECT stores alone), INTEGER (sums are int, else float), and
 // for results of one byte OUT_FLOAT8, OUT_ZERO (whether a zero point is added), RESIDUAL_UNSIGNED. 16-bit types: see pack2() in ptx.cuh.
+// SCALED: 16-bit sums and residuals are multiplied by a factor of the channel, then a shift is added, in epilogue().
 // PAIRED: a channel and the next one become one 16-bit result, so OUT_ITEM is 1. Where epilogue() of the first channel would read a
 // residual, it gets what epilogue_beside() makes of the second.
 #pragma once
@@ -24,12 +25,16 @@ struct Requantize {
     float constants[8];                            // of the stages
 };
 
-#if OPERAND_ITEM == 1
+#if OPERAND_ITEM == 1 || SCALED
 typedef float2 Channel;                            // scale, bias
 DEVICE Channel no_channel() { return make_float2(0.0f, 0.0f); }
+#if SCALED
+DEVICE float finished(const Requantize&, Acc sum, Channel c, float r) { return epilogue(sum, c, r); }
+#else
 DEVICE float finished(const Requantize& q, Acc sum, Channel c, float r) {
     return epilogue(__fmul_rn(float(sum), c.x), c.y, r, q.constants);
 }
+#endif
 DEVICE void load_four(const Channel* from, int at, int count, Channel (&c)[4]) {
     #pragma unroll
     for (int i = 0; i < 4; i++) c[i] = no_channel();

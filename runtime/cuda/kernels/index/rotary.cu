@@ -9,12 +9,10 @@
 // generated.cuh defines TENSORS (1 or 2), LANES (elements per access), WIDE (fp32 elements), BFLOAT (bf16 ones), RANK (axes of rows), TURNING and COPYING
 // (vectors of pairs, and of other features, in a row), INTERLEAVED (neighbours are pairs), EARLY (the angles are constant),
 // COSINE_VECTORS and SINE_VECTORS (the angles of a thread are one aligned vector).
-#include "element.cuh"
+#include "rotary.cuh"
 
-typedef Pack<Element, LANES> Vector;
 constexpr u32 THREADS = 128;
 constexpr u32 VECTORS = TURNING + COPYING;
-static_assert(LANES > 1 && LANES * sizeof(Element) <= 16, "one access");
 
 struct Tensor {                                    // x and the result, and how they and the angles lie
     const Element* x;
@@ -50,21 +48,6 @@ DEVICE Row row_of(const Tensor& t, u32 rest) {
     return at;
 }
 
-template <bool VECTOR> DEVICE Vector angles(const Element* row, u32 first, i64 step) {
-    if constexpr (VECTOR) return Vector(row + first);
-    Vector v;
-    #pragma unroll
-    for (int j = 0; j < LANES; j++) v.lane[j] = row[(first + j) * step];
-    return v;
-}
-
-DEVICE void store_features(Element* at, const float* feature) {
-    Vector v;
-    #pragma unroll
-    for (int j = 0; j < LANES; j++) v.lane[j] = narrow<Element>(feature[j]);
-    v.store(at);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) rotary(const __grid_constant__ Params p) {
     launch_dependents();
     if (!EARLY) wait_for_predecessor();
@@ -91,14 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotary(const __grid_consta
     float feature[2 * LANES];
     #pragma unroll
     for (int j = 0; j < LANES; j++) feature[j] = widen(a.lane[j]), feature[LANES + j] = widen(b.lane[j]);
-    #pragma unroll
-    for (int j = 0; j < LANES; j++) {
-        float& one = feature[INTERLEAVED ? 2 * j : j];
-        float& other = feature[INTERLEAVED ? 2 * j + 1 : LANES + j];
-        const float u = one, v = other, cosine = widen(cosines.lane[j]), sine = widen(sines.lane[j]);
-        one = cosine * u - sine * v;
-        other = sine * u + cosine * v;
-    }
+    turn(feature, cosines, sines);
     store_features(output + left, feature);
     store_features(output + right, feature + LANES);
 }

@@ -7,8 +7,10 @@
 //
 // generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, 2 softmax, 3 log-softmax), LANES, VECTORS, GROUP, ROWS, THREADS, HAS_ADD
 // (the normalized row is input + addend), ADD_LAST (the addend is added to the normalized row instead), PERIODIC (the addend's rows
-// repeat), FIRST (1, 2: the input is normalized by operation 0 or 1 before the addend is added), HAS_FIRST_SCALE and HAS_FIRST_BIAS, WALKED (the input's rows are spread over up to four axes; all else lies in rows), HAS_SUM (that sum is an output, too), HAS_SCALE and HAS_BIAS; EPILOGUE
-// (the result goes through epilogue()); NARROW (1: the result goes out in 8-bit integers, 2: in fp8)
+// repeat), FIRST (1, 2: the input is normalized by operation 0 or 1 before the addend is added), HAS_FIRST_SCALE and HAS_FIRST_BIAS,
+// WALKED (the input's rows are spread over up to four axes; all else lies in rows), HAS_SUM (that sum is an output, too), HAS_SCALE and
+// HAS_BIAS; EPILOGUE (the result goes through epilogue()); MODULATED (rows of an image share factors, and with HAS_SHIFT shifts, after the
+// norm); NARROW (1: the result goes out in 8-bit integers, 2: in fp8)
 // and HAS_OUTPUT (it goes out in 16 bits).
 #include "vectors.cuh"
 #include "generated.cuh"
@@ -36,6 +38,12 @@ struct Params {
     const float* first_scale;                      // FIRST: [length]
     const float* first_bias;
     float first_epsilon;
+#if MODULATED
+    const u16* factors;
+    const u16* shifts;
+    int shared, factor_pitch, shift_pitch;         // rows that share factors and shifts, and elements to those of the next rows
+    float plus;                                    // is added to a factor
+#endif
 };
 
 // Where a row of the input begins.
@@ -220,11 +228,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
         for (int r = 0; r < ROWS; r++) {
             if (row + r >= p.rows) continue;
             float y[LANES];
+#if MODULATED
+            const long long image = (row + r) / p.shared;
+            const Packed<LANES> factors = load_packed<LANES>(p.factors + image * p.factor_pitch + column);
+            Packed<LANES> shifts;
+            if (HAS_SHIFT) shifts = load_packed<LANES>(p.shifts + image * p.shift_pitch + column);
+#endif
             #pragma unroll
             for (int i = 0; i < LANES; i++) {
                 float value = (x[r][v * LANES + i] - shift[r]) * factor[r];
                 if (OPERATION < 2 && HAS_SCALE) value *= scale[at + i];
                 if (OPERATION < 2 && HAS_BIAS) value += bias[at + i];
+#if MODULATED
+                value *= element(factors, i) + p.plus;
+                if (HAS_SHIFT) value += element(shifts, i);
+#endif
                 if (ADD_LAST) value += element(other[HAS_ADD ? r : 0][HAS_ADD ? v : 0], i);
 #if EPILOGUE
                 value = epilogue(value, 0.0f, 0.0f);

@@ -1,0 +1,161 @@
+"""The normalization of rows and a factor and a shift of each image's features after it, in one launch (adaptive layer norm: DiT).
+
+The launch is emitted at the pointwise operator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.layout.row_places import ACCESS, aligned, result_strides, row_pitch
+from optdnn.kernels.norm import rows_kernel as rows
+from optdnn.kernels.norm.add_norm import NORMS
+from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, placed, row_problem, rows_offers
+from optdnn.kernels.tactic import Offer, ProblemTactic, Region
+from optdnn.ops.base import Stage, attrs_dict
+from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+_ROWS = HalfRows()
+_SLOTS = 3
+"""Operands of a norm's meaning in front of those that stages read: input, scale and bias."""
+
+
+@dataclass(frozen=True)
+class Modulation:
+    """``norm(x) * (factor + plus) + shift``."""
+
+    norm: Op
+    factor: Value
+    plus: float
+    shift: Value | None
+
+
+def modulation(graph: Graph, op: Op) -> Modulation | None:
+    """What a pointwise operator does to the result of a norm that only it reads."""
+    value = op.inputs[0]
+    norm = None if value is None else graph.op(value)
+    if norm is None or value is None or norm.kind not in NORMS or value.port or graph.sole_user(value) is None:
+        return None
+    stages, plus, register = list(op.attrs.epilogue), 0.0, -1
+    factor: int | None = None
+    if stages and stages[0].kind == "Add" and all(a is not None and a > 0 for a in stages[0].args):
+        numbers = [graph.constant_value(op.inputs[a]) for a in stages[0].args if a is not None]
+        known = [k for k, a in enumerate(numbers) if a is not None and a.size == 1]
+        if len(known) != 1:
+            return None
+        plus, factor = float(numbers[known[0]].reshape(-1)[0]), stages[0].args[1 - known[0]]  # type: ignore[union-attr]
+        stages, register = stages[1:], -2
+        if not stages or stages[0].kind != "Mul" or set(stages[0].args) != {-1, register}:
+            return None
+    elif stages and stages[0].kind == "Mul":
+        factor = next((a for a in stages[0].args if a is not None and a > 0), None)
+    after = stages[1:]
+    if factor is None or len(after) > 1 or any(s.kind != "Add" for s in after):
+        return None
+    shift = next((a for s in after for a in s.args if a is not None and a > 0), None)
+    if after and (shift is None or set(after[0].args) != {register - 1, shift}):
+        return None
+    return Modulation(norm, _given(op, factor), plus, None if shift is None else _given(op, shift))
+
+
+def _given(op: Op, slot: int) -> Value:
+    value = op.inputs[slot]
+    assert value is not None
+    return value
+
+
+class ModulatedRows(ProblemTactic):
+    """LayerNorm or RMSNorm of 16-bit rows, then a factor and a shift for each image and feature."""
+
+    name = "rows_modulated"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        found, t = modulation(b.graph, op), op.outputs[0].type
+        if found is None:
+            return "it is no factor and shift of a norm's result, which only it reads"
+        norm, vectors = found.norm, [found.factor, *([] if found.shift is None else [found.shift])]
+        if (source := b.graph.op(norm.inputs[0] or norm.value)).kind == "Add":
+            return f"the normalization belongs to the launch of {source.name}"
+        if norm.value in b.reserved or b.graph.type(norm.value) != t:
+            return "the normalization's own result is kept"
+        if (why := _ROWS.refuse_rows(b, norm)) is not None:
+            return f"the normalization before it: {why}"
+        x, places = b.operand(norm.inputs[0]), [b.reserved[v] for v in [op.value] if v in b.reserved]
+        if t.layout or not aligned(x) or any(row_pitch(p) is None for p in places):
+            return "its rows do not lie at one pitch"
+        if any(_pitch(b.operand(v), t.static_shape) is None for v in vectors):
+            return "its factor and shift are not rows of each image, at multiples of 16 bytes"
+        return None if self.configs(b, op) else "its rows do not fit the registers of a block"
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The normalization before it."""
+        found = modulation(graph, op)
+        return [] if found is None else [found.norm]
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The pointwise operator, and the normalization before it."""
+        return Region(op, before=tuple(self.neighbours(b.graph, op)))
+
+    def problem(self, b: Builder, op: Op) -> rows.Problem:
+        found = modulation(b.graph, op)
+        assert found is not None
+        shape = op.outputs[0].type.static_shape
+        vectors = [None if v is None else _pitch(b.operand(v), shape) for v in (found.factor, found.shift)]
+        modulated = rows.Modulated(math.prod(shape[1:-1]), vectors[0] or 0, vectors[1], found.plus)
+        out = b.result(op.value, result_strides(b, op.value))
+        return placed(replace(row_problem(found.norm), modulated=modulated), b.operand(found.norm.inputs[0]), out)
+
+    def place(self, b: Builder, op: Op) -> None:
+        """Rows padded for products, unless the place is reserved."""
+        b.target(op.value, result_strides(b, op.value))
+
+    def offers(self, problem: rows.Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return rows_offers(problem, gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        found = modulation(b.graph, op)
+        assert found is not None
+        norm = found.norm
+        operands = {"input": b.operand(norm.inputs[0]), "output": b.target(op.value), "factor": b.operand(found.factor)}
+        if found.shift is not None:
+            operands["shift"] = b.operand(found.shift)
+        stages = [Stage(s.kind, tuple(_moved(a) for a in s.args), s.attrs) for s in op.attrs.epilogue]
+        attrs = {"norm": norm.kind, **attrs_dict(norm.attrs), "epilogue": plain_stages(stages), "arity": _SLOTS}
+        made, covers = rows.launch(self.problem(b, op), config, b.gpu), replace(op, src=op.src | norm.src)
+        emit_norm(
+            b,
+            covers,
+            norm,
+            made,
+            operands,
+            "ActivatedNorm",
+            attrs,
+            after=[None if v is None else b.operand(v) for v in op.inputs[1:]],
+        )
+
+
+def _moved(slot: int | None) -> int | None:
+    """The slot of a pointwise operator's operand in the meaning of the launch."""
+    return slot if slot is None or slot < 1 else slot + _SLOTS - 1
+
+
+def _pitch(x: TensorView, shape: Sequence[int]) -> int | None:
+    """Elements from the row of an image to the next image's, of a tensor (images or 1, 1, …, features); None where it lies otherwise."""
+    own = (1,) * (len(shape) - len(x.shape)) + tuple(x.shape)
+    strides = (0,) * (len(shape) - len(x.shape)) + tuple(x.strides)
+    if (
+        len(shape) < 2
+        or own[-1] != shape[-1]
+        or strides[-1] != 1
+        or any(n != 1 for n in own[1:-1])
+        or own[0] not in (1, shape[0])
+    ):
+        return None
+    pitch = strides[0] if own[0] > 1 else 0
+    return None if pitch % ACCESS or x.offset % ACCESS else pitch

@@ -1,0 +1,153 @@
+"""Sums and means over the pixels of 16-bit images that lie channels-last, by clusters of blocks (``means.cu``), on Hopper."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, TensorView, map_dtype
+from optdnn.kernels.conv.maps import pitch_of
+from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.reduce import parts
+from optdnn.kernels.reduce.reduce import RULES, Reduction, reduction_of, space_of
+from optdnn.kernels.tactic import Offer
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.types import BF16, FP16
+
+THREADS, CHANNELS, LINES, AHEAD = 256, 32, 64, 8
+"""Threads and channels of a block, pixels that its threads read at once, loads of a thread that are under way at once."""
+CLUSTERS = (1, 2, 4, 8)
+LAUNCH_S, MEET_S, BATCH_S, BYTES_S = 1.6e-6, 0.4e-6, 0.7e-6, 2.8e12
+"""Seconds of a launch after another one, of a cluster's meeting, of a batch of loads; bytes in a second."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``images`` of ``pixels``, ``pitch`` elements from one to the next, whose ``channels`` are summed."""
+
+    images: int
+    pixels: int
+    channels: int
+    pitch: int
+    dtype: str = "float16"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the images."""
+        return 2 * self.images * self.pixels * self.channels
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``cluster`` blocks share the pixels of an image."""
+
+    cluster: int
+
+    def __str__(self) -> str:
+        return f"means{self.cluster}"
+
+
+def refuse(problem: Problem, config: Config) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if config.cluster not in CLUSTERS:
+        return f"{config.cluster} blocks are no cluster of this kernel"
+    if problem.channels % 8 or problem.pitch % 8:
+        return "its channels do not come in eights"
+    if not (0 < problem.images < 1 << 16 and 0 < problem.pixels < 1 << 24):
+        return "no images, or more than the kernel counts"
+    if (config.cluster - 1) * -(-problem.pixels // config.cluster) >= problem.pixels:
+        return "a block would have no pixels"
+    return None
+
+
+def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Predicted seconds of a dependent launch."""
+    blocks = config.cluster * -(-problem.channels // CHANNELS) * problem.images
+    batches = math.ceil(math.ceil(problem.pixels / config.cluster) / (LINES * AHEAD))
+    waves = math.ceil(blocks / (gpu.multiprocessors * (2048 // THREADS)))
+    room = min(1.0, blocks / gpu.multiprocessors)
+    work = max(waves * batches * BATCH_S, problem.bytes / BYTES_S / room)
+    return LAUNCH_S + work + (MEET_S if config.cluster > 1 else 0.0)
+
+
+def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
+    """The configurations to time, the best predicted first."""
+    found = [c for c in map(Config, CLUSTERS) if refuse(problem, c) is None]
+    return sorted(found, key=lambda c: (estimate(problem, c, gpu), c))
+
+
+def launch(problem: Problem, config: Config, factor: float, gpu: GpuFacts) -> Launch:
+    """The launch. Operands: ``x``, and ``output`` [images, channels]."""
+    text = render.constants({"CLUSTER": config.cluster})
+    recipe = Recipe("means.cu", gpu.arch, {"generated.cuh": f"{text}\n"}, template_options(problem.dtype))
+    share = -(-problem.pixels // config.cluster)
+    parameters = (
+        Parameters().pointer("x", "output").i32(problem.channels, problem.pixels, share, problem.pitch).f32(factor)
+    )
+    grid = (config.cluster * -(-problem.channels // CHANNELS), problem.images, 1)
+    return parameters.launch(recipe, "means", grid, THREADS, cluster=config.cluster)
+
+
+class ImageMeans(Reduction):
+    """Means and sums over all pixels of images."""
+
+    name = "means_sm90"
+    row_invariant: ClassVar[bool] = False
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := super().refuse(b, op)) is not None:
+            return why
+        if not b.arch.startswith("sm_90"):
+            return "it needs clusters of blocks"
+        t, made = op.outputs[0].type, reduction_of(b, op)
+        if t.dtype not in (FP16, BF16) or made is None or made.how not in ("ReduceMean", "ReduceSum"):
+            return "it is for means and sums of 16-bit floats"
+        if 0 in made.x.shape or len(made.x.shape) != 4 or made.axes != (2, 3):
+            return "it is not over the pixels of images"
+        problem, out = self._problem(made.x), b.result(op.value)
+        if problem is None or out.offset % 8 or not out.is_like(_dense(out, made.x.shape[1])):
+            return "the image or its means do not lie channels-last, at multiples of 16 bytes"
+        found = candidates(problem, b.gpu)
+        if not found:
+            return refuse(problem, Config(1))
+        grid = space_of(made.x, made.axes, out).grid
+        others = [parts.estimate(grid, n, b.gpu) for n in (1, *(c.parts for c in parts.candidates(grid, b.gpu)))]
+        least = LAUNCH_S + MEET_S + problem.bytes / BYTES_S  # which the general kernels' predictions leave out
+        if estimate(problem, found[0], b.gpu) > max(least, min(others)):
+            return "the general kernels are predicted to be as fast"
+        return None
+
+    @staticmethod
+    def _problem(x: TensorView) -> Problem | None:
+        n, c, h, w = x.shape
+        pitch = pitch_of(x)
+        return None if pitch is None or x.offset % 8 else Problem(n, h * w, c, pitch, map_dtype(x.dtype))
+
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        made = reduction_of(b, op)
+        problem = None if made is None else self._problem(made.x)
+        assert problem is not None
+        return [Offer(c, estimate(problem, c, b.gpu), False) for c in candidates(problem, b.gpu)]
+
+    def emit(self, b: Builder, op: Op, config: Config) -> None:
+        out, made = b.target(op.value), reduction_of(b, op)
+        problem = None if made is None else self._problem(made.x)
+        assert made is not None
+        assert problem is not None
+        reads = [b.operand(op.inputs[0])]
+        if op.kind in RULES:
+            reads.append(b.constant(np.array(made.named, np.int64), "axes"))
+        made_launch = launch(problem, config, 1.0 / problem.pixels if made.how == "ReduceMean" else 1.0, b.gpu)
+        b.emit(op, made_launch, {"x": made.x, "output": out}, op.kind, made.attrs, reads, [out])
+
+
+def _dense(out: TensorView, channels: int) -> tuple[int, ...]:
+    """Strides of results that follow one another."""
+    return (channels, 1, 1, 1)[: len(out.shape)]

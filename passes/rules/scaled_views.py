@@ -1,0 +1,73 @@
+"""Scores by position that reach attention as a view of a product (Transformer-XL: Dai et al., 2019).
+
+XLNet shifts a product of queries with constant embeddings by Reshapes and a Slice, takes the first columns by a Gather, and scales
+them. Without the Gather and the scale, the scores are a view, which attention reads as its mask.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.facts import RESHAPES, integers, operand, shape_of
+from optdnn.types import Array, normalize_axis
+
+VIEWS = RESHAPES | {"Transpose", "Slice"}
+_MOST = 6
+
+
+@rule("consecutive_rows", {"Gather"})
+def consecutive_rows(graph: Graph, op: Op) -> Match | Miss | None:
+    """A Gather of neighbouring rows, in order, is a Slice."""
+    indices, shape = graph.constant_value(op.inputs[1]), shape_of(graph, operand(op))
+    if (
+        indices is None
+        or indices.ndim != 1
+        or shape is None
+        or not len(indices)
+        or graph.constant_value(op.inputs[0]) is not None
+    ):
+        return None
+    axis = normalize_axis(op.attrs.axis, len(shape))
+    size, first = shape[axis], int(indices[0])
+    if not isinstance(size, int) or first < 0 or not np.array_equal(indices, first + np.arange(len(indices))):
+        return None
+
+    def build(patch: Patch) -> Value:
+        ends = [
+            integers(patch, [n], name)
+            for n, name in ((first, "starts"), (first + len(indices), "ends"), (axis, "axes"))
+        ]
+        return patch.add("Slice", [operand(op), *ends])
+
+    return Match((op,), build)
+
+
+@rule("scaled_view", {"Mul"})
+def scaled_view(graph: Graph, op: Op) -> Match | Miss | None:
+    """A number times a view of a product with a constant: the constant is scaled."""
+    for slot in (0, 1):
+        array = graph.constant_value(op.inputs[1 - slot])
+        if array is None or array.size != 1 or op.inputs[slot] is None:
+            continue
+        chain: list[Op] = []
+        source = graph.op(operand(op, slot))
+        while source.kind in VIEWS and graph.sole_user(source.value) is not None and len(chain) < _MOST:
+            chain.append(source)
+            source = graph.op(operand(source))
+        factor = graph.constant_value(source.inputs[1]) if source.kind == "MatMul" else None
+        same = graph.type(operand(op, slot)).shape == op.outputs[0].type.shape
+        if factor is None or not chain or not same or source.attrs.epilogue or graph.sole_user(source.value) is None:
+            continue
+        scaled = (factor * array.reshape(-1)[0]).astype(factor.dtype)
+
+        def build(patch: Patch, source: Op = source, scaled: Array = scaled, chain: list[Op] = chain) -> Value:
+            y = patch.add("MatMul", [source.inputs[0], patch.constant(scaled, "scaled")], source.attrs)
+            for view in reversed(chain):
+                y = patch.add(view.kind, [y, *view.inputs[1:]], view.attrs, src=view.src)
+            return y
+
+        return Match((op, *chain, source), build)
+    return None

@@ -1,0 +1,33 @@
+// What the kernels of rotary position embeddings share: vectors of features and of angles, and the turn itself.
+#pragma once
+#include "element.cuh"
+
+typedef Pack<Element, LANES> Vector;
+static_assert(LANES > 1 && LANES * sizeof(Element) <= 16, "one access");
+
+template <bool VECTOR> DEVICE Vector angles(const Element* row, u32 first, i64 step) {
+    if constexpr (VECTOR) return Vector(row + first);
+    Vector v;
+    #pragma unroll
+    for (int j = 0; j < LANES; j++) v.lane[j] = row[(first + j) * step];
+    return v;
+}
+
+DEVICE void store_features(Element* at, const float* feature) {
+    Vector v;
+    #pragma unroll
+    for (int j = 0; j < LANES; j++) v.lane[j] = narrow<Element>(feature[j]);
+    v.store(at);
+}
+
+// Turns LANES pairs: neighbours, or a feature of the first vector and one of the second.
+DEVICE void turn(float (&feature)[2 * LANES], const Vector& cosines, const Vector& sines) {
+    #pragma unroll
+    for (int j = 0; j < LANES; j++) {
+        float& one = feature[INTERLEAVED ? 2 * j : j];
+        float& other = feature[INTERLEAVED ? 2 * j + 1 : LANES + j];
+        const float u = one, v = other, cosine = widen(cosines.lane[j]), sine = widen(sines.lane[j]);
+        one = cosine * u - sine * v;
+        other = sine * u + cosine * v;
+    }
+}

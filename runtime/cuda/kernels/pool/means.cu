@@ -1,0 +1,73 @@
+// Sums or means of the channels of images that lie channels-last, 16-bit. fp32 sums in one order.
+//
+// A cluster of CLUSTER blocks takes 32 channels of an image, each block a share of its pixels. Threads take vectors of eight channels, LINES
+// pixels apart, AHEAD at a time. Warps add up by shuffles, and the first block of the cluster what all blocks found.
+//
+// generated.cuh defines CLUSTER.
+#include "vectors.cuh"
+#include "generated.cuh"
+#if CLUSTER > 1
+#include "ptx.cuh"
+#endif
+
+constexpr int THREADS = 256, CHANNELS = 32, VECTORS = CHANNELS / 8, LINES = THREADS / VECTORS, AHEAD = 8, WARPS = THREADS / 32;
+
+struct Params {
+    const u16* x;                                  // [images][pixels][pitch]
+    u16* output;                                   // [images][channels]
+    int channels, pixels, share, pitch;            // share: pixels of a block; channels: a multiple of 8
+    float factor;                                  // of the sum
+};
+
+__shared__ float partial[WARPS][CHANNELS];
+__shared__ float gathered[CLUSTER][CHANNELS];
+
+extern "C" __global__ void __launch_bounds__(THREADS) means(const __grid_constant__ Params p) {
+    grid_launch_dependents();
+    const int rank = blockIdx.x % CLUSTER, slab = blockIdx.x / CLUSTER * CHANNELS, image = blockIdx.y;
+    const int vector = threadIdx.x % VECTORS, line = threadIdx.x / VECTORS, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int end = min(p.pixels, (rank + 1) * p.share), channel = slab + vector * 8;
+    const u16* x = p.x + (long long)image * p.pixels * p.pitch + channel;
+#if CLUSTER > 1
+    cluster_arrive_relaxed();
+#endif
+    grid_dependency_wait();
+    float sum[8];
+    #pragma unroll
+    for (int i = 0; i < 8; i++) sum[i] = 0.0f;
+    for (int first = rank * p.share + line; first < end && channel < p.channels; first += AHEAD * LINES) {
+        Packed<8> v[AHEAD];
+        #pragma unroll
+        for (int k = 0; k < AHEAD; k++) v[k] = load_packed<8>(x + (long long)min(first + k * LINES, end - 1) * p.pitch);
+        #pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            if (first + k * LINES >= end) break;
+            #pragma unroll
+            for (int i = 0; i < 8; i++) sum[i] += element(v[k], i);
+        }
+    }
+    #pragma unroll
+    for (int distance = 16; distance >= VECTORS; distance /= 2) {
+        #pragma unroll
+        for (int i = 0; i < 8; i++) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], distance);
+    }
+    #pragma unroll
+    for (int i = 0; i < 8; i++)
+        if (lane < VECTORS) partial[warp][lane * 8 + i] = sum[i];
+    __syncthreads();
+    float total = 0.0f;
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) total += partial[w][lane];
+#if CLUSTER > 1
+    cluster_wait();                                // the peers run: their shared memory may be written
+    if (warp == 0)
+        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_map(smem_address(&gathered[rank][lane]), 0)), "f"(total) : "memory");
+    cluster_arrive();
+    cluster_wait();
+    if (rank) return;
+    total = 0.0f;
+    #pragma unroll
+    for (int r = 0; r < CLUSTER; r++) total += gathered[r][lane];
+#endif
+    if (warp == 0 && slab + lane < p.channels) p.output[(long long)image * p.channels + slab + lane] = pack1(total * p.factor);
+}

@@ -1,0 +1,122 @@
+"""Norms and rotary embeddings of queries and keys in one launch: what takes it, what it refuses, and the kernel on the processor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
+from support.host import WHY_NOT
+from support.needs import why_no_hopper
+from support.net import Net
+from support.rotary_cases import NORMED, angles, normed
+from support.simulated import check_simulated, feeds_of, kinds, lowered
+
+from optdnn.ir.graph import Graph
+from optdnn.ops.norm import LayerNormAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.recipes import recipe_of
+from optdnn.runtime.cuda.trials.check import check_arena, check_steps
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.program import Program
+
+TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 3e-2}
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("name", NORMED)
+def test_each_form_takes_the_kernel(name: str, precision: str) -> None:
+    program = check_simulated(NORMED[name](), precision, tolerance={"fp16": 1e-2, "bf16": 6e-2}.get(precision))
+    assert kinds(program).count("RotaryNormPair") == 1
+    assert not {"RotaryPair", "RotaryEmbedding", "RMSNormalization", "LayerNormalization", "Copy"} & set(
+        kinds(program)[1:-1]
+    )
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("name", NORMED)
+def test_the_kernel_on_the_processor(name: str, precision: str, tmp_path: Path) -> None:
+    graph = NORMED[name]()
+    program = lowered(graph, precision, opt_level=2, no_cubins=True)
+    assert "RotaryNormPair" in kinds(program)
+    compare_steps(program, feeds_of(graph), TOLERANCE[precision], tmp_path)
+
+
+def pair(
+    *, second: str = "RMSNormalization", epsilon: float = 1e-5, axis: int = -1, used: bool = False, computed: bool = False, size: int = 16,
+    heads: int = 2, scale: int = 0, tokens: bool = False,
+) -> Graph:  # fmt: skip
+    """Queries and keys that are inputs, with norms that may differ."""
+    n = Net()
+    turn = angles(n, 6, size // 2)
+    q, k, v = (n.op("Softmax", n.input(2, heads, 6, size, name=name)) for name in "qkv")
+    width = scale or size
+    own = n.positive(width)
+    weight = n.op("Exp", n.input(width, name="w")) if computed else own
+    if tokens:
+        q, k = (n.op("Reshape", x, n.ints(2, heads, 6 * size)) for x in (q, k))
+        own = weight = n.positive(6 * size)
+    q = n.op("RMSNormalization", q, own, attrs=LayerNormAttrs(axis=axis))
+    k = n.op(
+        second, k, weight, attrs=LayerNormAttrs(axis=axis, epsilon=epsilon) if second == "RMSNormalization" else None
+    )
+    more = [n.op("Tanh", k)] if used else []
+    q, k = (n.op("Reshape", x, n.ints(2, heads, 6, size)) for x in (q, k)) if tokens else (q, k)
+    q, k = (n.op("RotaryEmbedding", x, *turn) for x in (q, k))
+    return n.done(n.op("Attention", q, k, v), *more)
+
+
+def reasons(program: Program) -> set[str]:
+    return {
+        r["reason"]
+        for t in program.meta["tactics"]
+        if t["kind"] == "RotaryEmbedding"
+        for r in t.get("refused", ())
+        if r["tactic"] == "rotary_norm"
+    }
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [
+        (lambda: pair(used=True), "or no norms are before both"),
+        (lambda: pair(epsilon=1e-3), "the norms of queries and keys differ"),
+        (lambda: pair(second="LayerNormalization"), "the norms of queries and keys differ"),
+        (lambda: pair(axis=-2, scale=1), "its norms are neither of heads nor of tokens"),
+        (lambda: pair(tokens=True), "its norms are neither of heads nor of tokens"),
+        (lambda: pair(computed=True), "the scale and bias of its norms are not constant"),
+        (lambda: pair(scale=1), "the scale of its norms is no row"),
+        (lambda: pair(size=1024), "a head has more vectors than a warp has lanes"),
+        (lambda: normed(tokens=True, heads=3, groups=3), "12 threads for a token are no block"),
+        (lambda: pair(size=6), "its features do not come in aligned vectors"),
+    ],
+)
+def test_what_it_refuses(graph: Callable[[], Graph], because: str) -> None:
+    found = reasons(lowered(graph(), no_cubins=True))
+    assert [r for r in found if because in r], found
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("name", ["layer norms of heads", "a part turns", "tokens, grouped"])
+def test_the_kernel_compiles_without_spills(name: str, precision: str, arch: str) -> None:
+    program = lowered(NORMED[name](), precision, f"cuda:{arch}", no_cubins=True)
+    (kernel,) = (k for k in program.kernels if k.function == "rotary_norm")
+    assert nvrtc.resources(recipe_of(kernel))["rotary_norm"].spill_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("name", NORMED)
+def test_every_launch_does_what_its_step_means(name: str, precision: str) -> None:
+    graph = NORMED[name]()
+    context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
+    found = check_steps(context, feeds_of(graph))
+    assert "RotaryNormPair" in {e.kind for e in found}
+    assert not [e for e in found if not e.error < TOLERANCE[precision]]
+    assert not check_arena(context.runner, feeds_of(graph))

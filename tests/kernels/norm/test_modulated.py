@@ -1,0 +1,104 @@
+"""rows_modulated: norms of rows with a factor and a shift of each image's features after them, in one launch (DiT)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.needs import why_no_hopper
+from support.net import Net
+from support.simulated import check_simulated, feeds_of, kinds, lowered
+
+from optdnn.ir.graph import Graph
+from optdnn.kernels.norm import rows_kernel as rows
+from optdnn.ops.index import SplitAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.trials.check import check_steps
+from optdnn.runtime.engine import Engine
+
+GPU = of_arch("sm_90a")
+
+
+def adaptive(
+    kind: str = "LayerNormalization", *, width: int = 48, batch: int = 2, plus: float | None = 1.0, shift: bool = True, used: bool = False,
+    each: bool = False, added: bool = False, images: int = 0, order: bool = False,
+) -> Graph:  # fmt: skip
+    """Rows of images, whose norm is multiplied by ``1 + s`` and shifted by parts of a product of each image's condition. ``each``: factors
+    differ from row to row; ``images``: images of the condition; ``order``: the factor comes first."""
+    n = Net()
+    x = n.matmul(n.input(batch, 6, 32), width)
+    x = n.op("Add", n.op("Softmax", x), n.op("Softmax", n.op("Neg", x))) if added else x
+    condition = n.matmul(n.input(images or batch, 6 if each else 1, 16, name="c"), 3 * width)
+    _, scale, moved = n.op("Split", condition, n.ints(width, width, width), attrs=SplitAttrs(2), outputs=3)
+    y = n.op(kind, x, n.positive(width), *([n.random(width)] if kind == "LayerNormalization" else []))
+    factor = scale if plus is None else n.op("Add", scale, plus)
+    z = n.op("Mul", *((factor, y) if order else (y, factor)))
+    z = n.op("Add", z, moved) if shift else n.op("Relu", z)
+    return n.done(n.matmul(z, 16), *([n.op("Exp", y)] if used else []))
+
+
+NETS = {
+    "layer norm": adaptive(),
+    "RMS norm": adaptive("RMSNormalization", width=104, order=True),
+    "a factor": adaptive(plus=None, batch=3),
+    "one condition": adaptive(images=1, plus=2.0),
+    "wide": adaptive(width=1152),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", NETS)
+def test_one_launch_normalizes_and_modulates(name: str, precision: str) -> None:
+    program = check_simulated(NETS[name], precision, tolerance=6e-2 if precision == "bf16" else 1e-2)
+    assert "rows_modulated" in {t["tactic"] for t in program.meta["tactics"] if t["kind"] == "Pointwise"}
+    assert not {"LayerNormalization", "RMSNormalization"} & set(kinds(program))
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [
+        (lambda: adaptive(used=True), "it is no factor and shift of a norm's result, which only it reads"),
+        (lambda: adaptive(shift=False), "it is no factor and shift of a norm's result, which only it reads"),
+        (lambda: adaptive(each=True), "it is no factor and shift of a norm's result, which only it reads"),
+        (lambda: adaptive(width=44), "its factor and shift are not rows of each image, at multiples of 16 bytes"),
+        (lambda: adaptive(added=True), "the normalization belongs to the launch of Add"),
+        (lambda: adaptive(width=40000), "do not fit the registers of a block"),
+    ],
+)
+def test_other_operators_after_norms_are_refused(graph: Callable[[], Graph], because: str) -> None:
+    found = [
+        r
+        for t in lowered(graph(), no_cubins=True).meta["tactics"]
+        if t["kind"] == "Pointwise"
+        for r in t.get("refused", ())
+    ]
+    assert [r for r in found if r["tactic"] == "rows_modulated" and because in r["reason"]], found
+
+
+MODULATED = rows.Problem("layer_norm", 512, 384, modulated=rows.Modulated(256, 2304, 2304, 1.0))
+
+
+def test_the_kernel_refuses() -> None:
+    config = rows.candidates(MODULATED, GPU)[0]
+    assert rows.refuse(MODULATED, config) is None
+    other = rows.Problem("softmax", 512, 384, modulated=MODULATED.modulated)
+    assert rows.refuse(other, config) == "factors follow a norm that adds nothing, of 16-bit results"
+    odd = rows.Problem("layer_norm", 512, 384, modulated=rows.Modulated(256, 2308, None, 0.0))
+    assert rows.refuse(odd, config) == "rows do not begin at multiples of 8 elements"
+
+
+@pytest.mark.nvrtc
+def test_the_kernel_compiles_without_spills() -> None:
+    for config in rows.candidates(MODULATED, GPU):
+        (kernel,) = nvrtc.resources(rows.recipe(MODULATED, config)).values()
+        assert kernel.spill_bytes == 0, str(config)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("name", NETS)
+def test_every_launch_does_what_its_step_means(name: str) -> None:
+    context: Any = Engine(lowered(NETS[name], "fp16", target="cuda:sm_90a")).context()
+    assert not [e for e in check_steps(context, feeds_of(NETS[name])) if not e.error < 4e-3]

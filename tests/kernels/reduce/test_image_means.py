@@ -1,0 +1,122 @@
+"""means_sm90: sums and means over the pixels of images by clusters of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import emulated
+from support.host import COMPILER, WHY_NOT
+from support.needs import why_no_hopper
+from support.net import Net
+from support.simulated import check_simulated, feeds_of, kinds, lowered
+
+from optdnn.ir.graph import Graph
+from optdnn.kernels.reduce import means
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.trials.check import check_steps
+from optdnn.runtime.engine import Engine
+
+GPU = of_arch("sm_90a")
+
+
+def gate(
+    kind: str = "GlobalAveragePool",
+    *,
+    size: int = 28,
+    channels: int = 72,
+    batch: int = 2,
+    keep: bool = True,
+    axes: Any = (2, 3),
+) -> Graph:
+    """Means of an image, which gate it."""
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(batch, 16, size, size), channels, 1, pads=0))
+    y = n.op(kind, x) if kind == "GlobalAveragePool" else n.op(kind, x, n.ints(*axes), attrs=ReduceAttrs(keepdims=keep))
+    y = y if keep else n.op("Reshape", y, n.ints(batch, channels, 1, 1))
+    return n.done(n.conv(n.op("Mul", x, n.op("Sigmoid", y)), 16, 1, pads=0))
+
+
+NETS = {
+    "means": gate(),
+    "sums": gate("ReduceSum", channels=40, batch=3),
+    "means without axes": gate("ReduceMean", keep=False, size=57),
+    "wide": gate(channels=256, batch=1, size=56),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", NETS)
+def test_images_are_summed_by_clusters(name: str, precision: str) -> None:
+    program = check_simulated(NETS[name], precision, tolerance=6e-2 if precision == "bf16" else 1e-2)
+    assert "means_sm90" in {t["tactic"] for t in program.meta["tactics"]}
+    assert {"GlobalAveragePool", "ReduceMean", "ReduceSum"} & set(kinds(program))
+
+
+@pytest.mark.parametrize(
+    ("graph", "precision", "target", "because"),
+    [
+        (gate, "fp32", "cuda:sm_90a", "it is for means and sums of 16-bit floats"),
+        (gate, "fp16", "cuda:sm_80", "it needs clusters of blocks"),
+        (lambda: gate("ReduceMean", axes=(1,)), "fp16", "cuda:sm_90a", "it is not over the pixels of images"),
+        (
+            lambda: gate(channels=20),
+            "fp16",
+            "cuda:sm_90a",
+            "the image or its means do not lie channels-last, at multiples of 16 bytes",
+        ),
+        (
+            lambda: gate(size=400, batch=1, channels=32),
+            "fp16",
+            "cuda:sm_90a",
+            "the general kernels are predicted to be as fast",
+        ),
+    ],
+)
+def test_what_it_refuses(graph: Callable[[], Graph], precision: str, target: str, because: str) -> None:
+    tactics = lowered(graph(), precision, target, no_cubins=True).meta["tactics"]
+    found = [r["reason"] for t in tactics for r in t.get("refused", ()) if r["tactic"] == "means_sm90"]
+    assert because in found
+
+
+P = means.Problem(2, 784, 72, 80)
+
+
+def test_the_kernel_refuses() -> None:
+    assert means.refuse(P, means.Config(8)) is None
+    assert means.refuse(P, means.Config(3)) == "3 blocks are no cluster of this kernel"
+    assert means.refuse(means.Problem(2, 5, 20, 24), means.Config(1)) == "its channels do not come in eights"
+    assert means.refuse(means.Problem(2, 5, 72, 72), means.Config(4)) == "a block would have no pixels"
+    assert (
+        means.refuse(means.Problem(1 << 16, 5, 72, 72), means.Config(1)) == "no images, or more than the kernel counts"
+    )
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+def test_the_kernel_on_the_processor(tmp_path: Path) -> None:
+    made = means.launch(P, means.Config(1), 1 / P.pixels, GPU)
+    library = emulated.compiled(made.recipe, made.function, tmp_path, headers=["vectors.cuh"])
+    x = np.random.default_rng(3).standard_normal((2, P.pixels, P.pitch)).astype(np.float16)
+    held = {"x": emulated.aligned(x), "output": emulated.aligned(np.full((2, P.channels), 7, np.float16))}
+    emulated.run(library, made, {name: a.ctypes.data for name, a in held.items()})
+    np.testing.assert_allclose(held["output"], x[..., : P.channels].astype(np.float64).mean(1), rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("cluster", means.CLUSTERS)
+def test_the_kernel_compiles_without_spills(cluster: int) -> None:
+    (kernel,) = nvrtc.resources(means.launch(P, means.Config(cluster), 1.0, GPU).recipe).values()
+    assert kernel.spill_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("name", NETS)
+def test_every_launch_does_what_its_step_means(name: str) -> None:
+    context: Any = Engine(lowered(NETS[name], "fp16", target="cuda:sm_90a")).context()
+    assert not [e for e in check_steps(context, feeds_of(NETS[name])) if not e.error < 4e-3]

@@ -1,0 +1,54 @@
+"""own_products: a product to which several constants are added is computed once for each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+
+from optdnn.dim import symbol
+from optdnn.ir.graph import Graph
+from optdnn.ops.shape import ReshapeAttrs
+from optdnn.passes.hoist_views import HoistViews
+
+R, K, H, D = 6, 8, 2, 4
+
+
+def queries(
+    *, heads: bool = True, adds: int = 2, used: bool = False, rows: object = R, width: int = K, computed: bool = False
+) -> Graph:
+    """Queries with a bias for the scores by content, and one for those by position, as in Transformer-XL."""
+    n = Net(np.float64)
+    x = n.input(rows, width)
+    y = n.op("MatMul", x, n.input(width, H * D, name="w") if computed else n.random(width, H * D))
+    y = n.op("Reshape", y, n.ints(-1, 1, H, D), attrs=ReshapeAttrs()) if heads else y
+    biased = [n.op("Add", y, n.random(H, D) if heads else n.random(H * D)) for _ in range(adds)]
+    return n.done(*biased, *([n.op("Tanh", y)] if used else []))
+
+
+@pytest.mark.parametrize(("heads", "adds"), [(True, 2), (False, 2), (True, 3)])
+def test_each_sum_gets_its_product(heads: bool, adds: int) -> None:
+    rules = {"own_products": 1, **({"add_before_reshape": adds} if heads else {})}
+    graph, _ = check_pass(HoistViews(), queries(heads=heads, adds=adds), changes=sum(rules.values()), rules=rules)
+    assert [graph.op(op.inputs[0]).kind for op in graph.of_kind("Add")] == ["MatMul"] * adds  # type: ignore[arg-type]
+
+
+def test_a_product_that_takes_longer_than_an_addition_is_not_repeated() -> None:
+    check_refused(
+        HoistViews(), queries(heads=False, rows=1 << 15, width=1 << 12), because="would take longer than the additions"
+    )
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        queries(heads=False, adds=1),
+        queries(heads=False, used=True),
+        queries(heads=False, rows=symbol("N")),
+        queries(heads=False, computed=True),
+    ],
+    ids=["one sum", "another reader", "unknown rows", "no constant matrix"],
+)
+def test_other_products_stay(graph: Graph) -> None:
+    check_untouched(HoistViews(), graph)
