@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.net import Net
-from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL, recurrent
+from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL, recurrent, windows_between
 from support.simulated import check_simulated, kinds
 from support.sweep import sweep
 
@@ -88,6 +88,10 @@ def test_windows_are_a_view() -> None:
     assert "Gather" not in kinds(check_simulated(windows(np.arange(9)[:, None] + 2 * np.arange(4))))
     assert "Gather" not in kinds(check_simulated(windows(np.array([[3]]))))
     assert "Gather" in kinds(check_simulated(windows(np.array([[0, 1], [1, 3]]))))
+
+
+def test_attention_of_windows_stores_its_result_as_it_is_read() -> None:
+    assert "Copy" not in kinds(check_simulated(windows_between()))
 
 
 @pytest.mark.parametrize("norm", ["LayerNormalization", "RMSNormalization"])

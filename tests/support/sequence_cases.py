@@ -97,6 +97,19 @@ def attention_of_image(
     return n.done(n.matmul(merged(n, y), 24), *(n.op("Relu", total) for _ in range(readers - 1)))
 
 
+def windows_between(units: int = 3, length: int = 16, count: int = 2, size: int = 32) -> Graph:
+    """Attention within windows as Hiera has it: windows lie between the tokens and the heads."""
+    n = Net()
+    width, tokens = count * size, units * length
+    rows = n.matmul(n.input(1, tokens, 24), 3 * width)
+    parts = n.op("Reshape", rows, n.ints(length, units, 3, count, size))
+    parts = n.op("Transpose", parts, attrs=TransposeAttrs((2, 3, 1, 0, 4)))
+    q, k, v = (n.op("Squeeze", p, n.ints(0)) for p in n.op("Split", parts, attrs=SplitAttrs(0, 3), outputs=3))
+    y = n.op("Reshape", n.op("Attention", q, k, v), n.ints(1, count, units, length, size))
+    y = n.op("Transpose", y, attrs=TransposeAttrs((0, 3, 2, 1, 4)))
+    return n.done(n.matmul(n.op("Reshape", y, n.ints(1, tokens, width)), 40))
+
+
 ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     "plain": (attention, "attention_sm90"),
     "long": (lambda: attention(length=150, size=64, count=2), "attention_sm90"),
@@ -105,6 +118,7 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     "cross": (lambda: attention(keys=33), "attention_sm90"),
     "scaled": (lambda: attention(scale=0.3), "attention_sm90"),
     "causal": (lambda: attention(is_causal=True, length=70), "attention_sm90"),
+    "windows between tokens and heads": (windows_between, "attention_sm90"),
     "row mask": (lambda: attention(mask="row"), "attention_sm90"),
     "full mask": (lambda: attention(mask="full", length=21), "attention_sm90"),
     "window masks": (lambda: attention(mask="windows", batch=6, length=24), "attention_sm90"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from optdnn.ir.epilogue import RESIDUAL
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import NOWHERE, Builder, TensorView, row_major
-from optdnn.kernels.layout.views import settle
+from optdnn.kernels.layout.views import order_read, settle
 from optdnn.kernels.pointwise.pointwise import copied_later, copy
 
 KEYS, VALUES, WEIGHTS = 1, 2, 3
@@ -72,14 +73,15 @@ def for_tma(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
     return x if fits_tma(x) else copied_later(b, op, x, name)
 
 
-def order_wanted(b: Builder, op: Op) -> list[int] | None:
+def order_wanted(b: Builder, op: Op) -> Sequence[int] | None:
     """Strides of a result that is dense in the order of axes that the Transpose after it makes, or after the convolution that adds it to
-    its own result; None without one."""
+    its own result; None without one. Where Reshapes lie before the Transpose (the windows of Hiera): those with which all are views."""
     user, shape = b.graph.sole_user(op.value), op.outputs[0].type.static_shape
     if user is not None and user.kind == "Conv" and op.value in user.inputs[RESIDUAL:]:
         user = b.graph.sole_user(user.value)
     if user is None or user.kind != "Transpose":
-        return None
+        read = order_read(b, op.value)
+        return read if read is not None and read[-1] == 1 else None
     strides = [0] * len(shape)
     for p, s in zip(user.attrs.perm, row_major([shape[p] for p in user.attrs.perm]), strict=True):
         strides[p] = s
