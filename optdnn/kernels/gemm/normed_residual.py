@@ -30,7 +30,7 @@ from optdnn.kernels.gemm.row_norms import (
     added,
     as_rows,
     norm_attrs,
-    refuse_places,
+    refuse_order,
     refuse_residual,
     seconds_of,
 )
@@ -58,7 +58,7 @@ class NormedResidualGemm(HopperGemm):
         takes = [isinstance(b.chosen.get(u.id), TakesNorm) for u in others]
         if not takes or not all(takes) or found.norm.value in b.reserved:
             return "others read the normalized rows"
-        return refuse_places(b, op, found, self._order(b, op))
+        return refuse_order(op, self._order(b, op))
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """Unmeasured, the cost model decides."""

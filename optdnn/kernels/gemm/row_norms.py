@@ -129,13 +129,19 @@ def adder(b: Builder, op: Op, found: Normed, others: list[Op]) -> Op | None:
     return other if waits and refuse_residual(b, other) is None else None
 
 
+def refuse_order(op: Op, order: tuple[int, ...]) -> str | None:
+    """Why the product's rows, which it takes in this order of the axes, are not those that have moments, one by one."""
+    logical = tuple(range(len(op.outputs[0].type.static_shape)))
+    return None if order == logical else "its rows do not lie one after the other"
+
+
 def refuse_places(b: Builder, op: Op, found: Normed, order: tuple[int, ...]) -> str | None:
     """Why the launches of ``op``, which takes its rows in this order, and of the maker do not meet in the rows as they lie."""
     if not isinstance(b.chosen.get(found.maker.id), HopperGemm):
         return f"{found.maker.name} runs by a tactic that gives no moments"
+    if (why := refuse_order(op, order)) is not None:
+        return why
     x = rows_of(b.source(found.rows))
-    if x is None or order != tuple(range(len(op.outputs[0].type.static_shape))):
-        return "its rows do not lie one after the other"
     made = PLAIN.convolution(b, found.maker)
     if made.ep.rest or made.out != x:
         return f"the launch of {found.maker.name} does not store the rows that are normalized"
