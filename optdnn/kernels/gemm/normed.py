@@ -2,7 +2,8 @@
 
 The product that makes the rows tells their moments (mean and squared deviations of each 64 channels). The product of the normalized rows
 reads the rows as they are, with a matrix whose rows are scaled, and applies the norm to its sums (``conv_moments.cuh``). Where others
-read the normalized rows (BERT's residuals), the norm's launch stays, and runs beside the product.
+read the normalized rows, the norm's launch stays, and runs beside the product. But a product that adds them normalizes them itself
+(:mod:`.normed_residual`).
 """
 
 from __future__ import annotations

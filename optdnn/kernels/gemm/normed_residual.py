@@ -91,25 +91,15 @@ class NormedResidualGemm(HopperGemm):
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Any) -> None:
         """With the moments of its rows, where a later launch normalizes them."""
-        found, told, columns = self._normed(b, op), b.together.get(op.id), problem.channels
+        found, told = self._normed(b, op), b.together.get(op.id)
         assert c.residual is not None
-        weights, bias = hopper_launch.packed_weights(b, op, problem, c.feeds), bias_row(b, op, c.bias, columns)
+        weights, bias = hopper_launch.packed_weights(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
         (weight,) = conv_maps.weight_views(weights, problem, c.feeds)
         scale, given = b.constant(found.scale(b).astype(np.float32), f"{found.norm.name}.scale"), found.moments(b)
-        operands = {
-            "weights": weights,
-            "channel": bias,
-            "columns": scale,
-            "given": given,
-            "residual": c.residual,
-            "output": c.out,
-        }
-        operands |= hopper_launch.pixels(c.feeds)
-        kind, attrs = (
-            "NormedResidual",
-            {**norm_attrs(problem.residual_norm), "epilogue": plain_stages(stages_with_other(c.ep))},
-        )
-        reads = [as_rows(c.feed.x), as_rows(weight), bias, as_rows(c.residual), given, scale]
+        operands = {"weights": weights, "channel": bias, "output": c.out, "residual": c.residual}
+        operands |= {"columns": scale, "given": given, **hopper_launch.pixels(c.feeds)}
+        attrs = {**norm_attrs(problem.residual_norm), "epilogue": plain_stages(stages_with_other(c.ep))}
+        kind, reads = "NormedResidual", [as_rows(c.feed.x), as_rows(weight), bias, as_rows(c.residual), given, scale]
         if told is not None:
             problem, operands["moments"] = replace(problem, moments=True), told
             kind, attrs = hopper_launch.with_moments(kind, attrs)
