@@ -183,7 +183,8 @@ class Run:
 
     def _prepared(self, order: Row) -> Row | None:
         preparer = self.preparers.get()
-        granted = self._granted(self.kind.prepare_s)
+        limit = max(self.kind.prepare_s, self.options.limit)
+        granted = self._granted(limit)
         try:
             if not granted:
                 return None
@@ -195,7 +196,7 @@ class Run:
                 preparer.worker.close()
         except Exception as error:
             preparer.worker.close()
-            return self._outcome(error, granted, self.kind.prepare_s, "prepare")
+            return self._outcome(error, granted, limit, "prepare")
         finally:
             self.preparers.put(preparer)
         return found
@@ -333,7 +334,12 @@ def parser_of(kind: Kind) -> argparse.ArgumentParser:
     add("--out", type=Path, default=out, help="rows in it are not measured again (%(default)s)")
     add("--again", action="store_true", help="measure rows with an error once more")
     add("--budget", default=540.0, **seconds, help="begin nothing after this (%(default)s)")
-    add("--limit", default=kind.limit_s, **seconds, help="of measuring one (%(default)s)")
+    add(
+        "--limit",
+        default=kind.limit_s,
+        **seconds,
+        help="of measuring one (%(default)s); more also extends preparing one",
+    )
     add("--jobs", type=int, default=max(2, (os.cpu_count() or 2) * 5 // 8), help="prepared at once (%(default)s)")
     add(
         "--at-once",

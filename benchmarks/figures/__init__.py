@@ -23,7 +23,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "random": checks.random,
     "soak": checks.soak,
     "targets": gpu.targets,
-    "compiled": gpu.compiled,
+    "h100": gpu.h100,
     "decoding": decoding.decoding,
     "streams": gpu.lanes,
     "waits": waits.waits,

@@ -47,6 +47,7 @@ from optdnn.kernels.norm.group_norm import GroupNorm
 from optdnn.kernels.norm.group_norm_add import GroupNormAdd
 from optdnn.kernels.norm.half_rows import OPERATIONS, ActivatedRows, HalfRows, QuantizedRows
 from optdnn.kernels.norm.norm_add import NormAdd
+from optdnn.kernels.norm.norm_add_norm import NormAddNorm
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
 from optdnn.kernels.norm.rows_grid import RowsGrid
@@ -193,7 +194,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GlobalMaxPool": (ReductionParts(), Reduction()),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
     "Cast": (ResizedPicture(), Elementwise()),
-    "Add": (AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), GroupNormAdd(), Elementwise()),
+    "Add": (NormAddNorm(), AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), GroupNormAdd(), Elementwise()),
     "Pointwise": (GroupNormAdd(), Elementwise()),
     "Concat": (Unfold(),),
 }

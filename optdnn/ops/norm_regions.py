@@ -30,6 +30,29 @@ class AddNormAttrs(NestedAttrs):
         return {"norm": self.norm, **plain_held(self.norm, self.own)}
 
 
+FIRST = "first_"
+"""Before the names of the first norm's attributes."""
+
+
+@dataclass(frozen=True)
+class NormAddNormAttrs(NestedAttrs):
+    """The normalization ``norm`` (a kind) with its attributes ``own``; ``first``: that of the rows before the addition."""
+
+    norm: str
+    own: Attrs
+    first: AddNormAttrs
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> NormAddNormAttrs:
+        first = {name.removeprefix(FIRST): value for name, value in given.items() if name.startswith(FIRST)}
+        last = AddNormAttrs.read({name: value for name, value in given.items() if not name.startswith(FIRST)})
+        return cls(last.norm, last.own, AddNormAttrs.read(first))
+
+    def plain(self) -> dict[str, Any]:
+        first = {FIRST + name: value for name, value in self.first.plain().items()}
+        return {**AddNormAttrs(self.norm, self.own).plain(), **first}
+
+
 @dataclass(frozen=True)
 class ActivatedNormAttrs(NestedAttrs):
     """The normalization ``norm`` (a kind) with its attributes ``own``, the stages in front of it and those that follow.
@@ -82,6 +105,16 @@ def _infer_add_norm(call: Call) -> Result:
     return Result((*total.types, *infer_as(call, a.norm, a.own, (*total.types, *call.types[2:])).types))
 
 
+def _infer_norm_add_norm(call: Call) -> Result:
+    """Operands: the rows, what is added to them, scale and bias of the norm, scale and bias of the first norm."""
+    a: NormAddNormAttrs = call.attrs
+    x, other, *parameters = call.types
+    own, of_first = ([t for t in pair if t is not None] for pair in (parameters[:2], parameters[2:]))
+    normalized = infer_as(call, a.first.norm, a.first.own, [x, *of_first]).types[:1]
+    total = infer_as(call, "Add", Attrs(), [*normalized, other])
+    return Result((*total.types, *infer_as(call, a.norm, a.own, (*total.types, *own)).types))
+
+
 def _infer_activated_norm(call: Call) -> Result:
     a: ActivatedNormAttrs = call.attrs
     (y,) = infer_as(call, a.norm, a.own, [t for t in call.types[:3] if t is not None]).types[:1]
@@ -112,6 +145,10 @@ def _cost_add_norm(call: Call, result: Result) -> Cost:
     return Cost(9 * elements(call.type(0)))
 
 
+def _cost_norm_add_norm(call: Call, result: Result) -> Cost:
+    return Cost(17 * elements(call.type(0)))
+
+
 def _cost_activated_norm(call: Call, result: Result) -> Cost:
     a: ActivatedNormAttrs = call.attrs
     return Cost(8 * elements(call.type(0)) + stages_flops(a.epilogue, result.types[0], call.types))
@@ -125,6 +162,7 @@ def _cost_group_apply(call: Call, result: Result) -> Cost:
 DEFS: tuple[OpDef, ...] = (
     region("ActivatedNorm", _infer_activated_norm, ActivatedNormAttrs, cost=_cost_activated_norm, arity=3),
     region("AddNorm", _infer_add_norm, AddNormAttrs, cost=_cost_add_norm),
+    region("NormAddNorm", _infer_norm_add_norm, NormAddNormAttrs, cost=_cost_norm_add_norm),
     region("GroupApply", _infer_group_apply, GroupApplyAttrs, cost=_cost_group_apply, arity=4),
     region(
         "GroupMoments",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -30,6 +31,8 @@ def error_cells(row: Mapping[str, Any], report: Mapping[str, Plain]) -> tuple[st
 HISTOGRAM = "errors ≤1e-8 … ≥1"
 """The bars of :func:`histogram_text`: elements by their error over the value's largest magnitude, in decades."""
 _BARS = " ▁▂▃▄▅▆▇█"
+_CONSTANT = re.compile(r"(^|[/_])Constant(_\d+)?$")
+"""Names that PyTorch's exporters give to Constant nodes."""
 
 
 def figure(value: float | None, digits: int) -> str:
@@ -38,7 +41,9 @@ def figure(value: float | None, digits: int) -> str:
 
 
 def first_of(names: Sequence[str], most: int, total: int | None = None) -> str:
-    """The first names, and how many more there are (of ``total``, where ``names`` are not all)."""
+    """The first names, and how many more there are (of ``total``, where ``names`` are not all). Constants come last, as they say
+    least."""
+    names = sorted(names, key=lambda name: _CONSTANT.search(name) is not None)
     more = (total or len(names)) - min(len(names), most)
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 

@@ -80,6 +80,17 @@ def add_norm(a: Array, b: Array, *parameters: Array | None, norm: str, **attrs: 
     return (total, NORMS[norm](total, *parameters, **attrs)[0])
 
 
+def norm_add_norm(
+    x: Array, other: Array, *parameters: Array | None, norm: str, first_norm: str, **attrs: Any
+) -> tuple[Array, ...]:
+    """``x`` normalized (by the kind ``first_norm``, whose attributes begin so) plus ``other``, and the normalization of this sum.
+
+    Parameters: scale and bias of the second norm, then those of the first; any may be absent."""
+    own, before = ([p for p in pair if p is not None] for pair in (parameters[:2], parameters[2:]))
+    first = {name.removeprefix("first_"): attrs.pop(name) for name in list(attrs) if name.startswith("first_")}
+    return add_norm(NORMS[first_norm](x, *before, **first)[0], other, *own, norm=norm, **attrs)
+
+
 def rotary_pair(x: Array, cos: Array, sin: Array, y: Array, **attrs: Any) -> tuple[Array, ...]:
     """Rotary embeddings of x and y by the same angles."""
     return (*rotary_embedding(x, cos, sin, **attrs), *rotary_embedding(y, cos, sin, **attrs))
@@ -422,8 +433,11 @@ def normed_residual(
     run: Run, x: Array, w: Array, bias: Array, residual: Array, moments: Array, scale: Array, *, mean: bool, epsilon: float,
     epilogue: Sequence[Any],
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Rows x (M, K) times a matrix w of N rows of K, with a bias (N). The stages read the ``residual`` (M, N) as operand 1, normalized
-    by its moments (:func:`row_moments`) and the ``scale`` (N). The norm's shift is part of the bias."""
+    """Rows x (M, K) times a matrix w of N rows of K, with a bias (N).
+
+    The stages read the ``residual`` (M, N) as operand 1, normalized by its moments (:func:`row_moments`) and the ``scale`` (N). The
+    norm's shift is part of the bias.
+    """
     means, factor = _moments_of_rows(moments, residual.shape[1], mean, epsilon)
     added = (factor * (residual - means if mean else residual) * scale).astype(x.dtype)
     return run("Pointwise", [(x @ w.T + bias).astype(x.dtype), added], {"epilogue": epilogue, "arity": 1})
@@ -443,6 +457,7 @@ KERNELS: dict[str, Kernel] = {
     "GroupApply": group_apply,
     "GroupMoments": group_moments,
     "MaskedSoftmax": masked_softmax,
+    "NormAddNorm": norm_add_norm,
     "PeriodicAttention": periodic_attention,
     "Recurrence": recurrence,
     "ResizedPicture": resized_picture,

@@ -69,7 +69,11 @@ def test_the_table_of_targets() -> None:
             times=ms(ours=0.5, eager=1.7, untuned=0.4, libraries=0.8),
             builds={"libraries": {"library_steps": 3}},
         ),
-        row("zoo/resnet50:1@fp16", "cuda:sm_90a ours,compile", times=ms(ours=9.0, eager=9.0, compile=9.0)),
+        row(
+            "zoo/resnet50:1@fp16",
+            "cuda:sm_90a ours,compile",
+            times=ms(ours=9.0, eager=9.0, compile=1.2, compile_max=1.0),
+        ),
         row("zoo/lstm:1@fp16", times=ms(ours=9.0, eager=9.0)),
         row("zoo/resnet50:128@int8+fp16", times=ms(ours=3.0, eager=9.0)),
         row("zoo/vgg16:1@fp16", error="lost"),
@@ -78,20 +82,27 @@ def test_the_table_of_targets() -> None:
     rows[4]["checks"] = {"ours": {"wrong": "0.3", "error_rel": 0.3}}
     text = gpu.targets(rows)
     lines = text.splitlines()
-    assert "| network, batch | optdnn ms | not tuned ms | libraries ms | eager ms | to reach |" in lines
-    assert "| resnet50, 1 | 0.500 | 0.400 | 0.800 | 1.700 | 0.135 |" in lines
-    assert "| resnet50, 8 | **0.250** | – | – | 1.200 | 0.26 |" in lines
-    assert "| lstm, 1 | 9.000 (wrong) | – | – | 9.000 | 0.11 |" in lines
-    assert "| resnet50, 128, int8+fp16 | 3.000 (off by 0.30) | – | – | 9.000 | 1.45 |" in lines
+    assert (
+        "| network, batch | optdnn ms | not tuned ms | libraries ms | eager ms | torch.compile ms | to reach |" in lines
+    )
+    assert "| resnet50, 1 | 0.500 | 0.400 | 0.800 | 1.700 | 1.000 | 0.135 |" in lines
+    assert "| resnet50, 8 | **0.250** | – | – | 1.200 | – | 0.26 |" in lines
+    assert "| lstm, 1 | 9.000 (wrong) | – | – | 9.000 | – | 0.11 |" in lines
+    assert "| resnet50, 128, int8+fp16 | 3.000 (off by 0.30) | – | – | 9.000 | – | 1.45 |" in lines
     assert "are 2.00 times as fast as the libraries alone in geometric mean over 1 rows (the least: 2.00)" in text
+    assert "is 2.00 times as fast as torch.compile in geometric mean over 1 rows" in text
     assert "vgg16" not in text
 
 
-def test_the_table_of_torch_compile() -> None:
-    rows = [row("zoo/resnet50:1@fp16", times=ms(ours=0.2, compile=0.6, compile_max=0.5, eager=0.9))]
-    rows[0]["checks"] = {"compile-max": {"prepare_s": 243.2}}
-    lines = gpu.compiled(rows).splitlines()
-    assert "| resnet50, 1 | 0.200 | 0.600 | 0.500 | 0.900 | 2.50× | 243 s |" in lines
+def test_rows_of_other_gpus_have_a_table_of_their_own() -> None:
+    other = {**RUN, "machine": {**RUN["machine"], "gpu": "NVIDIA H100 80GB HBM3"}}
+    rows = [
+        row("zoo/resnet50:1@fp16", times=ms(ours=0.25, eager=1.0)),
+        row("zoo/resnet50:1@fp16", "cuda ours,eager", times=ms(ours=0.5, eager=1.5)) | {"run": other},
+    ]
+    assert "| resnet50, 1 | 0.500 | 1.500 | 3.0× |" in gpu.h100(rows)
+    assert "| resnet50, 1 | 0.250 | 1.000 | 0.135 |" in gpu.targets(rows)
+    assert gpu.h100(rows[:1]) == ""
 
 
 MIXER, SIGLIP, BERT = (

@@ -171,12 +171,13 @@ def gathers(n: Net) -> list[Any]:
 def movements(n: Net) -> list[Any]:
     x = n.input(2, 8, 4, 6)
     turned = n.op("Transpose", x, attrs=shape.TransposeAttrs((2, 0, 3, 1)))
+    nine = n.op("Transpose", n.input(2, 3, 2, 3, 2, 2, 3, 2, 2), attrs=shape.TransposeAttrs(tuple(range(8, -1, -1))))
     return [
         n.op("Reshape", turned, n.ints(4, -1)), n.op("DepthToSpace", x, attrs=index.BlockAttrs(2)), n.op("Tile", x, n.ints(1, 2, 1, 3)),
         n.op("DepthToSpace", x, attrs=index.BlockAttrs(2, "CRD")), n.op("SpaceToDepth", x, attrs=index.BlockAttrs(2)), n.op("SpaceToDepth", x, attrs=index.BlockAttrs(2, "CRD")),
         n.op("Slice", x, n.ints(7, -1), n.ints(0, -100), n.ints(1, 3), n.ints(-3, -1)),
         n.op("Concat", x, turned_back(n, turned), attrs=index.ConcatAttrs(2)),
-        *n.op("Split", x, n.ints(3, 5), attrs=index.SplitAttrs(1), outputs=2),
+        *n.op("Split", x, n.ints(3, 5), attrs=index.SplitAttrs(1), outputs=2), nine,
     ]  # fmt: skip
 
 

@@ -15,7 +15,13 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.fused import plain_attrs
 from optdnn.ops.held import NO_ONNX, CachedAttentionAttrs, ChannelAttentionAttrs, ChannelSumsAttrs
 from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs
-from optdnn.ops.norm_regions import ActivatedNormAttrs, AddNormAttrs, GroupApplyAttrs, GroupMomentsAttrs
+from optdnn.ops.norm_regions import (
+    ActivatedNormAttrs,
+    AddNormAttrs,
+    GroupApplyAttrs,
+    GroupMomentsAttrs,
+    NormAddNormAttrs,
+)
 from optdnn.ops.regions import (
     FramesAttrs,
     NormedProductAttrs,
@@ -40,7 +46,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 40
+    assert len(REGIONS) == 41
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -150,6 +156,20 @@ def test_add_norm(norm: str) -> None:
     assert np.array_equal(y, run_kernel(norm, [a + b, scale], {"axis": -1, "epsilon": 1e-3})[0])
     with pytest.raises(ShapeError, match="broadcast"):
         infer("AddNorm", AddNormAttrs(norm, own), [a, random(2, 3, 7), scale], outputs=2)
+
+
+@pytest.mark.parametrize("norm", ["LayerNormalization", "RMSNormalization"])
+def test_norm_add_norm(norm: str) -> None:
+    a, b, scale, first = random(2, 3, 8), random(2, 3, 8, seed=1), random(8, seed=2), random(8, seed=3)
+    own, attrs = LayerNormAttrs(-1, 1e-3), {"axis": -1, "epsilon": 1e-3}
+    both = NormAddNormAttrs(norm, own, AddNormAttrs("RMSNormalization", own))
+    assert NormAddNormAttrs.read(both.plain()) == both
+    total, y = results("NormAddNorm", both, [a, b, scale, None, first, None], outputs=2)
+    expected = run_kernel("RMSNormalization", [a, first], attrs)[0] + b
+    assert np.array_equal(total, expected)
+    assert np.array_equal(y, run_kernel(norm, [expected, scale], attrs)[0])
+    with pytest.raises(ShapeError, match="broadcast"):
+        infer("NormAddNorm", both, [a, random(2, 3, 7), scale, None, first, None], outputs=2)
 
 
 def test_activated_norm() -> None:

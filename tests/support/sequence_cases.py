@@ -334,10 +334,35 @@ def normalized_residual(
     return n.done(n.matmul(total, 8), n.op("Softmax", total))
 
 
+def sandwich(first: str = "RMSNormalization", second: str = "RMSNormalization", width: int = 48) -> Graph:
+    """Products' rows that are normalized, added to others and normalized again: Gemma 2, GLM-4."""
+    n = Net()
+    stream, y = n.op("Softmax", n.input(2, 6, width, name="stream")), n.input(2, 6, 32)
+
+    def parameters(kind: str) -> list[Any]:
+        return [n.positive(width), *([n.random(width)] if kind == "LayerNormalization" else [])]
+
+    for kind in (first, second):
+        norm = n.op(kind, n.matmul(y, width), *parameters(kind), attrs=LayerNormAttrs(-1, 1e-3))
+        stream = n.op("Add", stream, norm)
+        y = n.op(second, stream, *parameters(second))
+    return n.done(n.matmul(y, 16), n.op("Softmax", stream))
+
+
 RESIDUAL: dict[str, tuple[Callable[[], Graph], str]] = {
     "layer norm of a sum": (residual, "add_norm_half"),
     "layer norm added to rows": (normalized_residual, "norm_add_half"),
     "rms norm added to rows": (lambda: normalized_residual("RMSNormalization", 768, turn=True), "norm_add_half"),
     "layer norm between sums": (lambda: normalized_residual(before=True), "add_norm_half"),
+    "norms around sums": (sandwich, "norm_add_norm_half"),
+    "layer norms around sums": (
+        lambda: sandwich("LayerNormalization", "LayerNormalization", 768),
+        "norm_add_norm_half",
+    ),
+    "a layer norm, a sum and an rms norm": (lambda: sandwich("LayerNormalization"), "norm_add_norm_half"),
+    "an rms norm, a sum and a layer norm": (
+        lambda: sandwich(second="LayerNormalization", width=1160),
+        "norm_add_norm_half",
+    ),
     "rms norm of a sum": (lambda: residual("RMSNormalization", 768), "add_norm_half"),
 }

@@ -203,10 +203,6 @@ class NormedPair(TakesNorm, PairedGemm):
     name = "gemm_paired_normed_sm90"
     alone = PairedGemm()
 
-    def defer(self, b: Builder, op: Op) -> str | None:
-        """Tuning decides."""
-        return "it is right, and was not timed yet"
-
     @staticmethod
     def others(graph: Graph, op: Op) -> tuple[Op, ...]:
         """The product that is multiplied."""

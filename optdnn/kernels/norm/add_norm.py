@@ -106,7 +106,8 @@ class AddNorm(AddsAndNormalizes):
                 return value, other, math.prod(own[:-1])
         return None
 
-    def _problem(self, b: Builder, op: Op) -> rows.Problem:
+    def problem(self, b: Builder, op: Op) -> rows.Problem:
+        """What the launch computes."""
         norm, operands = norm_of(b, op), self._operands(b, op)
         assert norm is not None
         assert operands is not None
@@ -115,7 +116,7 @@ class AddNorm(AddsAndNormalizes):
         return placed(whole, b.operand(operands[0]), out, b.operand(operands[1]))
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        return rows_offers(self._problem(b, op), b.gpu)
+        return rows_offers(self.problem(b, op), b.gpu)
 
     def sources(self, b: Builder, op: Op) -> tuple[TensorView, TensorView]:
         found = self._operands(b, op)
@@ -123,4 +124,4 @@ class AddNorm(AddsAndNormalizes):
         return b.operand(found[0]), b.operand(found[1])
 
     def launch(self, b: Builder, op: Op, config: Any) -> Launch:
-        return rows.launch(self._problem(b, op), config, b.gpu)
+        return rows.launch(self.problem(b, op), config, b.gpu)

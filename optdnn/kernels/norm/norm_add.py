@@ -23,7 +23,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 _ROWS = HalfRows()
 
 
-def _operands(graph: Graph, op: Op) -> tuple[Op, Value] | None:
+def normalized_operand(graph: Graph, op: Op) -> tuple[Op, Value] | None:
     """The normalization whose result only ``op`` reads, and the addend."""
     for value, other in (op.inputs, op.inputs[::-1]):
         norm = None if value is None else graph.op(value)
@@ -34,18 +34,26 @@ def _operands(graph: Graph, op: Op) -> tuple[Op, Value] | None:
     return None
 
 
+def of_another_launch(graph: Graph, norm: Op) -> str | None:
+    """Why the normalization before an addition runs elsewhere."""
+    source = None if norm.inputs[0] is None else graph.op(norm.inputs[0])
+    return (
+        None if source is None or source.kind != "Add" else f"the normalization belongs to the launch of {source.name}"
+    )
+
+
 class NormAdd(ProblemTactic):
     """LayerNorm or RMSNorm of rows, then Add of a tensor of the same shape, in 16-bit floats."""
 
     name = "norm_add_half"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        found, t = _operands(b.graph, op), op.outputs[0].type
+        found, t = normalized_operand(b.graph, op), op.outputs[0].type
         if found is None:
             return "it is not the only reader of a normalization of rows"
         norm, other = found
-        if (source := b.graph.op(norm.inputs[0] or other)).kind == "Add":
-            return f"the normalization belongs to the launch of {source.name}"
+        if (why := of_another_launch(b.graph, norm)) is not None:
+            return why
         if norm.value in b.reserved or b.graph.type(norm.value) != t:
             return "the normalization's own result is kept"
         if (why := _ROWS.refuse_rows(b, norm)) is not None:
@@ -62,7 +70,7 @@ class NormAdd(ProblemTactic):
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The normalization before it."""
-        found = _operands(graph, op)
+        found = normalized_operand(graph, op)
         return [] if found is None else [found[0]]
 
     def region(self, b: Builder, op: Op) -> Region:
@@ -70,7 +78,7 @@ class NormAdd(ProblemTactic):
         return Region(op, before=tuple(self.neighbours(b.graph, op)))
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
-        found = _operands(b.graph, op)
+        found = normalized_operand(b.graph, op)
         assert found is not None
         norm, other = found
         out = b.result(op.value, result_strides(b, op.value))
@@ -85,7 +93,7 @@ class NormAdd(ProblemTactic):
         return rows_offers(problem, gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        found = _operands(b.graph, op)
+        found = normalized_operand(b.graph, op)
         assert found is not None
         norm, other = found
         operands = {"input": b.operand(norm.inputs[0]), "addend": b.operand(other), "output": b.target(op.value)}

@@ -27,6 +27,16 @@ MAX_ROWS_ELEMENTS = 96
 
 
 @dataclass(frozen=True)
+class FirstNorm:
+    """A norm of the input before the addend is added: one of the first two :data:`OPERATIONS`, and which parameters it has."""
+
+    operation: str
+    scale: bool
+    bias: bool
+    epsilon: float
+
+
+@dataclass(frozen=True)
 class Problem:
     """``rows`` rows of ``length`` 16-bit elements.
 
@@ -58,6 +68,8 @@ class Problem:
     """Elements from a row of the addend, and of the 16-bit results, to the next one; 0: ``length``."""
     epilogue: tuple[render.Stage, ...] = ()
     """Stages without operands, through which the result of a norm goes."""
+    first: FirstNorm | None = None
+    """What normalizes the input before the addend is added."""
 
     @property
     def bytes(self) -> int:
@@ -97,6 +109,8 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return "there is no addend whose rows repeat"
     if problem.last and (not problem.add or problem.sum or problem.narrow):
         return "the last addition has an addend, and the sum is the one result"
+    if problem.first is not None and (not problem.sum or problem.operation not in OPERATIONS[:2]):
+        return "a norm before the addition is for sums that are normalized, and stored"
     if problem.epilogue and (problem.narrow or problem.add or problem.operation not in OPERATIONS[:2]):
         return "stages follow a norm that adds nothing, of 16-bit results"
     if render.uses_residual(problem.epilogue) or ("bias",) in problem.epilogue:
@@ -139,6 +153,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "HAS_ADD": int(problem.add), "ADD_LAST": int(problem.last), "HAS_SUM": int(problem.sum), "PERIODIC": int(problem.period > 0),
         "HAS_SCALE": int(norm and problem.scale), "HAS_BIAS": int(norm and problem.bias),
         "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide), "WALKED": int(bool(problem.walk)), "EPILOGUE": int(bool(problem.epilogue)),
+        "FIRST": 0 if problem.first is None else 1 + OPERATIONS.index(problem.first.operation),
+        "HAS_FIRST_SCALE": int(problem.first is not None and problem.first.scale), "HAS_FIRST_BIAS": int(problem.first is not None and problem.first.bias),
     }  # fmt: skip
     stages = [render.epilogue(problem.epilogue)] if problem.epilogue else []
     text = "\n".join([render.constants(defines), *stages, ""])
@@ -146,7 +162,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
-    """The launch. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``, ``narrow``."""
+    """The launch. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``, ``narrow``; ``first_scale``
+    and ``first_bias`` of the norm before the addition."""
     norm = problem.operation in OPERATIONS[:2]
     present = {
         "input": True, "addend": problem.add, "scale": norm and problem.scale, "bias": norm and problem.bias,
@@ -158,6 +175,8 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     sizes, strides = zip(*((1, 0),) * (MOST_AXES - len(problem.walk)), *problem.walk, strict=True)
     pitches = (pitch or problem.length for pitch in problem.pitches)
     parameters.i32(problem.period, *pitches, *sizes[1:]).i64(*strides)
+    first = problem.first or FirstNorm("rms_norm", scale=False, bias=False, epsilon=0.0)
+    parameters.pointer("first_scale" if first.scale else None, "first_bias" if first.bias else None).f32(first.epsilon)
     return parameters.launch(recipe(problem, config, gpu.arch), "rows", config.blocks(problem), config.threads)
 
 
@@ -174,6 +193,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     work = blocks * config.threads * (elements * 12 + 80 + 40 * math.log2(max(2, config.group)))
     compute = work / min(busy, device.multiprocessors) / 128 / CLOCK
     latency = 0.8e-6 + (0.1e-6 if config.group > 32 else 0.0) + elements * 10 / CLOCK
+    latency += 0.3e-6 + elements * 6 / CLOCK if problem.first is not None else 0.0
     tail = 1.0 + 0.5 * resident * device.multiprocessors / max(blocks, resident * device.multiprocessors)
     if near and problem.operation in OPERATIONS[:2]:  # the parameters, from L1, once for the rows of a group
         latency += 0.3 * 8 * problem.length * problem.rows / config.rows / (device.multiprocessors * 64 * CLOCK)

@@ -44,8 +44,8 @@ CPP = {
 }  # fmt: skip
 """Element type -> its name in general.cuh."""
 _ARITHMETIC = {FP32: "float", FP64: "double", BOOL: "bool"} | dict.fromkeys((FP16, BF16, *NARROW_FLOATS), "float")
-STRIDES_LIMIT = 8
-"""Most axes that are left after merging."""
+STRIDES_LIMIT = 16
+"""Most axes that are left after merging: sizes and strides are parameters of a launch."""
 
 
 def arithmetic(dtype: DType) -> str:

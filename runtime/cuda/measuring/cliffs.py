@@ -11,6 +11,8 @@ BELOW, OVER = 0.25, 0.02
 """A cliff reaches less than this share of its roofline, and takes more than this share of the run."""
 LAUNCH_US = 4.0
 """Microseconds within which a step's launch, not its work, sets its time."""
+MOST_OF_A_GPU = 0.8
+"""Blocks for this share of the multiprocessors leave hardly any of the GPU idle."""
 
 
 def cliffs(steps: Sequence[Mapping[str, Any]], program: Program) -> list[dict[str, Plain]]:
@@ -31,6 +33,14 @@ def cliffs(steps: Sequence[Mapping[str, Any]], program: Program) -> list[dict[st
     return sorted(found, key=lambda c: -float(c["gain_us"]))
 
 
+def _of_one_wave(blocks: int, multiprocessors: int) -> str:
+    """Why a launch is slow whose blocks all run at once."""
+    if blocks < MOST_OF_A_GPU * multiprocessors:
+        few = "1 block does" if blocks == 1 else f"{blocks} blocks do"
+        return f"{few} not fill {multiprocessors} multiprocessors"
+    return f"its {blocks} blocks all run at once, so the latency of one block sets its time"
+
+
 def _why(step: Mapping[str, Any], program: Program) -> str:
     """Why the step is slow, as far as the plan knows."""
     src = set(step["src"])
@@ -39,15 +49,16 @@ def _why(step: Mapping[str, Any], program: Program) -> str:
     if step["executor"] != "cuda":
         rows: Any = program.meta.get("host", {}).get("operators", ())
         return next((str(o["why"]) for o in rows if src & set(o["nodes"])), "it runs on the CPU")
-    reasons = []
     launch = program.steps[step["step"]].params.get("launch")
     blocks = 0 if launch is None else int(launch["grid"][0]) * int(launch["grid"][1]) * int(launch["grid"][2])
     planned: Any = program.meta.get("gpu")
-    if planned and 0 < blocks < planned["multiprocessors"]:
-        few = "1 block does" if blocks == 1 else f"{blocks} blocks do"
-        reasons.append(f"{few} not fill {planned['multiprocessors']} multiprocessors")
+    reasons = []
+    if planned and 0 < blocks <= planned["multiprocessors"]:
+        reasons.append(_of_one_wave(blocks, planned["multiprocessors"]))
     decisions: Any = program.meta.get("tactics", ())
     tactic = str(step["tactic"]).partition(" ")[0]
+    if reasons and tactic.endswith("_sm90"):  # the fastest family: what others refuse explains nothing
+        return reasons[0]
     mine = [
         d
         for d in decisions

@@ -41,6 +41,21 @@ def test_few_blocks_are_a_reason(program: Program) -> None:
     assert why.startswith(f"{blocks[0] * blocks[1] * blocks[2]} blocks do not fill 132 multiprocessors")
 
 
+def test_one_wave_is_a_reason(program: Program) -> None:
+    launch: Any = program.steps[3].params["launch"]
+    blocks = launch["grid"][0] * launch["grid"][1] * launch["grid"][2]
+    gpu: Any = program.meta["gpu"]
+    before, gpu["multiprocessors"] = gpu["multiprocessors"], blocks
+    try:
+        why = str(cliffs([row(program, 3)], program)[0]["why"])
+        tactic = str(cliffs([row(program, 3, tactic="gemm_sm90 1x1")], program)[0]["why"])
+    finally:
+        gpu["multiprocessors"] = before
+    wave = f"its {blocks} blocks all run at once, so the latency of one block sets its time"
+    assert why.startswith(wave)
+    assert tactic == wave
+
+
 def test_refusals_of_other_tactics_are_reasons(program: Program) -> None:
     decisions: Any = program.meta["tactics"]
     refused = {r["tactic"] for d in decisions for r in d.get("refused", ())}

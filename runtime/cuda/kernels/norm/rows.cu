@@ -7,7 +7,7 @@
 //
 // generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, 2 softmax, 3 log-softmax), LANES, VECTORS, GROUP, ROWS, THREADS, HAS_ADD
 // (the normalized row is input + addend), ADD_LAST (the addend is added to the normalized row instead), PERIODIC (the addend's rows
-// repeat), WALKED (the input's rows are spread over up to four axes; all else lies in rows), HAS_SUM (that sum is an output, too), HAS_SCALE and HAS_BIAS; EPILOGUE
+// repeat), FIRST (1, 2: the input is normalized by operation 0 or 1 before the addend is added), HAS_FIRST_SCALE and HAS_FIRST_BIAS, WALKED (the input's rows are spread over up to four axes; all else lies in rows), HAS_SUM (that sum is an output, too), HAS_SCALE and HAS_BIAS; EPILOGUE
 // (the result goes through epilogue()); NARROW (1: the result goes out in 8-bit integers, 2: in fp8)
 // and HAS_OUTPUT (it goes out in 16 bits).
 #include "vectors.cuh"
@@ -33,6 +33,9 @@ struct Params {
     int addend_pitch, pitch;                       // elements from a row of the addend, and of both 16-bit results, to the next one
     int sizes[3];                                  // WALKED: of the three inner axes over which the input's rows are spread
     long long strides[4];                          // WALKED: elements from a row to the next one of each axis
+    const float* first_scale;                      // FIRST: [length]
+    const float* first_bias;
+    float first_epsilon;
 };
 
 // Where a row of the input begins.
@@ -62,6 +65,28 @@ template <bool MAXIMUM> DEVICE float reduce(float x, int slot) {
     return x;
 }
 
+// What normalizes a row of the input: its mean (MEAN) and the reciprocal of its deviation. `inside`: columns that the row has. The last
+// sum is exchanged through slot 1, as the row's next reduction takes slot 0.
+template <bool MEAN>
+DEVICE void moments(const Packed<LANES> (&raw)[VECTORS], int first, int inside, float inverse_length, float epsilon, float& shift, float& factor) {
+    #pragma unroll
+    for (int pass = MEAN ? 0 : 1; pass < 2; pass++) {
+        float total = 0.0f;
+        #pragma unroll
+        for (int v = 0; v < VECTORS; v++) {
+            if (first + v * GROUP * LANES >= inside) continue;
+            #pragma unroll
+            for (int i = 0; i < LANES; i++) {
+                const float d = element(raw[v], i) - shift;
+                total += pass == 0 ? d : d * d;
+            }
+        }
+        total = reduce<false>(total, pass) * inverse_length;
+        if (pass == 0) shift = total;
+        else factor = rsqrtf(total + epsilon);
+    }
+}
+
 // LANES bytes of what was rounded to 16 bits, as a reader of the 16-bit result would quantize it.
 DEVICE void store_narrow(const Params& p, u8* at, const Packed<LANES>& x) {
     u32 word[(LANES + 3) / 4];
@@ -87,6 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
     const int row = (blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP) * ROWS, first = threadIdx.x % GROUP * LANES;
     const long long start = (long long)row * p.pitch;
     float scale[EARLY_PARAMETERS ? COUNT : LANES], bias[EARLY_PARAMETERS ? COUNT : LANES];
+    float first_scale[FIRST && EARLY_PARAMETERS ? COUNT : LANES], first_bias[FIRST && EARLY_PARAMETERS ? COUNT : LANES];
     if (EARLY_PARAMETERS && OPERATION < 2) {
         #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
@@ -94,6 +120,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
             if (column >= p.length) continue;
             if (HAS_SCALE) load_floats<LANES>(scale + at, p.scale + column);
             if (HAS_BIAS) load_floats<LANES>(bias + at, p.bias + column);
+            if (FIRST && HAS_FIRST_SCALE) load_floats<LANES>(first_scale + at, p.first_scale + column);
+            if (FIRST && HAS_FIRST_BIAS) load_floats<LANES>(first_bias + at, p.first_bias + column);
         }
     }
     grid_dependency_wait();
@@ -113,16 +141,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
     float x[ROWS][COUNT], shift[ROWS], factor[ROWS];
     #pragma unroll
     for (int r = 0; r < ROWS; r++) {
+        float first_shift = 0.0f, first_factor = 1.0f;
+        if (FIRST) moments<FIRST == 1>(raw[r], first, row + r < p.rows ? p.length : 0, p.inverse_length, p.first_epsilon, first_shift, first_factor);
         float total = OPERATION < 2 ? 0.0f : __int_as_float(0xff800000);
         bool nan = false;                          // fmaxf drops NaN, softmax must not
         #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
             const int column = first + v * GROUP * LANES;
             const bool inside = row + r < p.rows && column < p.length;
+            const int at = FIRST && EARLY_PARAMETERS ? v * LANES : 0;
+            if (FIRST && !EARLY_PARAMETERS && inside) {
+                if (HAS_FIRST_SCALE) load_floats<LANES>(first_scale, p.first_scale + column);
+                if (HAS_FIRST_BIAS) load_floats<LANES>(first_bias, p.first_bias + column);
+            }
             #pragma unroll
             for (int i = 0; i < LANES; i++) {
                 float value = 0.0f;
                 if (inside) value = element(raw[r][v], i);
+                if (FIRST && inside) {
+                    value = (value - first_shift) * first_factor;
+                    if (HAS_FIRST_SCALE) value *= first_scale[at + i];
+                    if (HAS_FIRST_BIAS) value += first_bias[at + i];
+                }
                 if (HAS_ADD && !ADD_LAST && inside) value += element(other[HAS_ADD ? r : 0][HAS_ADD ? v : 0], i);
                 if (OPERATION >= 2) {
                     value *= p.factor;
