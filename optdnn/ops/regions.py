@@ -225,18 +225,6 @@ class NormedProductAttrs(Attrs):
     beside: tuple[Stage, ...] = ()
 
 
-@dataclass(frozen=True)
-class NormedResidualAttrs(Attrs):
-    """``mean``: whether the mean of the residual's rows is taken away; else the norm is by the mean square.
-
-    ``epilogue``: stages of the product, which read the normalized residual as operand 1.
-    """
-
-    mean: bool
-    epsilon: float
-    epilogue: tuple[Stage, ...]
-
-
 def without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """All entries except the named ones."""
     return {name: value for name, value in given.items() if name not in names}
@@ -364,18 +352,6 @@ def _infer_normed_product(call: Call) -> Result:
     return Result((x.with_shape((x.dims[0], math.prod(columns))),))
 
 
-def _infer_normed_residual(call: Call) -> Result:
-    x, weights, residual, moments = (call.type(i) for i in (0, 1, 3, 4))
-    require_rank(x, 2, "NormedResidual rows")
-    require_rank(moments, 3, "NormedResidual moments")
-    columns, depth = weights.dims
-    agree(x.dims[1], depth, f"NormedResidual weights {weights} do not fit rows {x}")
-    for found, wanted in zip(residual.dims, (x.dims[0], columns), strict=True):
-        agree(found, wanted, f"NormedResidual {residual} does not fit rows {x} times {weights}")
-    agree(x.dims[0], moments.dims[1], f"NormedResidual moments {moments} are not of rows {residual}")
-    return Result((x.with_shape((x.dims[0], columns)),))
-
-
 def _infer_tiled_product(call: Call) -> Result:
     x, a = call.type(0), call.attrs
     require_rank(call.type(1), 3, "TiledPackedMatMul weights")
@@ -426,7 +402,6 @@ DEFS: tuple[OpDef, ...] = (
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),
     region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=_SUMS),
     region("NormedProduct", _infer_normed_product, NormedProductAttrs, tol=_SUMS),
-    region("NormedResidual", _infer_normed_residual, NormedResidualAttrs, tol=_SUMS),
     region("RowMoments", _infer_row_moments, RowMomentsAttrs, tol=_SUMS),
     region("RowProduct", _infer_row_product, RowProductAttrs, tol=Tol(rtol=1e-5, atol=3e-6)),
     region("ResizedPicture", _infer_resized_picture, ResizedPictureAttrs, cost=_cost_resized, tol=Tol(1e-5, 1e-4)),
