@@ -28,6 +28,7 @@ from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.gemm.matmul import TiledMatMul
 from optdnn.kernels.gemm.normed import NormedGemm, NormedPair
+from optdnn.kernels.gemm.normed_residual import NormedResidualGemm
 from optdnn.kernels.gemm.paired import PairedGemm
 from optdnn.kernels.gemm.row_product import RowProduct
 from optdnn.kernels.index import numeric, positions, regions
@@ -103,6 +104,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         NormedPair(),
         PairedGemm(),
         NormedGemm(),
+        NormedResidualGemm(),
         HopperGemm(),
         GeneralGemm(),
         TiledGemm(),
@@ -117,6 +119,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         NormedPair(),
         PairedGemm(),
         NormedGemm(),
+        NormedResidualGemm(),
         HopperGemm(),
         GeneralGemm(),
         TiledGemm(),

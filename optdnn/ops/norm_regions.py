@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.ops.attention import RotaryAttrs
-from optdnn.ops.base import Attrs, Call, Cost, NestedAttrs, Result, Stage
+from optdnn.ops.base import Attrs, Call, Cost, NestedAttrs, Result, Stage, Tol
 from optdnn.ops.checks import agree, elements, per_element, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import infer_stages, plain_stages, stages_flops
@@ -132,6 +132,18 @@ class GroupApplyAttrs(Attrs):
     prologue: tuple[Stage, ...] = ()
 
 
+@dataclass(frozen=True)
+class NormedResidualAttrs(Attrs):
+    """``mean``: whether the mean of the residual's rows is taken away; else the norm is by the mean square.
+
+    ``epilogue``: stages of the product, which read the normalized residual as operand 1.
+    """
+
+    mean: bool
+    epsilon: float
+    epilogue: tuple[Stage, ...]
+
+
 # ---------------------------------------------------------------- shapes
 
 
@@ -197,6 +209,18 @@ def _infer_group_apply(call: Call) -> Result:
     return Result((infer_stages(a.epilogue, x, call.types),))
 
 
+def _infer_normed_residual(call: Call) -> Result:
+    x, weights, residual, moments = (call.type(i) for i in (0, 1, 3, 4))
+    require_rank(x, 2, "NormedResidual rows")
+    require_rank(moments, 3, "NormedResidual moments")
+    columns, depth = weights.dims
+    agree(x.dims[1], depth, f"NormedResidual weights {weights} do not fit rows {x}")
+    for found, wanted in zip(residual.dims, (x.dims[0], columns), strict=True):
+        agree(found, wanted, f"NormedResidual {residual} does not fit rows {x} times {weights}")
+    agree(x.dims[0], moments.dims[1], f"NormedResidual moments {moments} are not of rows {residual}")
+    return Result((x.with_shape((x.dims[0], columns)),))
+
+
 # ---------------------------------------------------------------- definitions
 
 
@@ -242,4 +266,5 @@ DEFS: tuple[OpDef, ...] = (
     ),
     region("NormPair", _infer_norm_pair, NormPairAttrs, cost=_cost_norm_pair),
     region("RotaryNormPair", _infer_rotary_norm_pair, RotaryNormPairAttrs, cost=_cost_rotary_norm_pair),
+    region("NormedResidual", _infer_normed_residual, NormedResidualAttrs, tol=Tol(rtol=1e-4, atol=1e-5)),
 )

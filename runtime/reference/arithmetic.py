@@ -124,6 +124,7 @@ PRODUCTS: dict[str, Products] = {
     "MatMulInteger": _matmul,
     "MeanProduct": _conv(1),
     "NormedProduct": _normed_product,
+    "NormedResidual": lambda shapes, out, attrs: 2 * math.prod(out) * shapes[0][1],
     "PackedRowProduct": _packed_row_product,
     "PairedProduct": _paired_product,
     "PackedMatMul": _matmul,

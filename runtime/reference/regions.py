@@ -422,6 +422,15 @@ def row_moments(
     return y, np.stack([mean, ((parts - mean[:, :, None]) ** 2).sum(axis=2)], axis=2)
 
 
+def _moments_of_rows(moments: Array, channels: int, mean: bool, epsilon: float) -> tuple[Array, Array]:
+    """The mean of each row of so many channels (M, 1), and what a norm multiplies the row by (M, 1); from :func:`row_moments`."""
+    each = channels / len(moments)
+    means = moments[:, :, 0].mean(axis=0)
+    squares = (moments[:, :, 1] + each * (moments[:, :, 0] - means) ** 2).sum(axis=0) / channels
+    factor = 1 / np.sqrt(squares + (0 if mean else means**2) + epsilon)
+    return means[:, None], factor[:, None]
+
+
 def normed_product(
     run: Run, x: Array, moments: Array, *products: Array, mean: bool, epsilon: float, epilogue: Sequence[Any] = (),
     beside: Sequence[Any] = (),
@@ -431,20 +440,31 @@ def normed_product(
     ``products``: the matrix, the sums of its rows (N), and the bias; then perhaps those of a second product, which the stages of
     the first read as operand 1. The norm's scale is part of the matrices, its shift of the biases.
     """
-    each = x.shape[1] / len(moments)
-    means = moments[:, :, 0].mean(axis=0)
-    squares = (moments[:, :, 1] + each * (moments[:, :, 0] - means) ** 2).sum(axis=0) / x.shape[1]
-    factor = (1 / np.sqrt(squares + (0 if mean else means**2) + epsilon))[:, None]
+    means, factor = _moments_of_rows(moments, x.shape[1], mean, epsilon)
 
     def product(w: Array, sums: Array, bias: Array) -> Array:
         y = x @ w.reshape(-1, w.shape[-1]).T
-        result: Array = (factor * (y - means[:, None] * sums if mean else y) + bias).astype(x.dtype)
+        result: Array = (factor * (y - means * sums if mean else y) + bias).astype(x.dtype)
         return result
 
     found = [product(*products[:3])]
     if len(products) > 3:
         found += run("Pointwise", [product(*products[3:])], {"epilogue": beside, "arity": 1})
     return run("Pointwise", found, {"epilogue": epilogue, "arity": 1})
+
+
+def normed_residual(
+    run: Run, x: Array, w: Array, bias: Array, residual: Array, moments: Array, scale: Array, *, mean: bool, epsilon: float,
+    epilogue: Sequence[Any],
+) -> tuple[Array, ...]:  # fmt: skip
+    """Rows x (M, K) times a matrix w of N rows of K, with a bias (N).
+
+    The stages read the ``residual`` (M, N) as operand 1, normalized by its moments (:func:`row_moments`) and the ``scale`` (N). The
+    norm's shift is part of the bias.
+    """
+    means, factor = _moments_of_rows(moments, residual.shape[1], mean, epsilon)
+    added = (factor * (residual - means if mean else residual) * scale).astype(x.dtype)
+    return run("Pointwise", [(x @ w.T + bias).astype(x.dtype), added], {"epilogue": epilogue, "arity": 1})
 
 
 KERNELS: dict[str, Kernel] = {
@@ -474,6 +494,7 @@ KERNELS: dict[str, Kernel] = {
 COMPOSED: dict[str, ComposedKernel] = {
     "NormPair": norm_pair,
     "NormedProduct": normed_product,
+    "NormedResidual": normed_residual,
     "PackedRowProduct": packed_row_product,
     "PairedProduct": paired_product,
     "Quantized": quantized,

@@ -21,6 +21,7 @@ from optdnn.ops.norm_regions import (
     GroupApplyAttrs,
     GroupMomentsAttrs,
     NormAddNormAttrs,
+    NormedResidualAttrs,
     NormPairAttrs,
     RotaryNormPairAttrs,
 )
@@ -48,7 +49,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 42
+    assert len(REGIONS) == 43
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -88,6 +89,31 @@ def test_row_moments_and_the_product_of_normalized_rows() -> None:
             infer("NormedProduct", times, [*paired[:5], rows.reshape(4, 6, 128), *paired[6:]])
     with pytest.raises(ShapeError, match="are not of rows"):
         infer("NormedProduct", attrs, [stream[:4], moments, rows, rows.sum(1), bias])
+
+
+def test_the_product_that_normalizes_its_residual() -> None:
+    x, w, rows, scale, bias = (
+        random(5, 24),
+        random(128, 24, seed=1),
+        random(5, 128, seed=2),
+        random(128),
+        random(128, seed=3),
+    )
+    parts = rows.reshape(5, 2, 64)
+    moments = np.stack([parts.mean(2).T, 64 * parts.var(2).T], 2).astype(np.float32)
+    stages = (Stage("Add", (-1, 1)), Stage("Relu", (-2,)))
+    for mean, kind in ((True, "LayerNormalization"), (False, "RMSNormalization")):
+        attrs = NormedResidualAttrs(mean, 1e-5, stages)
+        (got,) = results("NormedResidual", attrs, [x, w, bias, rows, moments, scale])
+        (normed, *_) = run_kernel(kind, [rows, scale], {"axis": -1, "epsilon": 1e-5})
+        np.testing.assert_allclose(got, np.maximum(x @ w.T + bias + normed, 0), rtol=1e-4, atol=1e-4)
+    for wrong, because in (
+        ([x[:, :16], w, bias, rows, moments, scale], "do not fit rows"),
+        ([x, w, bias, rows[:, :64], moments, scale], "does not fit rows"),
+        ([x, w, bias, rows, moments[:, :4], scale], "are not of rows"),
+    ):
+        with pytest.raises(ShapeError, match=because):
+            infer("NormedResidual", attrs, wrong)
 
 
 def test_copy_keeps_bits() -> None:

@@ -18,6 +18,7 @@ from kernels.gemm.test_gemv_pair import excited  # type: ignore[import-not-found
 from kernels.gemm.test_matmul_stacks import NETS as STACKS  # type: ignore[import-not-found]
 from kernels.gemm.test_matmul_tiles import NETS as TILED  # type: ignore[import-not-found]
 from kernels.gemm.test_normed import NETS as NORMED  # type: ignore[import-not-found]
+from kernels.gemm.test_normed_residual import NETS as NORMED_RESIDUALS  # type: ignore[import-not-found]
 from kernels.gemm.test_paired import NETS as PAIRED  # type: ignore[import-not-found]
 from kernels.generated_cases import FAMILIES, graph_of  # type: ignore[import-not-found]
 from kernels.index import test_top_rows  # type: ignore[import-not-found]
@@ -183,6 +184,7 @@ def forced(name: str) -> Iterator[None]:
             patch.setattr("optdnn.kernels.gemm.paired.PairedGemm.defer", lambda *given: None)
         if name.startswith("norms between products"):
             patch.setattr("optdnn.kernels.gemm.normed.TakesNorm.defer", lambda *given: None)
+            patch.setattr("optdnn.kernels.gemm.normed_residual.NormedResidualGemm.defer", lambda *given: None)
         if name.startswith("stem"):
             from optdnn.kernels.conv.stem import StemConv
             from optdnn.lowering.table import TACTICS
@@ -324,7 +326,10 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "means of images": (lambda: gate(size=57), "fp16"),
         "norms across": (net(Net, lambda n: mixer(n, 20)), "fp16"),
         **{f"pairs of channels: {name}": (net(Net, build), "fp16") for name, build in PAIRED.items()},
-        **{f"norms between products: {name}": (net(Net, build), "fp16") for name, build in NORMED.items()},
+        **{
+            f"norms between products: {name}": (net(Net, build), "fp16")
+            for name, build in (NORMED | NORMED_RESIDUALS).items()
+        },
         **{f"rotary: {name}": (ROTARY[name], "fp16") for name in ROTARIES},
         **{f"norms and rotary: {name}": (NORMED_HEADS[name], "fp16") for name in ("a part turns", "tokens, grouped")},
         "top rows": (lambda: test_top_rows.graph(test_top_rows.CASES[0]), "fp32"),

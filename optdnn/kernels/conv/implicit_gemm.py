@@ -148,7 +148,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     operands = config.stages * stage + (-(-problem.k_steps // config.split) * weights if config.stationary else 0)
     operands = -(-operands // 1024) * 1024
     buffers = config.out_buffers * config.turns
-    factors = 0 if problem.norm is None else (1 if config.stores_directly else buffers) * config.tile[1] * 8
+    factors = 0 if problem.row_norm is None else (1 if config.stores_directly else buffers) * config.tile[1] * 8
     if config.stores_directly:
         direct = config.wgm * config.wgn * direct_bytes(config.mt, config.bn, config.split)
         return _BARRIER_BYTES + operands + direct + factors
@@ -202,7 +202,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return why
     if problem.prologue and (config.alternate or config.sharers > 1 or config.wide):
         return "a prologue is for blocks of their own whose warpgroups share a tile, of up to 128 sums a thread"
-    if problem.norm is not None and config.wide:
+    if problem.row_norm is not None and config.wide:
         return "rows are normalized after up to 128 sums a thread"
     threads = config.threads + problem.helpers
     limit = WIDE_REGISTERS if config.wide else register_limit(threads, config.blocks)
@@ -219,7 +219,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return reason
     if problem.stack and (config.stationary or config.stores_directly or config.sharers > 1 or problem.prologue):
         return "weights of a stack are another tensor, and results are stored by TMA"
-    if config.stream and (problem.moments or problem.norm is not None):
+    if config.stream and (problem.moments or problem.row_norm is not None):
         return "moments of rows are for whole tiles"
     if config.stream and (reason := _refuse_streaming(problem, config)):
         return reason
@@ -310,6 +310,7 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str) -> st
         **({"VOLUME": 1, "TOGETHER": problem.together} if problem.volume else {}),
         **({"MOMENTS": 1} if problem.moments else {}),
         **({} if problem.norm is None else {"NORMED": 1 if problem.norm.mean else 2}),
+        **({} if problem.residual_norm is None else {"NORMED_RESIDUAL": 1 if problem.residual_norm.mean else 2}),
     }  # fmt: skip
     stages = render.epilogue(problem.epilogue)
     if problem.beside is not None:

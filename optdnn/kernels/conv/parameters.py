@@ -119,9 +119,10 @@ def parameters(
     if problem.volume:
         made.i32(*(n for k in range(2) for n in _depth(problem, k)))
         made.i32(*(frames or [0] * 4))
-    if problem.moments or problem.norm is not None:
-        made.pointer(*present("moments", "given", "columns")).i32(inside // MOMENT_CHANNELS)
-        made.f32(0.0 if problem.norm is None else problem.norm.epsilon)
+    if problem.moments or problem.row_norm is not None:
+        normed = inside if problem.residual_norm is None else problem.channels
+        made.pointer(*present("moments", "given", "columns")).i32(normed // MOMENT_CHANNELS)
+        made.f32(0.0 if problem.row_norm is None else problem.row_norm.epsilon)
     return made
 
 

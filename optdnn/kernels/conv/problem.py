@@ -102,7 +102,7 @@ MOMENT_CHANNELS = 64
 
 @dataclass(frozen=True)
 class RowNorm:
-    """The norm of the rows that a product reads. Their moments are given, and it is applied to the sums."""
+    """The norm of the rows that a product reads or adds. Their moments are given, and it is applied to the sums or to the residual."""
 
     mean: bool
     """Whether the mean is taken away (a layer norm); else only the mean square counts."""
@@ -219,6 +219,8 @@ class Problem:
     """Whether the moments of each row of the result are a second result."""
     norm: RowNorm | None = None
     """Of the rows that it reads."""
+    residual_norm: RowNorm | None = None
+    """Of the residual's rows, whose scale the launch reads, and whose shift is part of the bias."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:
@@ -242,13 +244,16 @@ class Problem:
         if self.prologue and (self.item != 2 or [s.mode for s in self.sources] != [ROWS]):
             raise InternalError("a prologue is for 16-bit pixels that are read once each")
 
-        told = [n for n, on in ((self.channels, self.moments), (self.sources[0].channels, self.norm is not None)) if on]
-        if told and (not self.rows_alone or self.item != 2 or (self.moments and self.out_item != 2)):
+        own = self.moments or self.residual_norm is not None
+        told = [n for n, on in ((self.channels, own), (self.sources[0].channels, self.norm is not None)) if on]
+        if told and (not self.rows_alone or self.item != 2 or (own and self.out_item != 2)):
             raise InternalError("moments are of rows of 16 bits")
         if any(n % MOMENT_CHANNELS for n in told):
             raise InternalError(f"moments are of {MOMENT_CHANNELS} channels each")
         if self.norm is not None and self.residual:
             raise InternalError("rows that are normalized after their products take no residual")
+        if self.residual_norm is not None and not self.residual:
+            raise InternalError("there is no residual to normalize")
 
     @property
     def rows_alone(self) -> bool:
@@ -269,7 +274,12 @@ class Problem:
     @property
     def helpers(self) -> int:
         """Threads of a block besides the configuration's: those that apply the prologue, or two of three warps that work out a norm."""
-        return 128 if self.prologue else 64 if self.norm is not None else 0
+        return 128 if self.prologue else 64 if self.row_norm is not None else 0
+
+    @property
+    def row_norm(self) -> RowNorm | None:
+        """Of the rows that it reads, or of the residual's."""
+        return self.norm or self.residual_norm
 
     @property
     def volume(self) -> bool:

@@ -2,65 +2,49 @@
 
 The product that makes the rows tells their moments (mean and squared deviations of each 64 channels). The product of the normalized rows
 reads the rows as they are, with a matrix whose rows are scaled, and applies the norm to its sums (``conv_moments.cuh``). Where others
-read the normalized rows (BERT's residuals), the norm's launch stays, and runs beside the product.
+read the normalized rows, the norm's launch stays, and runs beside the product. But a product that adds them normalizes them itself
+(:mod:`.normed_residual`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv.fused import Convolution, bias_row
-from optdnn.kernels.conv.problem import MOMENT_CHANNELS, Problem, RowNorm
+from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.gemm.hopper import HopperGemm, MatrixProduct, rows_of
 from optdnn.kernels.gemm.paired import PairedGemm, halves, multiplier
-from optdnn.kernels.norm.half_rows import HalfRows
+from optdnn.kernels.gemm.row_norms import (
+    ADDED,
+    BESIDE,
+    PLAIN,
+    PRODUCTS,
+    ROWS,
+    TOLD,
+    Normed,
+    adder,
+    as_rows,
+    norm_attrs,
+    normed,
+    refuse_norm,
+    refuse_places,
+    seconds_of,
+)
 from optdnn.kernels.tactic import Region, Tactic
 from optdnn.ops.fused import plain_stages
-from optdnn.types import BF16, FP16, FP32, Array
+from optdnn.types import FP16, Array
 
-_GEMM, _ROWS = HopperGemm(), HalfRows()
-NORMS = {"LayerNormalization": True, "RMSNormalization": False}
-"""Kind -> whether it takes the mean away."""
-PRODUCTS = frozenset({"MatMul", "Gemm"})
 ROUNDING = 2.0**-10
 """The most that rounding may change a column of the scaled matrix, relative to its length."""
-TOLD = 0.3e-6
-"""Seconds that a product takes longer where it tells the moments of its rows."""
-BESIDE = 1.3e-6
-"""Seconds of a norm that others read, which runs beside the product: the edges of the graph to it and from it."""
 MOST_WORK = 2.0e10
 """Operations of the largest products that were faster so. Larger ones run at the power limit, and won nothing (``docs/internals/kernels.md``)."""
-
-
-@dataclass(frozen=True)
-class _Around:
-    """The norm in front of a product, and the product that makes its rows."""
-
-    norm: Op
-    maker: Op
-
-    @property
-    def rows(self) -> Value:
-        """The rows before the norm."""
-        found = self.norm.inputs[0]
-        assert found is not None
-        return found
-
-
-def _around(graph: Graph, op: Op) -> _Around | None:
-    """None where there is no such norm, or its rows are no product's."""
-    norm = None if op.input(0) is None else graph.op(op.inputs[0])  # type: ignore[arg-type]
-    if norm is None or norm.kind not in NORMS or norm.inputs[0] is None:
-        return None
-    maker = graph.op(norm.inputs[0])
-    return _Around(norm, maker) if maker.kind in PRODUCTS else None
 
 
 class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
@@ -80,52 +64,39 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := self.alone.refuse(b, op)) is not None:
             return why
-        found = _around(b.graph, op)
+        found = normed(b.graph, op.inputs[0])
         if found is None:
             return "its rows are not the normalized rows of another product"
-        t = op.outputs[0].type
-        if t.dtype not in (FP16, BF16) or b.graph.type(found.rows).dtype != t.dtype:
-            return "it is for 16-bit floats"
-        if b.row_invariant:
-            return "moments are summed in another order where the launch before has other tiles"
-        if (why := _ROWS.refuse_rows(b, found.norm)) is not None:
-            return f"the norm: {why}"
-        if self._stays(b, op, found) and not b.lanes:
-            return "others read the normalized rows, and steps run one after the other"
-        if any(u.kind in PRODUCTS and u.inputs[0] == found.norm.value for u in self._readers(b, op, found)):
+        if (why := refuse_norm(b, op, found)) is not None:
+            return why
+        readers = self._readers(b, op, found)
+        if any(u.kind in PRODUCTS and u.inputs[0] == found.norm.value for u in readers):
             return "other products read the normalized rows"
-        depth = b.graph.type(found.rows).static_shape[-1]
-        if depth % MOMENT_CHANNELS:
-            return f"rows of {depth} channels are not whole groups of {MOMENT_CHANNELS}"
-        return self._unplaced(b, op, found) or self._unfit(b, op, found)
+        if self._stays(b, op, found) and not b.lanes and adder(b, op, found, readers) is None:
+            return "others read the normalized rows, and steps run one after the other"
+        return refuse_places(b, op, found, self._order(b, op)) or self._unfit(b, op, found)
 
-    def _readers(self, b: Builder, op: Op, found: _Around) -> list[Op]:
+    @staticmethod
+    def _normed(b: Builder, op: Op) -> Normed:
+        found = normed(b.graph, op.inputs[0])
+        assert found is not None
+        return found
+
+    def _readers(self, b: Builder, op: Op, found: Normed) -> list[Op]:
         """The operators beyond this launch that read the normalized rows."""
         own = {op.id, *(x.id for x in self.others(b.graph, op))}
         return [u for u in b.graph.users(found.norm.value) if u.id not in own]
 
-    def _stays(self, b: Builder, op: Op, found: _Around) -> bool:
+    def _stays(self, b: Builder, op: Op, found: Normed) -> bool:
         """Whether the norm's own launch stays for others, beside the product."""
         return bool(self._readers(b, op, found)) or found.norm.value in b.reserved
 
-    def _unplaced(self, b: Builder, op: Op, found: _Around) -> str | None:
-        """Why the launches do not meet in the rows as they lie."""
-        if not isinstance(b.chosen.get(found.maker.id), HopperGemm):
-            return f"{found.maker.name} runs by a tactic that gives no moments"
-        x = rows_of(b.source(found.rows))
-        if x is None or self._order(b, op) != tuple(range(len(op.outputs[0].type.static_shape))):
-            return "its rows do not lie one after the other"
-        made = _GEMM.convolution(b, found.maker)
-        if made.ep.rest or made.out != x:
-            return f"the launch of {found.maker.name} does not store the rows that are normalized"
-        return None
-
-    def _unfit(self, b: Builder, op: Op, found: _Around) -> str | None:
+    def _unfit(self, b: Builder, op: Op, found: Normed) -> str | None:
         """Why the norm does not go behind the product."""
         c = super().convolution(b, op)
         if c.residual is not None or c.ep.constants:
             return "its stages read other tensors"
-        weight, scale = c.feed.weight, _scale(b, found.norm)
+        weight, scale = c.feed.weight, found.scale(b)
 
         def error() -> Array:
             with np.errstate(over="ignore", invalid="ignore"):  # no number is no small error
@@ -142,45 +113,37 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
         """Unmeasured, the cost model decides."""
         if (why := super().defer(b, op)) is not None:
             return why
-        found, problem = _around(b.graph, op), self.problem(b, op)
-        assert found is not None
+        found, problem = self._normed(b, op), self.problem(b, op)
         if problem.flops > MOST_WORK:
             return f"{problem.flops / 1e9:.0f} GFLOP run at the power limit, where a norm in front of them costs little"
-        norm, alone, own = (
-            t.configs(b, x)[0].seconds or 0.0 for t, x in ((_ROWS, found.norm), (self.alone, op), (self, op))
-        )
-        own += TOLD + (BESIDE if self._stays(b, op, found) else 0.0)
+        norm, alone, own = seconds_of(b, (ROWS, found.norm), (self.alone, op), (self, op))
+        own += TOLD
+        if self._stays(b, op, found):
+            own += BESIDE if adder(b, op, found, self._readers(b, op, found)) is None else ADDED
         if own < norm + alone:
             return None
         return f"norm and product are predicted to take {(norm + alone) * 1e6:.1f} us, one launch {own * 1e6:.1f}"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The norm, what makes its rows, and the other products."""
-        found = _around(graph, op)
+        found = normed(graph, op.inputs[0])
         return [] if found is None else [found.norm, found.maker, *self.others(graph, op)]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The norm, unless others read it, and the products."""
-        found = _around(b.graph, op)
-        assert found is not None
+        found = self._normed(b, op)
         norm = () if self._stays(b, op, found) else (found.norm,)
         return Region(op, before=(*norm, *self.others(b.graph, op)))
 
     def place(self, b: Builder, op: Op) -> None:
         """The result, and the moments that the launch before tells."""
         super().place(b, op)
-        found = _around(b.graph, op)
-        assert found is not None
-        if found.maker.id not in b.together:
-            *rows, depth = b.graph.type(found.rows).static_shape
-            shape = (depth // MOMENT_CHANNELS, int(np.prod(rows, dtype=np.int64)), 2)
-            b.together[found.maker.id] = b.new(f"{found.maker.outputs[0].name}.moments", FP32, shape)
+        self._normed(b, op).moments(b)
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         """Of the rows that are not normalized yet, with the scaled matrix."""
-        c, found = super().convolution(b, op), _around(b.graph, op)
-        assert found is not None
-        shift, scale = b.graph.constant_value(found.norm.input(2)), _scale(b, found.norm)
+        c, found = super().convolution(b, op), self._normed(b, op)
+        shift, scale = found.shift(b), found.scale(b)
         weight, bias, x = c.feed.weight, c.bias, rows_of(b.source(found.rows))
         assert x is not None
 
@@ -198,60 +161,40 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
         return replace(c, feeds=(feed,), bias=bias, covered=c.covered | found.norm.src)
 
     def problem_of(self, b: Builder, op: Op, c: Convolution) -> Problem:
-        found = _around(b.graph, op)
-        assert found is not None
-        norm = RowNorm(NORMS[found.norm.kind], found.norm.attrs.epsilon)
         problem: Problem = super().problem_of(b, op, c)
-        return replace(problem, norm=norm)
+        return replace(problem, norm=self._normed(b, op).kind)
 
     def operands(self, b: Builder, op: Op, c: Convolution, problem: Problem) -> dict[str, TensorView]:
         """What the launch reads, and its result."""
-        found = _around(b.graph, op)
-        assert found is not None
+        found = self._normed(b, op)
         weights, bias = hopper_launch.packed_weights(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
         scaled = c.feed.weight
         sums = b.kept.once(
             ("sums of columns",), [scaled], lambda: scaled[:, :, 0, 0].astype(np.float64).sum(1).astype(np.float32)
         )
-        columns, given = bias_row(b, op, sums, problem.channels), b.together[found.maker.id]
+        columns, given = bias_row(b, op, sums, problem.channels), found.moments(b)
         operands = {"weights": weights, "channel": bias, "columns": columns, "given": given, "output": c.out}
         return operands | hopper_launch.pixels(c.feeds)
-
-
-def _scale(b: Builder, norm: Op) -> Array:
-    scale = b.graph.constant_value(norm.inputs[1])
-    assert scale is not None
-    return scale
-
-
-def _rows(x: TensorView) -> TensorView:
-    """Images of 1 x 1 as rows."""
-    return x.view(x.shape[:2], x.strides[:2])
-
-
-def _norm_attrs(problem: Problem) -> dict[str, Any]:
-    assert problem.norm is not None
-    return {"mean": problem.norm.mean, "epsilon": problem.norm.epsilon}
 
 
 class NormedGemm(TakesNorm, HopperGemm):
     """One product, which may tell the moments of its own rows."""
 
     name = "gemm_normed_sm90"
-    alone = _GEMM
+    alone = PLAIN
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Any) -> None:
         operands, told = self.operands(b, op, c, problem), b.together.get(op.id)
         columns, depth = c.out.shape[1], c.feed.x.shape[1]
         weights = operands["weights"].view((columns, depth), (depth, 1))
         sums, bias = (operands[n].view((columns,), (1,)) for n in ("columns", "channel"))
-        kind, attrs = "NormedProduct", {**_norm_attrs(problem), "epilogue": plain_stages(c.ep.stages), "beside": ()}
+        kind, attrs = "NormedProduct", {**norm_attrs(problem.norm), "epilogue": plain_stages(c.ep.stages), "beside": ()}
         if told is not None:
             problem, operands["moments"] = replace(problem, moments=True), told
             kind, attrs = hopper_launch.with_moments(kind, attrs)
         made = hopper_launch.launch(problem, config, b.gpu, c.feeds, operands)
-        meaning = (kind, attrs, [_rows(c.feed.x), operands["given"], weights, sums, bias])
-        hopper_launch.emit(b, op, made, problem, config, operands, meaning, _rows(c.out), told)
+        meaning = (kind, attrs, [as_rows(c.feed.x), operands["given"], weights, sums, bias])
+        hopper_launch.emit(b, op, made, problem, config, operands, meaning, as_rows(c.out), told)
 
 
 class NormedPair(TakesNorm, PairedGemm):
@@ -268,7 +211,7 @@ class NormedPair(TakesNorm, PairedGemm):
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Any) -> None:
         operands = self.operands(b, op, c, problem)
-        reads = [_rows(c.feed.x), operands["given"]]
+        reads = [as_rows(c.feed.x), operands["given"]]
         for part in halves(problem, c.feed.x.shape[1], *(operands[n] for n in ("weights", "columns", "channel"))):
             reads += part
         self.emit_pair(
@@ -278,5 +221,5 @@ class NormedPair(TakesNorm, PairedGemm):
             problem,
             config,
             operands,
-            ("NormedProduct", {**_norm_attrs(problem), **self.stages(b, op)}, reads),
+            ("NormedProduct", {**norm_attrs(problem.norm), **self.stages(b, op)}, reads),
         )

@@ -35,6 +35,7 @@ static void keep() {                               // a lane's four channels of 
     __syncwarp();
     if (lane < 8) memcpy(p.result + 2 * lane, memory + 1024 + 8 * lane, 8);
 }
+#if NORMED
 static void apply() {
     const Params& p = parameters;
     row_factors<TILE_ROWS>(p, 0, FIRST_ROW, threadIdx.x);
@@ -52,10 +53,28 @@ static void apply() {
         p.result[channel * TILE_ROWS + row] = sum[0][i];
     }
 }
+#endif
+static void add() {                                // eight rows of a residual, and the factors of a tile
+    const Params& p = parameters;
+    row_factors<TILE_ROWS>(p, 0, FIRST_ROW, threadIdx.x);
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    float scale[2];
+    for (int i = 0; i < 2; i++) scale[i] = p.columns[threadIdx.x / 4 + 8 * i];
+    const auto added = added_residual<4>(threadIdx.x %% 4 * 2 * 8, scale);
+    for (int pixel = 0; pixel < 4; pixel++)
+        for (int i = 0; i < 2; i++) {
+            const int channel = threadIdx.x / 4 + i * 8, row = pixel / 2 * 8 + threadIdx.x %% 4 * 2 + pixel %% 2;
+            p.result[channel * 16 + row] = added(p.sums[channel * 16 + row], pixel, i);
+        }
+}
 extern "C" int run(const void* block, int what) {
     memcpy(&parameters, block, sizeof(Params));
     gridDim = {1, 1, 1}; blockIdx = {0, 0, 0};
-    entry = what == 0 ? tell : what == 1 ? keep : apply;
+#if !NORMED
+    const auto apply = add;
+#endif
+    entry = what == 0 ? tell : what == 1 ? keep : what == 2 ? apply : add;
     return run_block(what == 0 ? 128 : what == 1 ? 32 : 96) ? 0 : 1;
 }
 """
@@ -67,9 +86,18 @@ class _Params(ctypes.Structure):
                 ("sums", ctypes.c_void_p)]  # fmt: skip
 
 
-def _run(folder: Path, what: int, rows: int, first: int = 0, block: int = 0, normed: int = 1, **fields: object) -> None:
+def _run(
+    folder: Path, what: int, rows: int, first: int = 0, block: int = 0, normed: int = 1, residual: int = 0, **fields: object
+) -> None:  # fmt: skip
     shim = (HERE / "host_warps.hpp").read_text(encoding="utf-8")
-    defines = {"TILE_ROWS": rows, "FIRST_ROW": first, "OWN_BLOCK": block, "MOMENTS": 1, "NORMED": normed}
+    defines = {
+        "TILE_ROWS": rows,
+        "FIRST_ROW": first,
+        "OWN_BLOCK": block,
+        "MOMENTS": 1,
+        "NORMED": normed,
+        "NORMED_RESIDUAL": residual,
+    }
     header = template_files()["conv_moments.cuh"].read_text(encoding="utf-8")
     lines = [*(f"#define {k} {v}" for k, v in defines.items()), shim, _SOURCE % _text(header)]
     loaded = library("\n".join(lines), folder, "-O1", [])
@@ -117,3 +145,25 @@ def test_sums_are_normalized(normed: int, rows: int, blocks: int, tmp_path: Path
     mean, spread = (own.mean(1), own.var(1)) if normed == 1 else (0.0 * own.mean(1), (own**2).mean(1))
     want = (sums[:, :live] - mean * columns[:, None]) / np.sqrt(spread + 1e-3)
     np.testing.assert_allclose(found[:, :live], want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_a_residual_is_normalized(mean: bool, tmp_path: Path) -> None:
+    rows, blocks = 16, 12
+    rng = np.random.default_rng(blocks)
+    x = rng.standard_normal((rows, blocks, 64)) * 3.0 + 40.0
+    given = np.ascontiguousarray(_moments(x).transpose(1, 0, 2).astype(np.float32))
+    scale, found = rng.standard_normal(16).astype(np.float32), np.empty((16, rows), np.float32)
+    whole = x.reshape(rows, -1)
+    own = np.ascontiguousarray(whole[:, 128:144].T.astype(np.float32))
+    _run(tmp_path, 3, rows, normed=0, residual=1 if mean else 2, given=given, columns=scale, given_blocks=blocks, epsilon=1e-3,
+         pixel_count=rows, result=found, sums=own)  # fmt: skip
+    centre, spread = (whole.mean(1), whole.var(1)) if mean else (0.0, (whole**2).mean(1))
+    np.testing.assert_allclose(found, (own - centre) / np.sqrt(spread + 1e-3) * scale[:, None], rtol=1e-3, atol=1e-4)
+
+
+def test_another_residual_is_added_as_it_is(tmp_path: Path) -> None:
+    x, found = np.arange(256, dtype=np.float32).reshape(16, 16), np.empty((16, 16), np.float32)
+    given, scale = np.ones((1, 16, 2), np.float32), np.full(16, 2.0, np.float32)
+    _run(tmp_path, 3, 16, given=given, columns=scale, given_blocks=1, epsilon=1.0, pixel_count=16, result=found, sums=x)
+    np.testing.assert_array_equal(found, x)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from kernels.gemm.test_normed import NETS, _norm  # type: ignore[import-not-found]
+from kernels.gemm.test_normed_residual import NETS as RESIDUALS  # type: ignore[import-not-found]
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered
@@ -14,6 +15,7 @@ from optdnn.ir.graph import Value
 from optdnn.kernels.conv import hopper_launch, implicit_gemm
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.gemm.normed import NormedGemm, NormedPair
+from optdnn.kernels.gemm.normed_residual import NormedResidualGemm
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.trials.check import check_arena, check_steps
 from optdnn.runtime.engine import Engine
@@ -29,6 +31,19 @@ CONFIGS = (
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 
 
+def large_residual(n: Net) -> Value:
+    """The same, where the products that tell moments add normalized rows."""
+    rows = n.op("MatMul", n.input(3001, 64), n.random(64, 1024))
+    for _ in range(2):
+        normed = _norm(n, rows, 1024)
+        rows = n.op(
+            "Add",
+            n.op("MatMul", n.op("Relu", n.op("MatMul", normed, n.random(1024, 128))), n.random(128, 1024)),
+            normed,
+        )
+    return rows
+
+
 def large(n: Net) -> Value:
     """More tiles than multiprocessors, several for each block, and a last tile that is cut."""
     x = n.input(3001, 64)
@@ -36,11 +51,14 @@ def large(n: Net) -> Value:
     return n.op("MatMul", _norm(n, y, 1024), n.random(1024, 1000))
 
 
+ALL = {**NETS, **RESIDUALS, "large": large, "large_residual": large_residual}
+
+
 @pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("name", [*NETS, "large"])
+@pytest.mark.parametrize("name", ALL)
 def test_each_configuration(name: str, config: Config, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for tactic in (NormedGemm, NormedPair):
+    for tactic in (NormedGemm, NormedPair, NormedResidualGemm):
         monkeypatch.setattr(tactic, "defer", lambda self, b, op: None)
     offers = hopper_launch.HopperTactic.offers
 
@@ -50,10 +68,13 @@ def test_each_configuration(name: str, config: Config, precision: str, monkeypat
 
     monkeypatch.setattr(hopper_launch.HopperTactic, "offers", only)
     n = Net()
-    graph = n.done({**NETS, "large": large}[name](n))
+    graph = n.done(ALL[name](n))
     context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
     feeds = feeds_of(graph)
     found = check_steps(context, feeds)
-    assert {"RowMoments", "NormedProduct"} & {e.kind for e in found}
+    assert {"RowMoments", "NormedProduct", "NormedResidual"} & {e.kind for e in found}
+    assert name not in (*RESIDUALS, "large_residual") or "gemm_normed_residual_sm90" in str(
+        context.program.meta["tactics"]
+    )
     assert not [e for e in found if not e.error < TOLERANCE[precision]]
     assert not check_arena(context.runner, feeds)

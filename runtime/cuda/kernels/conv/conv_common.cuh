@@ -18,6 +18,9 @@ struct Source {
 #ifndef NORMED
 #define NORMED 0                  // whether rows are normalized behind their products: 1 by mean and variance, 2 by the mean square
 #endif
+#ifndef NORMED_RESIDUAL
+#define NORMED_RESIDUAL 0         // whether the residual's rows are normalized before they are added, in the same ways
+#endif
 
 #if VOLUME
 struct Depth {                    // of a volume: see Depth of optdnn.kernels.conv.problem
@@ -50,10 +53,10 @@ struct Params {
     Depth depth[2];
     int frame_channels, frame, frame_row, frame_column;    // of TOGETHER frames: channels of one, elements from one to the next
 #endif
-#if MOMENTS || NORMED
+#if MOMENTS || NORMED || NORMED_RESIDUAL
     float2* moments;                               // of 64 channels of each row of the result
-    const float2* given;                           // of each row that is read
-    const float* columns;                          // sums of the columns of the scaled matrix
+    const float2* given;                           // of each row that is normalized
+    const float* columns;                          // sums of the columns of the scaled matrix; of a residual, the norm's scale
     int given_blocks;
     float epsilon;
 #endif
@@ -75,24 +78,27 @@ DEVICE void load_channel_pair(const Params& p, int first, int lane, Channel (&c)
 #if OUT_ITEM == 2
 // Accumulators of 16 channels (this warp's rows: lane / 4 and + 8) x 16 pixels -> epilogue -> 16-bit [pixel][channel] rows.
 // ``address`` is this lane's row of the four 8x8 matrices: lanes 0-7 and 8-15 name pixels 0-7 of channels 0-7 and 8-15, lanes
-// 16-31 pixels 8-15. With HAS_RESIDUAL the rows hold the residual before, and are overwritten in place.
-DEVICE void finish_16_pixels(const Params& p, u32 address, const Acc* v, const Channel (&c)[2]) {
+// 16-31 pixels 8-15. With HAS_RESIDUAL the rows hold the residual before, and are overwritten in place. ``added`` says what is
+// added of it.
+template <class Added = AsTheyAre>
+DEVICE void finish_16_pixels(const Params& p, u32 address, const Acc* v, const Channel (&c)[2], const Added& added = Added()) {
     u32 r0 = 0, r1 = 0, r2 = 0, r3 = 0;
     if (HAS_RESIDUAL) ldmatrix_x4_trans(address, r0, r1, r2, r3);
     stmatrix_x4_trans(address,
-        pack2(finished(p.requantize, v[0], c[0], low_float(r0)), finished(p.requantize, v[1], c[0], high_float(r0))),
-        pack2(finished(p.requantize, v[2], c[1], low_float(r1)), finished(p.requantize, v[3], c[1], high_float(r1))),
-        pack2(finished(p.requantize, v[4], c[0], low_float(r2)), finished(p.requantize, v[5], c[0], high_float(r2))),
-        pack2(finished(p.requantize, v[6], c[1], low_float(r3)), finished(p.requantize, v[7], c[1], high_float(r3))));
+        pack2(finished(p.requantize, v[0], c[0], added(low_float(r0), 0, 0)), finished(p.requantize, v[1], c[0], added(high_float(r0), 1, 0))),
+        pack2(finished(p.requantize, v[2], c[1], added(low_float(r1), 0, 1)), finished(p.requantize, v[3], c[1], added(high_float(r1), 1, 1))),
+        pack2(finished(p.requantize, v[4], c[0], added(low_float(r2), 2, 0)), finished(p.requantize, v[5], c[0], added(high_float(r2), 3, 0))),
+        pack2(finished(p.requantize, v[6], c[1], added(low_float(r3), 2, 1)), finished(p.requantize, v[7], c[1], added(high_float(r3), 3, 1))));
 }
 
 // The same of eight pixels: lanes 0-15 name the rows (16-31 repeat valid ones).
-DEVICE void finish_8_pixels(const Params& p, u32 address, const Acc* v, const Channel (&c)[2]) {
+template <class Added = AsTheyAre>
+DEVICE void finish_8_pixels(const Params& p, u32 address, const Acc* v, const Channel (&c)[2], const Added& added = Added()) {
     u32 r0 = 0, r1 = 0;
     if (HAS_RESIDUAL) ldmatrix_x2_trans(address, r0, r1);
     stmatrix_x2_trans(address,
-        pack2(finished(p.requantize, v[0], c[0], low_float(r0)), finished(p.requantize, v[1], c[0], high_float(r0))),
-        pack2(finished(p.requantize, v[2], c[1], low_float(r1)), finished(p.requantize, v[3], c[1], high_float(r1))));
+        pack2(finished(p.requantize, v[0], c[0], added(low_float(r0), 0, 0)), finished(p.requantize, v[1], c[0], added(high_float(r0), 1, 0))),
+        pack2(finished(p.requantize, v[2], c[1], added(low_float(r1), 0, 1)), finished(p.requantize, v[3], c[1], added(high_float(r1), 1, 1))));
 }
 #elif OUT_ITEM == 1
 // 16 channels x 8 pixels in 8 bits: two neighbouring channels (the permuted rows lane / 4 and + 8) are one 16-bit element of the
@@ -167,6 +173,9 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
     int pixel[SLOTS];                              // -1: outside
     Channel constants[M_TILES][4];
     Four residual[M_TILES][SLOTS];                 // four elements
+#if NORMED_RESIDUAL
+    float scale[M_TILES][4];
+#endif
 
     // Before griddepcontrol.wait: addresses and constants. locate(column) gives the pixel or -1.
     template <class Locate>
@@ -176,6 +185,10 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
         #pragma unroll
         for (int m = 0; m < M_TILES; m++)
             load_four(p.channel, channel + m * 64, p.channels, constants[m]);
+#if NORMED_RESIDUAL
+        #pragma unroll
+        for (int m = 0; m < M_TILES; m++) load_four(p.columns, channel + m * 64, p.channels, scale[m]);
+#endif
         #pragma unroll
         for (int i = 0; i < SLOTS; i++) {
             const int column = (rank + i * SPLIT_WAYS) * 8 + lane / 4;
@@ -198,10 +211,25 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
         }
     }
 
+    // Four results. ``factors``: of the residual's rows.
+    __device__ __forceinline__ Four finished_four(const Params& p, Acc4 v, int m, int i, u32 factors) const {
+#if NORMED_RESIDUAL
+        float2 f;
+        shared_load(factors + min((rank + i * SPLIT_WAYS) * 8 + lane / 4, COLUMNS - 1) * 8, f);
+        const Four r = residual[m][i];
+        return finish_four(p.requantize, v, constants[m],
+                           {normalized(low_float(r.x), f.x, f.y, scale[m][0]), normalized(high_float(r.x), f.x, f.y, scale[m][1]),
+                            normalized(low_float(r.y), f.x, f.y, scale[m][2]), normalized(high_float(r.y), f.x, f.y, scale[m][3])});
+#else
+        return finish_four(p.requantize, v, constants[m], HAS_RESIDUAL ? residual[m][i] : Four());
+#endif
+    }
+
     // ``memory``: BYTES of shared memory of this warpgroup, at the same address in every block of the cluster. ``first_channel`` and
-    // ``first_pixel``, of the warpgroup, are for moments.
+    // ``first_pixel``, of the warpgroup, are for moments; ``factors``, of its pixels, and the barrier ``told`` for residuals that are
+    // normalized.
     __device__ __forceinline__ void finish(const Params& p, Acc (&acc)[M_TILES][COLUMNS / 2], u32 memory, u32 reduced, int first_channel = 0,
-                                           int first_pixel = 0) {
+                                           int first_pixel = 0, u32 factors = 0, u32 told = 0) {
         const u32 own_fragment = (quarter * 32 + lane) * 16;
         if (SPLIT_WAYS > 1) {
             __syncwarp();
@@ -252,13 +280,14 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
             }
         }
         __syncwarp();
+        if (NORMED_RESIDUAL) barrier_wait(told, 0);
         #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
             #pragma unroll
             for (int i = 0; i < SLOTS; i++) {
                 Acc4 v;
                 shared_load(scratch + (m * SLOTS + i) * 640 + (lane / 4 * 20 + lane % 4 * 4) * 4, v);
-                const Four stored = finish_four(p.requantize, v, constants[m], HAS_RESIDUAL ? residual[m][i] : Four());
+                const Four stored = finished_four(p, v, m, i, factors);
                 if (pixel[i] >= 0 && channel + m * 64 < p.channels)
                     *reinterpret_cast<Four*>(p.output_pointer + ((long long)pixel[i] * p.output_pitch + channel + m * 64) * OUT_ITEM) = stored;
 #if MOMENTS

@@ -54,9 +54,12 @@ DEVICE void load_four(const Channel* from, int at, int count, Channel (&c)[4]) {
 
 #if OUT_ITEM == 2
 typedef uint2 Four;
+DEVICE Four finish_four(const Requantize& q, Acc4 v, const Channel (&c)[4], const float (&r)[4]) {
+    return make_uint2(pack2(finished(q, v.x, c[0], r[0]), finished(q, v.y, c[1], r[1])),
+                      pack2(finished(q, v.z, c[2], r[2]), finished(q, v.w, c[3], r[3])));
+}
 DEVICE Four finish_four(const Requantize& q, Acc4 v, const Channel (&c)[4], Four r) {
-    return make_uint2(pack2(finished(q, v.x, c[0], low_float(r.x)), finished(q, v.y, c[1], high_float(r.x))),
-                      pack2(finished(q, v.z, c[2], low_float(r.y)), finished(q, v.w, c[3], high_float(r.y))));
+    return finish_four(q, v, c, {low_float(r.x), high_float(r.x), low_float(r.y), high_float(r.y)});
 }
 #elif OUT_ITEM == 4
 typedef float4 Four;

@@ -108,6 +108,16 @@ DEVICE void tile_at(const Params& p, int tile, int sharer, int& channel, int& pi
     pixel = (index * SHARE_PIXELS + pixel_rank(sharer)) * TILE_PIXELS;
 }
 
+// The residual of a tile, to the output buffer that its results take.
+DEVICE void load_residual(const Params& p, u32 out, u32 full, int buffer, int channel, int pixel, const Batch& batch) {
+    barrier_expect(full + 8 * buffer, TILE_GROUPS * MT * OUT_BYTES);
+    for (int i = 0; i < TILE_GROUPS * MT; i++) {
+        const int group = i / MT;
+        load_rows(out + (buffer * TILE_GROUPS * MT + i) * OUT_BYTES, &p.residual, full + 8 * buffer,
+                  channel + ((group % WGM) * MT + i % MT) * 64, pixel + (group / WGM) * BN, batch);
+    }
+}
+
 struct Place {                                     // a tile, as the producer needs it
     int channel, pixel, n[WGN], h[WGN], w[WGN];
     Batch batch;

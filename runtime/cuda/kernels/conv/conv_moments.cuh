@@ -1,12 +1,15 @@
 // Norms of rows that no launch computes. A product tells the moments of its result's rows (MOMENTS), and the next product applies them
-// to its sums (NORMED): part of the Hopper convolution's kernels, of 16-bit rows.
+// to its sums (NORMED), or a later one to the residual that it adds (NORMED_RESIDUAL): part of the Hopper convolution's kernels, of
+// 16-bit rows.
 //
 //   norm(x) W + b = rstd (x W' - mean s) + b'      W' = diag(scale) W, s: the sums of its columns, b' = b + shift W
+//   h W + b + norm(x) = h W + (rstd x - rstd mean) scale + b'      b' = b + shift
 //
 // Moments are of 64 channels of a row: their mean, and the sum of squared deviations from it. They lie as [64 channels][row], so that
-// lanes read neighbouring rows. NORMED 1 is a layer norm, 2 a norm by the mean square (its mean counts as zero).
+// lanes read neighbouring rows. NORMED and NORMED_RESIDUAL: 1 is a layer norm, 2 a norm by the mean square (its mean counts as zero).
 #pragma once
 
+#define ROW_NORM (NORMED ? NORMED : NORMED_RESIDUAL)
 constexpr int MOMENT_CHANNELS = 64;
 constexpr int FACTOR_WARPS = 3;                    // that compute what rows are multiplied by: with the loading warp one for each scheduler
 
@@ -80,7 +83,7 @@ DEVICE void keep_moments(u32 slot, uint2 stored, int lane) {
 }
 #endif
 
-#if NORMED
+#if ROW_NORM
 // What rows are multiplied by, and the product of this and their mean, to shared memory (eight bytes a row). The loads of up to CHUNK parts
 // of all a thread's rows are on their way together: one after the other they take longer than the tile's products.
 template <int ROWS>
@@ -116,14 +119,16 @@ DEVICE void row_factors(const Params& p, u32 target, int first_row, int thread) 
         const int row = pass * THREADS + thread;
         const float each = 1.0f / p.given_blocks, shift = sum[pass] * each, mean = pivot[pass] + shift;
         const float variance = fmaxf(squares[pass] * (each / MOMENT_CHANNELS) - shift * shift, 0.0f);
-        const float factor = rsqrtf(variance + (NORMED == 2 ? mean * mean : 0.0f) + p.epsilon);
+        const float factor = rsqrtf(variance + (ROW_NORM == 2 ? mean * mean : 0.0f) + p.epsilon);
         if (row < ROWS) {
             shared_store(target + row * 8, factor);
-            shared_store(target + row * 8 + 4, NORMED == 2 ? 0.0f : factor * mean);
+            shared_store(target + row * 8 + 4, ROW_NORM == 2 ? 0.0f : factor * mean);
         }
     }
 }
+#endif
 
+#if NORMED
 // Applies the factors of rows (wgmma's columns) to sums of this warp's channels, the sums of whose columns of W' are ``columns``.
 template <int M_TILES, int SUMS>
 DEVICE void normalize(float (&sum)[M_TILES][SUMS], u32 factors, const float (&columns)[M_TILES][2], int lane) {
@@ -143,3 +148,31 @@ DEVICE void normalize(float (&sum)[M_TILES][SUMS], u32 factors, const float (&co
     }
 }
 #endif
+
+// How a thread's elements of the residual are added: of two channels, and of two or four pixels.
+struct AsTheyAre {
+    __device__ __forceinline__ float operator()(float r, int pixel, int channel) const { return r; }
+};
+
+DEVICE float normalized(float r, float factor, float factor_of_mean, float scale) { return (r * factor - factor_of_mean) * scale; }
+
+template <int PIXELS> struct Normalized {
+    float4 factors[PIXELS / 2];                    // of two pixels each
+    float scale[2];
+
+    // ``from``: the factors of the first two pixels, which are two of eight.
+    __device__ __forceinline__ Normalized(u32 from, const float (&scales)[2]) : scale{scales[0], scales[1]} {
+        #pragma unroll
+        for (int i = 0; i < PIXELS / 2; i++) shared_load(from + i * 64, factors[i]);
+    }
+    __device__ __forceinline__ float operator()(float r, int pixel, int channel) const {
+        const float4 f = factors[pixel / 2];
+        return pixel % 2 ? normalized(r, f.z, f.w, scale[channel]) : normalized(r, f.x, f.y, scale[channel]);
+    }
+};
+
+template <int PIXELS>
+DEVICE auto added_residual(u32 factors, const float (&scales)[2]) {
+    if constexpr (NORMED_RESIDUAL > 0) return Normalized<PIXELS>(factors, scales);
+    else return AsTheyAre();
+}

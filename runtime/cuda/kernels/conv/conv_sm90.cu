@@ -23,7 +23,8 @@
 //
 // BANDED: channels come in bands, each a sum over the pixels' channels of its own band alone (of a grouped convolution: several groups).
 //
-// MOMENTS, NORMED: moments of the result's rows, and rows that are normalized by such ones (conv_moments.cuh).
+// MOMENTS, NORMED, NORMED_RESIDUAL: moments of the result's rows, and rows, or a residual's, that are normalized by such ones
+// (conv_moments.cuh).
 //
 // PROLOGUE: one more warpgroup applies stages to the pixels of each K step where TMA has left them, before they are multiplied.
 //
@@ -39,7 +40,7 @@ constexpr int SHARERS = SHARE_CHANNELS * SHARE_PIXELS;
 constexpr int CONSUMERS = GROUPS * 128;
 // More than 128 sums a thread take registers from the loading warps, which are a whole warpgroup then: two of them idle.
 constexpr bool WIDE = MT * BN > 256;
-constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 64) + (PROLOGUE ? 128 : NORMED ? (FACTOR_WARPS - 1) * 32 : 0);
+constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 64) + (PROLOGUE ? 128 : ROW_NORM ? (FACTOR_WARPS - 1) * 32 : 0);
 constexpr int TILE_CHANNELS = WGM * MT * 64;
 constexpr int TILE_PIXELS = WGN * BN;
 constexpr int SPAN = BK * OPERAND_ITEM;
@@ -55,10 +56,15 @@ using Direct = DirectStore<MT, BN, SPLIT>;
 // Lanes of a warp that hand a stage back, and that hand over rows' factors; threads of a warpgroup that hand those back. One does, behind
 // the others' accesses; but racecheck sees each thread's own arrivals alone.
 #ifdef RACECHECK
-constexpr int RELEASERS = SHARERS == 1 ? 32 : 1, TELLERS = 32, READERS = NORMED ? 128 : 1;
+constexpr int RELEASERS = SHARERS == 1 ? 32 : 1, TELLERS = 32, READERS = ROW_NORM ? 128 : 1;
 #else
 constexpr int RELEASERS = 1, TELLERS = 1, READERS = 1;
 #endif
+
+#ifndef FETCHING
+#define FETCHING FACTOR_WARPS
+#endif
+constexpr bool RESIDUAL_LOADED = HAS_RESIDUAL && !DIRECT;      // by TMA
 
 #include "conv_loads.cuh"
 #include "conv_stream.cuh"
@@ -110,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     const u32 stationary = base + BARRIER_BYTES;
     const u32 ring = stationary + (WEIGHTS_STATIONARY ? ((p.k_steps + SPLIT - 1) / SPLIT) * WEIGHT_BYTES : 0);
     const u32 out = (ring + STAGES * STAGE_BYTES + 1023) / 1024 * 1024;
-    // Of rows that are normalized, for each output buffer. Their barriers are the residual's, which there is none of.
+    // Of rows that are normalized, for each output buffer. Their barriers are the residual's.
     const u32 factors = out + (DIRECT ? TILE_GROUPS * Direct::BYTES : OUT_BUFFERS * TURNS * TILE_GROUPS * MT * OUT_BYTES);
 
     if (warp == CONSUMERS / 32 && lane == 0) {
@@ -125,8 +131,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         barrier_init(weights_full, 1);
         barrier_init(reduced, 1);
         for (int i = 0; i < OUT_BUFFERS * TURNS; i++) {
-            barrier_init(residual_full + 8 * i, NORMED ? FACTOR_WARPS * TELLERS : 1);
-            barrier_init(residual_empty + 8 * i, TILE_GROUPS * READERS);
+            barrier_init(residual_full + 8 * i, ROW_NORM ? FACTOR_WARPS * TELLERS + RESIDUAL_LOADED : 1);
+            barrier_init(residual_empty + 8 * i, TILE_GROUPS * (ROW_NORM ? READERS + RESIDUAL_LOADED : 1));
         }
         barrier_init_fence();
         async_proxy_fence();
@@ -200,10 +206,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         }
         __syncwarp();
         leave();
-#if NORMED
+#if ROW_NORM
     } else if (warp > CONSUMERS / 32) {
-        static_assert(!HAS_RESIDUAL && !STREAM && !BATCHED && !PROLOGUE && !WIDE, "rows are normalized behind plain products");
-        if (warp == CONSUMERS / 32 + 1) fetch_ahead(p.ahead, lane);
+        static_assert(HAS_RESIDUAL == (NORMED_RESIDUAL > 0) && !STREAM && !BATCHED && !PROLOGUE && !WIDE, "rows are normalized behind plain products");
+        if (warp == CONSUMERS / 32 + FETCHING) fetch_ahead(p.ahead, lane);
         grid_dependency_wait();
         constexpr int BUFFERS = OUT_BUFFERS * TURNS;
         int buffer = 0, parity = 1;
@@ -212,6 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             int channel, pixel;
             tile_at(p, work.tile, sharer, channel, pixel);
             if (issued >= BUFFERS) barrier_wait(residual_empty + 8 * buffer, parity);
+            if (RESIDUAL_LOADED && warp == CONSUMERS / 32 + 1 && elect_one()) load_residual(p, out, residual_full, buffer, channel, pixel, Batch());
             row_factors<TILE_PIXELS>(p, factors + buffer * TILE_PIXELS * 8, pixel, threadIdx.x - CONSUMERS - 32);
             __syncwarp();
             if (lane < TELLERS) barrier_arrive(residual_full + 8 * buffer);
@@ -222,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #endif
     } else if (warp == CONSUMERS / 32 + 1) {
         fetch_ahead(p.ahead, lane);
-        if (HAS_RESIDUAL && !DIRECT && elect_one()) {
+        if (RESIDUAL_LOADED && elect_one()) {
             grid_dependency_wait();
             constexpr int BUFFERS = OUT_BUFFERS * TURNS;   // the turns' buffers alternate
             int buffer = 0, parity = 1, issued = 0;
@@ -233,12 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 tile_at(p, work.tile, sharer, channel, pixel);
                 const Batch batch = batch_at(p, work.tile);
                 if (issued >= BUFFERS) barrier_wait(residual_empty + 8 * buffer, parity);
-                barrier_expect(residual_full + 8 * buffer, TILE_GROUPS * MT * OUT_BYTES);
-                for (int i = 0; i < TILE_GROUPS * MT; i++) {
-                    const int group = i / MT;
-                    load_rows(out + (buffer * TILE_GROUPS * MT + i) * OUT_BYTES, &p.residual, residual_full + 8 * buffer,
-                              channel + ((group % WGM) * MT + i % MT) * 64, pixel + (group / WGM) * BN, batch);
-                }
+                load_residual(p, out, residual_full, buffer, channel, pixel, batch);
                 issued++;
                 if (++buffer == BUFFERS) buffer = 0, parity ^= 1;
             } while (next_work(p, span, work, tile_step));
@@ -281,17 +283,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 
         int tile_channel, tile_pixel;
         tile_at(p, own_first, sharer, tile_channel, tile_pixel);
-#if NORMED
         float columns[MT][2];                      // of blocks that share K, the first one takes the mean away
+#if ROW_NORM
         auto load_columns = [&] {
             #pragma unroll
             for (int i = 0; i < 2 * MT; i++) {
                 const int row = OUT_ITEM == 1 ? lane / 4 * 2 + i % 2 : lane / 4 + i % 2 * 8;       // as load_channel_pair() has it
                 const int channel = tile_channel + group_channel + i / 2 * 64 + quarter * 16 + row;
-                columns[i / 2][i % 2] = NORMED == 1 && rank == 0 && channel < p.channels ? __ldg(p.columns + channel) : 0.0f;
+                columns[i / 2][i % 2] = (NORMED_RESIDUAL || (NORMED == 1 && rank == 0)) && channel < p.channels ? __ldg(p.columns + channel) : 0.0f;
             }
         };
-        load_columns();
+        if (NORMED || !DIRECT) load_columns();
 #endif
 #if DIRECT
         Direct store;
@@ -315,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             if (tile != own_first) {
                 tile_at(p, tile, sharer, tile_channel, tile_pixel);
                 load_constants(p, tile_channel + group_channel + quarter * 16, lane, constants);
-#if NORMED
+#if ROW_NORM
                 load_columns();
 #endif
             }
@@ -369,6 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #if !DIRECT
             const u32 own = out + ((buffer * TURNS + turn) * TILE_GROUPS + group) * MT * OUT_BYTES;
             const u32 residual = 8 * (buffer * TURNS + turn);
+            const u32 own_factors = factors + ((buffer * TURNS + turn) * TILE_PIXELS + group_pixel + lane % 4 * 2) * 8;
             if (HAS_RESIDUAL) {
                 barrier_wait(residual_full + residual, buffer_parity);
             } else {
@@ -384,8 +387,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 const u32 row = own + m * OUT_BYTES + ((lane >> 4) * 8 + (lane & 7)) * 128 +
                                 (((quarter * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
                 #pragma unroll
-                for (int j = 0; j < BN / 16; j++) finish_16_pixels(p, row + j * 16 * 128, &sum[m][j * 8], constants[m]);
-                if (BN % 16) finish_8_pixels(p, row - (lane >> 4) * 8 * 128 + (BN / 16) * 16 * 128, &sum[m][BN / 16 * 8], constants[m]);
+                for (int j = 0; j < BN / 16; j++) finish_16_pixels(p, row + j * 16 * 128, &sum[m][j * 8], constants[m], added_residual<4>(own_factors + j * 128, columns[m]));
+                if (BN % 16)
+                    finish_8_pixels(p, row - (lane >> 4) * 8 * 128 + (BN / 16) * 16 * 128, &sum[m][BN / 16 * 8], constants[m],
+                                    added_residual<2>(own_factors + BN / 16 * 128, columns[m]));
 #endif
             }
 #if SCATTER
@@ -408,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             };
             async_proxy_fence();
             named_barrier(1 + warp / 4, 128);
-            if (NORMED && threadIdx.x % 128 < READERS) barrier_arrive(residual_empty + residual);      // all warps have applied the factors
+            if (ROW_NORM && threadIdx.x % 128 < READERS) barrier_arrive(residual_empty + residual);      // all warps have applied the factors
             if (quarter == 0 && elect_one()) {           // always the same lane: bulk groups belong to a thread
                 const Batch batch = batch_at(p, tile);
                 #pragma unroll
@@ -434,7 +439,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #endif
             if (++buffer == OUT_BUFFERS) buffer = 0, buffer_parity ^= 1;
 #else
-            store.finish(p, sum, out + group * Direct::BYTES, reduced, tile_channel + group_channel, tile_pixel + group_pixel);
+            store.finish(p, sum, out + group * Direct::BYTES, reduced, tile_channel + group_channel, tile_pixel + group_pixel, factors + group_pixel * 8,
+                         residual_full);
 #endif
         } while (next_work(p, span, work, own_step));
 #if !DIRECT

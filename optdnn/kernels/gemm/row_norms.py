@@ -1,0 +1,164 @@
+"""Norms of the rows that one product makes and other products read or add, where no launch normalizes them.
+
+The product that makes the rows tells their moments. A product that reads the normalized rows applies the norm to its sums
+(:mod:`optdnn.kernels.gemm.normed`), and one that adds them to the residual (:mod:`optdnn.kernels.gemm.normed_residual`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.conv.problem import MOMENT_CHANNELS, RowNorm
+from optdnn.kernels.gemm.hopper import HopperGemm, rows_of
+from optdnn.kernels.norm.half_rows import HalfRows
+from optdnn.kernels.tactic import Tactic
+from optdnn.types import BF16, FP16, Array
+
+PLAIN, ROWS = HopperGemm(), HalfRows()
+KINDS = {"LayerNormalization": True, "RMSNormalization": False}
+"""Kind -> whether it takes the mean away."""
+PRODUCTS = frozenset({"MatMul", "Gemm"})
+TOLD = 0.3e-6
+"""Seconds that a product takes longer where it tells the moments of its rows."""
+ADDED = 0.4e-6
+"""Seconds that a product takes longer where it normalizes its residual."""
+BESIDE = 1.3e-6
+"""Seconds of a norm that others read, which runs beside the product: the edges of the graph to it and from it."""
+
+
+@dataclass(frozen=True)
+class Normed:
+    """A norm, and the product that makes its rows."""
+
+    norm: Op
+    maker: Op
+
+    @property
+    def rows(self) -> Value:
+        """The rows before the norm."""
+        found = self.norm.inputs[0]
+        assert found is not None
+        return found
+
+    @property
+    def kind(self) -> RowNorm:
+        """The norm as launches know it."""
+        return RowNorm(KINDS[self.norm.kind], self.norm.attrs.epsilon)
+
+    def scale(self, b: Builder) -> Array:
+        """What each channel is multiplied by."""
+        scale = b.graph.constant_value(self.norm.inputs[1])
+        assert scale is not None
+        return scale
+
+    def shift(self, b: Builder) -> Array | None:
+        """What is added to each channel."""
+        return b.graph.constant_value(self.norm.input(2))
+
+    def moments(self, b: Builder) -> TensorView:
+        """The moments of the rows, which the launch of the maker tells: (channels / 64, rows, 2) of fp32."""
+        if self.maker.id not in b.together:
+            *rows, depth = b.graph.type(self.rows).static_shape
+            shape = (depth // MOMENT_CHANNELS, int(np.prod(rows, dtype=np.int64)), 2)
+            b.together[self.maker.id] = b.new(f"{self.maker.outputs[0].name}.moments", np.dtype(np.float32), shape)
+        found: TensorView = b.together[self.maker.id]
+        return found
+
+
+def normed(graph: Graph, value: Value | None) -> Normed | None:
+    """The norm that makes ``value``; None where there is none, or its rows are no product's."""
+    norm = None if value is None else graph.op(value)
+    if norm is None or norm.kind not in KINDS or norm.inputs[0] is None:
+        return None
+    maker = graph.op(norm.inputs[0])
+    return Normed(norm, maker) if maker.kind in PRODUCTS else None
+
+
+def stages_of(graph: Graph, op: Op) -> Epilogue:
+    """The epilogue of a product."""
+    return plan_epilogue(graph, op, channel_axis=-1)
+
+
+def added(graph: Graph, op: Op) -> Normed | None:
+    """The norm that makes the residual of a product."""
+    return normed(graph, stages_of(graph, op).residual)
+
+
+def refuse_norm(b: Builder, op: Op, found: Normed) -> str | None:
+    """Why the launch of ``op`` cannot apply the norm by moments, wherever its operands lie."""
+    t = op.outputs[0].type
+    if t.dtype not in (FP16, BF16) or b.graph.type(found.rows).dtype != t.dtype:
+        return "it is for 16-bit floats"
+    if b.row_invariant:
+        return "moments are summed in another order where the launch before has other tiles"
+    if (why := ROWS.refuse_rows(b, found.norm)) is not None:
+        return f"the norm: {why}"
+    depth = b.graph.type(found.rows).static_shape[-1]
+    if depth % MOMENT_CHANNELS:
+        return f"rows of {depth} channels are not whole groups of {MOMENT_CHANNELS}"
+    return None
+
+
+def refuse_residual(b: Builder, op: Op) -> str | None:
+    """Why a product cannot normalize the residual that it adds, wherever its operands lie."""
+    if (why := PLAIN.refuse(b, op)) is not None:
+        return why
+    found, ep = added(b.graph, op), stages_of(b.graph, op)
+    if found is None:
+        return "its residual is not the normalized rows of another product"
+    if ep.rendered[0] != ("add",) or ep.constants:
+        return "more is done to its sums than the addition of the residual"
+    if op.inputs[0] == ep.residual:
+        return "it multiplies the normalized rows as well"
+    return refuse_norm(b, op, found)
+
+
+def adder(b: Builder, op: Op, found: Normed, others: list[Op]) -> Op | None:
+    """The product, not planned yet, that adds the normalized rows which ``op`` reads, and can normalize them itself. None where the
+    norm's launch stays in any case: ``others`` read the rows besides ``op``."""
+    if found.norm.value in b.reserved or len(others) != 1:
+        return None
+    (other,) = others
+    waits = other.id not in b.chosen and other.kind in PRODUCTS
+    return other if waits and refuse_residual(b, other) is None else None
+
+
+def refuse_order(op: Op, order: tuple[int, ...]) -> str | None:
+    """Why the product's rows, which it takes in this order of the axes, are not those that have moments, one by one."""
+    logical = tuple(range(len(op.outputs[0].type.static_shape)))
+    return None if order == logical else "its rows do not lie one after the other"
+
+
+def refuse_places(b: Builder, op: Op, found: Normed, order: tuple[int, ...]) -> str | None:
+    """Why the launches of ``op``, which takes its rows in this order, and of the maker do not meet in the rows as they lie."""
+    if not isinstance(b.chosen.get(found.maker.id), HopperGemm):
+        return f"{found.maker.name} runs by a tactic that gives no moments"
+    if (why := refuse_order(op, order)) is not None:
+        return why
+    x = rows_of(b.source(found.rows))
+    made = PLAIN.convolution(b, found.maker)
+    if made.ep.rest or made.out != x:
+        return f"the launch of {found.maker.name} does not store the rows that are normalized"
+    return None
+
+
+def seconds_of(b: Builder, *launches: tuple[Tactic, Op]) -> list[float]:
+    """The predicted seconds of each launch."""
+    return [tactic.configs(b, op)[0].seconds or 0.0 for tactic, op in launches]
+
+
+def as_rows(x: TensorView) -> TensorView:
+    """Images of 1 x 1 as rows."""
+    return x.view(x.shape[:2], x.strides[:2])
+
+
+def norm_attrs(norm: RowNorm | None) -> dict[str, Any]:
+    """The attributes of a launch that applies the norm."""
+    assert norm is not None
+    return {"mean": norm.mean, "epsilon": norm.epsilon}
