@@ -32,6 +32,7 @@ ENDS = 2200
 TURNS, IDLE_TURNS = 0.96, 1.02
 """A tile's cycles with turns (warpgroups issue their products one after the other), over its cycles without: where turns help, and
 where they do not."""
+POLYNOMIAL = 0
 SAMPLED = 64
 """Items of a head whose tiles the model counts."""
 _BARRIER_BYTES = 1024
@@ -162,6 +163,7 @@ class Config:
     persistent: bool = False
     turns: bool = False
     split: bool = False
+    lazy: bool = False
 
     @property
     def queries(self) -> int:
@@ -173,7 +175,7 @@ class Config:
         return -(-tiles // self.warpgroups) if self.split else tiles
 
     def __str__(self) -> str:
-        flags = "p" * self.persistent + "t" * self.turns + "k" * self.split
+        flags = "p" * self.persistent + "t" * self.turns + "k" * self.split + "l" * self.lazy
         return f"attn{self.warpgroups}n{self.keys}s{self.stages}b{self.blocks}{flags}"
 
 
@@ -311,7 +313,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     defines = {
         "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages,
         "LOADER": loader(problem, config), "ONE_TILE": int(config.own_tiles(-(-problem.keys // config.keys)) == 1),
-        "PERSISTENT": int(config.persistent), "TURNS": int(config.turns), "SPLIT": int(config.split), "REGISTERS": register_limit(problem, config),
+        "PERSISTENT": int(config.persistent), "TURNS": int(config.turns), "SPLIT": int(config.split), "LAZY": int(config.lazy), "POLYNOMIAL": POLYNOMIAL, "POLYNOMIAL_PAIRS": max(1, POLYNOMIAL), "REGISTERS": register_limit(problem, config),
         "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "REACH": int(problem.reach >= 0), "FROM_END": int(problem.from_end), "HAS_LENGTHS": int(problem.lengths),
         "MASK": mask_width(problem), "MASK_ROWS": mask_rows(problem),
         "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config),
