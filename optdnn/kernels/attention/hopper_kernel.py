@@ -33,6 +33,7 @@ TURNS, IDLE_TURNS = 0.96, 1.02
 """A tile's cycles with turns (warpgroups issue their products one after the other), over its cycles without: where turns help, and
 where they do not."""
 POLYNOMIAL = 0
+EARLY = 0
 SAMPLED = 64
 """Items of a head whose tiles the model counts."""
 _BARRIER_BYTES = 1024
@@ -164,6 +165,7 @@ class Config:
     turns: bool = False
     split: bool = False
     lazy: bool = False
+    even: bool = False
 
     @property
     def queries(self) -> int:
@@ -175,7 +177,7 @@ class Config:
         return -(-tiles // self.warpgroups) if self.split else tiles
 
     def __str__(self) -> str:
-        flags = "p" * self.persistent + "t" * self.turns + "k" * self.split + "l" * self.lazy
+        flags = "p" * self.persistent + "t" * self.turns + "k" * self.split + "l" * self.lazy + "e" * self.even
         return f"attn{self.warpgroups}n{self.keys}s{self.stages}b{self.blocks}{flags}"
 
 
@@ -313,7 +315,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     defines = {
         "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages,
         "LOADER": loader(problem, config), "ONE_TILE": int(config.own_tiles(-(-problem.keys // config.keys)) == 1),
-        "PERSISTENT": int(config.persistent), "TURNS": int(config.turns), "SPLIT": int(config.split), "LAZY": int(config.lazy), "POLYNOMIAL": POLYNOMIAL, "POLYNOMIAL_PAIRS": max(1, POLYNOMIAL), "REGISTERS": register_limit(problem, config),
+        "PERSISTENT": int(config.persistent), "TURNS": int(config.turns), "SPLIT": int(config.split), "LAZY": int(config.lazy), "EVEN": int(config.even), "EARLY": EARLY, "POLYNOMIAL": POLYNOMIAL, "POLYNOMIAL_PAIRS": max(1, POLYNOMIAL), "REGISTERS": register_limit(problem, config),
         "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "REACH": int(problem.reach >= 0), "FROM_END": int(problem.from_end), "HAS_LENGTHS": int(problem.lengths),
         "MASK": mask_width(problem), "MASK_ROWS": mask_rows(problem),
         "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config),
@@ -359,7 +361,10 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
         parameters.pointer("rows", "columns").i64(*f.rows, *f.columns).i32(f.query_width)
     grid = (rows, problem.heads, problem.batch)
     if config.persistent:
-        grid = (min(items, gpu.multiprocessors * at_once(problem, config, gpu)), 1, 1)
+        grid = (blocks(problem, config, gpu), 1, 1)
+    if config.even:
+        share, more = divmod(items * -(-problem.keys // config.keys), grid[0])
+        parameters.pointer("partial", "arrived").i32(share, more)
     return parameters.launch(
         recipe(problem, config, gpu.arch),
         "attention_sm90",
@@ -367,6 +372,22 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
         threads(problem, config),
         shared=shared_bytes(problem, config),
     )
+
+
+def blocks(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Blocks of a persistent launch."""
+    items = row_items(problem, config) * problem.heads * problem.batch
+    tiles = -(-problem.keys // config.keys) if config.even else 1
+    return min(items * tiles, gpu.multiprocessors * at_once(problem, config, gpu))
+
+
+def workspace(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[int, int]:
+    """Bytes of the operands ``partial`` and ``arrived`` (zeros at first, and after each launch); both 0 where blocks share no items."""
+    if not config.even:
+        return 0, 0
+    items = row_items(problem, config) * problem.heads * problem.batch
+    found = blocks(problem, config, gpu) * 2 * config.warpgroups * (problem.head // 8 + 1) * 2048
+    return found, 4 * items * config.warpgroups
 
 
 def has_few_items(problem: Problem, device: GpuFacts) -> bool:

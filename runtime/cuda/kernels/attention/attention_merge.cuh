@@ -48,3 +48,59 @@ DEVICE bool merge(float4* room, int group, float factor, float (&out)[HEAD / 2],
     }
     return true;
 }
+
+#if EVEN
+// The place of what a block found for an item: the piece with which the item begins, or a later one.
+DEVICE float4* place_of(const Params& p, int block, bool begins, int group) {
+    return p.partial + ((block * 2 + begins) * WARPGROUPS + group) * MERGED_PARTS * 128 + threadIdx.x % 128;
+}
+
+// Adds up what blocks found for 64 queries of an item, in the order of its tiles: true in the block that arrives last, which then has the result.
+// ``word``: of the warpgroup, in shared memory.
+DEVICE bool merge_pieces(const Params& p, const Piece& piece, u32 word, int group, float factor, float (&out)[HEAD / 2], float (&sum)[2],
+                         const float (&maximum)[2]) {
+    const int count = item_tiles(p);
+    if (piece.tiles.last - piece.tiles.first == count) return true;
+    float4* own = place_of(p, blockIdx.x, piece.tiles.first == 0, group);
+    __stcg(own, make_float4(maximum[0], maximum[1], sum[0], sum[1]));
+    #pragma unroll
+    for (int j = 0; j < HEAD / 8; j++) __stcg(own + (j + 1) * 128, make_float4(out[4 * j], out[4 * j + 1], out[4 * j + 2], out[4 * j + 3]));
+    __threadfence();
+    named_barrier(1 + group, 128);
+    const int first = block_of(p, piece.index * count), last = block_of(p, piece.index * count + count - 1);
+    if (threadIdx.x % 128 == 0) {
+        u32* arrived = p.arrived + piece.index * WARPGROUPS + group;
+        const u32 ends = count_arrival(arrived) == u32(last - first);
+        if (ends) *arrived = 0;
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(word), "r"(ends) : "memory");
+    }
+    named_barrier(1 + group, 128);
+    u32 ends;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(ends) : "r"(word) : "memory");
+    if (!ends) return false;
+    __threadfence();
+    float shift[2] = {NOTHING, NOTHING};
+    for (int block = first; block <= last; block++) {
+        const float4 end = __ldcg(place_of(p, block, block == first, group));
+        shift[0] = fmaxf(shift[0], end.x), shift[1] = fmaxf(shift[1], end.y);
+    }
+    #pragma unroll
+    for (int i = 0; i < 2; i++) shift[i] = shift_of(shift[i], factor), sum[i] = 0.0f;
+    #pragma unroll
+    for (int i = 0; i < HEAD / 2; i++) out[i] = 0.0f;
+    for (int block = first; block <= last; block++) {
+        const float4* from = place_of(p, block, block == first, group);
+        const float4 end = __ldcg(from);
+        const float scale[2] = {exp2_fast(end.x * factor - shift[0]), exp2_fast(end.y * factor - shift[1])};
+        sum[0] = fmaf(end.z, scale[0], sum[0]), sum[1] = fmaf(end.w, scale[1], sum[1]);
+        #pragma unroll
+        for (int j = 0; j < HEAD / 8; j++) {
+            const float4 more = __ldcg(from + (j + 1) * 128);
+            float* to = out + 4 * j;
+            to[0] = fmaf(more.x, scale[0], to[0]), to[1] = fmaf(more.y, scale[0], to[1]);
+            to[2] = fmaf(more.z, scale[1], to[2]), to[3] = fmaf(more.w, scale[1], to[3]);
+        }
+    }
+    return true;
+}
+#endif

@@ -13,12 +13,6 @@ constexpr bool KEEPS_MAXIMUM = FACTORS == 1;
 constexpr float MOST = 16384.0f;
 #define NOTHING __int_as_float(0xff800000)         // the maximum of a row that has seen no key
 
-DEVICE float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // 2^(x - 126), x = 253 y for y of 0 to 1, without the unit of exponentials: a polynomial of the part behind the point, 1e-4 of the result at most.
 DEVICE float exp2_polynomial(float y) {
     constexpr float whole = 12582912.0f;           // adding it rounds to an integer, in the lowest bits
@@ -46,12 +40,14 @@ DEVICE void hide(const Params& p, int row, int tile, int key_count, int lane, fl
     }
 }
 
+DEVICE float factor_of(const Params& p) { return MASK || FACTORS ? 1.0f : p.scale_log2; }  // of scores that add_bias() has seen
+
 // A row's scores become exp2(score * factor + offset); their sum.
-DEVICE float weigh(int i, float factor, float offset, float (&s)[BLOCK_KEYS / 2]) {
+template <int FIRST, int LAST> DEVICE float weigh(int i, float factor, float offset, float (&s)[BLOCK_KEYS / 2]) {
     const float narrow = factor / 253.0f, middle = fmaf(offset, 1.0f / 253.0f, 126.0f / 253.0f);
     float total = 0.0f;
     #pragma unroll
-    for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+    for (int j = FIRST; j < LAST; j++) {
         #pragma unroll
         for (int k = 4 * j + 2 * i; k < 4 * j + 2 * i + 2; k++) {
             if (POLYNOMIAL && j % (8 / POLYNOMIAL_PAIRS) == 8 / POLYNOMIAL_PAIRS - 1)
@@ -69,7 +65,7 @@ DEVICE float shift_of(float maximum, float factor) { return maximum == NOTHING ?
 // Turns a tile's scores into exp2(score - maximum). What was summed before is to be multiplied by rescale. Rows that are not new keep their maximum.
 DEVICE void soften(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PAIRS], int row, int tile, int key_count, int lane, const bool (&grown)[2],
                    float (&s)[BLOCK_KEYS / 2], float (&maximum)[2], float (&sum)[2], float (&rescale)[2]) {
-    const float factor = MASK || FACTORS ? 1.0f : p.scale_log2;
+    const float factor = factor_of(p);
     float offset[2];
     add_bias(p, bias, pairs, tile, tile * BLOCK_KEYS + lane % 4 * 2, s, offset);
     hide(p, row, tile, key_count, lane, s);
@@ -86,20 +82,14 @@ DEVICE void soften(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PA
         const float shift = shift_of(most, factor);
         rescale[i] = exp2_fast(maximum[i] * factor - shift);
         maximum[i] = most;
-        sum[i] = fmaf(sum[i], rescale[i], weigh(i, factor, offset[i] - shift, s));
+        sum[i] = fmaf(sum[i], rescale[i], weigh<0, BLOCK_KEYS / 8>(i, factor, offset[i] - shift, s));
     }
 }
 
-// Turns a tile's scores into exp2(score - maximum), if they allow to keep the maxima. Otherwise some rows of the warp have grown, and the scores are lost.
-DEVICE void soften_lazily(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PAIRS], int row, int tile, int key_count, int lane,
-                          float (&s)[BLOCK_KEYS / 2], const float (&maximum)[2], float (&total)[2], bool (&grown)[2]) {
-    const float factor = MASK || FACTORS ? 1.0f : p.scale_log2;
-    float offset[2];
+// A tile's scores with what is added to them; of each row, what is added to them within the exponential.
+DEVICE void prepare(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PAIRS], int row, int tile, int key_count, int lane,
+                    const float (&maximum)[2], float (&s)[BLOCK_KEYS / 2], float (&offset)[2]) {
     add_bias(p, bias, pairs, tile, tile * BLOCK_KEYS + lane % 4 * 2, s, offset);
     hide(p, row, tile, key_count, lane, s);
-    #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        total[i] = weigh(i, factor, offset[i] - shift_of(maximum[i], factor), s);
-        grown[i] = !(total[i] <= MOST) || maximum[i] == NOTHING;
-    }
+    offset[0] -= shift_of(maximum[0], factor_of(p)), offset[1] -= shift_of(maximum[1], factor_of(p));
 }
