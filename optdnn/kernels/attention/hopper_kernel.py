@@ -248,6 +248,10 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "turns of one warpgroup or of one tile"
     if config.split and (why := _no_split(config, tiles)) is not None:
         return why
+    if config.even and (problem.causal or problem.reach >= 0 or problem.lengths or not config.persistent or tiles == 1):
+        return "even shares of items that differ, of one tile, or of blocks with one item"
+    if config.lazy and tiles == 1:
+        return "a maximum that is kept for one tile"
     if config.stages > (8 if config.persistent else min(tiles, 8)):
         return f"{config.stages} stages for {tiles} tiles"
     if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
