@@ -55,8 +55,8 @@ def extent(view: HeadView, shape: tuple[int, ...]) -> int:
 
 
 class Case:
-    """Random operands of a problem, and what float64 makes of them. ``growing``: later keys have larger scores, so that maxima of rows
-    grow from tile to tile, a few of them by more than exponentials hold."""
+    """Random operands of a problem, and what float64 makes of them. ``growing``: later keys have larger scores, so that maxima
+    of rows grow from tile to tile, a few of them by more than exponentials hold."""
 
     def __init__(self, p: Problem, seed: int = 0, *, growing: bool = False):
         self.problem, rng, dtype = p, np.random.default_rng(seed), dtype_of(p)

@@ -34,6 +34,7 @@ TURNS, IDLE_TURNS = 0.96, 1.02
 where they do not."""
 POLYNOMIAL = 0
 EARLY = 0
+DEEP = 0
 SAMPLED = 64
 """Items of a head whose tiles the model counts."""
 _BARRIER_BYTES = 1024
@@ -319,7 +320,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     defines = {
         "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages,
         "LOADER": loader(problem, config), "ONE_TILE": int(config.own_tiles(-(-problem.keys // config.keys)) == 1),
-        "PERSISTENT": int(config.persistent), "TURNS": int(config.turns), "SPLIT": int(config.split), "LAZY": int(config.lazy), "EVEN": int(config.even), "EARLY": EARLY, "POLYNOMIAL": POLYNOMIAL, "POLYNOMIAL_PAIRS": max(1, POLYNOMIAL), "REGISTERS": register_limit(problem, config),
+        "PERSISTENT": int(config.persistent), "TURNS": int(config.turns), "SPLIT": int(config.split), "LAZY": int(config.lazy), "EVEN": int(config.even), "EARLY": EARLY, "DEEP": DEEP, "POLYNOMIAL": POLYNOMIAL, "POLYNOMIAL_PAIRS": max(1, POLYNOMIAL), "REGISTERS": register_limit(problem, config),
         "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "REACH": int(problem.reach >= 0), "FROM_END": int(problem.from_end), "HAS_LENGTHS": int(problem.lengths),
         "MASK": mask_width(problem), "MASK_ROWS": mask_rows(problem),
         "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config),

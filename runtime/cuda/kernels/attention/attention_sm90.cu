@@ -250,9 +250,9 @@ DEVICE void attend(const Params& p, const Room& at, const Piece& piece, Turn& tu
     #pragma unroll
     for (int i = 0; i < HEAD / 2; i++) out[i] = 0.0f;
     int behind = 0, behind_parity = 0;             // the stage whose values come next
-    auto issue_keys = [&] {
+    auto issue_keys_of = [&](float (&s)[BLOCK_KEYS / 2], int stage) {
         wgmma_fence();
-        const u32 keys = at.keys + uniform(turn.stage) * KEY_BYTES;
+        const u32 keys = at.keys + uniform(stage) * KEY_BYTES;
         #pragma unroll
         for (int i = 0; i < SUBTILES; i++) {
             const u64 a = wgmma_descriptor<SPAN>(own_queries + i * QUERY_SUBTILE);
@@ -262,6 +262,7 @@ DEVICE void attend(const Params& p, const Room& at, const Piece& piece, Turn& tu
         }
         wgmma_commit();
     };
+    auto issue_keys = [&] { issue_keys_of(s, turn.stage); };
     auto multiply_keys = [&] {
         barrier_wait(at.key_full + 8 * turn.stage, turn.parity);
         if (TURNS) named_barrier(TURN_BARRIER + group, 256);
@@ -299,12 +300,102 @@ DEVICE void attend(const Params& p, const Room& at, const Piece& piece, Turn& tu
         #pragma unroll
         for (int j = 0; j < HEAD / 2; j++) out[j] *= rescale[j / 2 % 2];
     };
-    auto pack_weights = [&](int from, int to) {    // of eights of keys
+    auto pack_weights_of = [&](const float (&s)[BLOCK_KEYS / 2], int from, int to) {    // of eights of keys
         #pragma unroll
         for (int i = 2 * from; i < 2 * to; i++) weights[i] = pack2(s[2 * i], s[2 * i + 1]);
     };
+    auto pack_weights = [&](int from, int to) { pack_weights_of(s, from, to); };
     barrier_wait(at.query_full + 8 * turn.place, turn.place_parity);
     if (REACH && !SPLIT) pass_tiles(tiles.first, own.first);
+#if DEEP
+    float more[BLOCK_KEYS / 2];
+    int held = 0, held_parity = 0;                             // the stage of the keys whose scores are read
+    bool grown[2] = {true, true};
+    auto take_keys = [&](bool last) {              // the stage of the next tile; at the end, the one before once more
+        if (!last) barrier_wait(at.key_full + 8 * turn.stage, turn.parity);
+        return last ? held : turn.stage;
+    };
+    auto leave_keys = [&](int next) {
+        if (LOADER && lane == 0) barrier_arrive(at.key_empty + 8 * held);
+        behind = held, held = next;
+    };
+    auto step = [&](float (&now)[BLOCK_KEYS / 2], float (&next)[BLOCK_KEYS / 2], int tile) {
+        const int stage = behind;
+        const bool last = tile + TILE_STEP >= own.last;
+        const int coming = take_keys(last);
+        barrier_wait(at.value_full + 8 * behind, behind_parity);
+        if (TURNS) named_barrier(TURN_BARRIER + group, 256);
+        multiply_values();
+        issue_keys_of(next, coming);
+        pass_turn();
+        load_mask(p, bias, tile, lane, pairs);
+        float offset[2], total[2];
+        prepare(p, bias, pairs, row, tile, key_count, lane, maximum, now, offset);
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            total[i] = weigh<0, BLOCK_KEYS / 8>(i, factor_of(p), offset[i], now);
+            grown[i] = !(total[i] <= MOST) || maximum[i] == NOTHING;
+        }
+        settle(now);
+        if (total[0] < 0.0f) __nanosleep(1);
+        wgmma_wait<0>();
+        settle(out);
+        settle(next);
+        if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * stage);
+        if (any_thread(1 + group, 128, grown[0] || grown[1])) {
+            grown[0] = quad_any(grown[0], lane), grown[1] = quad_any(grown[1], lane);
+            issue_keys_of(now, held);
+            wgmma_wait<0>();
+            settle(now);
+            soften(p, bias, pairs, row, tile, key_count, lane, grown, now, maximum, sum, rescale);
+            rescale_results();
+        } else {
+            sum[0] += total[0], sum[1] += total[1];
+        }
+        const int parity = held_parity;
+        leave_keys(coming);
+        behind_parity = parity;
+        if (!last) held_parity = turn.parity, turn.next_stage();
+        pack_weights_of(now, 0, BLOCK_KEYS / 8);
+    };
+    if (own.first < own.last) {
+        barrier_wait(at.key_full + 8 * turn.stage, turn.parity);
+        if (TURNS) named_barrier(TURN_BARRIER + group, 256);
+        issue_keys_of(s, turn.stage);
+        held = turn.stage, held_parity = turn.parity;
+        turn.next_stage();
+        bool last = own.first + TILE_STEP >= own.last;
+        int coming = take_keys(last);
+        issue_keys_of(more, coming);
+        pass_turn();
+        load_mask(p, bias, own.first, lane, pairs);
+        leave_place();
+        __syncwarp();
+        wgmma_wait<1>();
+        settle(s);
+        soften(p, bias, pairs, row, own.first, key_count, lane, grown, s, maximum, sum, rescale);
+        settle(s);
+        if (sum[0] < 0.0f) __nanosleep(1);
+        wgmma_wait<0>();
+        settle(more);
+        behind_parity = held_parity;
+        leave_keys(coming);
+        if (!last) held_parity = turn.parity, turn.next_stage();
+        pack_weights_of(s, 0, BLOCK_KEYS / 8);
+        #pragma unroll 1
+        for (int tile = own.first + TILE_STEP; tile < own.last; tile += 2 * TILE_STEP) {
+            step(more, s, tile);
+            if (tile + TILE_STEP >= own.last) break;
+            step(s, more, tile + TILE_STEP);
+        }
+        multiply_values();
+        wgmma_wait<0>();
+        settle(out);
+        if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * behind);
+    } else {
+        leave_place();
+    }
+#else
     if (own.first < own.last) {
         bool grown[2] = {true, true};
         multiply_keys();
@@ -371,6 +462,7 @@ DEVICE void attend(const Params& p, const Room& at, const Piece& piece, Turn& tu
     } else {
         leave_place();
     }
+#endif
     if (!SPLIT) pass_tiles(own.last, tiles.last);
 
     #pragma unroll
