@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from optdnn.kernels.attention.hopper_kernel import HeadView, Problem, bhsd, bshd
+from optdnn.kernels.attention.problem import HeadView, Problem, bhsd, bshd
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.ops.requantize import QuantParams
