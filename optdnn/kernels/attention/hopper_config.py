@@ -32,8 +32,6 @@ class Config:
     persistent: bool = False
     turns: bool = False
     split: bool = False
-    lazy: bool = False
-    even: bool = False
 
     @property
     def queries(self) -> int:
@@ -45,7 +43,7 @@ class Config:
         return -(-tiles // self.warpgroups) if self.split else tiles
 
     def __str__(self) -> str:
-        flags = "p" * self.persistent + "t" * self.turns + "k" * self.split + "l" * self.lazy + "e" * self.even
+        flags = "p" * self.persistent + "t" * self.turns + "k" * self.split
         return f"attn{self.warpgroups}n{self.keys}s{self.stages}b{self.blocks}{flags}"
 
 
@@ -116,10 +114,6 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "turns of one warpgroup or of one tile"
     if config.split and (why := _no_split(config, tiles)) is not None:
         return why
-    if config.even and (problem.causal or problem.reach >= 0 or problem.lengths or not config.persistent or tiles == 1):
-        return "even shares of items that differ, of one tile, or of blocks with one item"
-    if config.lazy and tiles == 1:
-        return "a maximum that is kept for one tile"
     if config.stages > (8 if config.persistent else min(tiles, 8)):
         return f"{config.stages} stages for {tiles} tiles"
     if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
@@ -168,19 +162,3 @@ def factor_form(problem: Problem, config: Config) -> int:
     if problem.factors is None:
         return 0
     return 1 if problem.factors.key_width == config.keys else 2
-
-
-def block_count(problem: Problem, config: Config, gpu: GpuFacts) -> int:
-    """Blocks of a persistent launch."""
-    items = row_items(problem, config) * problem.heads * problem.batch
-    tiles = -(-problem.keys // config.keys) if config.even else 1
-    return min(items * tiles, gpu.multiprocessors * at_once(problem, config, gpu))
-
-
-def workspace(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[int, int]:
-    """Bytes of the operands ``partial`` and ``arrived`` (zeros at first, and after each launch); both 0 where blocks share no items."""
-    if not config.even:
-        return 0, 0
-    items = row_items(problem, config) * problem.heads * problem.batch
-    found = block_count(problem, config, gpu) * 2 * config.warpgroups * (problem.head // 8 + 1) * 2048
-    return found, 4 * items * config.warpgroups

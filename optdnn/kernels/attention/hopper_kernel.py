@@ -12,7 +12,7 @@ from dataclasses import replace
 from optdnn.errors import InternalError
 from optdnn.kernels.attention.hopper_config import (
     Config,
-    block_count,
+    at_once,
     factor_form,
     loader,
     refuse,
@@ -20,7 +20,6 @@ from optdnn.kernels.attention.hopper_config import (
     row_items,
     shared_bytes,
     threads,
-    workspace,
 )
 from optdnn.kernels.attention.hopper_cost import estimate, has_few_items
 from optdnn.kernels.attention.problem import Problem, mask_rows, mask_width
@@ -32,10 +31,7 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.compile.render import values_instruction
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
-__all__ = ["Config", "Problem", "candidates", "estimate", "launch", "order_of_sums", "recipe", "refuse", "workspace"]
-POLYNOMIAL = 0
-EARLY = 0
-DEEP = 0
+__all__ = ["Config", "Problem", "candidates", "estimate", "launch", "order_of_sums", "recipe", "refuse"]
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
@@ -43,7 +39,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     defines = {
         "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages,
         "LOADER": loader(problem, config), "ONE_TILE": int(config.own_tiles(-(-problem.keys // config.keys)) == 1),
-        "PERSISTENT": int(config.persistent), "TURNS": int(config.turns), "SPLIT": int(config.split), "LAZY": int(config.lazy), "EVEN": int(config.even), "EARLY": EARLY, "DEEP": DEEP, "POLYNOMIAL": POLYNOMIAL, "POLYNOMIAL_PAIRS": max(1, POLYNOMIAL), "REGISTERS": register_limit(problem, config),
+        "PERSISTENT": int(config.persistent), "TURNS": int(config.turns), "SPLIT": int(config.split), "REGISTERS": register_limit(problem, config),
         "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "REACH": int(problem.reach >= 0), "FROM_END": int(problem.from_end), "HAS_LENGTHS": int(problem.lengths),
         "MASK": mask_width(problem), "MASK_ROWS": mask_rows(problem),
         "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config),
@@ -89,10 +85,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
         parameters.pointer("rows", "columns").i64(*f.rows, *f.columns).i32(f.query_width)
     grid = (rows, problem.heads, problem.batch)
     if config.persistent:
-        grid = (block_count(problem, config, gpu), 1, 1)
-    if config.even:
-        share, more = divmod(items * -(-problem.keys // config.keys), grid[0])
-        parameters.pointer("partial", "arrived").i32(share, more)
+        grid = (min(items, gpu.multiprocessors * at_once(problem, config, gpu)), 1, 1)
     return parameters.launch(
         recipe(problem, config, gpu.arch),
         "attention_sm90",

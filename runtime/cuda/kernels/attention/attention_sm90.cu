@@ -2,9 +2,9 @@
 //
 // A block takes WARPGROUPS x 64 queries of one head. Its queries are loaded once, then tiles of BLOCK_KEYS keys and values into a
 // ring of STAGES: by a warp of its own, or, where all tiles have a stage, by one thread before it multiplies. Each
-// warpgroup multiplies 64 queries with a tile of keys, keeps the scores in registers, turns them into exp2(score - running maximum)
+// warpgroup multiplies 64 queries with a tile of keys, keeps the scores in registers, turns them into exp2(score - maximum)
 // and multiplies these, as wgmma's register operand, with the values (the online softmax of FlashAttention; statistics and accumulators
-// are fp32). The tensor cores multiply one tile's weights with its values while the next tile's scores go through the softmax
+// are fp32; attention_softmax.cuh). The tensor cores multiply one tile's weights with its values while the next tile's scores go through the softmax
 // (FlashAttention-3). Operands are strided views [batch][position][head][feature], so q, k and v may lie in the output of one joint
 // projection.
 //
@@ -16,11 +16,6 @@
 //
 // SPLIT: a block's warpgroups share 64 queries, and take tiles of keys in turn: few queries then occupy the GPU for a shorter time. At the end
 // the first warpgroup adds up what all found.
-//
-// EVEN (of persistent blocks): each block takes the same number of tiles, so that it may begin and end within an item. Of the blocks that share an item,
-// the last one to arrive adds up what all found.
-//
-// LAZY: a row's maximum is kept while its weights stay small, so that a tile needs no maximum. attention_softmax.cuh has the rule.
 //
 // A head of HEAD features (a multiple of 16; TMA fills what the tensor lacks with zeros) lies in shared memory as subtiles of
 // SPAN bytes per row. k is K-major; v is read across: its rows are keys, so it is wgmma's MN-major operand.
@@ -47,8 +42,8 @@ constexpr u32 KEY_SUBTILE = BLOCK_KEYS * SPAN, KEY_BYTES = SUBTILES * KEY_SUBTIL
 constexpr int QUERY_PLACES = PERSISTENT ? 2 : 1;
 constexpr u32 BARRIER_BYTES = 1024;
 constexpr u32 TURN_BARRIER = 1 + WARPGROUPS;       // of the first warpgroup; those before order a warpgroup's stores
-static_assert(!EVEN || (PERSISTENT && !CAUSAL && !REACH && !HAS_LENGTHS), "all items have the same tiles");
 static_assert(!SPLIT || (!PERSISTENT && !TURNS && (!LOADER || STAGES % WARPGROUPS == 0)), "a split block has one item, and stages for each warpgroup");
+
 struct Params {
     TensorMap queries, keys, values, output;       // (feature, position, head, batch)
     const u16* mask;
@@ -66,11 +61,6 @@ struct Params {
     long long factor_strides[2][4];                // in elements: batch, head, row and column of the query
     int query_width;                               // queries in a row
 #endif
-#if EVEN
-    float4* partial;                               // [block][whether it begins an item][warpgroup][MERGED_PARTS][thread]
-    u32* arrived;                                  // [item][warpgroup]: blocks
-    int share, shares_more;                        // tiles of a block; blocks that have one more
-#endif
 };
 
 struct Item {                                      // 64 * QUERY_GROUPS queries of a head
@@ -79,17 +69,27 @@ struct Item {                                      // 64 * QUERY_GROUPS queries 
 
 // Where a block's operands and barriers lie in shared memory.
 struct Room {
-    u32 query_full, query_empty, key_full, value_full, key_empty, value_empty, word, queries, keys, values;
+    u32 query_full, query_empty, key_full, value_full, key_empty, value_empty, queries, keys, values;
     float4* merged;                                // in place of the ring, at the end of a split block
 
     __device__ __forceinline__ Room(u8* shared, u32 base) {
         query_full = base, query_empty = query_full + 8 * QUERY_PLACES, key_full = query_empty + 8 * QUERY_PLACES;
         value_full = key_full + 8 * STAGES, key_empty = value_full + 8 * STAGES, value_empty = key_empty + 8 * STAGES;
-        word = value_empty + 8 * STAGES;           // of each warpgroup
         queries = base + BARRIER_BYTES, keys = queries + QUERY_PLACES * QUERY_GROUPS * QUERY_BYTES, values = keys + STAGES * KEY_BYTES;
         merged = reinterpret_cast<float4*>(shared + (keys - base));
     }
 };
+
+// The items of a block are own_first(), own_first() + gridDim.x ... below own_end().
+DEVICE int own_first() { return PERSISTENT ? int(blockIdx.x) : 0; }
+DEVICE int own_end(const Params& p) { return PERSISTENT ? p.items : 1; }
+
+// The last queries of all heads come first: in causal order they see the most keys.
+DEVICE Item item_at(const Params& p, int index) {
+    if (!PERSISTENT) return {int(blockIdx.x) * QUERY_GROUPS * 64, int(blockIdx.y), int(blockIdx.z)};
+    const int stack = p.items / p.row_items, row = index / stack, pair = index - row * stack;
+    return {(p.row_items - 1 - row) * QUERY_GROUPS * 64, pair % p.heads, pair / p.heads};
+}
 
 // Query i sees keys up to i and this.
 DEVICE int seen_ahead(const Params& p, int key_count) { return p.causal_offset + (FROM_END ? key_count - p.query_count : 0); }
@@ -111,43 +111,6 @@ DEVICE int keys_of(const Params& p, const Item& item) {
     return HAS_LENGTHS ? min(p.key_count, max(p.lengths[item.batch], 0)) : p.key_count;
 }
 
-// The last queries of all heads come first: in causal order they see the most keys.
-DEVICE Item item_at(const Params& p, int index) {
-    if (!PERSISTENT) return {int(blockIdx.x) * QUERY_GROUPS * 64, int(blockIdx.y), int(blockIdx.z)};
-    const int stack = p.items / p.row_items, row = index / stack, pair = index - row * stack;
-    return {(p.row_items - 1 - row) * QUERY_GROUPS * 64, pair % p.heads, pair / p.heads};
-}
-
-struct Piece {                                     // of a block's work: tiles of an item
-    Item item;
-    Tiles tiles;
-    int index, next;                               // of the item; where the next piece is
-};
-
-#if EVEN
-DEVICE int item_tiles(const Params& p) { return (p.key_count + BLOCK_KEYS - 1) / BLOCK_KEYS; }
-DEVICE int share_start(const Params& p, int block) { return block * p.share + min(block, p.shares_more); }
-// The block that has a tile; tiles of all items are counted on.
-DEVICE int block_of(const Params& p, int tile) {
-    const int longer = p.shares_more * (p.share + 1);
-    return tile < longer ? tile / (p.share + 1) : p.shares_more + (tile - longer) / p.share;
-}
-DEVICE int own_first(const Params& p) { return share_start(p, blockIdx.x); }
-DEVICE int own_end(const Params& p) { return share_start(p, blockIdx.x + 1); }
-DEVICE Piece piece_at(const Params& p, int at) {
-    const int count = item_tiles(p), index = at / count, first = at - index * count, last = min(count, first + own_end(p) - at);
-    return {item_at(p, index), {first, last}, index, at + last - first};
-}
-#else
-// The pieces of a block are whole items.
-DEVICE int own_first(const Params& p) { return PERSISTENT ? int(blockIdx.x) : 0; }
-DEVICE int own_end(const Params& p) { return PERSISTENT ? p.items : 1; }
-DEVICE Piece piece_at(const Params& p, int at) {
-    const Item item = item_at(p, at);
-    return {item, seen_tiles(p, item.first, QUERY_GROUPS * 64, keys_of(p, item)), at, at + int(gridDim.x)};
-}
-#endif
-
 // An MN-major operand: each key is a row of SPAN bytes, eight rows are one swizzle atom, subtiles follow each other.
 DEVICE u64 value_descriptor(u32 address) {
     constexpr u64 swizzle = SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3;
@@ -162,14 +125,13 @@ DEVICE void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
+
 // Loads the operands of the block's items: one thread.
 DEVICE void load_items(const Params& p, const Room& at) {
     int stage = 0, parity = 1, loads = 0, place = 0, place_parity = 1;
-    for (int index = own_first(p), next; index < own_end(p); index = next) {
-        const Piece piece = piece_at(p, index);
-        const Item& item = piece.item;
-        const Tiles& tiles = piece.tiles;
-        next = piece.next;
+    for (int index = own_first(); index < own_end(p); index += gridDim.x) {
+        const Item item = item_at(p, index);
+        const Tiles tiles = seen_tiles(p, item.first, QUERY_GROUPS * 64, keys_of(p, item));
         const u32 queries = at.queries + place * QUERY_GROUPS * QUERY_BYTES, query_full = at.query_full + 8 * place;
         if (PERSISTENT) barrier_wait(at.query_empty + 8 * place, place_parity);
         barrier_expect(query_full, QUERY_GROUPS * QUERY_BYTES);
@@ -205,16 +167,6 @@ struct Turn {
     }
 };
 
-// Whether any of the threads that meet at a barrier says so.
-DEVICE bool any_thread(u32 barrier, u32 threads, bool own) {
-    u32 any;
-    asm volatile("{.reg .pred p, q; setp.ne.b32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q;}"
-                 : "=r"(any) : "r"(barrier), "r"(threads), "r"(u32(own)) : "memory");
-    return any != 0;
-}
-// Whether any of the four lanes that share a row says so.
-DEVICE bool quad_any(bool own, int lane) { return __ballot_sync(0xffffffffu, own) >> (lane & 28) & 15; }
-
 // What makes these numbers stays above this, what reads them below.
 template <int N> DEVICE void settle(float (&sums)[N]) {
     #pragma unroll
@@ -222,17 +174,15 @@ template <int N> DEVICE void settle(float (&sums)[N]) {
 }
 
 #include "attention_softmax.cuh"
-constexpr int MIDDLE = EARLY ? BLOCK_KEYS / 16 : BLOCK_KEYS / 8;  // with LAZY: eights of keys whose weights need not wait for the product before
 #include "attention_merge.cuh"
 
-// What the multiplying warps do with one piece.
-DEVICE void attend(const Params& p, const Room& at, const Piece& piece, Turn& turn, bool first, int warp, int lane) {
-    const Item& item = piece.item;
-    const Tiles& tiles = piece.tiles;
+// What the multiplying warps do with one item.
+DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn, bool first, int warp, int lane) {
     const int group = warp / 4, quarter = warp % 4, query_group = SPLIT ? 0 : group;
     const int row = item.first + query_group * 64 + quarter * 16 + lane / 4;  // this thread's queries: row and row + 8
     const int key_count = keys_of(p, item);
-    Tiles own = EVEN ? tiles : seen_tiles(p, item.first + query_group * 64, 64, key_count);  // of this warpgroup; of SPLIT ones, each WARPGROUPS-th
+    const Tiles tiles = seen_tiles(p, item.first, QUERY_GROUPS * 64, key_count);
+    Tiles own = seen_tiles(p, item.first + query_group * 64, 64, key_count);  // of this warpgroup; of SPLIT ones, each WARPGROUPS-th
     if (SPLIT) own.first += group;
     if (item.first + query_group * 64 >= p.query_count || own.first >= own.last) own = {tiles.first, tiles.first};
     // The place of the item before: its result has been read when its store has left shared memory.
@@ -250,9 +200,9 @@ DEVICE void attend(const Params& p, const Room& at, const Piece& piece, Turn& tu
     #pragma unroll
     for (int i = 0; i < HEAD / 2; i++) out[i] = 0.0f;
     int behind = 0, behind_parity = 0;             // the stage whose values come next
-    auto issue_keys_of = [&](float (&s)[BLOCK_KEYS / 2], int stage) {
+    auto issue_keys = [&] {
         wgmma_fence();
-        const u32 keys = at.keys + uniform(stage) * KEY_BYTES;
+        const u32 keys = at.keys + uniform(turn.stage) * KEY_BYTES;
         #pragma unroll
         for (int i = 0; i < SUBTILES; i++) {
             const u64 a = wgmma_descriptor<SPAN>(own_queries + i * QUERY_SUBTILE);
@@ -262,7 +212,6 @@ DEVICE void attend(const Params& p, const Room& at, const Piece& piece, Turn& tu
         }
         wgmma_commit();
     };
-    auto issue_keys = [&] { issue_keys_of(s, turn.stage); };
     auto multiply_keys = [&] {
         barrier_wait(at.key_full + 8 * turn.stage, turn.parity);
         if (TURNS) named_barrier(TURN_BARRIER + group, 256);
@@ -296,106 +245,12 @@ DEVICE void attend(const Params& p, const Room& at, const Piece& piece, Turn& tu
             turn.next_stage();
         }
     };
-    auto rescale_results = [&] {
-        #pragma unroll
-        for (int j = 0; j < HEAD / 2; j++) out[j] *= rescale[j / 2 % 2];
-    };
-    auto pack_weights_of = [&](const float (&s)[BLOCK_KEYS / 2], int from, int to) {    // of eights of keys
+    auto pack_weights = [&](int from, int to) {    // of eights of keys    // of eights of keys
         #pragma unroll
         for (int i = 2 * from; i < 2 * to; i++) weights[i] = pack2(s[2 * i], s[2 * i + 1]);
     };
-    auto pack_weights = [&](int from, int to) { pack_weights_of(s, from, to); };
     barrier_wait(at.query_full + 8 * turn.place, turn.place_parity);
     if (REACH && !SPLIT) pass_tiles(tiles.first, own.first);
-#if DEEP
-    float more[BLOCK_KEYS / 2];
-    int held = 0, held_parity = 0;                             // the stage of the keys whose scores are read
-    bool grown[2] = {true, true};
-    auto take_keys = [&](bool last) {              // the stage of the next tile; at the end, the one before once more
-        if (!last) barrier_wait(at.key_full + 8 * turn.stage, turn.parity);
-        return last ? held : turn.stage;
-    };
-    auto leave_keys = [&](int next) {
-        if (LOADER && lane == 0) barrier_arrive(at.key_empty + 8 * held);
-        behind = held, held = next;
-    };
-    auto step = [&](float (&now)[BLOCK_KEYS / 2], float (&next)[BLOCK_KEYS / 2], int tile) {
-        const int stage = behind;
-        const bool last = tile + TILE_STEP >= own.last;
-        const int coming = take_keys(last);
-        barrier_wait(at.value_full + 8 * behind, behind_parity);
-        if (TURNS) named_barrier(TURN_BARRIER + group, 256);
-        multiply_values();
-        issue_keys_of(next, coming);
-        pass_turn();
-        load_mask(p, bias, tile, lane, pairs);
-        float offset[2], total[2];
-        prepare(p, bias, pairs, row, tile, key_count, lane, maximum, now, offset);
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            total[i] = weigh<0, BLOCK_KEYS / 8>(i, factor_of(p), offset[i], now);
-            grown[i] = !(total[i] <= MOST) || maximum[i] == NOTHING;
-        }
-        settle(now);
-        if (total[0] < 0.0f) __nanosleep(1);
-        wgmma_wait<0>();
-        settle(out);
-        settle(next);
-        if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * stage);
-        if (any_thread(1 + group, 128, grown[0] || grown[1])) {
-            grown[0] = quad_any(grown[0], lane), grown[1] = quad_any(grown[1], lane);
-            issue_keys_of(now, held);
-            wgmma_wait<0>();
-            settle(now);
-            soften(p, bias, pairs, row, tile, key_count, lane, grown, now, maximum, sum, rescale);
-            rescale_results();
-        } else {
-            sum[0] += total[0], sum[1] += total[1];
-        }
-        const int parity = held_parity;
-        leave_keys(coming);
-        behind_parity = parity;
-        if (!last) held_parity = turn.parity, turn.next_stage();
-        pack_weights_of(now, 0, BLOCK_KEYS / 8);
-    };
-    if (own.first < own.last) {
-        barrier_wait(at.key_full + 8 * turn.stage, turn.parity);
-        if (TURNS) named_barrier(TURN_BARRIER + group, 256);
-        issue_keys_of(s, turn.stage);
-        held = turn.stage, held_parity = turn.parity;
-        turn.next_stage();
-        bool last = own.first + TILE_STEP >= own.last;
-        int coming = take_keys(last);
-        issue_keys_of(more, coming);
-        pass_turn();
-        load_mask(p, bias, own.first, lane, pairs);
-        leave_place();
-        __syncwarp();
-        wgmma_wait<1>();
-        settle(s);
-        soften(p, bias, pairs, row, own.first, key_count, lane, grown, s, maximum, sum, rescale);
-        settle(s);
-        if (sum[0] < 0.0f) __nanosleep(1);
-        wgmma_wait<0>();
-        settle(more);
-        behind_parity = held_parity;
-        leave_keys(coming);
-        if (!last) held_parity = turn.parity, turn.next_stage();
-        pack_weights_of(s, 0, BLOCK_KEYS / 8);
-        #pragma unroll 1
-        for (int tile = own.first + TILE_STEP; tile < own.last; tile += 2 * TILE_STEP) {
-            step(more, s, tile);
-            if (tile + TILE_STEP >= own.last) break;
-            step(s, more, tile + TILE_STEP);
-        }
-        multiply_values();
-        wgmma_wait<0>();
-        settle(out);
-        if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * behind);
-    } else {
-        leave_place();
-    }
-#else
     if (own.first < own.last) {
         bool grown[2] = {true, true};
         multiply_keys();
@@ -407,7 +262,7 @@ DEVICE void attend(const Params& p, const Room& at, const Piece& piece, Turn& tu
         settle(s);
         keys_done();
         soften(p, bias, pairs, row, own.first, key_count, lane, grown, s, maximum, sum, rescale);
-        pack_weights(0, BLOCK_KEYS / 8);
+        pack_weights(0, EIGHTS);
         #pragma unroll 1
         for (int tile = own.first + TILE_STEP; !ONE_TILE && tile < own.last; tile += TILE_STEP) {
             const int stage = behind;
@@ -418,42 +273,34 @@ DEVICE void attend(const Params& p, const Room& at, const Piece& piece, Turn& tu
             wgmma_wait<1>();
             settle(s);
             float offset[2], total[2];
-            if (LAZY) {
-                prepare(p, bias, pairs, row, tile, key_count, lane, maximum, s, offset);
-                total[0] = weigh<0, MIDDLE>(0, factor_of(p), offset[0], s), total[1] = weigh<0, MIDDLE>(1, factor_of(p), offset[1], s);
-            } else {
-                keys_done();
-                soften(p, bias, pairs, row, tile, key_count, lane, grown, s, maximum, sum, rescale);
-            }
+            prepare(p, bias, pairs, row, tile, key_count, lane, maximum, s, offset);
+            total[0] = weigh<0, MIDDLE>(0, factor_of(p), offset[0], s), total[1] = weigh<0, MIDDLE>(1, factor_of(p), offset[1], s);
             settle(s);
             // ptxas moves a wait to the start of its basic block, in front of the softmax. A branch that is never taken ends the block.
-            if ((LAZY ? total[0] : sum[0]) < 0.0f) __nanosleep(1);
+            if (total[0] < 0.0f) __nanosleep(1);
             wgmma_wait<0>();
             settle(out);
             if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * stage);
-            if (LAZY) {
-                pack_weights(0, MIDDLE);
-                #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    total[i] += weigh<MIDDLE, BLOCK_KEYS / 8>(i, factor_of(p), offset[i], s);
-                    grown[i] = !(total[i] <= MOST) || maximum[i] == NOTHING;
-                }
-                if (any_thread(1 + group, 128, grown[0] || grown[1])) {
-                    grown[0] = quad_any(grown[0], lane), grown[1] = quad_any(grown[1], lane);
-                    issue_keys();
-                    wgmma_wait<0>();
-                    settle(s);
-                    soften(p, bias, pairs, row, tile, key_count, lane, grown, s, maximum, sum, rescale);
-                    rescale_results();
-                    pack_weights(0, MIDDLE);
-                } else {
-                    sum[0] += total[0], sum[1] += total[1];
-                }
-                keys_done();
-            } else if (!KEEPS_MAXIMUM || __any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
-                rescale_results();
+            pack_weights(0, MIDDLE);
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                total[i] += weigh<MIDDLE, EIGHTS>(i, factor_of(p), offset[i], s);
+                grown[i] = !(total[i] <= MOST) || maximum[i] == NOTHING;
             }
-            pack_weights(LAZY ? MIDDLE : 0, BLOCK_KEYS / 8);
+            if (any_thread(1 + group, 128, grown[0] || grown[1])) {
+                grown[0] = quad_any(grown[0], lane), grown[1] = quad_any(grown[1], lane);
+                issue_keys();                      // once more: the scores are lost
+                wgmma_wait<0>();
+                settle(s);
+                soften(p, bias, pairs, row, tile, key_count, lane, grown, s, maximum, sum, rescale);
+                #pragma unroll
+                for (int j = 0; j < HEAD / 2; j++) out[j] *= rescale[j / 2 % 2];
+                pack_weights(0, MIDDLE);
+            } else {
+                sum[0] += total[0], sum[1] += total[1];
+            }
+            keys_done();
+            pack_weights(MIDDLE, EIGHTS);
         }
         multiply_values();
         wgmma_wait<0>();
@@ -462,7 +309,6 @@ DEVICE void attend(const Params& p, const Room& at, const Piece& piece, Turn& tu
     } else {
         leave_place();
     }
-#endif
     if (!SPLIT) pass_tiles(own.last, tiles.last);
 
     #pragma unroll
@@ -471,12 +317,6 @@ DEVICE void attend(const Params& p, const Room& at, const Piece& piece, Turn& tu
         sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
     }
     if (SPLIT && !merge(at.merged, group, factor_of(p), out, sum, maximum)) return;
-#if EVEN
-    if (!merge_pieces(p, piece, at.word + 4 * group, group, factor_of(p), out, sum, maximum)) {
-        if (++turn.place == QUERY_PLACES) turn.place = 0, turn.place_parity ^= 1;
-        return;
-    }
-#endif
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         sum[i] = sum[i] == 0.0f ? 0.0f : __fdividef(1.0f, sum[i]);     // no key at all: zeros, as ONNX's Attention has it
@@ -555,11 +395,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
     if (PERSISTENT) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
     if (TURNS && warp >= WARPGROUPS * 4 - 4) named_barrier_arrive(TURN_BARRIER, 256);
     Turn turn(warp / 4);
-    for (int index = own_first(p), next; index < own_end(p); index = next) {
-        const Piece piece = piece_at(p, index);
-        next = piece.next;
-        attend(p, at, piece, turn, index == own_first(p), warp, lane);
-    }
+    for (int index = own_first(); index < own_end(p); index += gridDim.x)
+        attend(p, at, item_at(p, index), turn, index == own_first(), warp, lane);
     if (TURNS && warp < 4) named_barrier(TURN_BARRIER, 256);
     if (warp % 4 == 0 && elect_one()) tma_store_wait_read<0>();
 }
