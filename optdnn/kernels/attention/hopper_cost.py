@@ -12,11 +12,19 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 MEMORY = 4.2e12
 CLOCK = 1.75e9
-ENDS = 2200
-"""Cycles of a block's first loads and last store."""
-TURNS, IDLE_TURNS = 0.96, 1.02
-"""A tile's cycles with turns (warpgroups issue their products one after the other), over its cycles without: where turns help, and
-where they do not."""
+ENDS, BETWEEN = 2200, 1400
+"""Cycles of a block's first loads and last store; of a persistent block between two items, where loads run ahead."""
+SCORE, TILE = 0.0833, 150
+"""Cycles of a score: its exponential and its arithmetic; of a tile of scores beside them."""
+PRODUCT = 0.07
+"""Cycles of 64 x 16 multiply-adds of both products, for each key and feature of a head."""
+ALONE = (0.97, 1.55, 580)
+"""Cycles of a tile of the only warpgroup: of its scores, of its products, and further ones."""
+TURNS, IDLE_TURNS = {2: 0.94, 3: 0.95, 4: 0.86}, 1.02
+"""A tile's cycles with turns (warpgroups issue their products one after the other), over its cycles without: where turns help, by
+warpgroups, and where they do not."""
+FEW_SCORE = 1 / 16 + 7 / 128
+"""Cycles of a score of few items, whose own model knows the work of a mask as a ratio."""
 SAMPLED = 64
 """Items of a head whose tiles the model counts."""
 
@@ -54,46 +62,41 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     if config.persistent:
         resident = at_once(problem, config, device)
     # Of one warpgroup and tile, in cycles: both products, then the scores' exponentials and their arithmetic.
-    multiply = config.keys * problem.head / 16 * 2
-    plain = 1 / 16 + 7 / 128
+    multiply = config.keys * problem.head * PRODUCT
     added = 0 if problem.mask is None else 10 / 128 if problem.mask[2] else 3 / 128
-    added += (0, 1, 5)[factor_form(problem, config)] / 128
+    added += (0, 2, 36)[factor_form(problem, config)] / 128
     if has_few_items(problem, device):
         busiest = math.ceil(seen) if problem.reach >= 0 else tiles  # of one wave, the item with the most tiles decides
-        own, work = max(1, config.own_tiles(busiest)), (plain + added) / plain
+        own, work = max(1, config.own_tiles(busiest)), (FEW_SCORE + added) / FEW_SCORE
         groups, split = (1, config.warpgroups) if config.split else (config.warpgroups, 1)
         return few_items.seconds(config.keys, own, groups, problem.head, work, split, ahead=config.stages > split)
-    scores = 64 * config.keys * (plain + added) + 150
-    alone = 4 * scores * 0.5 + multiply + 300  # one warpgroup uses a quarter of each unit's issue slots well
+    scores = 64 * config.keys * (SCORE + added) + TILE
+    alone = ALONE[0] * scores + ALONE[1] * multiply + ALONE[2]
     if config.stages == 1 and tiles > 1:  # nothing is loaded while it multiplies
         alone += 1000
     slack = 1.03 if config.stages == 2 and tiles > 32 else 1.0
     if config.stages == 2 < min(tiles, config.warpgroups):  # a stage is free when the last one of many has read it
         slack = 1.05
     groups = config.warpgroups * min(resident, -(-items // device.multiprocessors))
-    tile = max(groups * max(multiply, scores), alone) / groups * _turns(problem, config, resident)
+    tile = max(groups * max(multiply, scores), alone) / groups * _turns(config, resident)
     waves = items / (device.multiprocessors * resident)
     waves = math.ceil(waves) if waves < 3 else waves + 0.5
     block = groups * seen * tile * slack
-    # Loads of persistent blocks run ahead: between items, a block waits only for its last products.
-    cycles = waves * (block + 500) + ENDS if config.persistent else waves * (block + ENDS)
-    loaded = tiles if problem.reach < 0 else seen
-    traffic = items * (2 * config.keys * loaded + 2 * config.queries) * problem.head * 2
+    cycles = waves * (block + BETWEEN) + ENDS if config.persistent else waves * (block + ENDS)
+    traffic = items * (2 * config.keys * seen + 2 * config.queries) * problem.head * 2
     compute, share = cycles / CLOCK, sector_share(problem)
     loads = traffic * share / 5.5e12
     besides = 0.25 * min(compute, loads) if share > 1 or problem.reach >= 0 else 0.0
     return 0.8e-6 + max(compute, problem.bytes / MEMORY, loads) + besides
 
 
-def _turns(problem: Problem, config: Config, resident: int) -> float:
+def _turns(config: Config, resident: int) -> float:
     """A tile's cycles in this configuration, over its cycles without turns.
 
-    Turns do not help where other blocks share the multiprocessor, where the warpgroups of a causal problem have different tiles, or
-    where a bias of factors leaves little time between products."""
+    Turns do not help where other blocks share the multiprocessor."""
     if not config.turns:
         return 1.0
-    even = not problem.causal or problem.reach >= 0
-    return TURNS if resident == 1 and even and problem.factors is None else IDLE_TURNS
+    return TURNS[config.warpgroups] if resident == 1 else IDLE_TURNS
 
 
 def sector_share(problem: Problem) -> float:

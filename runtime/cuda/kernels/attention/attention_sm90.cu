@@ -245,6 +245,10 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
             turn.next_stage();
         }
     };
+    auto rescale_results = [&] {
+        #pragma unroll
+        for (int j = 0; j < HEAD / 2; j++) out[j] *= rescale[j / 2 % 2];
+    };
     auto pack_weights = [&](int from, int to) {    // of eights of keys    // of eights of keys
         #pragma unroll
         for (int i = 2 * from; i < 2 * to; i++) weights[i] = pack2(s[2 * i], s[2 * i + 1]);
@@ -273,31 +277,38 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
             wgmma_wait<1>();
             settle(s);
             float offset[2], total[2];
-            prepare(p, bias, pairs, row, tile, key_count, lane, maximum, s, offset);
-            total[0] = weigh<0, MIDDLE>(0, factor_of(p), offset[0], s), total[1] = weigh<0, MIDDLE>(1, factor_of(p), offset[1], s);
+            if (KEEPS_MAXIMA) {
+                prepare(p, bias, pairs, row, tile, key_count, lane, maximum, s, offset);
+                total[0] = weigh<0, MIDDLE>(0, factor_of(p), offset[0], s), total[1] = weigh<0, MIDDLE>(1, factor_of(p), offset[1], s);
+            } else {
+                soften(p, bias, pairs, row, tile, key_count, lane, grown, s, maximum, sum, rescale);
+            }
             settle(s);
             // ptxas moves a wait to the start of its basic block, in front of the softmax. A branch that is never taken ends the block.
-            if (total[0] < 0.0f) __nanosleep(1);
+            if ((KEEPS_MAXIMA ? total[0] : sum[0]) < 0.0f) __nanosleep(1);
             wgmma_wait<0>();
             settle(out);
             if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * stage);
             pack_weights(0, MIDDLE);
-            #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                total[i] += weigh<MIDDLE, EIGHTS>(i, factor_of(p), offset[i], s);
-                grown[i] = !(total[i] <= MOST) || maximum[i] == NOTHING;
-            }
-            if (any_thread(1 + group, 128, grown[0] || grown[1])) {
-                grown[0] = quad_any(grown[0], lane), grown[1] = quad_any(grown[1], lane);
-                issue_keys();                      // once more: the scores are lost
-                wgmma_wait<0>();
-                settle(s);
-                soften(p, bias, pairs, row, tile, key_count, lane, grown, s, maximum, sum, rescale);
+            if (KEEPS_MAXIMA) {
                 #pragma unroll
-                for (int j = 0; j < HEAD / 2; j++) out[j] *= rescale[j / 2 % 2];
-                pack_weights(0, MIDDLE);
+                for (int i = 0; i < 2; i++) {
+                    total[i] += weigh<MIDDLE, EIGHTS>(i, factor_of(p), offset[i], s);
+                    grown[i] = !(total[i] <= MOST) || maximum[i] == NOTHING;
+                }
+                if (any_thread(1 + group, 128, grown[0] || grown[1])) {
+                    grown[0] = quad_any(grown[0], lane), grown[1] = quad_any(grown[1], lane);
+                    issue_keys();                  // once more: the scores are lost
+                    wgmma_wait<0>();
+                    settle(s);
+                    soften(p, bias, pairs, row, tile, key_count, lane, grown, s, maximum, sum, rescale);
+                    rescale_results();
+                    pack_weights(0, MIDDLE);
+                } else {
+                    sum[0] += total[0], sum[1] += total[1];
+                }
             } else {
-                sum[0] += total[0], sum[1] += total[1];
+                rescale_results();
             }
             keys_done();
             pack_weights(MIDDLE, EIGHTS);

@@ -2,12 +2,14 @@
 //
 // Weights are exp2(score - a maximum of the row). The maximum is that of the first tile. It stays the row's as long as later weights are small
 // enough for 16 bits, which their sums tell: then a tile needs neither its own maximum nor a rescaling of the results. Where a row has grown, the
-// warpgroup multiplies the tile's keys once more, and takes the maxima of the rows that have.
+// warpgroup multiplies the tile's keys once more, and takes the maxima of the rows that have. A bias whose columns are read with each tile leaves no
+// registers for that: each tile has its maximum there.
 #pragma once
 
 constexpr float LOG2_E = 1.4426950408889634f;
 #include "attention_bias.cuh"
 
+constexpr bool KEEPS_MAXIMA = FACTORS != 2;
 constexpr float MOST = 16384.0f;                   // of a thread's weights of a row and tile
 #define NOTHING __int_as_float(0xff800000)         // the maximum of a row that has seen no key
 constexpr int EIGHTS = BLOCK_KEYS / 8;             // of keys
