@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from optdnn.kernels.attention import hopper_kernel as attention
+from optdnn.kernels.attention.problem import Problem, bshd
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as depthwise_tma
 from optdnn.kernels.conv.problem import Source
@@ -27,10 +28,10 @@ DEVICE = of_arch("sm_90a")
 pytestmark = pytest.mark.nvrtc
 
 
-def merged(batch: int, positions: int, features: int, **options: Any) -> attention.Problem:
-    q, k, v = (attention.bshd(positions, 12, features, parts=3, part=i) for i in range(3))
-    out = attention.bshd(positions, 12, features)
-    return attention.Problem(batch, 12, positions, positions, features, features**-0.5, q, k, v, out, **options)
+def merged(batch: int, positions: int, features: int, **options: Any) -> Problem:
+    q, k, v = (bshd(positions, 12, features, parts=3, part=i) for i in range(3))
+    out = bshd(positions, 12, features)
+    return Problem(batch, 12, positions, positions, features, features**-0.5, q, k, v, out, **options)
 
 
 SQUEEZED = depthwise.Problem(

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from optdnn.kernels.attention import hopper_config
 from optdnn.kernels.attention import hopper_kernel as attention
+from optdnn.kernels.attention.problem import HeadView, Problem, bhsd, bshd
 from optdnn.kernels.launch import Parameters, tensor_map
 from optdnn.kernels.norm import group_norm_kernel as group_norm
 from optdnn.kernels.norm import rows_kernel as rows
@@ -114,20 +116,20 @@ def test_group_norms_slabs_are_whole_groups_of_whole_vectors() -> None:
 # ---- attention ----------------------------------------------------------------------------------------------------------------
 
 
-def merged(batch: int, heads: int, positions: int, features: int, **options: Any) -> attention.Problem:
-    q, k, v = (attention.bshd(positions, heads, features, parts=3, part=i) for i in range(3))
-    out = attention.bshd(positions, heads, features)
-    return attention.Problem(batch, heads, positions, positions, features, features**-0.5, q, k, v, out, **options)
+def merged(batch: int, heads: int, positions: int, features: int, **options: Any) -> Problem:
+    q, k, v = (bshd(positions, heads, features, parts=3, part=i) for i in range(3))
+    out = bshd(positions, heads, features)
+    return Problem(batch, heads, positions, positions, features, features**-0.5, q, k, v, out, **options)
 
 
 def test_views_of_a_joint_projection_address_its_parts() -> None:
     whole = np.arange(2 * 5 * 3 * 4 * 8).reshape(2, 5, 3, 4, 8)
     for part in range(3):
-        view = attention.bshd(5, 4, 8, parts=3, part=part)
+        view = bshd(5, 4, 8, parts=3, part=part)
         strides = [8 * x for x in (view.batch, view.head, view.position, 1)]
         seen = np.lib.stride_tricks.as_strided(whole.ravel()[view.offset :], (2, 4, 5, 8), strides)
         np.testing.assert_array_equal(seen, whole[:, :, part].transpose(0, 2, 1, 3))
-    apart = attention.bhsd(5, 4, 8)
+    apart = bhsd(5, 4, 8)
     assert (apart.batch, apart.head, apart.position, apart.offset) == (160, 40, 8, 0)
 
 
@@ -159,7 +161,7 @@ AC = attention.Config(1, 64, 2)
         (merged(2, 4, 300, 256), AC, "256 features"),
         (replace(A, scale=0.0), AC, "a scale of 0.0"),
         (replace(A, key_heads=3), AC, "do not share 3 key heads"),
-        (replace(A, k=attention.HeadView(8, 8, 4)), AC, "k: TMA needs"),
+        (replace(A, k=HeadView(8, 8, 4)), AC, "k: TMA needs"),
         (A, replace(AC, keys=40), "not a tile"),
         (A, replace(AC, stages=6), "6 stages for 5 tiles"),
         (merged(2, 4, 3000, 128), attention.Config(1, 256, 4), "shared memory exceed"),
@@ -168,17 +170,17 @@ AC = attention.Config(1, 64, 2)
         (replace(A, batch=70000), AC, "grid"),
     ],
 )
-def test_attention_refuses(problem: attention.Problem, config: attention.Config, reason: str) -> None:
+def test_attention_refuses(problem: Problem, config: attention.Config, reason: str) -> None:
     assert attention.refuse(A, AC) is None
     assert reason in (attention.refuse(problem, config) or "")
 
 
 def test_a_loading_warp_is_there_only_if_tiles_outnumber_stages() -> None:
-    assert attention.threads(A, AC) == 160
-    assert attention.threads(A, replace(AC, stages=5)) == 128
+    assert hopper_config.threads(A, AC) == 160
+    assert hopper_config.threads(A, replace(AC, stages=5)) == 128
     # Five warps fill two slots of one partition: half of its registers each, less than 65536 / 160.
-    assert attention.register_limit(A, AC) == 255
-    assert attention.register_limit(A, replace(AC, blocks=2)) == 168
+    assert hopper_config.register_limit(A, AC) == 255
+    assert hopper_config.register_limit(A, replace(AC, blocks=2)) == 168
 
 
 def test_attentions_fragments_are_the_products_operands() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from optdnn.kernels.attention.hopper_kernel import HeadView, Problem, bhsd, bshd
+from optdnn.kernels.attention.problem import HeadView, Problem, bhsd, bshd
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.ops.requantize import QuantParams
@@ -55,9 +55,10 @@ def extent(view: HeadView, shape: tuple[int, ...]) -> int:
 
 
 class Case:
-    """Random operands of a problem, and what float64 makes of them."""
+    """Random operands of a problem, and what float64 makes of them. ``growing``: later keys have larger scores, so that maxima
+    of rows grow from tile to tile, a few of them by more than exponentials hold."""
 
-    def __init__(self, p: Problem, seed: int = 0):
+    def __init__(self, p: Problem, seed: int = 0, *, growing: bool = False):
         self.problem, rng, dtype = p, np.random.default_rng(seed), dtype_of(p)
         key_heads = p.key_heads or p.heads
         shapes = {"q": (p.batch, p.heads, p.queries, p.features)}
@@ -71,6 +72,10 @@ class Case:
         for name in "qkv":
             own = whole if joint else rng.standard_normal(extent(views[name], shapes[name])).astype(np.float32)
             self.operands[name] = own if joint else own.astype(dtype)
+        if growing:
+            keys, ramp = seen(self.operands["k"], views["k"], shapes["k"]), np.linspace(0.1, 6, p.keys)[:, None]
+            ramp[p.keys * 4 // 5 :] *= 20
+            keys[...] = (keys.astype(np.float32) * ramp).astype(dtype)
         q, k, v = (seen(self.operands[n], views[n], shapes[n]).astype(np.float64) for n in "qkv")
         k, v = (x.repeat(p.heads // key_heads, 1) for x in (k, v))
         scores = q @ k.swapaxes(2, 3) * p.scale

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.kernels.attention.cached_kernel import Places, Problem
-from optdnn.kernels.attention.hopper_kernel import HeadView
+from optdnn.kernels.attention.problem import HeadView
 from optdnn.runtime.reference.regions import cached_attention
 from optdnn.types import BF16, FP16, Array
 

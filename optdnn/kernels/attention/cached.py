@@ -11,8 +11,8 @@ from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.attention import cached_kernel as cached
-from optdnn.kernels.attention.hopper_kernel import HeadView
 from optdnn.kernels.attention.operands import KEYS, VALUES, WEIGHTS, fits_tma, is_used, order_wanted
+from optdnn.kernels.attention.problem import HeadView
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.tactic import Offer, ProblemTactic, Region

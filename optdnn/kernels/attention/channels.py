@@ -15,8 +15,8 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.attention import channels_kernel as channels
-from optdnn.kernels.attention.hopper_kernel import HeadView
 from optdnn.kernels.attention.operands import WEIGHTS, is_used
+from optdnn.kernels.attention.problem import HeadView
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region
 from optdnn.ops.attention import AttentionAttrs

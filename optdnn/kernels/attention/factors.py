@@ -14,6 +14,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.attention import hopper_kernel as attention
 from optdnn.kernels.attention.hopper import HopperAttention
 from optdnn.kernels.attention.operands import is_used, target_of
+from optdnn.kernels.attention.problem import Factors, Problem
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import Region
@@ -100,11 +101,11 @@ class FactoredAttention(HopperAttention):
         """The result in the order that its reader wants."""
         target_of(b, op)
 
-    def problem(self, b: Builder, op: Op) -> attention.Problem:
+    def problem(self, b: Builder, op: Op) -> Problem:
         found = _bias(b.graph, op)
         assert isinstance(found, _Bias)
         rows, columns = self._places(b, found)
-        factors = attention.Factors(_strides(rows, op), _strides(columns, op), columns.shape[4], rows.shape[2])
+        factors = Factors(_strides(rows, op), _strides(columns, op), columns.shape[4], rows.shape[2])
         return replace(self._tensors(b, _bare(op)).problem, factors=factors)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:

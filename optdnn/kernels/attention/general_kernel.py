@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from optdnn.errors import InternalError
-from optdnn.kernels.attention.hopper_kernel import Problem, mask_width
+from optdnn.kernels.attention.problem import Problem, mask_width
 from optdnn.kernels.launch import Launch, Parameters, no_room, template_options
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.kernels.ranking import varied

@@ -27,6 +27,7 @@ from optdnn.kernels.attention.operands import (
     target_of,
     with_four_axes,
 )
+from optdnn.kernels.attention.problem import HeadView, Problem, bhsd
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, unmade, up
 from optdnn.kernels.pointwise.pointwise import copied, copied_later, copy, emit_pointwise
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
@@ -37,12 +38,12 @@ from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, FP64, Array
 
-Views = tuple[attention.HeadView, attention.HeadView, attention.HeadView, attention.HeadView]
+Views = tuple[HeadView, HeadView, HeadView, HeadView]
 """The views of queries, keys, values and the result."""
 
 
 @lru_cache(maxsize=1024)
-def offers_of(plans: Any, problem: attention.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+def offers_of(plans: Any, problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The configurations of the kernel that the module ``plans`` plans. The number of keys in a tile and the warps that share
     them decide in which order a row is summed, and nothing else of a configuration does."""
     many = plans.candidates(replace(problem, batch=MANY), gpu, limit=1)
@@ -56,7 +57,7 @@ def offers_of(plans: Any, problem: attention.Problem, gpu: GpuFacts) -> tuple[Of
 class Tensors:
     """What a launch reads and writes; ``past``: keys of it. A copy takes ``out`` to ``target``, if it lies elsewhere."""
 
-    problem: attention.Problem
+    problem: Problem
     q: TensorView
     k: TensorView
     v: TensorView
@@ -106,7 +107,7 @@ class HopperAttention(ProblemTactic):
     def _problem(
         b: Builder, op: Op, past: int, shapes: Sequence[tuple[int, ...]], views: Views,
         mask: tuple[int, int, int] | None = None, period: int = 0,
-    ) -> attention.Problem:  # fmt: skip
+    ) -> Problem:  # fmt: skip
         """``shapes``: those of queries, keys and values, without the past."""
         a: AttentionAttrs = op.attrs
         (batch, heads, rows, size), k, v = shapes
@@ -117,7 +118,7 @@ class HopperAttention(ProblemTactic):
         # A query sees a number of keys after its position; causal order is none of them.
         ahead = 0 if a.is_causal else a.right_window_size
         lengths = op.input(6) is not None
-        return attention.Problem(
+        return Problem(
             batch, heads, rows, keys, size, size**-0.5 if a.scale is None else a.scale,
             q=views[0], k=views[1], v=views[2], out=views[3], dtype=map_dtype(op.outputs[0].type.dtype), key_heads=k[1],
             mask=mask, mask_period=period, causal=ahead >= 0, causal_offset=past + max(0, ahead), lengths=lengths, value_features=v[3],
@@ -125,7 +126,7 @@ class HopperAttention(ProblemTactic):
             from_end=lengths and op.input(4) is None and (ahead >= 0 or a.left_window_size >= 0), softcap=max(0.0, a.softcap),
         )  # fmt: skip
 
-    def problem(self, b: Builder, op: Op) -> attention.Problem:
+    def problem(self, b: Builder, op: Op) -> Problem:
         return self._tensors(b, op).problem
 
     def _tensors(self, b: Builder, op: Op) -> Tensors:
@@ -149,7 +150,7 @@ class HopperAttention(ProblemTactic):
         problem = replace(problem, narrow="" if to is None else to.to.dtype)
         return Tensors(problem, q, k, v, past, mask, out, target)
 
-    def offers(self, problem: attention.Problem, gpu: GpuFacts) -> Sequence[Offer]:
+    def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return offers_of(self.plans, problem, gpu)
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
@@ -246,12 +247,12 @@ def _period(mask: Array) -> int:
 
 def _assumed(q: tuple[int, ...], v: tuple[int, ...]) -> Views:
     """Views as TMA can read them, before it is known where the operands lie: copies are made where they do not."""
-    keys, values = (attention.bhsd(q[2], q[1], up(shape[3], 8)) for shape in (q, v))
+    keys, values = (bhsd(q[2], q[1], up(shape[3], 8)) for shape in (q, v))
     return (keys, keys, values, values)
 
 
-def _view(x: TensorView) -> attention.HeadView:
+def _view(x: TensorView) -> HeadView:
     """The kernel's view. What lies in ``offset`` stays with the operand; an axis of one element may have any stride."""
     step = up(x.shape[3], 16 // x.dtype.itemsize)
     batch, head, position = (s if n > 1 else step for n, s in zip(x.shape[:3], x.strides[:3], strict=True))
-    return attention.HeadView(batch, head, position)
+    return HeadView(batch, head, position)

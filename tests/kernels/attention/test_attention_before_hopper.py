@@ -132,7 +132,7 @@ def test_results_of_8_bits(arch: str) -> None:
 
 def test_some_offers_sum_in_the_order_of_a_large_batch() -> None:
     from optdnn.kernels.attention import general_kernel as attention_general
-    from optdnn.kernels.attention.hopper_kernel import Problem, bhsd
+    from optdnn.kernels.attention.problem import Problem, bhsd
 
     view, seen = bhsd(197, 12, 64), set()
     for batch in (1, 8, 64):

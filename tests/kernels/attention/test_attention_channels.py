@@ -17,7 +17,7 @@ from support.sweep import sweep
 
 from optdnn.kernels.attention import channels_kernel as channels
 from optdnn.kernels.attention.channels_kernel import Config, Problem
-from optdnn.kernels.attention.hopper_kernel import HeadView, bshd
+from optdnn.kernels.attention.problem import HeadView, bshd
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.reference.run import run_kernel

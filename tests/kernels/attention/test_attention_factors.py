@@ -9,15 +9,17 @@ import pytest
 from support.sequence_cases import attention, attention_of_image
 from support.simulated import kinds, lowered
 
+from optdnn.kernels.attention import hopper_config
 from optdnn.kernels.attention import hopper_kernel as plans
+from optdnn.kernels.attention.problem import Factors, Problem, bshd
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
 
 GPU = of_arch("sm_90a")
-VIEW = plans.bshd(196, 12, 64, parts=3)
-FACTORS = plans.Factors((12 * 3136, 3136, 224, 16), (12 * 3136, 3136, 16, 224), 14, 14)
-WINDOWS = plans.Problem(25, 12, 196, 196, 64, 0.125, VIEW, VIEW, VIEW, plans.bshd(196, 12, 64), factors=FACTORS)
+VIEW = bshd(196, 12, 64, parts=3)
+FACTORS = Factors((12 * 3136, 3136, 224, 16), (12 * 3136, 3136, 16, 224), 14, 14)
+WINDOWS = Problem(25, 12, 196, 196, 64, 0.125, VIEW, VIEW, VIEW, bshd(196, 12, 64), factors=FACTORS)
 WHOLE = replace(WINDOWS, batch=1, queries=4096, keys=4096, factors=replace(FACTORS, key_width=64, query_width=64))
 
 
@@ -70,7 +72,7 @@ def test_other_masks_are_none_of_its_own(mask: str, reason: str) -> None:
         (replace(WINDOWS, factors=replace(FACTORS, columns=(1, 2, 2, 2))), "odd elements"),
     ],
 )
-def test_the_kernel_refuses(problem: plans.Problem, reason: str) -> None:
+def test_the_kernel_refuses(problem: Problem, reason: str) -> None:
     assert plans.refuse(WINDOWS, plans.Config(1, 80, 3)) is None
     assert reason in (plans.refuse(problem, plans.Config(1, 80, 3)) or "")
 
@@ -84,9 +86,9 @@ def test_columns_stay_in_registers_where_a_tile_is_a_row() -> None:
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(("problem", "spilled"), [(WINDOWS, 0), (WHOLE, 40)], ids=["windows", "whole"])
-def test_candidates_compile(problem: plans.Problem, spilled: int) -> None:
+def test_candidates_compile(problem: Problem, spilled: int) -> None:
     """Columns in registers, beside a tile's weights and the next one's scores, leave ten words a thread to local memory."""
     for config in plans.candidates(problem, GPU, 3):
         kernel = nvrtc.resources(plans.recipe(problem, config))["attention_sm90"]
         assert kernel.spill_bytes <= spilled, (config, kernel)
-        assert kernel.registers <= plans.register_limit(problem, config)
+        assert kernel.registers <= hopper_config.register_limit(problem, config)

@@ -16,7 +16,7 @@ from support.sweep import sweep
 from optdnn.errors import InternalError
 from optdnn.kernels.attention import general_kernel as general
 from optdnn.kernels.attention.general_kernel import Config
-from optdnn.kernels.attention.hopper_kernel import HeadView, Problem
+from optdnn.kernels.attention.problem import HeadView, Problem
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.compile import nvrtc

@@ -9,8 +9,10 @@ import pytest
 from support.attention_cases import Case, apart, merged, result_on_a_gpu, wide_values
 from support.needs import why_no_hopper
 
+from optdnn.kernels.attention import hopper_config, hopper_cost
 from optdnn.kernels.attention import hopper_kernel as hopper
-from optdnn.kernels.attention.hopper_kernel import Config, Problem
+from optdnn.kernels.attention.hopper_config import Config
+from optdnn.kernels.attention.problem import Factors, Problem, bhsd
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.compile import nvrtc
 
@@ -84,22 +86,23 @@ SPLIT = {
     f"{name}, {c}": (problem, c) for name, problem in SPLIT_PROBLEMS.items() for c in dict.fromkeys(split(problem))
 }
 FEW |= dict(list(SPLIT.items())[::6])
+GROWING = {name: x for name, x in list((LAUNCHES | SPLIT).items())[::7] if x[0].keys > x[1].keys}
 
 
 def test_persistent_blocks_are_as_many_as_run_at_a_time() -> None:
     problem, config = merged(16, 12, 257, 64), Config(3, 128, 2, 1, True)
     made = hopper.launch(problem, config, H200)
     assert str(config) == "attn3n128s2b1p"
-    assert (hopper.row_items(problem, config), made.grid, made.block) == (2, (132, 1, 1), 512)
+    assert (hopper_config.row_items(problem, config), made.grid, made.block) == (2, (132, 1, 1), 512)
     assert hopper.launch(merged(1, 12, 257, 64), config, H200).grid == (24, 1, 1)
-    assert hopper.shared_bytes(problem, config) == 1024 + 128 * (2 * 192 + 2 * 2 * 128)
+    assert hopper_config.shared_bytes(problem, config) == 1024 + 128 * (2 * 192 + 2 * 2 * 128)
 
 
 def test_a_loading_warpgroup_gives_registers_to_the_others() -> None:
     problem = merged(16, 12, 257, 64)
-    assert hopper.register_limit(problem, Config(3, 128, 2, 1, True)) == 160
-    assert hopper.register_limit(problem, Config(2, 128, 2, 1, True)) == 240
-    assert hopper.register_limit(problem, Config(1, 64, 2, 2, True)) == 232
+    assert hopper_config.register_limit(problem, Config(3, 128, 2, 1, True)) == 160
+    assert hopper_config.register_limit(problem, Config(2, 128, 2, 1, True)) == 240
+    assert hopper_config.register_limit(problem, Config(1, 64, 2, 2, True)) == 232
     assert hopper.refuse(problem, Config(3, 176, 2, 1, True)) == "scores and results of a thread exceed 160 registers"
     refused = hopper.refuse(merged(16, 12, 257, 32), Config(1, 112, 3, 3, True))
     assert refused == "the compiler takes no product of 112 keys for threads that start with 80 registers"
@@ -127,7 +130,10 @@ def test_warpgroups_share_the_keys_of_few_queries() -> None:
     whole = replace(config, warpgroups=1, split=False, stages=2)
     assert hopper.estimate(few, config, H200) < hopper.estimate(few, whole, H200)
     # What the others found needs more room than the ring: three warpgroups' 64 x 64 results, their maxima and sums.
-    assert hopper.shared_bytes(merged(1, 12, 128, 64), Config(4, 32, 4, split=True)) == 1024 + 64 * 128 + 3 * 9 * 2048
+    assert (
+        hopper_config.shared_bytes(merged(1, 12, 128, 64), Config(4, 32, 4, split=True))
+        == 1024 + 64 * 128 + 3 * 9 * 2048
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,7 +158,7 @@ def test_warpgroups_share_the_keys_of_few_queries() -> None:
 def test_the_model_of_few_items_follows_what_was_measured(
     heads: int, tokens: int, config: Config, measured: float
 ) -> None:
-    view = hopper.bhsd(tokens, heads, 64)
+    view = bhsd(tokens, heads, 64)
     problem = Problem(1, heads, tokens, tokens, 64, 0.1, view, view, view, view)
     assert hopper.estimate(problem, config, H200) * 1e6 == pytest.approx(measured, rel=0.2)
 
@@ -226,7 +232,7 @@ def test_softcaps_are_refused() -> None:
 )
 def test_tiles_outside_of_a_window_cost_nothing(problem: Problem, tiles: float) -> None:
     config = Config(1, 64, 2, 3, True)
-    assert hopper.tiles_seen(problem, config) == tiles
+    assert hopper_cost.tiles_seen(problem, config) == tiles
     everything = replace(problem, reach=-1, causal=False)
     if tiles < 4:
         assert hopper.estimate(problem, config, H200) < hopper.estimate(everything, config, H200)
@@ -239,9 +245,7 @@ def test_the_model_follows_what_was_measured() -> None:
     assert str(hopper.candidates(whole, H200)[0]) == "attn4n64s3b1pt"
     assert str(hopper.candidates(near, H200)[0]) == "attn1n64s2b3p"
     assert not hopper.candidates(merged(16, 14, 512, 64, causal=True), H200)[0].turns
-    assert not hopper.candidates(merged(1, 12, 4096, 64, factors=hopper.Factors((0,) * 4, (0,) * 4, 64, 64)), H200)[
-        0
-    ].turns
+    assert not hopper.candidates(merged(1, 12, 4096, 64, factors=Factors((0,) * 4, (0,) * 4, 64, 64)), H200)[0].turns
 
 
 def test_few_items_have_no_persistent_blocks() -> None:
@@ -252,7 +256,7 @@ def test_few_items_have_no_persistent_blocks() -> None:
 def test_keys_that_begin_between_sectors_are_read_by_more_queries_together() -> None:
     """2 x 8 heads of 40 features over 4096 tokens: 64 queries a block took 333 us on an H200, 256 took 146."""
     between, aligned = merged(2, 8, 4096, 40), merged(2, 8, 4096, 48)
-    assert (hopper.sector_share(between), hopper.sector_share(aligned)) == (2.0, 1.0)
+    assert (hopper_cost.sector_share(between), hopper_cost.sector_share(aligned)) == (2.0, 1.0)
     alone, four = (hopper.estimate(between, Config(n, 64, 3, b, True), H200) for n, b in ((1, 4), (4, 1)))
     assert alone > 1.5 * four
     assert hopper.candidates(between, H200)[0].warpgroups == 4
@@ -266,9 +270,11 @@ def test_candidates_compile_without_spills(name: str) -> None:
     kernel = nvrtc.resources(made.recipe)[made.function]
     assert kernel.spill_bytes == kernel.stack_bytes == 0
     if config.persistent:  # else setmaxnreg asks for registers that the block does not have, and waits for ever
-        assert kernel.registers == min(hopper.start_registers(config), hopper.register_limit(problem, config))
+        assert kernel.registers == min(
+            hopper_config.start_registers(config), hopper_config.register_limit(problem, config)
+        )
     else:
-        assert kernel.registers <= hopper.register_limit(problem, config)
+        assert kernel.registers <= hopper_config.register_limit(problem, config)
 
 
 @pytest.mark.gpu
@@ -276,7 +282,18 @@ def test_candidates_compile_without_spills(name: str) -> None:
 @pytest.mark.parametrize("name", LAUNCHES | SPLIT)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
     problem, config = (LAUNCHES | SPLIT)[name]
-    case = Case(problem)
-    made = hopper.launch(problem, config, H200, case.narrow)
-    start = 32 * case.out_dtype.itemsize
-    case.check(result_on_a_gpu(made, case.operands, case.poisoned(), start, tmp_path))
+    check(Case(problem), config, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("name", GROWING)
+def test_maxima_that_grow_on_a_gpu(name: str, tmp_path: Any) -> None:
+    """Weights leave the range of 16 bits, some of them that of exponentials, so that tiles are multiplied once more."""
+    problem, config = GROWING[name]
+    check(Case(problem, growing=True), config, tmp_path)
+
+
+def check(case: Case, config: Config, folder: Any) -> None:
+    made = hopper.launch(case.problem, config, H200, case.narrow)
+    case.check(result_on_a_gpu(made, case.operands, case.poisoned(), 32 * case.out_dtype.itemsize, folder))

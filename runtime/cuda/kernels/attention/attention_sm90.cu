@@ -2,9 +2,9 @@
 //
 // A block takes WARPGROUPS x 64 queries of one head. Its queries are loaded once, then tiles of BLOCK_KEYS keys and values into a
 // ring of STAGES: by a warp of its own, or, where all tiles have a stage, by one thread before it multiplies. Each
-// warpgroup multiplies 64 queries with a tile of keys, keeps the scores in registers, turns them into exp2(score - running maximum)
+// warpgroup multiplies 64 queries with a tile of keys, keeps the scores in registers, turns them into exp2(score - maximum)
 // and multiplies these, as wgmma's register operand, with the values (the online softmax of FlashAttention; statistics and accumulators
-// are fp32). The tensor cores multiply one tile's weights with its values while the next tile's scores go through the softmax
+// are fp32; attention_softmax.cuh). The tensor cores multiply one tile's weights with its values while the next tile's scores go through the softmax
 // (FlashAttention-3). Operands are strided views [batch][position][head][feature], so q, k and v may lie in the output of one joint
 // projection.
 //
@@ -29,6 +29,7 @@
 // KEY_WIDTH), NARROW (1: the result goes out in 8-bit integers, 2: in fp8), wgmma_scores() and wgmma_values().
 #include "ptx.cuh"
 #include "generated.cuh"
+#include "mma.cuh"
 #include "narrow.cuh"
 
 // A persistent block's loading warp belongs to a warpgroup of its own, which gives its registers to the multiplying ones.
@@ -42,11 +43,6 @@ constexpr int QUERY_PLACES = PERSISTENT ? 2 : 1;
 constexpr u32 BARRIER_BYTES = 1024;
 constexpr u32 TURN_BARRIER = 1 + WARPGROUPS;       // of the first warpgroup; those before order a warpgroup's stores
 static_assert(!SPLIT || (!PERSISTENT && !TURNS && (!LOADER || STAGES % WARPGROUPS == 0)), "a split block has one item, and stages for each warpgroup");
-constexpr float LOG2_E = 1.4426950408889634f;
-// With columns in registers, a row's maximum is kept until scores exceed it by this power of two: weights stay small, and results need
-// no rescaling (each row of keys has an offset of its own, so that maxima often grow a little). Elsewhere the question costs what it saves.
-constexpr float ENOUGH = 8.0f;
-constexpr bool KEEPS_MAXIMUM = FACTORS == 1;
 
 struct Params {
     TensorMap queries, keys, values, output;       // (feature, position, head, batch)
@@ -120,15 +116,14 @@ DEVICE u64 value_descriptor(u32 address) {
     constexpr u64 swizzle = SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3;
     return (swizzle << 62) | (u64((8 * SPAN) >> 4) << 32) | (u64(KEY_SUBTILE >> 4) << 16) | u64((address & 0x3ffff) >> 4);
 }
+// Of an operand ``units`` of 16 bytes behind. The upper word stays: with 64-bit additions, products wait for carries.
+DEVICE u64 later(u64 descriptor, u32 units) { return (descriptor >> 32 << 32) | (u32(descriptor) + units); }
+// A number that all lanes have, as the compiler does not know: it then computes descriptors once for a warp.
+DEVICE u32 uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
 DEVICE u32 swizzled(u32 offset) { return offset ^ (((offset >> 7) & (SPAN / 16 - 1)) << 4); }
 DEVICE void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-DEVICE float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 // Loads the operands of the block's items: one thread.
@@ -178,55 +173,8 @@ template <int N> DEVICE void settle(float (&sums)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(sums[i]) :: "memory");
 }
 
-#include "attention_bias.cuh"
+#include "attention_softmax.cuh"
 #include "attention_merge.cuh"
-
-// Turns a tile's scores into exp2(score - maximum). What was summed before is to be multiplied by rescale.
-// s[4 j + i]: query row + 8 (i / 2), key column + 8 j + i % 2.
-DEVICE void soften(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PAIRS], int row, int tile, int key_count, int lane,
-                   float (&s)[BLOCK_KEYS / 2], float (&maximum)[2], float (&sum)[2], float (&rescale)[2]) {
-    const float factor = MASK || FACTORS ? 1.0f : p.scale_log2;
-    const int column = tile * BLOCK_KEYS + lane % 4 * 2;
-    float offset[2];
-    add_bias(p, bias, pairs, tile, column, s, offset);
-    const int first_row = row - lane / 4, ahead = seen_ahead(p, key_count);    // the row: of the warp
-    const bool cut = (tile + 1) * BLOCK_KEYS > key_count || (CAUSAL && (tile + 1) * BLOCK_KEYS > first_row + ahead + 1) ||
-                     (REACH && tile * BLOCK_KEYS < first_row + 15 + ahead - p.reach);
-    if (cut) {
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int limit = (CAUSAL ? min(key_count, row + 8 * i + ahead + 1) : key_count) - column;
-            const int least = row + 8 * i + ahead - p.reach - column;
-            #pragma unroll
-            for (int j = 0; j < BLOCK_KEYS / 8; j++) {
-                if (8 * j >= limit || (REACH && 8 * j < least)) s[4 * j + 2 * i] = __int_as_float(0xff800000);
-                if (8 * j + 1 >= limit || (REACH && 8 * j + 1 < least)) s[4 * j + 2 * i + 1] = __int_as_float(0xff800000);
-            }
-        }
-    }
-    #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float most = fmaxf(s[2 * i], s[2 * i + 1]);
-        #pragma unroll
-        for (int j = 1; j < BLOCK_KEYS / 8; j++) most = fmaxf(most, fmaxf(s[4 * j + 2 * i], s[4 * j + 2 * i + 1]));
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-        most = fmaxf(maximum[i], most + offset[i]);
-        if (KEEPS_MAXIMUM && !((most - maximum[i]) * factor > ENOUGH)) most = maximum[i];
-        // A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
-        const float shift = most == __int_as_float(0xff800000) ? 0.0f : most * factor;
-        rescale[i] = exp2_fast(maximum[i] * factor - shift);
-        maximum[i] = most;
-        float total = 0.0f;
-        #pragma unroll
-        for (int j = 0; j < BLOCK_KEYS / 8; j++) {
-            s[4 * j + 2 * i] = exp2_fast(fmaf(s[4 * j + 2 * i], factor, offset[i] - shift));
-            s[4 * j + 2 * i + 1] = exp2_fast(fmaf(s[4 * j + 2 * i + 1], factor, offset[i] - shift));
-            total += s[4 * j + 2 * i] + s[4 * j + 2 * i + 1];
-        }
-        sum[i] = fmaf(sum[i], rescale[i], total);
-    }
-}
 
 // What the multiplying warps do with one item.
 DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn, bool first, int warp, int lane) {
@@ -247,35 +195,38 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     const Bias bias(p, item, row, lane);
     const u32 own_queries = at.queries + (turn.place * QUERY_GROUPS + query_group) * QUERY_BYTES;
     float out[HEAD / 2], s[BLOCK_KEYS / 2], sum[2] = {0.0f, 0.0f}, rescale[2];
-    float maximum[2] = {__int_as_float(0xff800000), __int_as_float(0xff800000)};
+    float maximum[2] = {NOTHING, NOTHING};
     u32 pairs[MASK_PAIRS], weights[BLOCK_KEYS / 4];                   // wgmma's register operand: rows row, row + 8 of keys 0-7, then of keys 8-15
     #pragma unroll
     for (int i = 0; i < HEAD / 2; i++) out[i] = 0.0f;
     int behind = 0, behind_parity = 0;             // the stage whose values come next
-    auto multiply_keys = [&] {
-        barrier_wait(at.key_full + 8 * turn.stage, turn.parity);
-        if (TURNS) named_barrier(TURN_BARRIER + group, 256);
+    auto issue_keys = [&] {
         wgmma_fence();
+        const u32 keys = at.keys + uniform(turn.stage) * KEY_BYTES;
         #pragma unroll
         for (int i = 0; i < SUBTILES; i++) {
             const u64 a = wgmma_descriptor<SPAN>(own_queries + i * QUERY_SUBTILE);
-            const u64 b = wgmma_descriptor<SPAN>(at.keys + turn.stage * KEY_BYTES + i * KEY_SUBTILE);
+            const u64 b = wgmma_descriptor<SPAN>(keys + i * KEY_SUBTILE);
             #pragma unroll
-            for (int k = 0; k < SPAN / 32; k++) wgmma_scores(s, a + 2 * k, b + 2 * k, (i | k) != 0);
+            for (int k = 0; k < SPAN / 32; k++) wgmma_scores(s, later(a, 2 * k), later(b, 2 * k), (i | k) != 0);
         }
         wgmma_commit();
+    };
+    auto multiply_keys = [&] {
+        barrier_wait(at.key_full + 8 * turn.stage, turn.parity);
+        if (TURNS) named_barrier(TURN_BARRIER + group, 256);
+        issue_keys();
     };
     auto multiply_values = [&] {
         barrier_wait(at.value_full + 8 * behind, behind_parity);
         wgmma_fence();
-        const u64 b = value_descriptor(at.values + behind * KEY_BYTES);
+        const u64 b = value_descriptor(at.values + uniform(behind) * KEY_BYTES);
         #pragma unroll
         for (int k = 0; k < BLOCK_KEYS / 16; k++)
-            wgmma_values(out, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3], b + k * SPAN);
+            wgmma_values(out, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3], later(b, k * SPAN));
         wgmma_commit();
     };
-    auto keys_done = [&] {                         // their stage is free, and the scores may be read
-        settle(s);
+    auto keys_done = [&] {                         // their stage is free
         if (LOADER && lane == 0) barrier_arrive(at.key_empty + 8 * turn.stage);
         behind = turn.stage, behind_parity = turn.parity;
         turn.next_stage();
@@ -294,22 +245,28 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
             turn.next_stage();
         }
     };
-    auto pack_weights = [&] {
+    auto rescale_results = [&] {
         #pragma unroll
-        for (int i = 0; i < BLOCK_KEYS / 4; i++) weights[i] = pack2(s[2 * i], s[2 * i + 1]);
+        for (int j = 0; j < HEAD / 2; j++) out[j] *= rescale[j / 2 % 2];
+    };
+    auto pack_weights = [&](int from, int to) {    // of eights of keys    // of eights of keys
+        #pragma unroll
+        for (int i = 2 * from; i < 2 * to; i++) weights[i] = pack2(s[2 * i], s[2 * i + 1]);
     };
     barrier_wait(at.query_full + 8 * turn.place, turn.place_parity);
     if (REACH && !SPLIT) pass_tiles(tiles.first, own.first);
     if (own.first < own.last) {
+        bool grown[2] = {true, true};
         multiply_keys();
         pass_turn();
         load_mask(p, bias, own.first, lane, pairs);
         leave_place();
         __syncwarp();
         wgmma_wait<0>();
+        settle(s);
         keys_done();
-        soften(p, bias, pairs, row, own.first, key_count, lane, s, maximum, sum, rescale);
-        pack_weights();
+        soften(p, bias, pairs, row, own.first, key_count, lane, grown, s, maximum, sum, rescale);
+        pack_weights(0, EIGHTS);
         #pragma unroll 1
         for (int tile = own.first + TILE_STEP; !ONE_TILE && tile < own.last; tile += TILE_STEP) {
             const int stage = behind;
@@ -318,19 +275,43 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
             pass_turn();
             load_mask(p, bias, tile, lane, pairs);
             wgmma_wait<1>();
-            keys_done();
-            soften(p, bias, pairs, row, tile, key_count, lane, s, maximum, sum, rescale);
+            settle(s);
+            float offset[2], total[2];
+            if (KEEPS_MAXIMA) {
+                prepare(p, bias, pairs, row, tile, key_count, lane, maximum, s, offset);
+                total[0] = weigh<0, MIDDLE>(0, factor_of(p), offset[0], s), total[1] = weigh<0, MIDDLE>(1, factor_of(p), offset[1], s);
+            } else {
+                soften(p, bias, pairs, row, tile, key_count, lane, grown, s, maximum, sum, rescale);
+            }
             settle(s);
             // ptxas moves a wait to the start of its basic block, in front of the softmax. A branch that is never taken ends the block.
-            if (sum[0] < 0.0f) __nanosleep(1);
+            if ((KEEPS_MAXIMA ? total[0] : sum[0]) < 0.0f) __nanosleep(1);
             wgmma_wait<0>();
             settle(out);
             if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * stage);
-            if (!KEEPS_MAXIMUM || __any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+            pack_weights(0, MIDDLE);
+            if (KEEPS_MAXIMA) {
                 #pragma unroll
-                for (int j = 0; j < HEAD / 2; j++) out[j] *= rescale[j / 2 % 2];
+                for (int i = 0; i < 2; i++) {
+                    total[i] += weigh<MIDDLE, EIGHTS>(i, factor_of(p), offset[i], s);
+                    grown[i] = !(total[i] <= MOST) || maximum[i] == NOTHING;
+                }
+                if (any_thread(1 + group, 128, grown[0] || grown[1])) {
+                    grown[0] = quad_any(grown[0], lane), grown[1] = quad_any(grown[1], lane);
+                    issue_keys();                  // once more: the scores are lost
+                    wgmma_wait<0>();
+                    settle(s);
+                    soften(p, bias, pairs, row, tile, key_count, lane, grown, s, maximum, sum, rescale);
+                    rescale_results();
+                    pack_weights(0, MIDDLE);
+                } else {
+                    sum[0] += total[0], sum[1] += total[1];
+                }
+            } else {
+                rescale_results();
             }
-            pack_weights();
+            keys_done();
+            pack_weights(MIDDLE, EIGHTS);
         }
         multiply_values();
         wgmma_wait<0>();
@@ -346,7 +327,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
         sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
         sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
     }
-    if (SPLIT && !merge(at.merged, group, MASK || FACTORS ? 1.0f : p.scale_log2, out, sum, maximum)) return;
+    if (SPLIT && !merge(at.merged, group, factor_of(p), out, sum, maximum)) return;
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         sum[i] = sum[i] == 0.0f ? 0.0f : __fdividef(1.0f, sum[i]);     // no key at all: zeros, as ONNX's Attention has it

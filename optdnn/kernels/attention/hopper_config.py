@@ -1,0 +1,164 @@
+"""Configurations of ``attention_sm90.cu``: what a block takes, its registers and shared memory, and which problems it runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from optdnn.kernels.attention.problem import Problem, mask_rows
+from optdnn.kernels.launch import no_room
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+LOADING_REGISTERS = 24
+"""Registers of a thread of a persistent block's loading warpgroup."""
+PRODUCT_REGISTERS = 26
+"""Registers of a thread, in addition to the scores, that ptxas needs for a product at the block's initial registers."""
+MERGE_REGISTERS = 60
+"""Registers of a thread that adds up what warpgroups found, in addition to its results and to maxima and sums."""
+_BARRIER_BYTES = 1024
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``warpgroups`` x 64 queries per item (``split``: 64), tiles of ``keys`` keys in a ring of ``stages``; ``blocks`` per multiprocessor that
+    registers must allow. ``persistent``: as many blocks as run at a time take items in turn; otherwise a block takes one. ``turns``: a
+    block's warpgroups issue their products in turn. ``split``: a block's warpgroups share 64 queries, and take its tiles of keys in
+    turn."""
+
+    warpgroups: int
+    keys: int
+    stages: int
+    blocks: int = 1
+    persistent: bool = False
+    turns: bool = False
+    split: bool = False
+
+    @property
+    def queries(self) -> int:
+        """Queries of an item."""
+        return 64 if self.split else 64 * self.warpgroups
+
+    def own_tiles(self, tiles: int) -> int:
+        """Tiles of ``tiles`` that the busiest warpgroup multiplies."""
+        return -(-tiles // self.warpgroups) if self.split else tiles
+
+    def __str__(self) -> str:
+        flags = "p" * self.persistent + "t" * self.turns + "k" * self.split
+        return f"attn{self.warpgroups}n{self.keys}s{self.stages}b{self.blocks}{flags}"
+
+
+def loader(problem: Problem, config: Config) -> int:
+    """Number of loading warps: 0 where all tiles of a block have a stage."""
+    return int(config.persistent or -(-problem.keys // config.keys) > config.stages)
+
+
+def row_items(problem: Problem, config: Config) -> int:
+    """Items of one head: ``config.queries`` queries each."""
+    return -(-problem.queries // config.queries)
+
+
+def at_once(problem: Problem, config: Config, device: GpuFacts) -> int:
+    """Blocks that a multiprocessor is sure to hold at a time."""
+    by_shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
+    return max(1, min(by_shared, config.blocks))
+
+
+def threads(problem: Problem, config: Config) -> int:
+    """Threads of a block. A persistent one's loading warp is one of a warpgroup, since registers move between warpgroups."""
+    return config.warpgroups * 128 + (128 if config.persistent else 32 * loader(problem, config))
+
+
+def start_registers(config: Config) -> int:
+    """Registers of each thread of a persistent block when it starts."""
+    return 512 // config.blocks // (config.warpgroups + 1) // 8 * 8
+
+
+def register_limit(problem: Problem, config: Config) -> int:
+    """Registers a multiplying thread may have. A multiprocessor has 512 warp-wide ones for each of its four partitions."""
+    if config.persistent:
+        all_groups = start_registers(config) * (config.warpgroups + 1)
+        return min(240, (all_groups - LOADING_REGISTERS) // config.warpgroups // 8 * 8)
+    return min(255, 512 // -(-threads(problem, config) // 32 * config.blocks // 4) // 8 * 8)
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block."""
+    places = 2 if config.persistent else 1
+    ring = problem.head * 4 * config.stages * config.keys
+    if config.split:  # the ring's place takes what the other warpgroups found
+        ring = max(ring, (config.warpgroups - 1) * (problem.head // 8 + 1) * 2048)
+    return _BARRIER_BYTES + problem.head * 2 * places * config.queries + ring
+
+
+def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if problem.softcap:
+        return "it has no softcap"
+    if (why := _no_factors(problem)) is not None:
+        return why
+    for features in (problem.features, problem.values):
+        if features % 8 or not 8 <= features <= 128:
+            return f"heads of {features} features (a multiple of 8 up to 128 is needed)"
+    if not problem.scale > 0 or math.isinf(problem.scale):
+        return f"a scale of {problem.scale}"
+    if problem.heads % (problem.key_heads or problem.heads):
+        return f"{problem.heads} heads do not share {problem.key_heads} key heads evenly"
+    for name, view in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("out", problem.out)):
+        unit = 16 // (problem.out_item if name == "out" else 2)
+        if any(x % unit or x < 0 for x in (view.batch, view.head, view.position, view.offset)):
+            return f"{name}: TMA needs strides and offsets that are multiples of {unit} elements"
+    if config.warpgroups not in (1, 2, 3, 4) or config.keys % 16 or not 16 <= config.keys <= 256 or config.stages < 1:
+        return "not a tile of this kernel"
+    tiles = -(-problem.keys // config.keys)
+    if config.turns and (config.warpgroups == 1 or tiles == 1):
+        return "turns of one warpgroup or of one tile"
+    if config.split and (why := _no_split(config, tiles)) is not None:
+        return why
+    if config.stages > (8 if config.persistent else min(tiles, 8)):
+        return f"{config.stages} stages for {tiles} tiles"
+    if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
+        return why
+    # Scores, their packed copies (in place of them, of a single tile), results, and the rest: fitted to what the compiler reports.
+    scores, rest = (config.keys * 0.62, 44) if config.own_tiles(tiles) == 1 else (config.keys * 0.75, 28)
+    mask = 12 + config.keys / 8 * mask_rows(problem) if problem.mask else 0.0
+    bias = (mask, config.keys / 2, 36.0)[factor_form(problem, config)]
+    merged = problem.head / 2 + 4 * config.warpgroups + MERGE_REGISTERS if config.split else 0.0
+    if max(scores + problem.head / 2 + rest + bias, merged) > (limit := register_limit(problem, config)):
+        return f"scores and results of a thread exceed {limit} registers"
+    if config.persistent and config.keys // 2 + PRODUCT_REGISTERS > start_registers(config):
+        return f"the compiler takes no product of {config.keys} keys for threads that start with {start_registers(config)} registers"
+    if problem.heads > 65535 or problem.batch > 65535:
+        return "the grid is too large"
+    return None
+
+
+def _no_split(config: Config, tiles: int) -> str | None:
+    """Why a block's warpgroups cannot share ``tiles`` tiles of keys; None where they can."""
+    if config.warpgroups == 1 or config.persistent or config.turns:
+        return "one warpgroup, several items of a block or turns, and keys that warpgroups share"
+    if tiles < config.warpgroups:
+        return f"{tiles} tiles of keys for {config.warpgroups} warpgroups"
+    if config.stages < tiles and config.stages % config.warpgroups:
+        return f"{config.stages} stages, which {config.warpgroups} warpgroups do not share evenly"
+    return None
+
+
+def _no_factors(problem: Problem) -> str | None:
+    """Why the kernel cannot add the factors of a problem; None where it can, or where there are none."""
+    f = problem.factors
+    if f is None:
+        return None
+    if problem.mask is not None:
+        return "a mask in addition to factors"
+    if f.key_width % 2 or problem.keys % f.key_width or problem.queries % f.query_width:
+        return f"rows of {f.key_width} keys and {f.query_width} queries, of {problem.keys} and {problem.queries}"
+    if any(s % 2 for s in f.columns):
+        return "columns are read in pairs, which begin at odd elements"
+    return None
+
+
+def factor_form(problem: Problem, config: Config) -> int:
+    """How factors are read: 0: there are none; 1: columns once, where a tile is a row of keys; 2: with each tile."""
+    if problem.factors is None:
+        return 0
+    return 1 if problem.factors.key_width == config.keys else 2

@@ -1,0 +1,106 @@
+"""The predicted time of a launch of ``attention_sm90.cu``. Launches of few items have a model of their own
+(:mod:`optdnn.kernels.attention.few_items`)."""
+
+from __future__ import annotations
+
+import math
+
+from optdnn.kernels.attention import few_items
+from optdnn.kernels.attention.hopper_config import Config, at_once, factor_form, row_items, shared_bytes, threads
+from optdnn.kernels.attention.problem import Problem
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+MEMORY = 4.2e12
+CLOCK = 1.75e9
+ENDS, BETWEEN = 2200, 1400
+"""Cycles of a block's first loads and last store; of a persistent block between two items, where loads run ahead."""
+SCORE, TILE = 0.0833, 150
+"""Cycles of a score: its exponential and its arithmetic; of a tile of scores beside them."""
+PRODUCT = 0.07
+"""Cycles of 64 x 16 multiply-adds of both products, for each key and feature of a head."""
+ALONE = (0.97, 1.55, 580)
+"""Cycles of a tile of the only warpgroup: of its scores, of its products, and further ones."""
+TURNS, IDLE_TURNS = {2: 0.94, 3: 0.95, 4: 0.86}, 1.02
+"""A tile's cycles with turns (warpgroups issue their products one after the other), over its cycles without: where turns help, by
+warpgroups, and where they do not."""
+FEW_SCORE = 1 / 16 + 7 / 128
+"""Cycles of a score of few items, whose own model knows the work of a mask as a ratio."""
+SAMPLED = 64
+"""Items of a head whose tiles the model counts."""
+
+
+def has_few_items(problem: Problem, device: GpuFacts) -> bool:
+    """Whether blocks of 64 queries leave multiprocessors idle, or just occupy them."""
+    return row_items(problem, Config(1, 16, 1)) * problem.heads * problem.batch <= device.multiprocessors
+
+
+def tiles_seen(problem: Problem, config: Config) -> float:
+    """Tiles of keys that an item's queries see, on average, where all keys are filled."""
+    tiles = -(-problem.keys // config.keys)
+    if problem.reach < 0:
+        square = problem.causal and problem.queries == problem.keys
+        return tiles * (min(1.0, 0.5 + 0.5 * config.keys / problem.keys) if square else 1.0)
+    ahead = problem.causal_offset + (problem.keys - problem.queries if problem.from_end else 0)
+    rows, count = config.queries, row_items(problem, config)
+    seen, sampled = 0, range(0, count, -(-count // SAMPLED))
+    for item in sampled:
+        end = min(problem.keys, max(0, (item + 1) * rows + ahead)) if problem.causal else problem.keys
+        last = -(-end // config.keys)
+        seen += last - min(last, max(0, item * rows + ahead - problem.reach) // config.keys)
+    return seen / len(sampled)
+
+
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch."""
+    tiles = -(-problem.keys // config.keys)
+    seen = tiles_seen(problem, config)
+    items = row_items(problem, config) * problem.heads * problem.batch
+    by_shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
+    registers = min(255, (config.keys + problem.head) // 2 + 60)
+    warps = 4 * (512 // registers)
+    resident = max(1, min(by_shared, max(config.blocks, warps // (threads(problem, config) // 32))))
+    if config.persistent:
+        resident = at_once(problem, config, device)
+    # Of one warpgroup and tile, in cycles: both products, then the scores' exponentials and their arithmetic.
+    multiply = config.keys * problem.head * PRODUCT
+    added = 0 if problem.mask is None else 10 / 128 if problem.mask[2] else 3 / 128
+    added += (0, 2, 36)[factor_form(problem, config)] / 128
+    if has_few_items(problem, device):
+        busiest = math.ceil(seen) if problem.reach >= 0 else tiles  # of one wave, the item with the most tiles decides
+        own, work = max(1, config.own_tiles(busiest)), (FEW_SCORE + added) / FEW_SCORE
+        groups, split = (1, config.warpgroups) if config.split else (config.warpgroups, 1)
+        return few_items.seconds(config.keys, own, groups, problem.head, work, split, ahead=config.stages > split)
+    scores = 64 * config.keys * (SCORE + added) + TILE
+    alone = ALONE[0] * scores + ALONE[1] * multiply + ALONE[2]
+    if config.stages == 1 and tiles > 1:  # nothing is loaded while it multiplies
+        alone += 1000
+    slack = 1.03 if config.stages == 2 and tiles > 32 else 1.0
+    if config.stages == 2 < min(tiles, config.warpgroups):  # a stage is free when the last one of many has read it
+        slack = 1.05
+    groups = config.warpgroups * min(resident, -(-items // device.multiprocessors))
+    tile = max(groups * max(multiply, scores), alone) / groups * _turns(config, resident)
+    waves = items / (device.multiprocessors * resident)
+    waves = math.ceil(waves) if waves < 3 else waves + 0.5
+    block = groups * seen * tile * slack
+    cycles = waves * (block + BETWEEN) + ENDS if config.persistent else waves * (block + ENDS)
+    traffic = items * (2 * config.keys * seen + 2 * config.queries) * problem.head * 2
+    compute, share = cycles / CLOCK, sector_share(problem)
+    loads = traffic * share / 5.5e12
+    besides = 0.25 * min(compute, loads) if share > 1 or problem.reach >= 0 else 0.0
+    return 0.8e-6 + max(compute, problem.bytes / MEMORY, loads) + besides
+
+
+def _turns(config: Config, resident: int) -> float:
+    """A tile's cycles in this configuration, over its cycles without turns.
+
+    Turns do not help where other blocks share the multiprocessor."""
+    if not config.turns:
+        return 1.0
+    return TURNS[config.warpgroups] if resident == 1 else IDLE_TURNS
+
+
+def sector_share(problem: Problem) -> float:
+    """Sectors of L2 (32 bytes) that the rows of keys and values touch, over those that they fill: rows of a subtile that do not begin at
+    one touch one more."""
+    starts = (x for view in (problem.k, problem.v) for x in (view.batch, view.head, view.position, view.offset))
+    return 1.0 if all(x % 16 == 0 for x in starts) else 1.0 + 32 / problem.span

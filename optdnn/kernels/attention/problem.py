@@ -1,0 +1,128 @@
+"""Problems of the fused attention kernels: sizes, masks, and where the operands lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HeadView:
+    """Where a tensor of logical axes (batch, head, position, feature) lies: offset and strides in elements; features are
+    contiguous."""
+
+    batch: int
+    head: int
+    position: int
+    offset: int = 0
+
+
+def bshd(positions: int, heads: int, features: int, *, parts: int = 1, part: int = 0) -> HeadView:
+    """The view of part ``part`` of a tensor [batch, position, parts, head, feature]."""
+    row = parts * heads * features
+    return HeadView(positions * row, features, row, part * heads * features)
+
+
+def bhsd(positions: int, heads: int, features: int) -> HeadView:
+    """The view of a tensor [batch, head, position, feature]."""
+    return HeadView(heads * positions * features, positions * features, features)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A bias of two factors: key k of a query gets ``rows[k // key_width] + columns[k % key_width]``.
+
+    ``rows`` and ``columns``: strides in elements of both tensors, of (batch, head, row of the query, column of the query); queries lie
+    in rows of ``query_width``. Their last axes are contiguous.
+    """
+
+    rows: tuple[int, int, int, int]
+    columns: tuple[int, int, int, int]
+    key_width: int
+    query_width: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``batch`` x ``heads`` attentions of ``queries`` over ``keys`` positions of ``features``.
+
+    ``key_heads`` divides ``heads`` (grouped queries). ``mask``: strides (batch, head, query) in elements of an additive 16-bit mask
+    whose last axis of ``keys`` elements is contiguous; 0 broadcasts; batch entry n has mask n % ``mask_period`` (0: its own), as
+    the windows of a Swin transformer share theirs. ``causal``: query i sees keys up to i + ``causal_offset``.
+    ``lengths``: an int32 per batch entry gives the number of keys. A row that sees no key is zero. ``value_features``: of values and
+    result (0: ``features``). ``reach``: with a window, query i sees keys from i + ``causal_offset`` - reach on (-1: from the first).
+    ``from_end``: positions of queries count from the end of the keys of their batch entry, which ``causal_offset`` is added to.
+    ``softcap``: scores x become softcap * tanh(x / softcap) before the mask is added (0: they stay).
+    """
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    features: int
+    scale: float
+    q: HeadView
+    k: HeadView
+    v: HeadView
+    out: HeadView
+    dtype: str = "float16"
+    key_heads: int = 0
+    mask: tuple[int, int, int] | None = None
+    mask_period: int = 0
+    causal: bool = False
+    causal_offset: int = 0
+    lengths: bool = False
+    narrow: str = ""
+    """8-bit element type of the result; "": ``dtype``."""
+    value_features: int = 0
+    reach: int = -1
+    from_end: bool = False
+    softcap: float = 0.0
+    factors: Factors | None = None
+
+    @property
+    def widest(self) -> int:
+        """The larger one of the features of keys and values."""
+        return max(self.features, self.value_features)
+
+    @property
+    def out_item(self) -> int:
+        """Bytes of an element of the result."""
+        return 1 if self.narrow else 2
+
+    @property
+    def values(self) -> int:
+        """Features of values and result."""
+        return self.value_features or self.features
+
+    @property
+    def head(self) -> int:
+        """Features per head as the kernel computes them: a multiple of 16. TMA fills what keys or values lack with zeros."""
+        return -(-self.widest // 16) * 16
+
+    @property
+    def span(self) -> int:
+        """Bytes per row of a subtile in shared memory."""
+        return next(span for span in (128, 64, 32) if self.head * 2 % span == 0)
+
+    @property
+    def flops(self) -> int:
+        """Both matrix products, multiply-adds counted as two; causal ones in full."""
+        return 2 * self.batch * self.heads * self.queries * self.keys * (self.features + self.values)
+
+    @property
+    def bytes(self) -> int:
+        """Least global traffic: each tensor once."""
+        rows = self.queries * self.heads + self.keys * (self.key_heads or self.heads)
+        return 2 * self.batch * (self.features + self.values) * rows
+
+
+def mask_width(problem: Problem) -> int:
+    """Elements of a mask that are read at a time: pairs where every row of it starts at an even one; 0 where there is none."""
+    if problem.mask is None:
+        return 0
+    return 2 if problem.keys % 2 == 0 and all(x % 2 == 0 for x in problem.mask) else 1
+
+
+def mask_rows(problem: Problem) -> int:
+    """Rows of a mask that a thread reads for its two queries: one where all queries share it."""
+    return 2 if problem.mask is not None and problem.mask[2] else 1

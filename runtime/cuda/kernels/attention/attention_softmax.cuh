@@ -1,0 +1,92 @@
+// The online softmax of attention_sm90.cu. Included behind the kernel's Params.
+//
+// Weights are exp2(score - a maximum of the row). The maximum is that of the first tile. It stays the row's as long as later weights are small
+// enough for 16 bits, which their sums tell: then a tile needs neither its own maximum nor a rescaling of the results. Where a row has grown, the
+// warpgroup multiplies the tile's keys once more, and takes the maxima of the rows that have. A bias whose columns are read with each tile leaves no
+// registers for that: each tile has its maximum there.
+#pragma once
+
+constexpr float LOG2_E = 1.4426950408889634f;
+#include "attention_bias.cuh"
+
+constexpr bool KEEPS_MAXIMA = FACTORS != 2;
+constexpr float MOST = 16384.0f;                   // of a thread's weights of a row and tile
+#define NOTHING __int_as_float(0xff800000)         // the maximum of a row that has seen no key
+constexpr int EIGHTS = BLOCK_KEYS / 8;             // of keys
+constexpr int MIDDLE = EIGHTS / 2;                 // those before it are packed while the others' exponentials are computed
+
+// Of scores that add_bias() has seen.
+DEVICE float factor_of(const Params& p) { return MASK || FACTORS ? 1.0f : p.scale_log2; }
+// A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
+DEVICE float shift_of(float maximum, float factor) { return maximum == NOTHING ? 0.0f : maximum * factor; }
+
+// Whether any of the threads that meet at a barrier says so.
+DEVICE bool any_thread(u32 barrier, u32 threads, bool own) {
+    u32 any;
+    asm volatile("{.reg .pred p, q; setp.ne.b32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q;}"
+                 : "=r"(any) : "r"(barrier), "r"(threads), "r"(u32(own)) : "memory");
+    return any != 0;
+}
+// Whether any of the four lanes that share a row says so.
+DEVICE bool quad_any(bool own, int lane) { return __ballot_sync(0xffffffffu, own) >> (lane & 28) & 15; }
+
+// Scores of keys that a query does not see become -inf. s[4 j + i]: query row + 8 (i / 2), key column + 8 j + i % 2.
+DEVICE void hide(const Params& p, int row, int tile, int key_count, int lane, float (&s)[BLOCK_KEYS / 2]) {
+    const int column = tile * BLOCK_KEYS + lane % 4 * 2;
+    const int first_row = row - lane / 4, ahead = seen_ahead(p, key_count);    // the row: of the warp
+    const bool cut = (tile + 1) * BLOCK_KEYS > key_count || (CAUSAL && (tile + 1) * BLOCK_KEYS > first_row + ahead + 1) ||
+                     (REACH && tile * BLOCK_KEYS < first_row + 15 + ahead - p.reach);
+    if (!cut) return;
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int limit = (CAUSAL ? min(key_count, row + 8 * i + ahead + 1) : key_count) - column;
+        const int least = row + 8 * i + ahead - p.reach - column;
+        #pragma unroll
+        for (int j = 0; j < EIGHTS; j++) {
+            if (8 * j >= limit || (REACH && 8 * j < least)) s[4 * j + 2 * i] = NOTHING;
+            if (8 * j + 1 >= limit || (REACH && 8 * j + 1 < least)) s[4 * j + 2 * i + 1] = NOTHING;
+        }
+    }
+}
+
+// A row's scores of the eights from FIRST to LAST - 1 become exp2(score * factor + offset); their sum.
+template <int FIRST, int LAST> DEVICE float weigh(int i, float factor, float offset, float (&s)[BLOCK_KEYS / 2]) {
+    float total = 0.0f;
+    #pragma unroll
+    for (int j = FIRST; j < LAST; j++) {
+        s[4 * j + 2 * i] = exp2_fast(fmaf(s[4 * j + 2 * i], factor, offset));
+        s[4 * j + 2 * i + 1] = exp2_fast(fmaf(s[4 * j + 2 * i + 1], factor, offset));
+        total += s[4 * j + 2 * i] + s[4 * j + 2 * i + 1];
+    }
+    return total;
+}
+
+// Makes a tile's scores ready for weigh(), which gets ``offset`` of each row.
+DEVICE void prepare(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PAIRS], int row, int tile, int key_count, int lane,
+                    const float (&maximum)[2], float (&s)[BLOCK_KEYS / 2], float (&offset)[2]) {
+    add_bias(p, bias, pairs, tile, tile * BLOCK_KEYS + lane % 4 * 2, s, offset);
+    hide(p, row, tile, key_count, lane, s);
+    offset[0] -= shift_of(maximum[0], factor_of(p)), offset[1] -= shift_of(maximum[1], factor_of(p));
+}
+
+// Turns a tile's scores into weights by the maxima of the rows that have grown. What was summed before is to be multiplied by rescale.
+DEVICE void soften(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PAIRS], int row, int tile, int key_count, int lane,
+                   const bool (&grown)[2], float (&s)[BLOCK_KEYS / 2], float (&maximum)[2], float (&sum)[2], float (&rescale)[2]) {
+    const float factor = factor_of(p);
+    float offset[2];
+    add_bias(p, bias, pairs, tile, tile * BLOCK_KEYS + lane % 4 * 2, s, offset);
+    hide(p, row, tile, key_count, lane, s);
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float most = fmaxf(s[2 * i], s[2 * i + 1]);
+        #pragma unroll
+        for (int j = 1; j < EIGHTS; j++) most = fmaxf(most, fmaxf(s[4 * j + 2 * i], s[4 * j + 2 * i + 1]));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+        most = grown[i] ? fmaxf(maximum[i], most + offset[i]) : maximum[i];
+        const float shift = shift_of(most, factor);
+        rescale[i] = exp2_fast(maximum[i] * factor - shift);
+        maximum[i] = most;
+        sum[i] = fmaf(sum[i], rescale[i], weigh<0, EIGHTS>(i, factor, offset[i] - shift, s));
+    }
+}
