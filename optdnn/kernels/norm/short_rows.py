@@ -317,7 +317,7 @@ def _side_text(side: Side, rank: int, mark: str, first: int) -> tuple[str, str]:
 
 
 def _source(sides: Sequence[tuple[str, str]], blocks: int) -> str:
-    """The kernel of one norm, or of two, of which the first has so many blocks."""
+    """The kernel of one norm, or of two; ``blocks``: those of the first."""
     text = sides[0][1]
     if len(sides) > 1:
         text = f"if (blockIdx.x < {blocks}u) {{\n    {text}\n    }} else {{\n    {sides[1][1]}\n    }}"
