@@ -33,6 +33,7 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.packed_layout import PackedGatherAttrs
 from optdnn.ops.quant import DequantizeAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
+from optdnn.passes.support.angles import angles
 from optdnn.passes.support.data_sizes import sized_by_data
 from optdnn.passes.support.decisions import decisions
 from optdnn.passes.support.guards import Guards, guards
@@ -102,7 +103,8 @@ class AssignPrecision(Pass):
             keeps = KEEPS_FP32_CPU if context.target == "cpu" and plan.is_mixture else None
         guarded = Guards({}) if keeps is None else _guarded(graph, plan, account)
         if keeps is not None and context.on_gpu:
-            guarded = guarded.also({i: r for i, r in sized_by_data(graph).items() if not plan.named(graph.op(i))})
+            others = {**angles(graph), **sized_by_data(graph)}
+            guarded = guarded.also({i: r for i, r in others.items() if not plan.named(graph.op(i))})
         if "fp16" in plan.floats and context.account is not None:  # it looks at every weight, only for the report
             account.risks = half_risks(graph, plan, found, {keys[i] for i in guarded.reasons})
         if own:
