@@ -32,9 +32,12 @@ _OWN = (TensorType(INT64, ()), TensorType(BOOL, ()))
 class LoopBody(Protocol):
     """The body of a Loop at its place in the model."""
 
-    proto: onnx.GraphProto
-    seen: Mapping[str, Any]
-    """The values inside of the body that was built last, by name."""
+    @property
+    def proto(self) -> onnx.GraphProto: ...
+
+    @property
+    def seen(self) -> Mapping[str, Any]:
+        """The values inside of the body that was built last, by name."""
 
     def build(self, types: Sequence[TensorType]) -> tuple[Body, list[Any]]: ...
 

@@ -57,6 +57,5 @@ def _chain(graph: Graph, stages: dict[StageId, Stage], last: StageId) -> set[int
 
 def _carries(graph: Graph, op: Op) -> bool:
     if op.kind == "MatMul":  # positions by frequencies
-        shape = shape_of(graph, op.inputs[0])
-        return bool(shape) and shape[-1] == 1
+        return (shape_of(graph, op.inputs[0]) or (0,))[-1] == 1
     return is_pointwise(op) or op.definition.traits.movement or op.kind in CARRIES
