@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count, islice
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +16,7 @@ from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.reference.run import run_kernel
-from optdnn.types import Array
+from optdnn.types import Array, DType
 
 TRIPS = 4096
 """Most iterations that are counted."""
@@ -36,6 +38,11 @@ class Counters:
     wanted: tuple[Value, ...]
     ops: tuple[Op, ...]
     carried: tuple[int, ...]
+
+    @cached_property
+    def _calls(self) -> list[tuple[Op, dict[str, Any], list[DType]]]:
+        """Each operator with its attributes and the types of its results, as its kernel takes them."""
+        return [(op, plain_attrs(op.definition, op.attrs), [o.type.dtype for o in op.outputs]) for op in self.ops]
 
     def iterations(self, first: First) -> Iterator[list[Array]] | None:
         """The wanted values of one iteration after the other, without end; None where a first value is not known.
@@ -72,10 +79,9 @@ class Counters:
             known = self.body.constant_value(value)
             return state[value] if known is None else known
 
-        for op in self.ops:
+        for op, attrs, dtypes in self._calls:
             operands = [None if v is None else at(v) for v in op.inputs]
-            dtypes = [o.type.dtype for o in op.outputs]
-            for port, array in enumerate(run_kernel(op.kind, operands, plain_attrs(op.definition, op.attrs), dtypes)):
+            for port, array in enumerate(run_kernel(op.kind, operands, attrs, dtypes)):
                 if array.size > ELEMENTS:
                     raise RunError(f"a counter has {array.size} elements, at most {ELEMENTS} are evaluated")
                 state[Value(op.id, port)] = array
