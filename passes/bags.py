@@ -6,7 +6,6 @@ the indices are a matrix with a bag in each row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.reduce import ReduceAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import integers, ints, producer, reshaped, scalar, shape_of
 from optdnn.passes.unroll import goes_on, number_of
 from optdnn.types import Array, normalize_axis
@@ -202,10 +201,5 @@ def _bag(graph: Graph, value: Value | None) -> _Bag | None:
 
 
 class Bags(RulePass):
-    """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
-
     name = "bags"
     rules = (loop_of_bags, concat_of_bags)
-
-    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        return self.rules if context.on_gpu else ()

@@ -144,6 +144,8 @@ O2_GPU: tuple[Pass, ...] = (
 )
 
 O2_CPU: tuple[Pass, ...] = (
+    FoldConstants(),  # where each bag begins becomes known
+    Bags(),  # before all else, which need not look into the loop
     *FOLDED,
     ScaleShiftToBn(),  # the libraries have no prologues, but one kernel for a scale and shift per channel (DenseNet: 12 %)
     FuseEpilogue(),  # as above: the libraries fuse a chain of single uses after a convolution
