@@ -39,6 +39,7 @@ from optdnn.passes.support.data_sizes import sized_by_data
 from optdnn.passes.support.decisions import decisions
 from optdnn.passes.support.guards import Guards, guards
 from optdnn.passes.support.in_registers import in_registers
+from optdnn.passes.support.integer_sums import integer_sums
 from optdnn.passes.support.overflows import growing, largest_values, overflows
 from optdnn.passes.support.packed_products import pack_products
 from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key
@@ -152,7 +153,7 @@ def _guarded(graph: Graph, plan: PrecisionPlan, account: PrecisionLog) -> Guards
         return Guards({})
     found, largest = guards(graph), largest_values(graph)
     account.tried = largest is not None
-    reasons = {**overflows(graph, largest or {}), **growing(graph), **found.reasons}
+    reasons = {**integer_sums(graph), **overflows(graph, largest or {}), **growing(graph), **found.reasons}
     ops = {i: graph.op(i) for i in reasons}
     stay = {i: reasons[i] for i, op in ops.items() if not plan.named(op) and _float(plan, op) == "fp16"}
     return Guards(stay, found.saturates & stay.keys())
