@@ -398,7 +398,7 @@ def _is_made_in_place(
 
 def _adds_rows(b: Builder, op: Op) -> bool:
     """Whether it gathers rows of a table by indices that are not known before, or reduces them (embeddings, bags)."""
-    return op.kind in _REDUCED or (op.kind == "Gather" and b.graph.constant_value(op.inputs[1]) is None)  # type: ignore[arg-type]
+    return op.kind in _REDUCED or (op.kind == "Gather" and b.graph.constant_value(op.inputs[1]) is None)
 
 
 def _joins_channels(op: Op) -> bool:
