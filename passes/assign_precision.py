@@ -33,10 +33,13 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.packed_layout import PackedGatherAttrs
 from optdnn.ops.quant import DequantizeAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
+from optdnn.passes.support.angles import angles
+from optdnn.passes.support.coordinates import coordinates
 from optdnn.passes.support.data_sizes import sized_by_data
 from optdnn.passes.support.decisions import decisions
 from optdnn.passes.support.guards import Guards, guards
 from optdnn.passes.support.in_registers import in_registers
+from optdnn.passes.support.integer_sums import integer_sums
 from optdnn.passes.support.overflows import growing, largest_values, overflows
 from optdnn.passes.support.packed_products import pack_products
 from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key
@@ -55,6 +58,7 @@ LARGEST: Mapping[DType, float] = {FP16: 65504.0, BF16: 3.3895313892515355e38}
 """Largest finite value."""
 
 KEEPS_FP32: Mapping[str, frozenset[int]] = {
+    "GridSample": frozenset({1}),
     "Resize": frozenset({1, 2}),
     "RoiAlign": frozenset({1}),
     "Conv": frozenset({2}),
@@ -64,9 +68,9 @@ KEEPS_FP32: Mapping[str, frozenset[int]] = {
     "DequantizeLinear": frozenset({1}),
     "SampleToken": frozenset({1, 3}),
 }
-"""Kind -> operand slots whose fp32 constants stay fp32; of RoiAlign and SampleToken, also values that are computed."""
+"""Kind -> operand slots whose fp32 constants stay fp32; of GridSample, RoiAlign and SampleToken, also values that are computed."""
 
-ANY_TYPE = frozenset({"Cast", "QuantizeLinear", "RoiAlign", "SampleToken"})
+ANY_TYPE = frozenset({"Cast", "GridSample", "QuantizeLinear", "RoiAlign", "SampleToken"})
 """Kinds with operands that may have any float type, whatever that of the others is."""
 
 PACKED = frozenset({"PackedGather", "PackedMatMul"})
@@ -102,7 +106,8 @@ class AssignPrecision(Pass):
             keeps = KEEPS_FP32_CPU if context.target == "cpu" and plan.is_mixture else None
         guarded = Guards({}) if keeps is None else _guarded(graph, plan, account)
         if keeps is not None and context.on_gpu:
-            guarded = guarded.also({i: r for i, r in sized_by_data(graph).items() if not plan.named(graph.op(i))})
+            others = {**coordinates(graph), **angles(graph), **sized_by_data(graph)}
+            guarded = guarded.also({i: r for i, r in others.items() if not plan.named(graph.op(i))})
         if "fp16" in plan.floats and context.account is not None:  # it looks at every weight, only for the report
             account.risks = half_risks(graph, plan, found, {keys[i] for i in guarded.reasons})
         if own:
@@ -148,7 +153,7 @@ def _guarded(graph: Graph, plan: PrecisionPlan, account: PrecisionLog) -> Guards
         return Guards({})
     found, largest = guards(graph), largest_values(graph)
     account.tried = largest is not None
-    reasons = {**overflows(graph, largest or {}), **growing(graph), **found.reasons}
+    reasons = {**integer_sums(graph), **overflows(graph, largest or {}), **growing(graph), **found.reasons}
     ops = {i: graph.op(i) for i in reasons}
     stay = {i: reasons[i] for i, op in ops.items() if not plan.named(op) and _float(plan, op) == "fp16"}
     return Guards(stay, found.saturates & stay.keys())

@@ -6,7 +6,6 @@ the indices are a matrix with a bag in each row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.reduce import ReduceAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import integers, ints, producer, reshaped, scalar, shape_of
 from optdnn.passes.unroll import goes_on, number_of
 from optdnn.types import Array, normalize_axis
@@ -24,10 +23,10 @@ REDUCTIONS = frozenset({"ReduceSum", "ReduceMean", "ReduceMax"})
 
 @dataclass(frozen=True)
 class _Bags:
-    """A body that reduces rows of a table: its operators, and where each bag begins and ends."""
+    """A body that reduces rows: its operators, and where each bag begins and ends. ``gather``: its bags are of indices."""
 
     reduce: Op
-    gather: Op
+    gather: Op | None
     cut: Op
     starts: Array
     ends: Array
@@ -35,7 +34,7 @@ class _Bags:
 
 @rule("loop_of_bags", {"Loop"})
 def loop_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
-    """A Loop whose iterations reduce the rows that a run of indices names."""
+    """A Loop whose iterations reduce a run of rows, or the rows that a run of indices names."""
     trips = number_of(graph, op.input(0))
     body = op.attrs.body.graph
     if op.attrs.carried or len(body.outputs) != 2 or not trips or trips < 1:
@@ -46,18 +45,14 @@ def loop_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
     bags = _bags(graph, op, trips)
     if bags is None:
         return None
-    indices = _outer(op, bags.cut.input(0))
-    table, own = _outer(op, bags.gather.input(0)), body.constant_value(bags.gather.input(0))
-    length = shape_of(graph, indices)
-    if (
-        indices is None
-        or (table is None and own is None)
-        or not length
-        or len(length) != 1
-        or not isinstance(length[0], int)
-    ):
+    listed = _outer(op, bags.cut.input(0))
+    shape = None if listed is None else shape_of(graph, listed)
+    if listed is None or not shape or not all(isinstance(d, int) for d in shape):
         return None
-    listed, count = indices, length[0]
+    gathered = _table(graph, op, bags.gather) if bags.gather is not None else None
+    if bags.gather is not None and (gathered is None or len(shape) != 1):
+        return None
+    count, *dims = (int(d) for d in shape)  # type: ignore[arg-type]
     starts, ends = (np.clip(np.where(x < 0, x + count, x), 0, count) for x in (bags.starts, bags.ends))
     size = int(ends[0] - starts[0])
     if (
@@ -68,11 +63,11 @@ def loop_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("its bags are of different sizes, or do not lie side by side")
 
     def build(patch: Patch) -> None:
-        rows = reshaped(patch, _part(patch, listed, int(starts[0]), size * trips, count), (trips, size))
-        weights = patch.constant(own, "table") if own is not None else table
-        found = patch.add("Gather", [weights, rows], bags.gather.attrs)
-        y = patch.add(bags.reduce.kind, [found, integers(patch, [1], "axes")], bags.reduce.attrs)
-        patch.replace(op.value, y)
+        rows = reshaped(patch, _part(patch, listed, int(starts[0]), size * trips, count), (trips, size, *dims))
+        if bags.gather is not None and gathered is not None:
+            weights = patch.constant(gathered, "table") if isinstance(gathered, np.ndarray) else gathered
+            rows = patch.add("Gather", [weights, rows], bags.gather.attrs)
+        patch.replace(op.value, patch.add(bags.reduce.kind, [rows, integers(patch, [1], "axes")], bags.reduce.attrs))
 
     return Match((op,), build)
 
@@ -83,15 +78,21 @@ def _bags(graph: Graph, op: Op, trips: int) -> _Bags | None:
     if reduce is None or ints(body, reduce.input(1)) != (0,):
         return None
     gather = producer(body, reduce.input(0), {"Gather"})
-    if gather is None or normalize_axis(gather.attrs.axis, len(body.type(gather.inputs[0]).dims)):
+    if gather is not None and normalize_axis(gather.attrs.axis, len(body.type(gather.inputs[0]).dims)):
         return None
-    cut = producer(body, gather.input(1), {"Slice"})
+    cut = producer(body, reduce.input(0) if gather is None else gather.input(1), {"Slice"})
     if cut is None:
         return None
     if any(v is not None and _ints(graph, op, v) != only for v, only in ((cut.input(3), (0,)), (cut.input(4), (1,)))):
         return None
     starts, ends = (_each(graph, op, cut.input(i), trips) for i in (1, 2))
     return None if starts is None or ends is None else _Bags(reduce, gather, cut, starts, ends)
+
+
+def _table(graph: Graph, op: Op, gather: Op) -> Value | Array | None:
+    """What the body gathers rows of: a value outside, or a constant of its own."""
+    table = _outer(op, gather.input(0))
+    return op.attrs.body.graph.constant_value(gather.input(0)) if table is None else table
 
 
 def _outer(op: Op, value: Value | None) -> Value | None:
@@ -120,7 +121,13 @@ def _each(graph: Graph, op: Op, value: Value | None, trips: int) -> Array | None
     known = body.constant_value(source)
     if known is None and (outer := _outer(op, source)) is not None:
         known = graph.constant_value(outer)
-    return None if known is None or known.ndim != 1 or known.size < trips else known[:trips].astype(np.int64)
+    one = (
+        known is not None
+        and known.ndim
+        and known.size == len(known)
+        and not normalize_axis(gather.attrs.axis, known.ndim)
+    )
+    return known.reshape(-1)[:trips].astype(np.int64) if known is not None and one and known.size >= trips else None
 
 
 def _part(patch: Patch, rows: Value, start: int, count: int, length: int) -> Value:
@@ -194,10 +201,5 @@ def _bag(graph: Graph, value: Value | None) -> _Bag | None:
 
 
 class Bags(RulePass):
-    """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
-
     name = "bags"
     rules = (loop_of_bags, concat_of_bags)
-
-    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        return self.rules if context.on_gpu else ()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,9 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.image_tokens import OF_IMAGES
-from optdnn.passes.support.facts import RESHAPES, channels_from_last, ints, operand, reshaped
+from optdnn.passes.support.facts import RESHAPES, channels_from_last, ints, operand, reshaped, shape_of
+from optdnn.passes.support.pattern import Var, node
+from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.types import Array, normalize_axis
 
 MOVES = RESHAPES | {"Concat", "Slice", "Transpose"}
@@ -78,6 +81,20 @@ def gather_rows(graph: Graph, op: Op) -> Match | Miss | None:
         return reshaped(patch, rows, op.outputs[0].type.static_shape)
 
     return Match(chain, build)
+
+
+@pattern_rule(
+    "flat_indices", node(RESHAPES, node("Gather", Var("table"), node(RESHAPES, Var("indices")), name="gather"))
+)
+def flat_indices(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
+    """Rows that are gathered by flattened indices, and get the indices' shape back, are gathered by the indices as they are."""
+    gather: Op = found["gather"]
+    table, indices = shape_of(graph, found["table"]), shape_of(graph, found["indices"])
+    if table is None or indices is None or normalize_axis(gather.attrs.axis, len(table)):
+        return None
+    if root.outputs[0].type.shape != (*indices, *table[1:]):
+        return None
+    return Match((root, gather), lambda patch: patch.add("Gather", [found["table"], found["indices"]], gather.attrs))
 
 
 def _moved(op: Op) -> Sequence[Value]:
@@ -179,4 +196,4 @@ def _repeats(table: Array, batch: int, count: int) -> bool:
 
 class GatherRows(RulePass):
     name = "gather_rows"
-    rules = (gather_rows,)
+    rules = (flat_indices, gather_rows)

@@ -37,6 +37,7 @@ from optdnn.passes.gather_rows import GatherRows
 from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
+from optdnn.passes.joined_tables import JoinedTables
 from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.pack_weights import PackWeights
 from optdnn.passes.pad_heads import PadHeads
@@ -136,6 +137,7 @@ O2_GPU: tuple[Pass, ...] = (
     WindowProducts(),  # before the transposes that it adds are merged
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
+    JoinedTables(),  # when no views are between the rows and their Concat; before gathers are looked at
     GatherRows(),  # when no views can be merged any more
     FuseEpilogue(norms_add=True),  # as above; the kernels of normalizations can add
     Conv3dAsImages(),  # after epilogues, which views would stop and which it keeps; before the passes for two axes
@@ -144,6 +146,8 @@ O2_GPU: tuple[Pass, ...] = (
 )
 
 O2_CPU: tuple[Pass, ...] = (
+    FoldConstants(),  # where each bag begins becomes known
+    Bags(),  # before all else, which need not look into the loop
     *FOLDED,
     ScaleShiftToBn(),  # the libraries have no prologues, but one kernel for a scale and shift per channel (DenseNet: 12 %)
     FuseEpilogue(),  # as above: the libraries fuse a chain of single uses after a convolution

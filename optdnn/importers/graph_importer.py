@@ -35,12 +35,13 @@ from optdnn.importers.nodes import (
     variadic_outputs,
 )
 from optdnn.importers.scope import UNKNOWN, InnerScope, Scope
+from optdnn.importers.sequence_loops import looked_up, nodes_of, stacking
 from optdnn.importers.tensors import sparse_to_array, to_array
 from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import Graph, Value
 from optdnn.limits import FUNCTION_NESTING, INLINED_NODES, NODES, SUBGRAPH_NESTING, Limit
 from optdnn.ops.base import Body, Unsupported
-from optdnn.ops.exchange import FromOnnx, NodeSpec
+from optdnn.ops.exchange import FromOnnx, NodeSpec, Stacking
 from optdnn.ops.legacy import FIRST_MODERN, modernize
 from optdnn.ops.sequences import IMPORTERS as SEQUENCES
 from optdnn.ops.sequences import TensorList
@@ -342,8 +343,17 @@ class GraphImporter(Emitter):
 class Subgraph:
     """Implements ``ops.base.Subgraph`` for one GraphProto at its place in the model."""
 
-    def __init__(self, importer: GraphImporter, proto: onnx.GraphProto, name: str, place: Place):
-        self.importer, self.proto, self.name, self.place = importer, proto, name, place
+    def __init__(
+        self,
+        importer: GraphImporter,
+        proto: onnx.GraphProto,
+        name: str,
+        place: Place,
+        tables: Mapping[str, Array] | None = None,
+    ):
+        """``tables``: values inside of a Loop's body that are known for each iteration, on the first axis."""
+        self.importer, self.proto, self.name, self.place, self.tables = importer, proto, name, place, tables or {}
+        self.seen: Scope = {}
         self.inputs, self.outputs = len(proto.input), len(proto.output)
 
     def fresh(self) -> Dim:
@@ -362,7 +372,10 @@ class Subgraph:
         return [self._output(scope, x) for x in wanted]
 
     def build(self, types: Sequence[TensorType]) -> tuple[Body, list[Any]]:
-        """A body whose formal inputs have these types, and the outer refs that it captures, in the order of its inputs."""
+        """A body whose formal inputs have these types, and the outer refs that it captures, in the order of its inputs.
+
+        ``seen`` holds the values inside of it then.
+        """
         captured: list[Any] = []
 
         def lift(ref: Any) -> Value:
@@ -389,6 +402,9 @@ class Subgraph:
             if reason := refusal(v.type, untyped=True):
                 raise Unsupported(reason)
             scope[v.name] = inner.graph.add_input(v.name, t)
+        for x, table in self.tables.items():
+            scope[x] = looked_up(inner, table, scope[self.proto.input[0].name])
+        self.seen = scope
         wanted = [v.name for v in self.proto.output]
         taken = set(self.importer.taken)
         self._run(inner, scope, wanted, {})
@@ -402,6 +418,21 @@ class Subgraph:
         self.importer.taken.intersection_update(taken)
         self.importer.count, self.importer.inlined = inner.count, inner.inlined
         return GraphBody(inner.graph), captured
+
+    def stacking(self, operands: Sequence[Any]) -> Stacking | None:
+        reported = len(self.importer.unsupported)
+        try:
+            return stacking(self, operands, self.importer)
+        except (Unsupported, ShapeError):  # a size that is known only where the iterations are written out
+            del self.importer.unsupported[reported:]
+            return None
+
+    def variant(self, proto: onnx.GraphProto, tables: Mapping[str, Array]) -> Subgraph:
+        """Another subgraph at the same place."""
+        return Subgraph(self.importer, proto, self.name, self.place, tables)
+
+    def repeats(self, trips: int, most: int) -> bool:
+        return trips * nodes_of(self.proto) <= min(most, INLINED_NODES.value - self.importer.inlined)
 
     def _own(self) -> set[str]:
         """Names of the values that its nodes produce."""

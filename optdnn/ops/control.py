@@ -19,6 +19,7 @@ from optdnn.ops.base import Attrs, Body, Call, Fresh, Result, Tol, Unsupported
 from optdnn.ops.checks import agree, emit, free
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, Subgraph
+from optdnn.ops.index import SplitAttrs
 from optdnn.ops.sequences import TensorList
 from optdnn.types import BOOL, INT64, TensorType, normalize_axis
 
@@ -269,11 +270,41 @@ def _import_loop(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if body.inputs != 2 + len(initial):
         raise ShapeError(f"the body of Loop takes {body.inputs} values, 2 and {len(initial)} carried ones are fed")
     if any(isinstance(v, TensorList) for v in initial):
-        return _repeated(node, e, body, initial)
+        return _appended(node, e, body, initial) or _repeated(node, e, body, initial)
     counter, flag = TensorType(INT64, ()), TensorType(BOOL, ())
     built, captured = _build_body(body, [counter, flag], [e.type(v) for v in initial], [], 1)
     attrs = LoopAttrs(built, len(initial))
     return e.op("Loop", [node.input(0), node.input(1), *initial, *captured], attrs, outputs=len(node.outputs))
+
+
+def _appended(node: NodeSpec, e: Emit, body: Subgraph, initial: list[Ref]) -> Sequence[Ref] | None:
+    """A Loop that only appends to sequences, as one that stacks its results, and the sequences as their rows.
+
+    None for other loops, and for those that become few nodes when they are written out.
+    """
+    found = body.stacking([node.input(0), node.input(1), *initial])
+    if found is None or body.repeats(found.trips, MOST_WRITTEN_OUT):
+        return None
+    lists = [v for v in initial if isinstance(v, TensorList)]
+    rows = found.body.outputs[len(found.body.outputs) - len(lists) :]
+    if not all(t.is_static for t in rows):
+        return None
+    trips = e.const(np.array(found.trips, np.int64))
+    made = e.op("Loop", [trips, None, *found.captured], LoopAttrs(found.body, 0), outputs=len(found.body.outputs) - 1)
+    stacks = made[len(made) - len(lists) :]
+    parts = iter([TensorList(_rows(e, v, found.trips, t)) for v, t in zip(stacks, rows, strict=True)])
+    last = iter([e.const(v) for v in found.last])
+    return [*(next(parts if isinstance(v, TensorList) else last) for v in initial), *made[: len(made) - len(lists)]]
+
+
+def _rows(e: Emit, stack: Ref, trips: int, row: TensorType) -> Sequence[Ref]:
+    """The ``trips`` tensors that a value stacks."""
+    dims = row.static_shape
+    if not dims:
+        parts = e.op("Split", [stack, np.ones(trips, np.int64)], SplitAttrs(0), outputs=trips)
+        return [emit(e, "Squeeze", part, np.array([0])) for part in parts]
+    joined = emit(e, "Reshape", stack, np.array([trips * dims[0], *dims[1:]], np.int64))
+    return e.op("Split", [joined, np.full(trips, dims[0], np.int64)], SplitAttrs(0), outputs=trips)
 
 
 def _repeated(node: NodeSpec, e: Emit, body: Subgraph, state: list[Ref]) -> Sequence[Ref]:
@@ -330,6 +361,8 @@ def _import_scan(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return e.op("Scan", [*operands, *captured], attrs, outputs=len(node.outputs))
 
 
+MOST_WRITTEN_OUT = 512
+"""Nodes that a Loop becomes because it carries a sequence, where it could stack results instead."""
 MOST_REPEATED = 4096
 """Iterations of a Loop that carries sequences of tensors."""
 MOST_ROWS = 64

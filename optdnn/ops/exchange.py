@@ -46,6 +46,20 @@ class NodeSpec:
         return (None if default is None else tuple(default)) if v is None else tuple(int(x) for x in v)
 
 
+@dataclass(frozen=True)
+class Stacking:
+    """A Loop that carries nothing: ``body`` takes the number of the iteration, the condition and what it captures.
+
+    It yields the condition, the rows of the Loop's own stacked results, and the tensors that iterations append to sequences.
+    """
+
+    body: Body
+    captured: list[Ref]
+    trips: int
+    last: list[Array]
+    """The last values of the counters that were carried."""
+
+
 class Subgraph(Protocol):
     """A subgraph of a node that is being imported, seen by the import function of its operator."""
 
@@ -61,6 +75,16 @@ class Subgraph(Protocol):
 
     def build(self, types: Sequence[TensorType]) -> tuple[Body, list[Ref]]:
         """Import it as a body whose formal inputs have these types; returns it and the outer values that it captures."""
+
+    def stacking(self, operands: Sequence[Ref | None]) -> Stacking | None:
+        """The body of a Loop, with the Loop's operands, as one that stacks the tensors that it appends to sequences.
+
+        None where it does anything else with a sequence, where a sequence is not empty at first, where a carried value is no
+        counter, or where the number of iterations is not known.
+        """
+
+    def repeats(self, trips: int, most: int) -> bool:
+        """Whether inlining it ``trips`` times makes at most ``most`` nodes, and no more than a model may have."""
 
 
 class Emit(Protocol):

@@ -34,7 +34,7 @@ StageId = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class _Stage:
+class Stage:
     """One pointwise stage, or a whole op that has none. ``args`` are constants, ids of other stages, or None."""
 
     op: Op
@@ -76,12 +76,12 @@ def guards(graph: Graph) -> Guards:
 class _Walk:
     def __init__(self, graph: Graph):
         self.graph = graph
-        self.nodes = dict(_nodes(graph))
+        self.nodes = dict(nodes(graph))
         self.states: dict[StageId, _State] = {}
         self.found: dict[int, str] = {}
         self.saturates: set[int] = set()
 
-    def visit(self, step: StageId, node: _Stage) -> None:
+    def visit(self, step: StageId, node: Stage) -> None:
         given = [self.states.get(a) if isinstance(a, tuple) else None for a in node.args]
         epsilon = _epsilon(node)
         if epsilon is not None:
@@ -106,7 +106,7 @@ class _Walk:
         if state is not None:
             self.states[step] = _State(state.epsilon, {*state.ops, node.op.id}, state.inverse)
 
-    def _divisor(self, node: _Stage, given: list[_State | None]) -> _State | None:
+    def _divisor(self, node: Stage, given: list[_State | None]) -> _State | None:
         """The guarded value that a stage divides by, or takes the logarithm of."""
         slot = {"Div": 1, "Reciprocal": 0, "Log": 0, "Pow": 0}.get(node.kind)
         state = given[slot] if slot is not None else None
@@ -117,13 +117,13 @@ class _Walk:
             return state if isinstance(exponent, np.ndarray) and (exponent < 0).all() else None
         return state
 
-    def _keep(self, state: _State, end: _Stage) -> None:
+    def _keep(self, state: _State, end: Stage) -> None:
         what = "zero" if state.epsilon <= FP16_LEAST else "subnormal"
         reason = f"the constant {state.epsilon:.3g} that guards {end.kind} {end.op.outputs[0].name} is {what} in fp16"
         for i in (*state.ops, end.op.id):
             self.found.setdefault(i, reason)
 
-    def _factor(self, node: _Stage) -> None:
+    def _factor(self, node: Stage) -> None:
         """Note a factor, dividend or divisor that fp16 cannot represent, or only as a subnormal number."""
         for a in node.args if node.kind in ("Mul", "Div") else ():
             if not isinstance(a, np.ndarray) or a.size != 1 or a.dtype != FP32:
@@ -155,11 +155,11 @@ class _Walk:
         return set()
 
 
-def _moves(node: _Stage) -> bool:
+def _moves(node: Stage) -> bool:
     return node.kind not in STRUCTURAL and node.op.definition.traits.movement
 
 
-def _nodes(graph: Graph) -> Iterator[tuple[StageId, _Stage]]:
+def nodes(graph: Graph) -> Iterator[tuple[StageId, Stage]]:
     """Every stage of the graph, in topological order."""
     last: dict[Value, StageId] = {}
     for op in graph.order():
@@ -168,7 +168,7 @@ def _nodes(graph: Graph) -> Iterator[tuple[StageId, _Stage]]:
         steps = steps_of(op) if is_pointwise(op) else [OpenStage(op.kind, op.attrs, op.inputs)]
         for k, s in enumerate(steps):
             kind = "Narrow" if isinstance(s.attrs, CastAttrs) and s.attrs.to not in (FP32, FP64) else s.kind
-            yield (op.id, k), _Stage(op, kind, tuple(_argument(graph, op, a, last) for a in s.args))
+            yield (op.id, k), Stage(op, kind, tuple(_argument(graph, op, a, last) for a in s.args))
         last[op.value] = (op.id, len(steps) - 1)
 
 
@@ -179,7 +179,7 @@ def _argument(graph: Graph, op: Op, a: Value | int | None, last: dict[Value, Sta
     return array if array is not None else last.get(a, (a.op, a.port))
 
 
-def _epsilon(node: _Stage) -> float | None:
+def _epsilon(node: Stage) -> float | None:
     """The constant that keeps a stage's value from zero, if it is zero or subnormal in fp16."""
     slots = {"Add": (0, 1), "Sub": (1,), "Max": range(len(node.args)), "Clip": (1,), "Where": (1, 2)}.get(node.kind, ())
     for slot in slots:

@@ -175,3 +175,93 @@ def test_a_loop_of_too_many_iterations_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(control, "MOST_REPEATED", 3)
     with pytest.raises(UnsupportedError, match="more than 3 iterations"):
         import_model(model(sums(), 18))
+
+
+@pytest.mark.parametrize(("trips", "most", "rows"), [("most", 3, 3), ("most", 9, 4), ("", 0, 4)])
+def test_a_list_that_only_grows_is_stacked(trips: str, most: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a counter decides is looked up by the number of the iteration."""
+    monkeypatch.setattr(control, "MOST_WRITTEN_OUT", 0)
+    proto = model(sums(trips, most=most), 18)
+    graph = import_model(proto)
+    (loop,) = graph.of_kind("Loop")
+    assert loop.attrs.carried == 0
+    assert "Add" not in loop.attrs.body.graph.kinds()
+    assert loop.outputs[0].type.shape == (rows, 2, 3)
+    found = optdnn.build(proto, target="reference").run({"x": X})
+    np.testing.assert_array_equal(found["z"], X.transpose(1, 0, 2)[:rows])
+    np.testing.assert_array_equal(found["y"], X.transpose(1, 0, 2)[:rows].reshape(-1, 3))
+
+
+def test_the_limit_decides_whether_a_list_is_stacked() -> None:
+    long = sums(trips="", end=6).replace("float[2,6,3] x", "float[2,200,3] x").replace("end = {6}", "end = {200}")
+    assert import_model(model(long, 18)).kinds()["Loop"] == 1
+    assert "Loop" not in import_model(model(sums(trips=""), 18)).kinds()
+
+
+GROWN = """g (float[2,6,3] x) => (float[a,3] y, int64 last)
+        <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64 most = {{5}}, int64 begin = {{0}}, bool on = {{1}}> {{
+    empty = SequenceEmpty<dtype = 1>()  n = Squeeze(one, zero)  head = Gather<axis = 1>(x, begin)  full = SequenceConstruct(head)
+    s, last, t = Loop<body = b (int64 i, bool go, seq(float[2,3]) held, int64 at, float[2,3] seen)
+            => (bool c, seq(float[2,3]) more, int64 next, float[2,3] kept) {{
+        f = Squeeze(one, zero)  next = Add(at, f)  c = Identity(go)  {row}
+    }}>(most, on, {first}, begin, head)
+    y = ConcatFromSequence<axis = 0>(s) }}"""
+LENGTH = "l = SequenceLength(held)  m = Cast<to = 1>(l)  r = Add(row, m)  "
+CUT = "j = Unsqueeze(at, zero)  e = Add(j, one)  cut = Slice(x, j, e, one)  row = Squeeze(cut, one)  "
+
+
+@pytest.mark.parametrize(
+    ("row", "first"),
+    [
+        (CUT + "more = SequenceInsert(held, row)  kept = Add(seen, row)", "empty"),
+        (CUT + LENGTH + "more = SequenceInsert(held, r)  kept = Identity(head)", "empty"),
+        (CUT + "more = SequenceInsert(held, row)  kept = Identity(head)", "full"),
+    ],
+    ids=["a carried tensor", "the list's length", "a list of one tensor"],
+)  # fmt: skip
+def test_other_loops_are_written_out(row: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MOST_WRITTEN_OUT", 0)
+    assert "Loop" not in agrees(GROWN.format(row=row, first=first), 18)
+
+
+def test_a_list_that_grows_in_front_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MOST_WRITTEN_OUT", 0)
+    text = GROWN.format(row=CUT + "more = SequenceInsert(held, row, begin)  kept = Identity(head)", first="empty")
+    proto = model(text, 18)
+    assert "Loop" not in import_model(proto).kinds()
+    found = optdnn.build(proto, target="reference").run({"x": X})["y"]
+    np.testing.assert_array_equal(found, X.transpose(1, 0, 2)[4::-1].reshape(-1, 3))
+
+
+def test_rows_of_different_sizes_are_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MOST_WRITTEN_OUT", 0)
+    text = """g (float[2,6,3] x) => (float[2,a,3] y) <int64[1] zero = {0}, int64[1] one = {1}, int64 most = {5}, bool on = {1}> {
+        empty = SequenceEmpty<dtype = 1>()
+        s = Loop<body = b (int64 i, bool go, seq(float[2,n,3]) held) => (bool c, seq(float[2,n,3]) more) {
+            e = Unsqueeze(i, zero)  f = Add(e, one)  cut = Slice(x, zero, f, one)  more = SequenceInsert(held, cut)
+            c = Identity(go) }>(most, on, empty)
+        y = ConcatFromSequence<axis = 1>(s) }"""
+    assert "Loop" not in agrees(text, 18)
+
+
+def test_numbers_in_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MOST_WRITTEN_OUT", 0)
+    text = """g (float[2,6,3] x) => (float[5] y) <int64 most = {5}, bool on = {1}> {
+        empty = SequenceEmpty<dtype = 1>()  v = ReduceSum<keepdims = 0>(x)
+        s = Loop<body = b (int64 i, bool go, seq(float) held) => (bool c, seq(float) more) {
+            f = Cast<to = 1>(i)  p = Mul(f, v)  more = SequenceInsert(held, p)  c = Identity(go) }>(most, on, empty)
+        y = ConcatFromSequence<axis = 0, new_axis = 1>(s) }"""
+    assert "Loop" in agrees(text, 18)
+
+
+def test_a_body_that_only_constants_decide_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator that has to know an operand when it is imported; nothing is reported for the attempt."""
+    monkeypatch.setattr(control, "MOST_WRITTEN_OUT", 0)
+    text = """g (float[2,6,3] x) => (float[4,6,3] y) <int64 most = {2}, bool on = {1}, int64[2] axes = {0, 1}> {
+        empty = SequenceEmpty<dtype = 1>()
+        s = Loop<body = b (int64 i, bool go, seq(float[2,6,3]) held) => (bool c, seq(float[2,6,3]) more) {
+            a = Gather(axes, i)  p = CumSum(x, a)  more = SequenceInsert(held, p)  c = Identity(go) }>(most, on, empty)
+        y = ConcatFromSequence<axis = 0>(s) }"""
+    proto = model(text, 18)
+    want = ReferenceEvaluator(proto).run(None, {"x": X})[0]
+    np.testing.assert_array_equal(optdnn.build(proto, target="reference").run({"x": X})["y"], want)

@@ -14,6 +14,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.builder import TensorView
 from optdnn.kernels.layout.views import _runs
 from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.reduce import ReduceAttrs
@@ -117,3 +118,36 @@ def test_rows_of_one_channel_are_read_without_gaps() -> None:
     program = lowered(graph, "fp16")
     (step,) = [s for s in program.steps if s.params["op"]["kind"] == "Softmax"]
     assert step.params["reads"][0][3][2:] == [16, 1]
+
+
+def tables(axis: int, last: str = "Gather", width: int = 8, product: bool = True) -> Graph:
+    """Rows of three tables and of a product side by side (DeepFM, DLRM), and the product that reads them."""
+    n = Net()
+    bags = 2 if last == "ReduceSum" else 1
+    parts = []
+    for k in range(3):
+        index = n.input(6, bags, name=f"i{k}", dtype=np.int64)
+        rows = n.op("Gather", n.random(20, width), index, attrs=GatherAttrs(0))
+        parts.append(n.op(last, rows, n.ints(1), attrs=ReduceAttrs()) if bags > 1 else rows)
+    x = n.input(6, 1, 8)
+    parts.append(n.matmul(x, width) if product else x)
+    if axis == 2:
+        parts = [n.op("Reshape", v, n.ints(6, 1, width)) for v in parts]
+    joined = n.op("Concat", *parts, attrs=ConcatAttrs(axis))
+    return n.done(n.matmul(joined, 16), n.op("Neg", parts[-1]))
+
+
+@pytest.mark.parametrize("last", ["Gather", "ReduceSum"])
+@pytest.mark.parametrize(("axis", "product", "copies"), [(1, True, 0), (1, False, 1), (2, True, 1)])
+def test_rows_of_tables_are_written_where_they_are_joined(last: str, axis: int, product: bool, copies: int) -> None:
+    """An input of the network is copied, and so are a product's rows that another reader sees through a view."""
+    graph = tables(axis, last, product=product)
+    program = lowered(graph, "fp16")
+    assert kinds(program).count("Copy") == copies
+    feeds = feeds_of(graph)
+    for name, want in evaluate(graph, feeds).items():
+        np.testing.assert_allclose(simulate(program, feeds)[name], want, rtol=0.05, atol=0.05 * np.abs(want).max())
+
+
+def test_rows_that_would_not_lie_at_multiples_of_eight_are_copied() -> None:
+    assert kinds(lowered(tables(2, width=4), "fp16")).count("Copy") >= 3

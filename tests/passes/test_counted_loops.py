@@ -12,8 +12,8 @@ from support.check import check_pass, check_refused, check_untouched
 from support.fallback import BOOL, I64, F, model, node
 
 from optdnn.importers.onnx import import_model
+from optdnn.ir import counters
 from optdnn.ir.graph import Graph
-from optdnn.passes import counted_loops
 from optdnn.passes.base import PassContext
 from optdnn.passes.counted_loops import CountedLoops
 
@@ -39,8 +39,9 @@ def counted(
     inputs = [("x", F, [2, 3])] + [(n, I64, []) for n, v in given.items() if v == "input"]
     constants = {n: np.array(v, np.int64) for n, v in given.items() if isinstance(v, int)}
     total = [node("ReduceSum", "v", "sum", keepdims=0), node("Cast", "sum", "data", to=I64)]
+    listed = [node("Range", "step k step", "all"), node("ReduceSum", "all", "length", keepdims=0)]
     inner = helper.make_graph(
-        [*(total if reads == "data" else []), node(by, "k step", "next_k"), node("Cast", "next_k", "f", to=F),
+        [*{"data": total, "length": listed}.get(reads, []), node(by, "k step", "next_k"), node("Cast", "next_k", "f", to=F),
          node("Cast", "end" if reads == "k" else reads, "e", to=F), node("Less", "f e", "go"), node("Tanh", "v", "next"),
          node("Identity", "next", "row")],
         "body", ports(("i", I64, []), ("c", BOOL, []), ("k", I64, []), ("v", F, [2, 3])),
@@ -77,6 +78,14 @@ def test_a_condition_on_counters_is_a_count(graph: Graph, times: int) -> None:
     assert loop.outputs[2].type.shape == (times, 2, 3)
 
 
+def test_values_of_unknown_size_are_evaluated_while_they_are_small() -> None:
+    """It adds up the even numbers below ``k``."""
+    result, _ = check_pass(CountedLoops(), counted(first=8, end=-1, reads="length", limit=9), changes=1)
+    assert trips(result) == 9
+    because = "or its condition cannot be evaluated"
+    check_refused(CountedLoops(), counted(first=8, end=-1, reads="length", limit=40), because=because)
+
+
 def test_a_loop_that_never_begins() -> None:
     graph = counted(going=False)
     assert CountedLoops()(graph, PassContext()).changes == 1
@@ -102,7 +111,7 @@ def test_refusals(graph: Any, because: str) -> None:
 
 
 def test_conditions_of_large_values_or_many_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counted_loops, "OPS", 2)
+    monkeypatch.setattr(counters, "OPS", 2)
     check_refused(CountedLoops(), counted(), because="its condition depends on data")
 
 

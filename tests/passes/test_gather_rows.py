@@ -11,6 +11,7 @@ from support.net import Net
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
+from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes import gather_rows
@@ -190,3 +191,23 @@ def others() -> dict[str, Graph]:
 @pytest.mark.parametrize("name", others())
 def test_others_are_no_candidates(name: str) -> None:
     check_untouched(GatherRows(), others()[name])
+
+
+def embedded(shape: tuple[int, ...] = (2, 3), back: tuple[int, ...] = (2, 3, 4), axis: int = 0) -> Graph:
+    """``table(i.view(-1)).view(2, 3, -1)``."""
+    n = Net(np.float64)
+    i = n.op("Abs", n.input(*shape, name="i", dtype=np.int64))
+    flat = n.op("Reshape", i, n.ints(-1))
+    table = n.const(np.arange(40.0).reshape(10, 4))
+    return n.done(n.op("Reshape", n.op("Gather", table, flat, attrs=GatherAttrs(axis)), n.ints(*back)))
+
+
+def test_indices_that_are_flattened_for_a_gather() -> None:
+    check_pass(GatherRows(), embedded(), changes=1, kinds={"Abs": 1, "Gather": 1}, rules={"flat_indices": 1})
+
+
+@pytest.mark.parametrize(
+    "graph", [embedded(back=(3, 2, 4)), embedded(back=(2, 12)), embedded((1, 3), (10, 1, 3), 1)], ids=["others", "rows", "columns"]
+)  # fmt: skip
+def test_rows_of_another_shape_stay(graph: Graph) -> None:
+    check_untouched(GatherRows(), graph)

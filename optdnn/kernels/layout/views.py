@@ -350,8 +350,11 @@ VIEWS: dict[str, Callable[[Builder, Op], None]] = {
 """Kind -> how it is placed."""
 
 
+_TURNS = frozenset({"Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+"""Views of a whole tensor."""
 _ROWS = frozenset({"MatMul", "Gemm", "Attention"})
 """Kinds whose results are rows that may lie at any distance."""
+_REDUCED = frozenset({"ReduceMax", "ReduceMean", "ReduceSum"})
 
 
 def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
@@ -361,7 +364,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
     the next. Another part must come from an operator of ``kernels`` (kinds that can write to any place), and lie at a multiple of
     8 channels for TMA's sake. Where channels are the last axis (rows), only repetitions, and convolutions whose result is transposed, write
     in place. Products and attention write rows in place, of images and in between other rows, where views lead from all of a tensor
-    to the part.
+    to the part. Gathered rows of tables, and sums of them, are written in place along both axes.
     """
     for op in reversed(b.graph.order()):
         if op.kind != "Concat" or any(v is not None and not b.graph.type(v).is_static for v in (*op.inputs, op.value)):
@@ -394,7 +397,9 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
             and _is_made_in_place(b, v, kernels, last=last, volume=volume, rows=rows, inner=inner)
             for v in values
         ]
-        if not any(free) or (inner and (not all(free) or math.prod(out.static_shape[axis + 1 :]) % 8)):
+        if inner and not all(free):
+            free = [may and _adds_rows(b, _behind_alone(b, v)) for v, may in zip(values, free, strict=True)]
+        if not any(free) or (inner and math.prod(out.static_shape[axis + 1 :]) % 8):
             continue
         if joint is None:
             joint = b.new(op.outputs[0].name, out.dtype, out.static_shape, b.strides_for(out))
@@ -418,14 +423,20 @@ def _is_made_in_place(
     if op.kind == "Tile":  # a copy to any place
         return True
     if rows:
-        return _behind_views(b, value).kind == "Conv"
+        return _behind_views(b, value).kind == "Conv" or _adds_rows(b, _behind_alone(b, value))
     if inner:
-        return _behind_alone(b, value).kind in _ROWS
+        behind = _behind_alone(b, value)
+        return behind.kind in _ROWS or _adds_rows(b, behind)
     if last and (_joins_channels(op) or (op.kind == "Transpose" and _behind_alone(b, value).kind in _ROWS)):
         return True
     if _of_one_channel(op) and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
         return b.graph.op(op.inputs[0]).kind in kernels
     return op.kind in kernels or (volume and _behind_views(b, value).kind in {*kernels, "Concat"})
+
+
+def _adds_rows(b: Builder, op: Op) -> bool:
+    """Whether it gathers rows of a table by indices that are not known before, or reduces them (embeddings, bags)."""
+    return op.kind in _REDUCED or (op.kind == "Gather" and b.graph.constant_value(op.inputs[1]) is None)
 
 
 def _joins_channels(op: Op) -> bool:
@@ -444,7 +455,7 @@ def _behind_views(b: Builder, value: Value) -> Op:
 def _behind_alone(b: Builder, value: Value) -> Op:
     """The same, through views whose tensors have no other readers."""
     op = b.graph.op(value)
-    while op.kind in ("Transpose", "Reshape") and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
+    while op.kind in _TURNS and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
         op = b.graph.op(op.inputs[0])
     return op
 
@@ -452,7 +463,7 @@ def _behind_alone(b: Builder, value: Value) -> Op:
 def _reserve_before(b: Builder, value: Value) -> None:
     """Reserve the place of a view for its tensor, as far as strides can express it."""
     op, x = b.graph.op(value), b.reserved[value]
-    while op.kind in ("Transpose", "Reshape") or _of_one_channel(op):
+    while op.kind in _TURNS or _of_one_channel(op):
         source = op.inputs[0]
         assert source is not None
         if source in b.reserved or b.graph.constant_value(source) is not None:

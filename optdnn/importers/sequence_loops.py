@@ -1,0 +1,158 @@
+"""Loops that only append to sequences of tensors: the sequences become results that the iterations stack.
+
+All else that an iteration takes from the one before are counters. What follows from them is known for each iteration, and is
+looked up there by the iteration's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import onnx
+
+from optdnn.errors import RunError
+from optdnn.importers.emitter import Emitter
+from optdnn.ir.body import GraphBody
+from optdnn.ir.counters import counters, number_of_iterations, result
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.base import Body, Known
+from optdnn.ops.exchange import Stacking
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.sequences import IMPORTERS as SEQUENCES
+from optdnn.ops.sequences import TensorList
+from optdnn.types import BOOL, INT64, Array, TensorType
+
+_OWN = (TensorType(INT64, ()), TensorType(BOOL, ()))
+"""What a Loop feeds its body first: the number of the iteration, and the condition."""
+
+
+class LoopBody(Protocol):
+    """The body of a Loop at its place in the model."""
+
+    @property
+    def proto(self) -> onnx.GraphProto: ...
+
+    @property
+    def seen(self) -> Mapping[str, Any]:
+        """The values inside of the body that was built last, by name."""
+
+    def build(self, types: Sequence[TensorType]) -> tuple[Body, list[Any]]: ...
+
+    def variant(self, proto: onnx.GraphProto, tables: Mapping[str, Array]) -> LoopBody: ...
+
+
+def stacking(body: LoopBody, operands: Sequence[Any], e: Emitter) -> Stacking | None:
+    """See ``ops.exchange.Subgraph``. Raises Unsupported and ShapeError for what cannot be a body."""
+    lists = [k for k, v in enumerate(operands) if isinstance(v, TensorList)]
+    plain = without_lists(body.proto, lists)
+    carried = [v for v in operands[2:] if not isinstance(v, TensorList)]
+    if plain is None or any(operands[k] for k in lists) or any(e.type(v).shape != () for v in carried):
+        return None
+    first = body.variant(plain, {})
+    built, captured = first.build([*_OWN, *map(e.type, carried)])
+    assert isinstance(built, GraphBody)
+    values = [None if v is None else e.value(v) for v in (*operands[:2], *carried, *captured)]
+    if any(v is not None and known is None for v, known in zip(operands[:2], values, strict=False)):
+        return None
+    trips = _trips(built.graph, len(carried), values)
+    tables = _tables(built.graph, first.seen, plain, len(carried), values, trips) if trips else None
+    if trips is None or tables is None:
+        return None
+    last = [tables[v.name][-1] for v in plain.output[1 : 1 + len(carried)]]
+    rest = _without_counters(plain, len(carried), tables)
+    again, captured = body.variant(rest, {x: tables[x] for x in sorted(_reads(rest) & set(tables))}).build(_OWN)
+    return Stacking(again, captured, trips, last)
+
+
+def without_lists(body: onnx.GraphProto, lists: Sequence[int]) -> onnx.GraphProto | None:
+    """A copy of the body of a Loop without its inputs at ``lists``, sequences to each of which it only appends one tensor.
+
+    These tensors are its last outputs. None where the body does anything else with a sequence.
+    """
+    proto = onnx.GraphProto()
+    proto.CopyFrom(body)
+    for at in lists:
+        held, grown = body.input[at].name, body.output[at - 1].name
+        inserts = [n for n in body.node if n.op_type == "SequenceInsert" and list(n.output) == [grown]]
+        if len(inserts) != 1 or len(inserts[0].input) != 2 or inserts[0].input[0] != held:
+            return None
+        proto.node.remove(inserts[0])
+        proto.output.append(onnx.ValueInfoProto(name=inserts[0].input[1]))
+    for at in sorted(lists, reverse=True):
+        del proto.input[at], proto.output[at - 1]
+    gone = {v.name for at in lists for v in (body.input[at], body.output[at - 1])}
+    return None if any(n.op_type in SEQUENCES for n in proto.node) or _reads(proto) & gone else proto
+
+
+def nodes_of(graph: onnx.GraphProto) -> int:
+    """The number of its nodes, and of those of subgraphs inside of it."""
+    return len(graph.node) + sum(nodes_of(a.g) for n in graph.node for a in n.attribute if a.HasField("g"))
+
+
+def looked_up(e: Emitter, table: Array, iteration: Value) -> Any:
+    """The row of a table for an iteration; a constant where all rows are equal."""
+    return e.const(table[0]) if (table == table[0]).all() else e.op("Gather", [table, iteration], GatherAttrs(0))[0]
+
+
+def _trips(body: Graph, carried: int, values: Sequence[Known | None]) -> int | None:
+    """How often a Loop runs its body, where that depends on counters only.
+
+    ``values``: what is known of the Loop's operands: trip count, condition, carried values, captured ones.
+    """
+    most, first = (None if v is None else v.reshape(-1)[0] for v in values[:2])
+    if first is not None and not first:
+        return 0
+    needed = counters(body, carried, [result(body, 0)])
+    found = None if needed is None else needed.iterations(lambda place: values[place])
+    return None if found is None else number_of_iterations(found, None if most is None else int(most))
+
+
+def _tables(
+    body: Graph,
+    seen: Mapping[str, Any],
+    proto: onnx.GraphProto,
+    carried: int,
+    values: Sequence[Known | None],
+    trips: int,
+) -> dict[str, Array] | None:
+    """The values inside of a body that follow from counters, for each iteration; None where a carried value does not."""
+    own = {v.name for v in (*proto.input[2:], *proto.output[1 : 1 + carried])}
+    names = [x for x in dict.fromkeys([*sorted(own), *(x for n in proto.node for x in n.output)]) if x in seen]
+
+    def known(place: int) -> Known | None:
+        return values[place]
+
+    followed = []
+    for x in names:
+        needed = counters(body, carried, [seen[x]]) if isinstance(seen[x], Value) else None
+        if needed is not None and needed.iterations(known) is not None:
+            followed.append(x)
+    needed = counters(body, carried, [seen[x] for x in followed])
+    found = None if needed is None or not own <= {*followed} else needed.iterations(known)
+    if found is None:
+        return None
+    try:
+        rows = list(islice(found, trips))
+    except RunError:
+        return None
+    columns = zip(followed, zip(*rows, strict=True), strict=True)
+    return {x: np.stack(column) for x, column in columns if len({v.shape for v in column}) == 1}
+
+
+def _without_counters(body: onnx.GraphProto, carried: int, tables: Mapping[str, Array]) -> onnx.GraphProto:
+    """A copy of a body without its carried values, without the nodes whose results are known, and without a condition."""
+    proto = onnx.GraphProto()
+    proto.CopyFrom(body)
+    del proto.input[2:], proto.output[1 : 1 + carried], proto.node[:]
+    proto.node.extend(n for n in body.node if not {x for x in n.output if x} <= set(tables))
+    proto.output[0].name = proto.input[1].name
+    return proto
+
+
+def _reads(graph: onnx.GraphProto) -> set[str]:
+    """The values that its nodes read, those that subgraphs inside of it read, and its outputs."""
+    found = {x for n in graph.node for x in n.input} | {v.name for v in graph.output}
+    return found.union(*(_reads(a.g) for n in graph.node for a in n.attribute if a.HasField("g")))

@@ -1,0 +1,139 @@
+"""Embeddings of the columns of one tensor, side by side, become one Gather from their tables joined (DeepFM: Guo et al., 2017)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.binary import CastAttrs
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.index import ConcatAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import ints, producer, reshaped, shape_of
+from optdnn.types import INT64, Array, normalize_axis
+
+LEAST = 4
+"""Fewest embeddings that are joined."""
+MOST_BYTES = 1 << 30
+"""Largest size of joined tables."""
+
+
+@dataclass(frozen=True)
+class _Embedding:
+    """The rows of ``table`` that column ``column`` of ``source``, cast to integers, names."""
+
+    source: Value
+    column: int
+    table: Array
+
+
+@rule("joined_tables", {"Concat"})
+def joined_tables(graph: Graph, op: Op) -> Match | Miss | None:
+    """A Concat of rows that the columns of one tensor select, each from a table of its own."""
+    found = [_embedding(graph, op, v) for v in op.inputs]
+    start, end = _run(found)
+    run = [e for e in found[start:end] if e is not None]
+    shape = op.outputs[0].type.shape
+    if len(run) < LEAST or shape is None:
+        return None
+    if sum(e.table.nbytes for e in run) > MOST_BYTES:
+        return Miss("its tables are too large to be joined")
+    axis = normalize_axis(op.attrs.axis, len(shape))
+    size = len(run) * (1 if axis < len(shape) - 1 else run[0].table.shape[1])
+    part = tuple(0 if i == 0 else size if i == axis else int(d) for i, d in enumerate(shape))  # type: ignore[arg-type]
+
+    def build(patch: Patch) -> Value:
+        rows = reshaped(patch, _gathered(patch, run), part)
+        if len(run) == len(op.inputs):
+            return rows
+        return patch.add("Concat", [*op.inputs[:start], rows, *op.inputs[end:]], ConcatAttrs(axis))
+
+    return Match((op,), build)
+
+
+def _gathered(patch: Patch, run: Sequence[_Embedding]) -> Value:
+    """(B, K, width): the rows of all embeddings. Negative indices count from the end of their own table."""
+    columns = patch.constant(np.array([e.column for e in run], np.int64), "columns")
+    index = patch.add("Gather", [run[0].source, columns], GatherAttrs(1))
+    if patch.graph.type(run[0].source).dtype != INT64:
+        index = patch.add("Cast", [index], CastAttrs(INT64))
+    ends = np.cumsum([len(e.table) for e in run])
+    starts = np.array([0, *ends[:-1]])
+    first, last = (patch.constant(v.astype(np.int64), name) for v, name in ((starts, "starts"), (ends, "ends")))
+    below = patch.add("Less", [index, patch.constant(np.array(0, np.int64), "zero")])
+    place = patch.add("Add", [index, patch.add("Where", [below, last, first])])
+    table = patch.constant(np.concatenate([e.table for e in run]), "tables")
+    return patch.add("Gather", [table, place], GatherAttrs(0))
+
+
+def _embedding(graph: Graph, op: Op, value: Value | None) -> _Embedding | None:
+    """The embedding that a part of a Concat is, of shape (B, width) or (B, 1, width)."""
+    part, gather = shape_of(graph, value), producer(graph, value, {"Gather"})
+    while gather is None and (view := producer(graph, value, {"Reshape", "Unsqueeze"})) is not None:
+        value = view.inputs[0]
+        gather = producer(graph, value, {"Gather"})
+    table = None if gather is None else graph.constant_value(gather.input(0))
+    if gather is None or table is None or table.ndim != 2 or normalize_axis(gather.attrs.axis, 2):
+        return None
+    column = _column(graph, gather.input(1))
+    if column is None:
+        return None
+    source, number = column
+    batch, shape = shape_of(graph, source), op.outputs[0].type.shape
+    if batch is None or part is None or shape is None or shape[0] != batch[0] or len(shape) < 2:
+        return None
+    ones = all(d == 1 for i, d in enumerate(part[1:-1], start=1))
+    axis = normalize_axis(op.attrs.axis, len(shape))
+    joins = axis == len(shape) - 1 or (axis == 1 and len(shape) == 3)
+    return _Embedding(source, number, table) if ones and joins and part[-1] == table.shape[1] else None
+
+
+def _column(graph: Graph, index: Value | None) -> tuple[Value, int] | None:
+    """The matrix and the number of its column that integers are, through casts to int64."""
+    while (view := producer(graph, index, {"Cast", "Reshape", "Squeeze", "Unsqueeze"})) is not None:
+        if view.kind == "Cast" and view.attrs.to != INT64:
+            return None
+        index = view.inputs[0]
+    taken = producer(graph, index, {"Gather", "Slice"})
+    source = None if taken is None else taken.inputs[0]
+    shape = shape_of(graph, source)
+    if taken is None or source is None or shape is None or len(shape) != 2 or not isinstance(shape[1], int):
+        return None
+    if taken.kind == "Gather":
+        at = ints(graph, taken.input(1))
+        axis, number = taken.attrs.axis, at[0] if at is not None and len(at) == 1 else None
+    else:
+        starts, axes = ints(graph, taken.input(1)), ints(graph, taken.input(3))
+        axis, number = (axes or (0,))[0], starts[0] if starts is not None and len(starts) == 1 else None
+        if taken.outputs[0].type.shape != (shape[0], 1):
+            return None
+    if number is None or normalize_axis(axis, 2) != 1:
+        return None
+    return source, number % shape[1]
+
+
+def _run(found: Sequence[_Embedding | None]) -> tuple[int, int]:
+    """The longest run of embeddings of one tensor whose rows have one width and type: its first part, and the one after it."""
+    best, start = (0, 0), 0
+    for end in range(1, len(found) + 1):
+        if end < len(found) and _alike(found[start], found[end]):
+            continue
+        if found[start] is not None and end - start > best[1] - best[0]:
+            best = (start, end)
+        start = end
+    return best
+
+
+def _alike(one: _Embedding | None, other: _Embedding | None) -> bool:
+    if one is None or other is None or one.source != other.source:
+        return False
+    return (one.table.shape[1], one.table.dtype) == (other.table.shape[1], other.table.dtype)
+
+
+class JoinedTables(RulePass):
+    name = "joined_tables"
+    rules = (joined_tables,)

@@ -1,0 +1,85 @@
+"""Places at which an image is read are computed in fp32 from what inputs and layers give."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from support.check import from_text
+
+import optdnn
+from optdnn.ir.verify import verify
+from optdnn.passes.assign_precision import AssignPrecision
+from optdnn.passes.base import PassContext
+from optdnn.passes.support.coordinates import coordinates
+from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.types import FP16, FP32
+
+HEAD = '<ir_version: 9, opset_import: ["": 17]>\n'
+WARP = (
+    HEAD
+    + """g (float[1,2,9,700] x, float[1,2,3] m, float[1,3,8] p) => (float[1,2,1,8] y)
+<float[1] third = {0.00285714}, int64[2] one = {1, 0}, int64[1] front = {1}, int64[1] last = {0}>
+{ q = MatMul(m, p) s = Mul(q, third) t = Transpose<perm = [0, 2, 1]>(s) g = Unsqueeze(t, front) f = Relu(x)
+  y = GridSample<align_corners = 1>(f, g) }"""
+)
+
+
+def names(text: str) -> set[str]:
+    graph = from_text(text)
+    return {graph.op(i).outputs[0].name for i in coordinates(graph)}
+
+
+def test_places_of_inputs_stay_fp32() -> None:
+    graph = from_text(WARP)
+    assert {graph.op(i).outputs[0].name for i in coordinates(graph)} == {"q", "s", "t", "g"}
+    report = AssignPrecision()(graph, PassContext(target="cuda:sm_90a", plan=PrecisionPlan("fp16")))
+    verify(graph)
+    (op,) = graph.of_kind("GridSample")
+    image, places = (graph.type(v).dtype for v in op.inputs[:2] if v is not None)
+    assert (image, places, op.outputs[0].type.dtype) == (FP16, FP32, FP16)
+    assert any("it computes places that GridSample y reads" in r.reason for r in report.refused)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_images_are_read_at_the_right_places(precision: str) -> None:
+    """The picture is a ramp: an error of its place is one of the result. In fp16 it would be a quarter of a pixel."""
+    rng = np.random.default_rng(0)
+    ramp = np.broadcast_to(np.arange(700, dtype=np.float32) % 32, (1, 2, 9, 700))
+    at = np.floor(rng.uniform(0, 680, 8) / 32) * 32 + 10.4
+    m = np.array([[[1, 0, -349.5], [0, 1, 0]]], np.float32)
+    p = np.stack([at, np.zeros(8), np.ones(8)]).astype(np.float32)[None]
+    proto = onnx.parser.parse_model(WARP.replace("0.00285714", str(2 / 699)))
+    found = optdnn.build(proto, target="simulate", precision=precision).run({"x": ramp.copy(), "m": m, "p": p})["y"]
+    np.testing.assert_allclose(found, np.full((1, 2, 1, 8), 10.4), atol=0.01 if precision == "fp16" else 0.04)
+
+
+PREDICTED = """g (float[1,2,8,8] x, float[2,2,1,1] w, float[1,8,8,2] base) => (float[1,2,8,8] y)
+<float two = {{2}}> {{ c = Conv(x, w) {g} y = GridSample(x, g) }}"""
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "kept"),
+    [
+        ("t = Transpose<perm = [0, 2, 3, 1]>(c) s = Mul(t, two) g = Add(s, base)", {"s", "g"}),
+        ("s = Tanh(c) g = Transpose<perm = [0, 2, 3, 1]>(s)", {"s", "g"}),
+        ("g = Transpose<perm = [0, 2, 3, 1]>(c)", set()),
+        ("s = Softmax(base) g = Add(s, base)", {"g"}),
+    ],
+    ids=["offsets", "a bound", "only moved", "a softmax"],
+)
+def test_what_a_layer_predicts_is_rounded_once(arithmetic: str, kept: set[str]) -> None:
+    assert names(HEAD + PREDICTED.format(g=arithmetic)) == kept
+
+
+def test_long_rows_are_features() -> None:
+    text = WARP.replace("float[1,2,3] m, float[1,3,8] p", "float[1,2,5] m, float[1,5,8] p")
+    assert names(text) == {"s", "t", "g"}
+
+
+def test_a_plan_that_names_the_operator_is_obeyed() -> None:
+    graph = from_text(WARP)
+    named = {next(iter(graph.op(i).src)): "fp16" for i in coordinates(graph)}
+    AssignPrecision()(graph, PassContext(target="cuda:sm_90a", plan=PrecisionPlan("fp16", nodes=named)))
+    (op,) = graph.of_kind("GridSample")
+    assert graph.type(op.inputs[1]).dtype == FP16  # type: ignore[arg-type]

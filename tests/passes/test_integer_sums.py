@@ -1,0 +1,82 @@
+"""Sums of integers are scaled in fp32: they leave fp16's range (ONNX Runtime's dynamic quantization)."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from support.check import from_text
+
+import optdnn
+from optdnn.ir.verify import verify
+from optdnn.passes.assign_precision import AssignPrecision
+from optdnn.passes.base import PassContext
+from optdnn.passes.support.integer_sums import integer_sums
+from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.types import FP16, FP32
+
+HEAD = '<ir_version: 9, opset_import: ["": 17]>\n'
+PRODUCT = (
+    HEAD
+    + """g (float[4,6] x, int8[6,5] w) => (float[4,5] y) <float scale = {0.01}, int8 zero = {0}, float[5] bias = {1,2,3,4,5}>
+{ q, s, z = DynamicQuantizeLinear(x) p = MatMulInteger(q, w, z, zero) f = Cast<to = 1>(p) both = Mul(s, scale)
+  m = Mul(f, both) a = Add(m, bias) y = Relu(a) }"""
+)
+
+
+def names(text: str) -> set[str]:
+    graph = from_text(text)
+    return {graph.op(i).outputs[0].name for i in integer_sums(graph)}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kept"),
+    [
+        ("", "", {"f", "both", "m"}),
+        ("both = Mul(s, scale)\n  m = Mul(f, both)", "g = Mul(f, s) m = Mul(g, scale)", {"f", "g", "m"}),
+        ("m = Mul(f, both)", "m = Div(f, both)", {"f", "both", "m"}),
+        ("m = Mul(f, both)", "m = Mul(both, both)", {"f"}),
+        (
+            "MatMulInteger(q, w, z, zero) f = Cast<to = 1>(p)",
+            "Cast<to = 1>(q) v = Cast<to = 1>(w) f = MatMul(p, v)",
+            set(),
+        ),
+    ],
+    ids=["a scale of two", "two scales", "a division", "no scale", "no integers"],
+)
+def test_what_scales_sums_of_integers(old: str, new: str, kept: set[str]) -> None:
+    assert names(PRODUCT.replace(old, new)) == kept
+
+
+def test_they_are_scaled_in_fp32_and_stored_in_fp16() -> None:
+    graph = from_text(PRODUCT)
+    report = AssignPrecision()(graph, PassContext(target="cuda:sm_90a", plan=PrecisionPlan("fp16")))
+    verify(graph)
+    types = {
+        op.outputs[0].name: op.outputs[0].type.dtype for op in graph.order() if op.kind not in ("Input", "Constant")
+    }
+    assert types["f"] == FP32
+    assert types["a"] == FP16
+    assert any("leave fp16's range" in r.reason for r in report.refused)
+
+
+def test_a_long_sum_is_right() -> None:
+    """Of 2048 products; fp16 would end at three of them. The trial run takes no network of this size."""
+    rng = np.random.default_rng(0)
+    w = rng.integers(-127, 128, (2048, 2048)).astype(np.int8)
+    text = PRODUCT.replace("float[4,6] x, int8[6,5] w", "float[16,2048] x").replace("float[4,5] y", "float[16,2048] y")
+    proto = onnx.parser.parse_model(text.replace(" a = Add(m, bias) y = Relu(a)", " y = Relu(m)"))
+    proto.graph.initializer.append(numpy_helper.from_array(w, "w"))
+    feeds = {"x": rng.uniform(-1, 3, (16, 2048)).astype(np.float32)}
+    want = optdnn.build(proto, target="reference").run(feeds)["y"]
+    found = optdnn.build(proto, target="simulate", precision="fp16").run(feeds)["y"]
+    assert np.abs(want).max() > 100
+    np.testing.assert_allclose(found, want, atol=2e-2 * want.std())
+
+
+def test_a_plan_that_names_the_operator_is_obeyed() -> None:
+    graph = from_text(PRODUCT)
+    named = {next(iter(graph.op(i).src)): "fp16" for i in integer_sums(graph)}
+    AssignPrecision()(graph, PassContext(target="cuda:sm_90a", plan=PrecisionPlan("fp16", nodes=named)))
+    assert graph.of_kind("Cast")[0].outputs[0].type.dtype == FP16

@@ -1,0 +1,88 @@
+"""joined_tables: embeddings of the columns of one tensor, side by side, become one Gather."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.binary import CastAttrs
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.index import ConcatAttrs
+from optdnn.passes import joined_tables
+from optdnn.passes.joined_tables import JoinedTables
+from optdnn.types import FP32, INT64
+
+
+def column(n: Net, x: Value, k: int, form: str) -> Value:
+    """Column ``k`` of (B, F): (B,), or (B, 1) for a Slice, as recommendation networks of deepctr take it from floats."""
+    if form == "slice":
+        cut = n.op("Slice", x, n.ints(k), n.ints(k + 1), n.ints(1))
+        return n.op("Cast", cut, attrs=CastAttrs(INT64))
+    return n.op("Gather", x, n.const(k - 5 if form == "negative" else k, np.int64), attrs=GatherAttrs(1))
+
+
+def network(
+    form: str = "gather", axis: int = 1, count: int = 5, dense: str = "", widths: int = 1, sources: int = 1
+) -> Graph:
+    """``count`` tables of 4 rows and more. ``dense``: where other features are, "first" or "last"."""
+    n = Net(np.float64)
+    dtype = FP32 if form == "slice" else INT64
+    xs = [n.op("Abs", n.input(3, 5, name=f"x{i}", dtype=dtype)) for i in range(sources)]
+    rank = 2 if form == "gather" and dense else 3
+    parts = []
+    for k in range(count):
+        table = n.random(4 + k, 2 if k % widths == 0 else 3)
+        rows = n.op("Gather", table, column(n, xs[k % sources], k, form), attrs=GatherAttrs(0))
+        parts.append(n.op("Unsqueeze", rows, n.ints(1)) if rank == 3 and form != "slice" else rows)
+    if dense:
+        other = n.input(*((3, 7) if rank == 2 else (3, 2, 2) if axis == 1 else (3, 1, 7)), name="dense")
+        parts.insert(0 if dense == "first" else len(parts), other)
+    return n.done(n.op("Relu", n.op("Concat", *parts, attrs=ConcatAttrs(axis))))
+
+
+@pytest.mark.parametrize("form", ["gather", "negative", "slice"])
+@pytest.mark.parametrize("axis", [1, 2, -1])
+def test_embeddings_side_by_side_are_one_gather(form: str, axis: int) -> None:
+    after, _ = check_pass(JoinedTables(), network(form, axis), changes=1, rules={"joined_tables": 1})
+    tables = [op for op in after.of_kind("Gather") if op.attrs.axis == 0]
+    assert len(tables) == 1
+    assert "Concat" not in after.kinds()
+
+
+@pytest.mark.parametrize("dense", ["first", "last"])
+@pytest.mark.parametrize(("form", "axis"), [("gather", 1), ("slice", 1), ("slice", 2)])
+def test_other_features_stay_beside_them(dense: str, form: str, axis: int) -> None:
+    after, _ = check_pass(JoinedTables(), network(form, axis, dense=dense), changes=1)
+    (joined,) = after.of_kind("Concat")
+    assert len(joined.inputs) == 2
+
+
+def test_negative_indices_count_from_the_end_of_their_own_table() -> None:
+    n = Net()
+    x = n.input(3, 5, name="x", dtype=np.int64)
+    rows = [n.op("Gather", n.random(4 + k, 2), column(n, x, k, "gather"), attrs=GatherAttrs(0)) for k in range(5)]
+    graph = n.done(n.op("Concat", *rows, attrs=ConcatAttrs(1)))
+    feeds = {"x": np.array([[-1, -4, 0, 3, -2]] * 3)}
+    (want,) = evaluate(graph, feeds).values()
+    assert JoinedTables()(graph).changes == 1
+    np.testing.assert_array_equal(next(iter(evaluate(graph, feeds).values())), want)
+
+
+def test_tables_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined_tables, "MOST_BYTES", 100)
+    check_refused(JoinedTables(), network(), because="too large")
+
+
+@pytest.mark.parametrize(
+    "graph", [network(count=3), network(widths=2, axis=2), network(sources=2)], ids=["few", "widths", "sources"]
+)
+def test_others_stay(graph: Graph) -> None:
+    check_untouched(JoinedTables(), graph)
+
+
+def test_rows_below_one_another_stay() -> None:
+    check_untouched(JoinedTables(), network(axis=0))
