@@ -15,7 +15,8 @@ import numpy as np
 from optdnn.errors import UnsupportedError
 from optdnn.ir.graph import STRUCTURAL, Op, Value
 from optdnn.kernels.builder import Builder, Move
-from optdnn.kernels.layout.views import VIEWS, plan_concats
+from optdnn.kernels.layout.concats import plan_concats
+from optdnn.kernels.layout.views import VIEWS
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.lowering.assemble import SITE
 from optdnn.lowering.choose import (

@@ -168,7 +168,7 @@ def _layout(b: Builder, op: Op) -> None:
     if (rows or x.is_like(b.strides_for(t))) and op.value not in b.reserved and x.offset % 8 == 0:
         b.place[op.value] = x
         return
-    if _of_one_channel(op) and all(_reads_gaps(u, plain=not t.layout) for u in b.graph.users(op.value)):
+    if of_one_channel(op) and all(_reads_gaps(u, plain=not t.layout) for u in b.graph.users(op.value)):
         settle(b, op, 0, x)
         return
     b.move(op, b.operand(cast_source(b, op.inputs[0])), b.target(op.value))
@@ -181,9 +181,21 @@ def _reads_gaps(user: Op, *, plain: bool) -> bool:
     return user.definition.traits.pointwise or (plain and user.kind in ("Concat", "Resize"))
 
 
-def _of_one_channel(op: Op) -> bool:
+def of_one_channel(op: Op) -> bool:
     """Whether a change of order moves nothing but the gaps that fill channels up: only convolutions need these."""
     return op.kind == "Layout" and len(op.outputs[0].type.static_shape) > 2 and op.outputs[0].type.static_shape[1] == 1
+
+
+def consecutive(parts: Sequence[TensorView | None], axis: int) -> bool:
+    """Whether the parts lie one after the other along an axis of one buffer."""
+    first = parts[0]
+    assert first is not None
+    at = first.offset
+    for p in parts:
+        if p is None or p.buffer != first.buffer or p.offset != at or p.strides != first.strides:
+            return False
+        at += p.shape[axis] * p.strides[axis]
+    return True
 
 
 def _expand(b: Builder, op: Op) -> None:
@@ -264,7 +276,7 @@ def _concat(b: Builder, op: Op) -> None:
         parts = [b.operand(v) for v in op.inputs if v is not None]
         along = normalize_axis(op.attrs.axis, len(parts[0].shape))
         first = parts[0]
-        if len(parts) > 1 and _consecutive(parts, along):  # as the states of stacked recurrent layers are
+        if len(parts) > 1 and consecutive(parts, along):  # as the states of stacked recurrent layers are
             b.place[op.value] = first.view(op.outputs[0].type.static_shape, first.strides)
             return
     out = b.target(op.value)
@@ -348,147 +360,3 @@ VIEWS: dict[str, Callable[[Builder, Op], None]] = {
     "ConstantOfShape": _constant_of_shape, "EyeLike": _eye_like, "DepthToSpace": _depth_to_space, "SpaceToDepth": _space_to_depth, "Tile": _tile,
 }  # fmt: skip
 """Kind -> how it is placed."""
-
-
-_TURNS = frozenset({"Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Views of a whole tensor."""
-_ROWS = frozenset({"MatMul", "Gemm", "Attention"})
-"""Kinds whose results are rows that may lie at any distance."""
-_REDUCED = frozenset({"ReduceMax", "ReduceMean", "ReduceSum"})
-
-
-def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
-    """Reserve joint buffers: parts of a concatenation along channels are written in place by the kernels that make them.
-
-    The last concatenation chooses first, so that chains of growing ones (DenseNet) share one buffer, also where each is a part of
-    the next. Another part must come from an operator of ``kernels`` (kinds that can write to any place), and lie at a multiple of
-    8 channels for TMA's sake. Where channels are the last axis (rows), only repetitions, and convolutions whose result is transposed, write
-    in place. Products and attention write rows in place, of images and in between other rows, where views lead from all of a tensor
-    to the part. Gathered rows of tables, and sums of them, are written in place along both axes.
-    """
-    for op in reversed(b.graph.order()):
-        if op.kind != "Concat" or any(v is not None and not b.graph.type(v).is_static for v in (*op.inputs, op.value)):
-            continue
-        out = op.outputs[0].type
-        axis = normalize_axis(op.attrs.axis, len(out.static_shape))
-        values = [v for v in op.inputs if v is not None]
-        outer = all(d == 1 for d in out.static_shape[:axis])
-        last = bool(out.layout) and axis == 1
-        volume = len(out.static_shape) == 5 and axis == 1
-        rows = not (out.layout or outer or volume) and axis == len(out.static_shape) - 1
-        made = [v for v in values if b.graph.constant_value(v) is None]  # constants are copied from any order
-        inner = not (out.layout or outer or volume or rows)
-        if any(b.graph.type(v).layout != out.layout for v in made):
-            continue
-        held = [b.reserved.get(v) for v in values]
-        if all(p is not None for p in held) and op.value not in b.reserved and _consecutive(held, axis):
-            first = held[0]
-            assert first is not None
-            b.reserved[op.value] = first.view(out.static_shape, first.strides)
-            continue
-        joint = b.reserved.get(op.value)
-        sizes = [b.graph.type(v).static_shape[axis] for v in values]
-        if (last or rows) and any(n % 8 for n in sizes[:-1]):
-            continue
-        free = [
-            v not in b.reserved
-            and values.count(v) == 1
-            and b.graph.constant_value(v) is None
-            and _is_made_in_place(b, v, kernels, last=last, volume=volume, rows=rows, inner=inner)
-            for v in values
-        ]
-        if inner and not all(free):
-            free = [may and _adds_rows(b, _behind_alone(b, v)) for v, may in zip(values, free, strict=True)]
-        if not any(free) or (inner and math.prod(out.static_shape[axis + 1 :]) % 8):
-            continue
-        if joint is None:
-            joint = b.new(op.outputs[0].name, out.dtype, out.static_shape, b.strides_for(out))
-            b.reserved[op.value] = joint
-        if joint.dtype != out.dtype:
-            continue
-        starts = np.cumsum([0, *sizes])
-        for v, start, may in zip(values, starts, free, strict=False):
-            if may and (not (last or rows) or (joint.offset + int(start)) % 8 == 0):
-                shape = b.graph.type(v).static_shape
-                b.reserved[v] = joint.view(shape, joint.strides, int(start) * joint.strides[axis])
-                if volume or rows or inner or b.graph.op(v).kind in ("Transpose", "Layout"):
-                    _reserve_before(b, v)
-
-
-def _is_made_in_place(
-    b: Builder, value: Value, kernels: frozenset[str], *, last: bool, volume: bool, rows: bool, inner: bool
-) -> bool:
-    """Whether what computes a part can write it into the joint buffer."""
-    op = b.graph.op(value)
-    if op.kind == "Tile":  # a copy to any place
-        return True
-    if rows:
-        return _behind_views(b, value).kind == "Conv" or _adds_rows(b, _behind_alone(b, value))
-    if inner:
-        behind = _behind_alone(b, value)
-        return behind.kind in _ROWS or _adds_rows(b, behind)
-    if last and (_joins_channels(op) or (op.kind == "Transpose" and _behind_alone(b, value).kind in _ROWS)):
-        return True
-    if _of_one_channel(op) and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
-        return b.graph.op(op.inputs[0]).kind in kernels
-    return op.kind in kernels or (volume and _behind_views(b, value).kind in {*kernels, "Concat"})
-
-
-def _adds_rows(b: Builder, op: Op) -> bool:
-    """Whether it gathers rows of a table by indices that are not known before, or reduces them (embeddings, bags)."""
-    return op.kind in _REDUCED or (op.kind == "Gather" and b.graph.constant_value(op.inputs[1]) is None)
-
-
-def _joins_channels(op: Op) -> bool:
-    """A concatenation along channels, whose own parts can then lie in the joint buffer."""
-    return op.kind == "Concat" and normalize_axis(op.attrs.axis, len(op.outputs[0].type.static_shape)) == 1
-
-
-def _behind_views(b: Builder, value: Value) -> Op:
-    """The operator that computes the tensor that a value is a view into."""
-    op = b.graph.op(value)
-    while op.kind in ("Transpose", "Reshape") and op.inputs[0] is not None:
-        op = b.graph.op(op.inputs[0])
-    return op
-
-
-def _behind_alone(b: Builder, value: Value) -> Op:
-    """The same, through views whose tensors have no other readers."""
-    op = b.graph.op(value)
-    while op.kind in _TURNS and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
-        op = b.graph.op(op.inputs[0])
-    return op
-
-
-def _reserve_before(b: Builder, value: Value) -> None:
-    """Reserve the place of a view for its tensor, as far as strides can express it."""
-    op, x = b.graph.op(value), b.reserved[value]
-    while op.kind in _TURNS or _of_one_channel(op):
-        source = op.inputs[0]
-        assert source is not None
-        if source in b.reserved or b.graph.constant_value(source) is not None:
-            return
-        if op.kind == "Transpose":
-            perm = op.attrs.perm or tuple(reversed(range(len(x.shape))))
-            order = [perm.index(i) for i in range(len(perm))]
-            found: TensorView | None = x.view([x.shape[i] for i in order], [x.strides[i] for i in order])
-        elif op.kind == "Layout":
-            found = x
-        else:
-            found = reshaped(x, b.graph.type(source).static_shape)
-        if found is None:
-            return
-        b.reserved[source] = x = found
-        op = b.graph.op(source)
-
-
-def _consecutive(parts: Sequence[TensorView | None], axis: int) -> bool:
-    """Whether the parts lie one after the other along an axis of one buffer."""
-    first = parts[0]
-    assert first is not None
-    at = first.offset
-    for p in parts:
-        if p is None or p.buffer != first.buffer or p.offset != at or p.strides != first.strides:
-            return False
-        at += p.shape[axis] * p.strides[axis]
-    return True
