@@ -66,8 +66,8 @@ class NormAddNorm(AddNorm):
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
         first = self._first(b, op)
-        given = [first.input(k) is not None for k in (1, 2)]
-        norm = rows.FirstNorm(OPERATIONS[first.kind], *given, first.attrs.epsilon)
+        scale, bias = (first.input(k) is not None for k in (1, 2))
+        norm = rows.FirstNorm(OPERATIONS[first.kind], scale, bias, first.attrs.epsilon)
         return replace(super().problem(b, op), first=norm)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
