@@ -61,9 +61,6 @@ constexpr int RELEASERS = SHARERS == 1 ? 32 : 1, TELLERS = 32, READERS = ROW_NOR
 constexpr int RELEASERS = 1, TELLERS = 1, READERS = 1;
 #endif
 
-#ifndef FETCHING
-#define FETCHING FACTOR_WARPS
-#endif
 constexpr bool RESIDUAL_LOADED = HAS_RESIDUAL && !DIRECT;      // by TMA
 
 #include "conv_loads.cuh"
@@ -209,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #if ROW_NORM
     } else if (warp > CONSUMERS / 32) {
         static_assert(HAS_RESIDUAL == (NORMED_RESIDUAL > 0) && !STREAM && !BATCHED && !PROLOGUE && !WIDE, "rows are normalized behind plain products");
-        if (warp == CONSUMERS / 32 + FETCHING) fetch_ahead(p.ahead, lane);
+        if (warp == CONSUMERS / 32 + 1) fetch_ahead(p.ahead, lane);
         grid_dependency_wait();
         constexpr int BUFFERS = OUT_BUFFERS * TURNS;
         int buffer = 0, parity = 1;
