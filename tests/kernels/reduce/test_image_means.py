@@ -71,7 +71,7 @@ def test_images_are_summed_by_clusters(name: str, precision: str) -> None:
             "the image or its means do not lie channels-last, at multiples of 16 bytes",
         ),
         (
-            lambda: gate(size=400, batch=1, channels=32),
+            lambda: gate(size=512, batch=1, channels=8),
             "fp16",
             "cuda:sm_90a",
             "the general kernels are predicted to be as fast",
@@ -82,6 +82,13 @@ def test_what_it_refuses(graph: Callable[[], Graph], precision: str, target: str
     tactics = lowered(graph(), precision, target, no_cubins=True).meta["tactics"]
     found = [r["reason"] for t in tactics for r in t.get("refused", ()) if r["tactic"] == "means_sm90"]
     assert because in found
+
+
+def test_large_images_are_left_to_the_general_kernel() -> None:
+    tactics = lowered(gate(size=56, channels=128, batch=16), target="cuda:sm_90a", no_cubins=True).meta["tactics"]
+    (found,) = [t for t in tactics if t["kind"] == "GlobalAveragePool"]
+    assert found["tactic"].startswith("reduce")
+    assert any("images of more than 8 MB" in r["reason"] for r in found["refused"])
 
 
 P = means.Problem(2, 784, 72, 80)
