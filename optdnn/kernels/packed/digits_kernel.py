@@ -23,10 +23,10 @@ DIGITS = 3
 COUNT_BYTES = 8
 """Bytes of what digits of a row of a chunk count, and of their sums in a group."""
 REGISTERS = 65536
-ADDRESSES = 12
-"""Registers that threads need besides before Hopper."""
-OWN_REGISTERS = 44
-"""Registers of a thread, about, beside its chunks in flight and what further rows take."""
+OWN_REGISTERS = 64
+"""Registers of a thread, about, beside what further rows take."""
+RESERVED = 1024
+"""Bytes of shared memory of each block that the driver takes."""
 
 
 @dataclass(frozen=True, order=True)
@@ -62,9 +62,6 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return "not a tile of this kernel"
     if problem.chunks < config.warps:
         return f"{problem.chunks} chunks are not shared by {config.warps} warps"
-    more = 0 if gpu.hopper else ADDRESSES
-    if (registers(problem, config) + more) * config.warps * 32 > REGISTERS:
-        return "its chunks in flight do not fit the registers"
     if (needed := shared_bytes(problem, config, gpu)) > gpu.shared_per_block:
         return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
     return None
@@ -88,43 +85,47 @@ def tiles_of(problem: Problem, gpu: GpuFacts) -> int:
     return -(-problem.tiles // groups(problem, gpu))
 
 
+def share(problem: Problem, config: Config) -> int:
+    """Chunks of a warp of a tile, at most."""
+    return -(-problem.chunks // config.warps)
+
+
+def together(problem: Problem, gpu: GpuFacts) -> int:
+    """Tiles that a warp multiplies side by side."""
+    return 2 if tiles_of(problem, gpu) * problem.matrices > 1 else 1
+
+
 def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
-    """Dynamic shared memory of a block: sums of warps, sums of squares, digits and sums of rows."""
+    """Dynamic shared memory of a block: rings of chunks with their scales, sums of warps, sums of squares, digits and sums of rows."""
+    groups = tiles.groups_of(problem.bits, problem.block)
+    slot = tiles.CHUNK_BYTES + tiles.CHANNELS * groups * (problem.scale_bytes + problem.zero_bytes)
     sums = tiles_of(problem, gpu) * problem.matrices * config.warps * problem.rows * tiles.CHANNELS * 4
-    squares = config.warps * problem.rows * 4 if problem.norm else 0
-    groups = tiles.groups_of(problem.bits, problem.block) if problem.zeros else 0
+    squares = -(-config.warps * problem.rows // 4) * 16 if problem.norm else 0
     chunk = -(-(DIGITS * problem.chunk + COUNT_BYTES * (1 + groups)) // 16) * 16
-    return -(-(sums + squares) // 16) * 16 + problem.rows * problem.chunks * chunk
+    return config.warps * config.ahead * slot + sums + squares + problem.rows * problem.chunks * chunk
 
 
-def registers(problem: Problem, config: Config) -> int:
+def registers(problem: Problem) -> int:
     """Registers of a thread, about."""
-    each = tiles.groups_of(problem.bits, problem.block)
-    words = -(-each * problem.scale_bytes // 4) + -(-each * problem.zero_bytes // 4)
-    return OWN_REGISTERS + 6 * (problem.rows - 1) + 10 * problem.norm + config.ahead * (8 + 2 * words)
+    return OWN_REGISTERS + 12 * ((problem.rows - 1) // 2 + problem.norm * (problem.rows > 1))
 
 
 def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     """Blocks that a multiprocessor has room for: those of the next kernel begin beside this one's."""
-    beside = gpu.shared_per_multiprocessor // (shared_bytes(problem, config, gpu) + 1024)
-    return max(1, min(2, beside, REGISTERS // (registers(problem, config) * config.warps * 32)))
-
-
-def operands(problem: Problem) -> str:
-    """The type of weights as mma.sync has them: without zero points, they are less half of their range."""
-    return "uint8" if problem.zeros else "int8"
+    beside = gpu.shared_per_multiprocessor // (shared_bytes(problem, config, gpu) + RESERVED)
+    return max(1, min(2, beside, REGISTERS // (registers(problem) * config.warps * 32)))
 
 
 def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     """What to compile."""
     found = {
-        "ROWS": problem.rows, "BLOCKS": groups(problem, gpu), "WARPS": config.warps, "DEPTH": config.ahead, "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "TILES": tiles_of(problem, gpu),
+        "ROWS": problem.rows, "BLOCKS": groups(problem, gpu), "WARPS": config.warps, "AHEAD": config.ahead, "SHARE": share(problem, config), "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "TILES": tiles_of(problem, gpu),
         "RESIDENT": resident(problem, config, gpu), "HAS_RESIDUAL": int(problem.residual), "NORM": int(problem.norm),
         "PAIRED": problem.matrices - 1, **defines(problem),
     }  # fmt: skip
     stages = [render.epilogue(problem.epilogue)]
     stages += [] if problem.beside is None else [render.epilogue(problem.beside, "epilogue_beside")]
-    text = "\n".join([render.constants(found), render.mma(operands(problem)), *stages, ""])
+    text = "\n".join([render.constants(found), render.mma("uint8"), *stages, ""])
     return Recipe("packed_digits.cu", gpu.arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
