@@ -119,7 +119,8 @@ def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
 def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     """What to compile."""
     found = {
-        "ROWS": problem.rows, "BLOCKS": groups(problem, gpu), "WARPS": config.warps, "AHEAD": config.ahead, "SHARE": share(problem, config), "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "TILES": tiles_of(problem, gpu),
+        "ROWS": problem.rows, "BLOCKS": groups(problem, gpu), "WARPS": config.warps, "AHEAD": config.ahead, "SHARE": share(problem, config),
+        "EVEN": int(problem.depth % (problem.chunk * config.warps) == 0), "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "TILES": tiles_of(problem, gpu),
         "RESIDENT": resident(problem, config, gpu), "HAS_RESIDUAL": int(problem.residual), "NORM": int(problem.norm),
         "PAIRED": problem.matrices - 1, **defines(problem),
     }  # fmt: skip

@@ -15,7 +15,7 @@
 // squares, and divides the sums. PAIRED: the epilogue reads the product with a second matrix of the same form, after stages of its own
 // (gated linear units): a tile of it follows each tile of the first matrix.
 //
-// generated.cuh defines ROWS, BLOCKS, WARPS, AHEAD, SHARE (chunks of a warp of a tile, at most), SET_SHIFT (chunk c has the scales of set c >> SET_SHIFT), TILES (of a block, at most), RESIDENT
+// generated.cuh defines ROWS, BLOCKS, WARPS, AHEAD, SHARE (chunks of a warp of a tile, at most), EVEN (each has as many), SET_SHIFT (chunk c has the scales of set c >> SET_SHIFT), TILES (of a block, at most), RESIDENT
 // (blocks of a multiprocessor), HAS_RESIDUAL, NORM,
 // PAIRED, multiply() of 8-bit integers, epilogue() and, PAIRED, epilogue_beside(), and what packed.cuh says.
 #include "ptx.cuh"
@@ -51,7 +51,7 @@ struct Share {
     __device__ __forceinline__ Share(const Params& p, int warp) {
         const u32 all = (p.columns + 15) / 16, chunks = p.weights.chunks;
         begin = all * blockIdx.x / BLOCKS, tiles = all * (blockIdx.x + 1) / BLOCKS - begin;
-        first = chunks * warp / WARPS, count = chunks * (warp + 1) / WARPS - first;
+        first = EVEN ? SHARE * warp : chunks * warp / WARPS, count = EVEN ? SHARE : chunks * (warp + 1) / WARPS - first;
     }
 };
 
@@ -122,7 +122,9 @@ DEVICE float norm_factor(const Params& p, const float* squares, int m) {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     grid_launch_dependents();
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;   // uniform, and known to be
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);    // uniform, and known to be
+    int lane = threadIdx.x % 32;
+    asm volatile("" : "+r"(lane));                 // in a register from now on
     const Share share(p, warp);
     const Stream stream;
     const u32 places = warp * (DEPTH * SLOT_BYTES);
@@ -139,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(co
     float* const sums = reinterpret_cast<float*>(shared + WARPS * DEPTH * SLOT_BYTES);    // [tile][matrix][WARPS][ROWS][16]
     float* const squares = sums + TILES * MATRICES * TILE_SUMS;        // [WARPS][ROWS]
     u8* const digits = reinterpret_cast<u8*>(squares + SQUARES) + share.first * (ROWS * ROW_BYTES);    // the warp's, which it reads alone
+    const LaneDigits rows(digits, lane);
     grid_dependency_wait();
     part.load_rows(p.x, p.x_pitch, 0);
     if (threadIdx.x < share.tiles * (ROWS * 16)) around.rows(p, own_row, own_column);
@@ -152,7 +155,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(co
     if (NORM) part.put_squares(squares + warp * ROWS);
     __syncwarp();
 
-    const LaneDigits rows(digits, lane);
     float* own = sums + warp * ROWS * 16;          // of the tile
     u32 slot = places;
     #pragma unroll 1

@@ -6,7 +6,7 @@
 // digit d of row m (column 3 and 7: nothing that is read). So lane 4 g + t has sums of channels g and g + 8: of digits 0 and 1 where t is
 // even, of digit 2 where it is odd, of row t / 2 of a pair.
 //
-// generated.cuh defines ROWS, NORM, SHARE (chunks of a warp, at most), multiply() of 8-bit integers (operand A unsigned), and what packed.cuh says.
+// generated.cuh defines ROWS, NORM, SHARE (chunks of a warp, at most), EVEN (each warp has as many, and K ends with one), multiply() of 8-bit integers (operand A unsigned), and what packed.cuh says.
 #pragma once
 
 static_assert(!FLOAT_CODES && BITS >= 4, "numbers are integers of 4 or 8 bits");
@@ -19,7 +19,13 @@ constexpr int TURN_K = 256, CHUNK_LANES = CHUNK_K / 8, GROUP_LANES = CHUNK_LANES
 constexpr int TURNS = (SHARE * CHUNK_K + TURN_K - 1) / TURN_K, MOST_SIDE = ROWS > 2 ? 1 : (NORM ? 2 : 4) / ROWS;
 constexpr int SIDE = TURNS < MOST_SIDE ? TURNS : MOST_SIDE;            // turns whose rows are under way together
 constexpr u32 RANGE = BITS == 8 ? 22 : 18;         // bits of a number of a row; 16 times as much, and a bit more, are three digits
-constexpr u32 ADDED = 0x4b400000u, SIGNS = 0x00808080u;                // 1.5 * 2^23 as a float, and what makes digits signed
+constexpr int TURN_CHUNKS = TURN_K / CHUNK_K;
+// What makes digits signed, once before and once behind. Adding ADDED[r] to a float of register r leaves its integer in the last bits, plus a
+// constant: 2^22 of 8 bits; of 4 bits, a number less 16 times that of register 0 has SIGNS in its last 24.
+constexpr u32 SIGNS = 0x00808080u, OFFSETS[2] = {BITS == 8 ? 0x400000u : 0x3c0000u, BITS == 8 ? 0x400000u : 0x408080u};
+constexpr float ADDED[2] = {8388608.0f + OFFSETS[0], 8388608.0f + OFFSETS[1]};
+constexpr u32 ADDED_ALL = 4 * (2 * 0x4b000000u + OFFSETS[0] + OFFSETS[1]);
+static_assert(BITS == 8 || ((OFFSETS[1] - 16 * OFFSETS[0] - SIGNS) & 0xffffffu) == 0, "of the last 24 bits, nothing else");
 
 // Digits 0, 1 and 2 of four integers, each in a word.
 DEVICE void across(u32 (&word)[3], u32 a, u32 b, u32 c, u32 d) {
@@ -28,96 +34,101 @@ DEVICE void across(u32 (&word)[3], u32 a, u32 b, u32 c, u32 d) {
     word[2] = __byte_perm(__byte_perm(a, b, 0x0062), __byte_perm(c, d, 0x0062), 0x5410);
 }
 
-// The digits of register r of eight numbers of a row (plus ADDED), in words: pair j begins 8 j of K on.
+// The register of operand A that pair j of a lane's eight numbers belongs to: pair j begins 8 j of K on.
+DEVICE constexpr int register_of(int j) { return BITS == 8 ? j / 2 : j % 2; }
+
+// The digits of register r of eight numbers of a row, in words.
 DEVICE void digit_words(u32 (&word)[3], const u32 (&number)[8], int r) {
     u32 digit[4];
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int at = (BITS == 8 ? 2 * r + i / 2 : i / 2 * 2 + r) * 2 + i % 2;
         if (BITS == 8)
-            digit[i] = number[at] + (SIGNS - ADDED);
-        else if (r == 0)
-            digit[i] = number[at] * 16 + (SIGNS - 16 * ADDED);
+            digit[i] = number[at] + (SIGNS - OFFSETS[0]);
         else
-            digit[i] = number[at] - 16 * number[at - 2] + (SIGNS + 15 * ADDED);
-        digit[i] ^= SIGNS;
+            digit[i] = r == 0 ? number[at] * 16 + (SIGNS - 16 * OFFSETS[0]) : number[at] - 16 * number[at - 2];
     }
     if (BITS == 8)
         across(word, digit[0], digit[1], digit[2], digit[3]);
     else
         across(word, digit[0], digit[2], digit[1], digit[3]);
+    #pragma unroll
+    for (int d = 0; d < 3; d++) word[d] ^= 0x80808080u;
 }
 
 // A warp's part of the rows, from number ``begin`` of K on: ``count`` chunks, with zeros beyond K.
 struct RowPart {
     int lane, chunk, first;                        // the lane's chunk of a turn, and its first number of K
-    int left, inside;                              // numbers of K from there on, and chunks
+    int left, chunks;                              // numbers of K from there on, and chunks
+    int place;                                     // of the lane's digits
     u32 pair[SIDE][ROWS][4];
     float2 scale[NORM ? SIDE : 1][4];
     float squares[ROWS];
 
     __device__ __forceinline__ RowPart(int begin, int count, int k, int lane) : lane(lane), chunk(lane / CHUNK_LANES) {
-        first = begin + chunk * CHUNK_K + lane % CHUNK_LANES / 4 * 32 + lane % 4 * 2;
-        left = min(k, begin + count * CHUNK_K) - first, inside = count - chunk;
+        const int product = lane % CHUNK_LANES / 4;
+        first = begin + chunk * CHUNK_K + product * 32 + lane % 4 * 2;
+        left = min(k, begin + count * CHUNK_K) - first, chunks = count - chunk;
+        place = chunk * (ROWS * ROW_BYTES) + product / 2 * 192 + lane % 4 * 16 + product % 2 * 8;
+        asm volatile("" : "+r"(first), "+r"(place));   // now, before others are waited for
         #pragma unroll
         for (int m = 0; m < ROWS; m++) squares[m] = 0.0f;
     }
+    // Whether the lane has a chunk in a turn, and whether pair j of it begins in front of the end of K.
+    __device__ __forceinline__ bool inside(int turn) const {
+        if (EVEN) return SHARE % TURN_CHUNKS == 0 || turn * TURN_CHUNKS + chunk < SHARE;
+        return turn * TURN_CHUNKS < chunks;
+    }
+    __device__ __forceinline__ bool inside(int turn, int j) const { return EVEN ? inside(turn) : turn * TURN_K + j * 8 < left; }
     // The norm's scales of the next turns, which depend on no other kernel.
     __device__ __forceinline__ void load_scales(const float* scales, int turn) {
         #pragma unroll
         for (int i = 0; i < SIDE * 4; i++) {
-            const int at = (turn + i / 4) * TURN_K + i % 4 * 8;
-            scale[i / 4][i % 4] = at < left ? __ldg(reinterpret_cast<const float2*>(scales + first + at)) : make_float2(0.0f, 0.0f);
+            const int at = first + (turn + i / 4) * TURN_K + i % 4 * 8;
+            scale[i / 4][i % 4] = inside(turn + i / 4, i % 4) ? __ldg(reinterpret_cast<const float2*>(scales + at)) : make_float2(0.0f, 0.0f);
         }
     }
     __device__ __forceinline__ void load_rows(const u16* x, long long x_pitch, int turn) {
         #pragma unroll
-        for (int s = 0; s < SIDE; s++) {
-            #pragma unroll
-            for (int m = 0; m < ROWS; m++) {
-                #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const int at = (turn + s) * TURN_K + j * 8;
-                    pair[s][m][j] = at < left ? *reinterpret_cast<const u32*>(x + m * x_pitch + first + at) : 0u;
-                }
-            }
+        for (int i = 0; i < SIDE * ROWS * 4; i++) {
+            const int s = i / (ROWS * 4), m = i / 4 % ROWS, j = i % 4;
+            pair[s][m][j] = inside(turn + s, j) ? *reinterpret_cast<const u32*>(x + m * x_pitch + first + (turn + s) * TURN_K + j * 8) : 0u;
         }
     }
     // Puts the digits of the next turns: [chunk][row][pair of products][digit][lane of four][16 bytes], and behind each row of a chunk what
     // they count.
     __device__ __forceinline__ void put(u8* digits, int turn) {
-        const int product = lane % CHUNK_LANES / 4;
-        u8* const to = digits + turn * TURN_BYTES + chunk * (ROWS * ROW_BYTES);
         #pragma unroll
         for (int s = 0; s < SIDE; s++) {
             if (s > 0 && turn + s >= TURNS) break;
             #pragma unroll
-            for (int m = 0; m < ROWS; m++)
-                put_row(to + s * TURN_BYTES + m * ROW_BYTES, product / 2 * 192 + lane % 4 * 16 + product % 2 * 8, s, m, (turn + s) * (TURN_K / CHUNK_K) < inside, left - (turn + s) * TURN_K);
+            for (int m = 0; m < ROWS; m++) put_row(digits + (turn + s) * TURN_BYTES + m * ROW_BYTES, s, m, turn + s);
         }
     }
-    __device__ __forceinline__ void put_row(u8* row, int place, int s, int m, bool here, int left) {
+    __device__ __forceinline__ void put_row(u8* row, int s, int m, int turn) {
         float value[8];
         float most = 0.0f;
         #pragma unroll
         for (int j = 0; j < 4; j++) {
             u32 both = pair[s][m][j];
-            if (left - j * 8 == 1) both &= 0xffffu;
+            if (!EVEN && left - (turn * TURN_K + j * 8) == 1) both &= 0xffffu;
             value[2 * j] = low_float(both), value[2 * j + 1] = high_float(both);
             if (NORM) {
                 squares[m] = fmaf(value[2 * j], value[2 * j], fmaf(value[2 * j + 1], value[2 * j + 1], squares[m]));
                 value[2 * j] *= scale[s][j].x, value[2 * j + 1] *= scale[s][j].y;
             }
-            most = max_or_nan(most, max_or_nan(fabsf(value[2 * j]), fabsf(value[2 * j + 1])));
+            const float more = max_or_nan(fabsf(value[2 * j]), fabsf(value[2 * j + 1]));
+            most = j == 0 ? more : max_or_nan(most, more);
         }
         const u32 exponent = max(__reduce_max_sync(0xffffffffu, __float_as_uint(most) & 0x7fffffffu) >> 23, 40u);
         const float up = __uint_as_float((253u + RANGE - min(exponent, 254u)) << 23);
-        u32 number[8], sum = 0u - 8 * ADDED;
+        u32 number[8], sum = 0u - ADDED_ALL;
         #pragma unroll
-        for (int i = 0; i < 8; i++) number[i] = __float_as_uint(fmaf(value[i], up, 12582912.0f)), sum += number[i];
+        for (int i = 0; i < 8; i++) number[i] = __float_as_uint(fmaf(value[i], up, ADDED[register_of(i / 2)])), sum += number[i];
         u32 low[3], high[3];
         digit_words(low, number, 0);
         digit_words(high, number, 1);
+        const bool here = inside(turn);
         #pragma unroll
         for (int d = 0; d < 3; d++)
             if (here) *reinterpret_cast<uint2*>(row + place + d * 64) = make_uint2(low[d], high[d]);
@@ -127,7 +138,7 @@ struct RowPart {
         // In two parts, as digits are; of infinities and NaN, every product is NaN.
         const int whole = int(sum) * (BITS == 8 ? 1 : 16), below = int(u32(whole) << 16) >> 16, part = lane % 2 ? (whole - below) >> 16 : below;
         const float unit = exponent == 255u ? __uint_as_float(0x7fffffffu) : __uint_as_float((exponent - 21u) << 23);
-        u8* const stat = row + STATS_AT + lane % 2 * STAT_BYTES;
+        u8* const stat = row + chunk * (ROWS * ROW_BYTES) + STATS_AT + lane % 2 * STAT_BYTES;
         if (lane % CHUNK_LANES < 2) *reinterpret_cast<float*>(stat) = lane % 2 ? unit * 65536.0f : unit;
         reinterpret_cast<int*>(stat)[1 + lane % CHUNK_LANES / GROUP_LANES] = ZEROS ? part : part << (BITS - 1);
     }
@@ -144,14 +155,16 @@ struct RowPart {
 
 // What lane 4 g + t reads: digits of column g, and what counts of the rows of its results.
 struct LaneDigits {
-    const u8 *row[ROW_PAIRS], *stat[ROW_PAIRS];
+    const u8* digits;
+    int row[ROW_PAIRS], stat[ROW_PAIRS];           // from there on
     int second;                                    // what the lane's second sum is worth
-    __device__ __forceinline__ LaneDigits(const u8* digits, int lane) : second(lane % 2 ? 0 : 256) {
+    __device__ __forceinline__ LaneDigits(const u8* digits, int lane) : digits(digits), second(lane % 2 ? 0 : 256) {
         #pragma unroll
         for (int i = 0; i < ROW_PAIRS; i++) {
             const int column = lane / 4, own = min(2 * i + column / 4, ROWS - 1), result = min(2 * i + lane % 4 / 2, ROWS - 1);
-            row[i] = digits + own * ROW_BYTES + min(column % 4, 2) * 64 + lane % 4 * 16;
-            stat[i] = digits + result * ROW_BYTES + STATS_AT + lane % 2 * STAT_BYTES;
+            row[i] = own * ROW_BYTES + min(column % 4, 2) * 64 + lane % 4 * 16;
+            stat[i] = result * ROW_BYTES + STATS_AT + lane % 2 * STAT_BYTES;
+            asm volatile("" : "+r"(row[i]), "+r"(stat[i]));            // once, and not for each tile
         }
     }
 };
@@ -173,8 +186,9 @@ template <int COUNT> DEVICE void clear(Totals<COUNT>& total) {
 DEVICE void add_group(float (&total)[ROW_PAIRS][2], const int (&sum)[ROW_PAIRS][4], const Chunk& chunk, const LaneDigits& rows, int from, int group) {
     #pragma unroll
     for (int i = 0; i < ROW_PAIRS; i++) {
-        const float unit = *reinterpret_cast<const float*>(rows.stat[i] + from);
-        const int digits = reinterpret_cast<const int*>(rows.stat[i] + from)[1 + group];
+        const u8* const stat = rows.digits + from + rows.stat[i];
+        const float unit = *reinterpret_cast<const float*>(stat);
+        const int digits = reinterpret_cast<const int*>(stat)[1 + group];
         #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int all = sum[i][2 * h] + sum[i][2 * h + 1] * rows.second;
@@ -193,7 +207,7 @@ template <int COUNT> DEVICE void add_chunks(Totals<COUNT>& total, const Chunk (&
     for (int q = 0; q < PRODUCTS; q++) {
         #pragma unroll
         for (int i = 0; i < ROW_PAIRS; i++) {
-            if (q % 2 == 0) b[i] = *reinterpret_cast<const uint4*>(rows.row[i] + from + q / 2 * 192);
+            if (q % 2 == 0) b[i] = *reinterpret_cast<const uint4*>(rows.digits + from + rows.row[i] + q / 2 * 192);
         }
         #pragma unroll
         for (int n = 0; n < COUNT; n++) {
