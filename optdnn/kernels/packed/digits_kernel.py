@@ -40,7 +40,7 @@ class Config:
         return f"digits{self.warps}a{self.ahead}"
 
 
-CONFIGS = tuple(Config(w, a) for w in (2, 4, 8, 16) for a in (2, 4, 8))
+CONFIGS = tuple(Config(w, a) for w in (2, 4, 8, 16) for a in (2, 4, 6, 8))
 MOST_WARPS, LEAST_AHEAD = 16, 2
 NEXT = 32
 """Chunks of a block, beside those in flight, that cost no time of their own: fitted."""
