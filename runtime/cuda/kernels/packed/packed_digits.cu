@@ -124,8 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(co
     extern __shared__ __align__(128) u8 shared[];
     grid_launch_dependents();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);    // uniform, and known to be
-    int lane = threadIdx.x % 32;
-    asm volatile("" : "+r"(lane));                 // in a register from now on
+    const int lane = now(threadIdx.x % 32, threadIdx.x % 32) % 32u;
     const Share share(p, warp);
     const Stream stream;
     const u32 places = warp * (DEPTH * SLOT_BYTES);
@@ -143,6 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(co
     float* const squares = sums + TILES * MATRICES * TILE_SUMS;        // [WARPS][ROWS]
     u8* const digits = reinterpret_cast<u8*>(squares + SQUARES) + share.first * (ROWS * ROW_BYTES);    // the warp's, which it reads alone
     const LaneDigits rows(digits, lane);
+    const u32 row = now(matrix_row(smem_address(shared), lane), lane);
     grid_dependency_wait();
     part.load_rows(p.x, p.x_pitch, 0);
     if (threadIdx.x < share.tiles * (ROWS * 16)) around.rows(p, own_row, own_column);
@@ -157,7 +157,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(co
     __syncwarp();
 
     float* own = sums + warp * ROWS * 16;          // of the tile
-    const u32 row = matrix_row(smem_address(shared), lane);
     u32 slot = places;
     #pragma unroll 1
     for (int tile = 0; tile < share.tiles; tile += EACH) {

@@ -30,6 +30,9 @@ constexpr float ADDED[2] = {8388608.0f + OFFSETS[0], 8388608.0f + OFFSETS[1]};
 constexpr u32 ADDED_ALL = 4 * (2 * 0x4b000000u + OFFSETS[0] + OFFSETS[1]);
 static_assert(BITS == 8 || ((OFFSETS[1] - 16 * OFFSETS[0] - SIGNS) & 0xffffffu) == 0, "of the last 24 bits, nothing else");
 
+// The lane's own value, which is computed here and not where it is needed: what others wait for has fewer instructions.
+DEVICE int now(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+
 // Digits 0, 1 and 2 of four integers, each in a word.
 DEVICE void across(u32 (&word)[3], u32 a, u32 b, u32 c, u32 d) {
     const u32 low = __byte_perm(a, b, 0x5140), high = __byte_perm(c, d, 0x5140);
@@ -73,8 +76,7 @@ struct RowPart {
         first = begin + chunk * CHUNK_K + product * 32 + lane % 4 * 2;
         left = min(k, begin + count * CHUNK_K) - first, chunks = count - chunk;
         const int by = TURNED ? lane % 4 : product, of = TURNED ? product : lane % 4;      // the product, and the lane of four
-        place = chunk * (ROWS * ROW_BYTES) + by / 2 * 192 + of * 16 + by % 2 * 8;
-        asm volatile("" : "+r"(first), "+r"(place));   // now, before others are waited for
+        place = now(chunk * (ROWS * ROW_BYTES) + by / 2 * 192 + of * 16 + by % 2 * 8, lane);
         #pragma unroll
         for (int m = 0; m < ROWS; m++) squares[m] = 0.0f;
     }
@@ -162,13 +164,12 @@ struct LaneDigits {
     const u8* digits;
     int row[ROW_PAIRS], stat[ROW_PAIRS];           // from there on
     int second;                                    // what the lane's second sum is worth
-    __device__ __forceinline__ LaneDigits(const u8* digits, int lane) : digits(digits), second(lane % 2 ? 0 : 256) {
+    __device__ __forceinline__ LaneDigits(const u8* digits, int lane) : digits(digits), second(now(lane % 2 ? 0 : 256, lane)) {
         #pragma unroll
         for (int i = 0; i < ROW_PAIRS; i++) {
             const int column = lane / 4, own = min(2 * i + column / 4, ROWS - 1), result = min(2 * i + lane % 4 / 2, ROWS - 1);
-            row[i] = own * ROW_BYTES + min(column % 4, 2) * 64 + lane % 4 * 16;
-            stat[i] = result * ROW_BYTES + STATS_AT + lane % 2 * STAT_BYTES;
-            asm volatile("" : "+r"(row[i]), "+r"(stat[i]));            // once, and not for each tile
+            row[i] = now(own * ROW_BYTES + min(column % 4, 2) * 64 + lane % 4 * 16, lane);
+            stat[i] = now(result * ROW_BYTES + STATS_AT + lane % 2 * STAT_BYTES, lane);
         }
     }
 };
