@@ -368,11 +368,6 @@ static void ldmatrix_x4(u32 address, u32& a, u32& b, u32& c, u32& d) {
     load_matrices(address, r, false);
     a = r[0], b = r[1], c = r[2], d = r[3];
 }
-static void ldmatrix_x2(u32 address, u32& a, u32& b) {
-    u32 r[4];
-    load_matrices(address, r, false);                  // lanes 16 and on address what is not used
-    a = r[0], b = r[1];
-}
 static void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
     u32 r[4];
     load_matrices(address, r, true);

@@ -64,7 +64,6 @@ struct Ring {
     const int lane, first, end, tile_bytes, set_bytes;
     int chunk, left;                               // what is asked for next: its chunk, and how many tiles there are from this one on
     u32 slot;                                      // where it goes, of the lane: in turn
-    const u32 aside;                               // from there to the place of scales and zero points
     __device__ __forceinline__ Ring(const Params& p, const Share& share, const Stream& stream, u32 at, int lane)
         : stream(stream), weights(p.weights.tiles + u64(share.begin) * p.weights.chunks * CHUNK_BYTES + lane * 16),
           beside(lane < SCALE_SET / 16 ? p.weights.scales + u64(share.begin) * p.weights.sets * SCALE_SET + lane * 16
@@ -73,11 +72,11 @@ struct Ring {
           other_beside(!PAIRED ? p.weights.sets * (lane < SCALE_SET / 16 ? SCALE_SET : ZERO_SET)
                        : lane < SCALE_SET / 16 ? p.beside.scales - p.weights.scales : p.beside.zeros - p.weights.zeros),
           lane(lane), first(share.first), end(share.first + share.count), tile_bytes(p.weights.chunks * EACH * CHUNK_BYTES),
-          set_bytes(ZERO_SET == 0 || lane < SCALE_SET / 16 ? SCALE_SET : ZERO_SET), chunk(share.first), left(share.tiles), slot(at + copied_to(lane)), aside(CHUNK_BYTES + lane * 16 - copied_to(lane)) {}
+          set_bytes(ZERO_SET == 0 || lane < SCALE_SET / 16 ? SCALE_SET : ZERO_SET), chunk(share.first), left(share.tiles), slot(at + lane * 16) {}
     __device__ __forceinline__ void copy(u32 to, const u8* weights, const u8* beside, bool wanted) const {
         stream.copy(to, weights, wanted);
         stream.copy(to + 512, weights + 512, wanted);
-        stream.copy(to + aside, beside, wanted && lane < (SCALE_SET + ZERO_SET) / 16);
+        stream.copy(to + CHUNK_BYTES, beside, wanted && lane < (SCALE_SET + ZERO_SET) / 16);
     }
     // Asks for the next chunk of each tile.
     __device__ __forceinline__ void ask(int sets) {
@@ -142,7 +141,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(co
     float* const squares = sums + TILES * MATRICES * TILE_SUMS;        // [WARPS][ROWS]
     u8* const digits = reinterpret_cast<u8*>(squares + SQUARES) + share.first * (ROWS * ROW_BYTES);    // the warp's, which it reads alone
     const LaneDigits rows(digits, lane);
-    const u32 row = now(matrix_row(smem_address(shared), lane), lane);
     grid_dependency_wait();
     part.load_rows(p.x, p.x_pitch, 0);
     if (threadIdx.x < share.tiles * (ROWS * 16)) around.rows(p, own_row, own_column);
@@ -169,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(co
             Chunk held[TOGETHER];
             #pragma unroll
             for (int n = 0; n < TOGETHER; n++) held[n] = shared_chunk(shared + slot + n * TILE_BYTES, lane);
-            add_chunks<TOGETHER>(total, held, row + slot, rows, i * (ROWS * ROW_BYTES));
+            add_chunks<TOGETHER>(total, held, rows, i * (ROWS * ROW_BYTES));
             __syncwarp();                          // the slot is free
             ring.ask(p.weights.sets);
             slot += SLOT_BYTES, ring.slot += SLOT_BYTES;

@@ -18,9 +18,6 @@ constexpr int STATS_AT = 3 * CHUNK_K, STAT_BYTES = 4 + 4 * GROUPS, ROW_BYTES = (
 constexpr int TURN_K = 256, CHUNK_LANES = CHUNK_K / 8, GROUP_LANES = CHUNK_LANES / GROUPS, TURN_BYTES = TURN_K / CHUNK_K * ROWS * ROW_BYTES;
 constexpr int TURNS = (SHARE * CHUNK_K + TURN_K - 1) / TURN_K, MOST_SIDE = ROWS > 2 ? 1 : (NORM ? 2 : 4) / ROWS;
 constexpr int SIDE = TURNS < MOST_SIDE ? TURNS : MOST_SIDE;            // turns whose rows are under way together
-// Of 4 bits with one scale, matrices of 8 x 4 words turn what lanes hold: a product has word t of the 16 bytes that another lane copied. So the
-// words of both halves of a chunk come to neighbouring registers, as operand A has them.
-constexpr bool TURNED = BITS == 4 && GROUPS == 1;
 constexpr u32 RANGE = BITS == 8 ? 22 : 18;         // bits of a number of a row; 16 times as much, and a bit more, are three digits
 constexpr int TURN_CHUNKS = TURN_K / CHUNK_K;
 // What makes digits signed, once before and once behind. Adding ADDED[r] to a float of register r leaves its integer in the last bits, plus a
@@ -75,8 +72,7 @@ struct RowPart {
         const int product = lane % CHUNK_LANES / 4;
         first = begin + chunk * CHUNK_K + product * 32 + lane % 4 * 2;
         left = min(k, begin + count * CHUNK_K) - first, chunks = count - chunk;
-        const int by = TURNED ? lane % 4 : product, of = TURNED ? product : lane % 4;      // the product, and the lane of four
-        place = now(chunk * (ROWS * ROW_BYTES) + by / 2 * 192 + of * 16 + by % 2 * 8, lane);
+        place = now(chunk * (ROWS * ROW_BYTES) + product / 2 * 192 + lane % 4 * 16 + product % 2 * 8, lane);
         #pragma unroll
         for (int m = 0; m < ROWS; m++) squares[m] = 0.0f;
     }
@@ -174,19 +170,10 @@ struct LaneDigits {
     }
 };
 
-// Where a lane copies its 16 bytes of half a chunk to, and, of a tile in shared memory, the row of a matrix that it addresses.
-DEVICE int copied_to(int lane) { return (TURNED ? lane % 4 * 8 + lane / 4 : lane) * 16; }
-DEVICE u32 matrix_row(u32 tile, int lane) { return tile + lane % 8 * 16 + lane / 8 % 2 * 512; }
-
-// Operand A of product q of a tile's chunk: ``row`` is what matrix_row() says.
-DEVICE void operand_of(u32 (&a)[4], const Chunk& chunk, u32 row, int q) {
-    if (TURNED) {
-        ldmatrix_x2(row + q * 128, a[0], a[1]);
-    } else {
-        a[0] = word_of(chunk.weights[0], BITS == 8 ? 2 * q : q), a[1] = word_of(chunk.weights[1], BITS == 8 ? 2 * q : q);
-    }
-    #pragma unroll
-    for (int h = 0; h < 2; h++) a[2 + h] = BITS == 8 ? word_of(chunk.weights[h], 2 * q + 1) : a[h] & 0xf0f0f0f0u;
+// Four bytes: register ``r`` of product ``q``.
+DEVICE u32 operand_word(const uint4& weights, int q, int r) {
+    if (BITS == 8) return word_of(weights, 2 * q + r);
+    return r ? word_of(weights, q) & 0xf0f0f0f0u : word_of(weights, q);
 }
 
 // Of COUNT tiles: the lane's sums.
@@ -213,8 +200,8 @@ DEVICE void add_group(float (&total)[ROW_PAIRS][2], const int (&sum)[ROW_PAIRS][
     }
 }
 
-// Adds the products of a chunk of COUNT tiles with the rows whose digits begin ``from`` bytes on. row: matrix_row() of the first tile.
-template <int COUNT> DEVICE void add_chunks(Totals<COUNT>& total, const Chunk (&chunk)[COUNT], u32 row, const LaneDigits& rows, int from) {
+// Adds the products of a chunk of COUNT tiles with the rows whose digits begin ``from`` bytes on.
+template <int COUNT> DEVICE void add_chunks(Totals<COUNT>& total, const Chunk (&chunk)[COUNT], const LaneDigits& rows, int from) {
     uint4 b[ROW_PAIRS];                            // of two products
     int sum[COUNT][ROW_PAIRS][4];
     #pragma unroll
@@ -225,8 +212,8 @@ template <int COUNT> DEVICE void add_chunks(Totals<COUNT>& total, const Chunk (&
         }
         #pragma unroll
         for (int n = 0; n < COUNT; n++) {
-            u32 a[4];
-            operand_of(a, chunk[n], row + n * TILE_BYTES, q);
+            const uint4 &low = chunk[n].weights[0], &high = chunk[n].weights[1];
+            const u32 a[4] = {operand_word(low, q, 0), operand_word(high, q, 0), operand_word(low, q, 1), operand_word(high, q, 1)};
             #pragma unroll
             for (int i = 0; i < ROW_PAIRS; i++) {
                 if (q % GROUP_PRODUCTS == 0) sum[n][i][0] = sum[n][i][1] = sum[n][i][2] = sum[n][i][3] = 0;
