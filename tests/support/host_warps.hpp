@@ -197,9 +197,7 @@ struct Stream {
         if (reinterpret_cast<u64>(at) % 16) abort();
         return *static_cast<const uint4*>(at);
     }
-    void copy(u32 target, const void* source, bool wanted) const {
-        if (wanted) copy_16_or_zeros(target, source, 16);
-    }
+    void copy(u32 target, const void* source) const { copy_16_or_zeros(target, source, 16); }
 };
 template <class T> static T __shfl_sync(u32, T value, unsigned lane) {
     const u32 bits = u32(value);

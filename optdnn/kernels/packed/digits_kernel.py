@@ -23,10 +23,10 @@ DIGITS = 3
 COUNT_BYTES = 8
 """Bytes of what digits of a row of a chunk count, and of their sums in a group."""
 REGISTERS = 65536
-OWN_REGISTERS = 64
-"""Registers of a thread, about, beside what further rows take."""
-RESERVED = 1024
-"""Bytes of shared memory of each block that the driver takes."""
+ADDRESSES = 12
+"""Registers that threads need besides before Hopper."""
+OWN_REGISTERS = 44
+"""Registers of a thread, about, beside its chunks in flight and what further rows take."""
 
 
 @dataclass(frozen=True, order=True)
@@ -40,12 +40,10 @@ class Config:
         return f"digits{self.warps}a{self.ahead}"
 
 
-CONFIGS = tuple(Config(w, a) for w in (2, 4, 8, 16) for a in (2, 4, 6, 8))
+CONFIGS = tuple(Config(w, a) for w in (2, 4, 8, 16) for a in (2, 4, 8))
 MOST_WARPS, LEAST_AHEAD = 16, 2
 NEXT = 32
 """Chunks of a block, beside those in flight, that cost no time of their own: fitted."""
-FEW_CHUNKS = 32, 100
-"""Chunks of a block: more than, and at most."""
 
 
 def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
@@ -62,6 +60,9 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return "not a tile of this kernel"
     if problem.chunks < config.warps:
         return f"{problem.chunks} chunks are not shared by {config.warps} warps"
+    more = 0 if gpu.hopper else ADDRESSES
+    if (registers(problem, config) + more) * config.warps * 32 > REGISTERS:
+        return "its chunks in flight do not fit the registers"
     if (needed := shared_bytes(problem, config, gpu)) > gpu.shared_per_block:
         return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
     return None
@@ -85,41 +86,32 @@ def tiles_of(problem: Problem, gpu: GpuFacts) -> int:
     return -(-problem.tiles // groups(problem, gpu))
 
 
-def share(problem: Problem, config: Config) -> int:
-    """Chunks of a warp of a tile, at most."""
-    return -(-problem.chunks // config.warps)
-
-
-def together(problem: Problem, gpu: GpuFacts) -> int:
-    """Tiles that a warp multiplies side by side."""
-    return 2 if tiles_of(problem, gpu) * problem.matrices > 1 else 1
-
-
 def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
-    """Dynamic shared memory of a block: rings of chunks with their scales, sums of warps, sums of squares, digits and sums of rows."""
-    groups = tiles.groups_of(problem.bits, problem.block)
-    slot = tiles.CHUNK_BYTES + tiles.CHANNELS * groups * (problem.scale_bytes + problem.zero_bytes)
+    """Dynamic shared memory of a block: sums of warps, sums of squares, digits and sums of rows."""
     sums = tiles_of(problem, gpu) * problem.matrices * config.warps * problem.rows * tiles.CHANNELS * 4
     squares = -(-config.warps * problem.rows // 4) * 16 if problem.norm else 0
+    groups = tiles.groups_of(problem.bits, problem.block)
     chunk = -(-(DIGITS * problem.chunk + COUNT_BYTES * (1 + groups)) // 16) * 16
-    return config.warps * config.ahead * slot + sums + squares + problem.rows * problem.chunks * chunk
+    return sums + squares + problem.rows * problem.chunks * chunk
 
 
-def registers(problem: Problem) -> int:
+def registers(problem: Problem, config: Config) -> int:
     """Registers of a thread, about."""
-    return OWN_REGISTERS + 12 * ((problem.rows - 1) // 2 + problem.norm * (problem.rows > 1))
+    each = tiles.groups_of(problem.bits, problem.block)
+    words = -(-each * problem.scale_bytes // 4) + -(-each * problem.zero_bytes // 4)
+    return OWN_REGISTERS + 8 * (problem.rows - 1) + 10 * problem.norm + config.ahead * (8 + 2 * words)
 
 
 def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     """Blocks that a multiprocessor has room for: those of the next kernel begin beside this one's."""
-    beside = gpu.shared_per_multiprocessor // (shared_bytes(problem, config, gpu) + RESERVED)
-    return max(1, min(2, beside, REGISTERS // (registers(problem) * config.warps * 32)))
+    beside = gpu.shared_per_multiprocessor // (shared_bytes(problem, config, gpu) + 1024)
+    return max(1, min(2, beside, REGISTERS // (registers(problem, config) * config.warps * 32)))
 
 
 def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     """What to compile."""
     found = {
-        "ROWS": problem.rows, "BLOCKS": groups(problem, gpu), "WARPS": config.warps, "AHEAD": config.ahead, "SHARE": share(problem, config),
+        "ROWS": problem.rows, "BLOCKS": groups(problem, gpu), "WARPS": config.warps, "AHEAD": config.ahead, "SHARE": -(-problem.chunks // config.warps),
         "EVEN": int(problem.depth % (problem.chunk * config.warps) == 0), "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "TILES": tiles_of(problem, gpu),
         "RESIDENT": resident(problem, config, gpu), "HAS_RESIDUAL": int(problem.residual), "NORM": int(problem.norm),
         "PAIRED": problem.matrices - 1, **defines(problem),
@@ -157,8 +149,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     digits = problem.rows * problem.depth * beside * 0.19 / gpu.clock
     ring = min(config.warps * config.ahead, chunks)
     idle = 0.1 * memory / beside * max(0.0, 1 - (ring + NEXT) / chunks)
-    # The registers of two chunks in flight leave room for the next kernel's blocks: measured to be worth it for such blocks alone.
-    few = 1e-6 if config.ahead == LEAST_AHEAD and not FEW_CHUNKS[0] < chunks <= FEW_CHUNKS[1] else 0.0
+    few = 1e-6 if config.ahead == LEAST_AHEAD else 0.0
     fewer_warps = 1e-9 * (MOST_WARPS - config.warps)
     return (
         1.7e-6 + ring * 2.5e-9 + idle + few + fewer_warps + digits + max(memory, products) + 0.1 * min(memory, products)

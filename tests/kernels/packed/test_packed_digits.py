@@ -130,6 +130,10 @@ def test_what_it_refuses() -> None:
     assert "come in eights" in str(digits.refuse(replace(p, depth=4100, norm=True), config, GPU))
     assert digits.refuse(p, digits.Config(3, 4), GPU) == "not a tile of this kernel"
     assert digits.refuse(Case().problem, config, GPU) == "4 chunks are not shared by 8 warps"
+    assert (
+        digits.refuse(replace(p, block=32, zeros="float16"), digits.Config(16, 8), GPU)
+        == "its chunks in flight do not fit the registers"
+    )
     assert "of shared memory exceed" in str(digits.refuse(replace(p, rows=8, depth=14336), config, GPU))
     assert digits.unfit(p, GPU) is None
     assert digits.unfit(replace(p, rows=9), GPU) == "it is for up to 8 rows, not 9"

@@ -14,10 +14,10 @@ struct Stream {
                      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at), "l"(policy));
         return v;
     }
-    // 16 bytes to shared memory, where they are wanted (copies_commit() says when they are waited for).
-    __device__ __forceinline__ void copy(u32 target, const void* source, bool wanted) const {
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;}"
-                     ::"r"(target), "l"(__cvta_generic_to_global(source)), "l"(policy), "r"(u32(wanted)) : "memory");
+    // 16 bytes to shared memory (copies_commit() says when they are waited for).
+    __device__ __forceinline__ void copy(u32 target, const void* source) const {
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;"
+                     ::"r"(target), "l"(__cvta_generic_to_global(source)), "l"(policy) : "memory");
     }
 #else
     __device__ __forceinline__ uint4 operator()(const void* at) const {
@@ -26,9 +26,9 @@ struct Stream {
                      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
         return v;
     }
-    __device__ __forceinline__ void copy(u32 target, const void* source, bool wanted) const {
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global.L2::256B [%0], [%1], 16;}"
-                     ::"r"(target), "l"(__cvta_generic_to_global(source)), "r"(u32(wanted)) : "memory");
+    __device__ __forceinline__ void copy(u32 target, const void* source) const {
+        asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;"
+                     ::"r"(target), "l"(__cvta_generic_to_global(source)) : "memory");
     }
 #endif
 };

@@ -83,37 +83,6 @@ DEVICE Chunk load_chunk(const PackedWeights& p, const Stream& stream, int tile, 
     return c;
 }
 
-// A chunk's tile in shared memory: the chunk, then its scales, and its zero points.
-constexpr int SCALE_SET = 16 * GROUPS * SCALE_BYTES, ZERO_SET = 16 * GROUPS * ZERO_BYTES, TILE_BYTES = CHUNK_BYTES + SCALE_SET + ZERO_SET;
-
-template <int BYTES> DEVICE Words<BYTES> shared_words(const u8* at) {
-    Words<BYTES> v;
-    if constexpr (BYTES == 1) {
-        v.word[0] = *at;
-    } else if constexpr (BYTES == 2) {
-        v.word[0] = *reinterpret_cast<const u16*>(at);
-    } else {
-        #pragma unroll
-        for (int i = 0; i < BYTES / 4; i++) v.word[i] = reinterpret_cast<const u32*>(at)[i];
-    }
-    return v;
-}
-
-// What a lane holds of a chunk, from shared memory.
-DEVICE Chunk shared_chunk(const u8* at, int lane) {
-    Chunk c;
-    #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const int channel = lane / 4 + h * 8;
-        c.weights[h] = *reinterpret_cast<const uint4*>(at + h * 512 + lane * 16);
-        c.scales[h] = shared_words<GROUPS * SCALE_BYTES>(at + CHUNK_BYTES + channel * (GROUPS * SCALE_BYTES));
-#if ZEROS
-        c.zeros[h] = shared_words<GROUPS * ZERO_BYTES>(at + CHUNK_BYTES + SCALE_SET + channel * (GROUPS * ZERO_BYTES));
-#endif
-    }
-    return c;
-}
-
 DEVICE u32 twice(u32 bits16) { return bits16 | bits16 << 16; }
 
 #if defined(DTYPE_BF16)

@@ -7,9 +7,9 @@
 // of a group are exact, the zero point is subtracted exactly, and the rest is fp32.
 //
 // A block takes the tiles of 16 columns from its first to its last one, two side by side. Its warps share K: a warp takes the same chunks of
-// each tile, so it makes the digits of its own part of the rows, and reads them alone. Weights come to a ring of each warp in shared memory,
-// AHEAD chunks in flight; the first are on their way before griddepcontrol.wait, since they depend on no other kernel. Warps meet once, at the
-// end: their sums of a tile are added in a fixed order.
+// each tile, so it makes the digits of its own part of the rows, and reads them alone. Weights come straight to registers, AHEAD chunks
+// in flight; the first are on their way before griddepcontrol.wait, since they depend on no other kernel. Warps meet once, at the end: their
+// sums of a tile are added in a fixed order.
 //
 // NORM: rows are divided by the root of the mean of their squares first, and multiplied by ``scale``. A block sees whole rows, so it sums the
 // squares, and divides the sums. PAIRED: the epilogue reads the product with a second matrix of the same form, after stages of its own
@@ -41,9 +41,10 @@ struct Params {
 constexpr int THREADS = WARPS * 32, MATRICES = 1 + PAIRED;
 constexpr int TILE_SUMS = WARPS * ROWS * 16;       // of a tile of one matrix
 constexpr int TOGETHER = TILES * MATRICES > 1 ? 2 : 1, EACH = TOGETHER / MATRICES;     // tiles that are multiplied side by side, and of each matrix
-constexpr int DEPTH = AHEAD / TOGETHER, SLOT_BYTES = TOGETHER * TILE_BYTES;
+constexpr int DEPTH = AHEAD / TOGETHER;
 constexpr int SQUARES = NORM ? (WARPS * ROWS + 3) / 4 * 4 : 0;
-static_assert(DEPTH >= 1, "a ring has room for a chunk of each tile");
+constexpr int SCALE_SET = 16 * GROUPS * SCALE_BYTES, ZERO_SET = 16 * GROUPS * ZERO_BYTES;  // bytes
+static_assert(DEPTH >= 1, "a chunk of each tile is in flight");
 
 // The block's tiles, and the warp's chunks of each of them.
 struct Share {
@@ -55,38 +56,46 @@ struct Share {
     }
 };
 
-// The warp's chunks on their way through its ring: a chunk of TOGETHER tiles in each slot. A lane copies 16 bytes of each half of a chunk; some
-// lanes copy scales, others zero points.
-struct Ring {
-    const Stream& stream;
-    const u8 *weights, *beside;                    // of the tile that is asked for next: what the lane copies of the first chunk, and set
-    const long long other, other_beside;           // from there to those of the second tile
-    const int lane, first, end, tile_bytes, set_bytes;
-    int chunk, left;                               // what is asked for next: its chunk, and how many tiles there are from this one on
-    u32 slot;                                      // where it goes, of the lane: in turn
-    __device__ __forceinline__ Ring(const Params& p, const Share& share, const Stream& stream, u32 at, int lane)
-        : stream(stream), weights(p.weights.tiles + u64(share.begin) * p.weights.chunks * CHUNK_BYTES + lane * 16),
-          beside(lane < SCALE_SET / 16 ? p.weights.scales + u64(share.begin) * p.weights.sets * SCALE_SET + lane * 16
-                                       : p.weights.zeros + u64(share.begin) * p.weights.sets * ZERO_SET + (lane * 16 - SCALE_SET)),
-          other(PAIRED ? p.beside.tiles - p.weights.tiles : p.weights.chunks * CHUNK_BYTES),
-          other_beside(!PAIRED ? p.weights.sets * (lane < SCALE_SET / 16 ? SCALE_SET : ZERO_SET)
-                       : lane < SCALE_SET / 16 ? p.beside.scales - p.weights.scales : p.beside.zeros - p.weights.zeros),
-          lane(lane), first(share.first), end(share.first + share.count), tile_bytes(p.weights.chunks * EACH * CHUNK_BYTES),
-          set_bytes(ZERO_SET == 0 || lane < SCALE_SET / 16 ? SCALE_SET : ZERO_SET), chunk(share.first), left(share.tiles), slot(at + lane * 16) {}
-    __device__ __forceinline__ void copy(u32 to, const u8* weights, const u8* beside, bool wanted) const {
-        stream.copy(to, weights, wanted);
-        stream.copy(to + 512, weights + 512, wanted);
-        stream.copy(to + CHUNK_BYTES, beside, wanted && lane < (SCALE_SET + ZERO_SET) / 16);
+// A matrix as a lane reads it, from the next tile's first chunk, scales and zero points on.
+struct Tiles {
+    const u8 *weights, *scales, *zeros;
+    __device__ __forceinline__ Tiles(const PackedWeights& w, int first, int lane)
+        : weights(w.tiles + (long long)first * w.chunks * CHUNK_BYTES + lane * 16), scales(w.scales + (long long)first * w.sets * SCALE_SET + lane / 4 * (SCALE_SET / 16)),
+          zeros(w.zeros + (long long)first * w.sets * ZERO_SET + lane / 4 * (ZERO_SET / 16)) {}
+    __device__ __forceinline__ void next(const PackedWeights& w) {
+        weights += w.chunks * EACH * CHUNK_BYTES, scales += w.sets * EACH * SCALE_SET, zeros += w.sets * EACH * ZERO_SET;
     }
-    // Asks for the next chunk of each tile.
-    __device__ __forceinline__ void ask(int sets) {
-        if (left > 0) {
-            const u8 *const from = weights + u32(chunk) * CHUNK_BYTES, *const set = beside + u64(u32(chunk >> SET_SHIFT)) * set_bytes;
-            copy(slot, from, set, true);
-            if (TOGETHER == 2) copy(slot + TILE_BYTES, from + other, set + other_beside, PAIRED || left > 1);
-            if (++chunk == end) chunk = first, left -= EACH, weights += tile_bytes, beside += EACH * sets * set_bytes;
+};
+
+// The chunks of the warp in turn: of TOGETHER tiles side by side.
+struct Loads {
+    const Params& p;
+    const Stream& stream;
+    const int first, end;                          // of the warp's chunks
+    int left, at;                                  // tiles of a matrix to come, and the next chunk
+    Tiles here, there;
+    __device__ __forceinline__ Loads(const Params& p, const Share& share, const Stream& stream, int lane)
+        : p(p), stream(stream), first(share.first), end(share.first + share.count), left(share.tiles), at(share.first),
+          here(p.weights, share.begin, lane), there(PAIRED ? p.beside : p.weights, share.begin + (PAIRED ? 0 : 1), lane) {}
+    __device__ __forceinline__ void load(Chunk& into, const Tiles& from) const {
+        const int set = at >> SET_SHIFT;
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            into.weights[h] = stream(from.weights + at * CHUNK_BYTES + h * 512);
+            into.scales[h] = load_words<GROUPS * SCALE_BYTES>(from.scales + set * SCALE_SET + h * (SCALE_SET / 2));
+#if ZEROS
+            into.zeros[h] = load_words<GROUPS * ZERO_BYTES>(from.zeros + set * ZERO_SET + h * (ZERO_SET / 2));
+#endif
         }
-        copies_commit();
+    }
+    __device__ __forceinline__ void operator()(Chunk (&into)[TOGETHER]) {
+        if (left <= 0) return;
+        load(into[0], here);
+        if (TOGETHER == 2 && (PAIRED || left > 1)) load(into[TOGETHER - 1], there);
+        if (++at < end) return;
+        at = first, left -= EACH;
+        here.next(p.weights);                      // the other matrix has as many chunks and sets
+        if (TOGETHER == 2) there.next(p.weights);
     }
 };
 
@@ -126,18 +135,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(co
     const int lane = now(threadIdx.x % 32, threadIdx.x % 32) % 32u;
     const Share share(p, warp);
     const Stream stream;
-    const u32 places = warp * (DEPTH * SLOT_BYTES);
-    Ring ring(p, share, stream, smem_address(shared) + places, lane);
-    #pragma unroll 1
-    for (int d = 0; d < DEPTH; d++, ring.slot += SLOT_BYTES) ring.ask(p.weights.sets);
-    ring.slot -= DEPTH * SLOT_BYTES;
+    Loads load(p, share, stream, lane);
+    Chunk ahead[DEPTH][TOGETHER];
+    #pragma unroll
+    for (int d = 0; d < DEPTH; d++) load(ahead[d]);
     RowPart part(share.first * CHUNK_K, share.count, p.k, lane);
     if (NORM) part.load_scales(p.scale, 0);
     const int own_column = (share.begin + threadIdx.x / (ROWS * 16)) * 16 + threadIdx.x % 16, own_row = threadIdx.x / 16 % ROWS;
     Around around;
     around.constants(p, own_column);
 
-    float* const sums = reinterpret_cast<float*>(shared + WARPS * DEPTH * SLOT_BYTES);    // [tile][matrix][WARPS][ROWS][16]
+    float* const sums = reinterpret_cast<float*>(shared);    // [tile][matrix][WARPS][ROWS][16]
     float* const squares = sums + TILES * MATRICES * TILE_SUMS;        // [WARPS][ROWS]
     u8* const digits = reinterpret_cast<u8*>(squares + SQUARES) + share.first * (ROWS * ROW_BYTES);    // the warp's, which it reads alone
     const LaneDigits rows(digits, lane);
@@ -155,29 +163,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(co
     __syncwarp();
 
     float* own = sums + warp * ROWS * 16;          // of the tile
-    u32 slot = places;
-    #pragma unroll 1
-    for (int tile = 0; tile < share.tiles; tile += EACH) {
-        Totals<TOGETHER> total;
-        clear<TOGETHER>(total);
-        #pragma unroll 1
-        for (int i = 0; i < share.count; i++) {
-            copies_wait_but<DEPTH - 1>();
-            __syncwarp();
-            Chunk held[TOGETHER];
-            #pragma unroll
-            for (int n = 0; n < TOGETHER; n++) held[n] = shared_chunk(shared + slot + n * TILE_BYTES, lane);
-            add_chunks<TOGETHER>(total, held, rows, i * (ROWS * ROW_BYTES));
-            __syncwarp();                          // the slot is free
-            ring.ask(p.weights.sets);
-            slot += SLOT_BYTES, ring.slot += SLOT_BYTES;
-            if (slot == places + DEPTH * SLOT_BYTES) slot = places, ring.slot -= DEPTH * SLOT_BYTES;
-        }
+    Totals<TOGETHER> total;
+    clear<TOGETHER>(total);
+    int left = share.tiles, at = 0;                // tiles to come, and the chunk of the warp's
+    while (left > 0) {
         #pragma unroll
-        for (int n = 0; n < TOGETHER; n++, own += TILE_SUMS)
-            if (PAIRED || tile + n < share.tiles) store_sums(own, total[n], lane);
+        for (int d = 0; d < DEPTH; d++) {
+            if (left <= 0) break;
+            add_chunks<TOGETHER>(total, ahead[d], rows, at * (ROWS * ROW_BYTES));
+            load(ahead[d]);
+            if (++at < share.count) continue;
+            #pragma unroll
+            for (int n = 0; n < TOGETHER; n++, own += TILE_SUMS)
+                if (PAIRED || n < left) store_sums(own, total[n], lane);
+            clear<TOGETHER>(total);
+            left -= EACH, at = 0;
+        }
     }
-    copies_wait_but<0>();
     __syncthreads();
     for (int i = threadIdx.x; i < share.tiles * (ROWS * 16); i += THREADS) {
         const int tile = i / (ROWS * 16), m = i / 16 % ROWS, column = (share.begin + tile) * 16 + i % 16;

@@ -44,7 +44,8 @@ constexpr int WARPS = TEAMS * SHARERS, THREADS = WARPS * 32, TEAM_THREADS = SHAR
 constexpr int PITCH = CHUNKS * CHUNK_K * 2 + 16;   // bytes of a row: the eight rows of an ldmatrix lie in other banks
 constexpr int FOURS = EACH * 4, SUM_PITCH = TILES * 16 + 4;            // fours of results of a row of a group; floats of its sums
 constexpr int ROWS_AT = (CHUNKS + WARPS * DEPTH + 15) / 16 * 128;      // behind the barriers
-constexpr int SLOT_BYTES = TILES * TILE_BYTES, RING_BYTES = DEPTH * SLOT_BYTES;
+constexpr int SCALE_SET = 16 * GROUPS * SCALE_BYTES, ZERO_SET = 16 * GROUPS * ZERO_BYTES;  // bytes
+constexpr int TILE_BYTES = CHUNK_BYTES + SCALE_SET + ZERO_SET, SLOT_BYTES = TILES * TILE_BYTES, RING_BYTES = DEPTH * SLOT_BYTES;
 constexpr int SUM_BYTES = ROWS * SUM_PITCH * 4;
 constexpr bool ALIASED = GROUPS_HERE <= TEAMS;     // sums take the place of the ring, which nothing more comes to
 constexpr int OWN_SUMS_AT = ALIASED ? 0 : RING_BYTES, WARP_BYTES = ALIASED ? (RING_BYTES > SUM_BYTES ? RING_BYTES : SUM_BYTES) : RING_BYTES + SUM_BYTES;
@@ -194,6 +195,34 @@ struct Rows {
         barrier_wait(barrier(at), 0);
     }
 };
+
+template <int BYTES> DEVICE Words<BYTES> shared_words(const u8* at) {
+    Words<BYTES> v;
+    if constexpr (BYTES == 1) {
+        v.word[0] = *at;
+    } else if constexpr (BYTES == 2) {
+        v.word[0] = *reinterpret_cast<const u16*>(at);
+    } else {
+        #pragma unroll
+        for (int i = 0; i < BYTES / 4; i++) v.word[i] = reinterpret_cast<const u32*>(at)[i];
+    }
+    return v;
+}
+
+// What a lane holds of a chunk, from its place in the ring.
+DEVICE Chunk shared_chunk(const u8* at, int lane) {
+    Chunk c;
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int channel = lane / 4 + h * 8;
+        c.weights[h] = *reinterpret_cast<const uint4*>(at + h * 512 + lane * 16);
+        c.scales[h] = shared_words<GROUPS * SCALE_BYTES>(at + CHUNK_BYTES + channel * (GROUPS * SCALE_BYTES));
+#if ZEROS
+        c.zeros[h] = shared_words<GROUPS * ZERO_BYTES>(at + CHUNK_BYTES + SCALE_SET + channel * (GROUPS * ZERO_BYTES));
+#endif
+    }
+    return c;
+}
 
 // Pair i of a word: numbers as they lie.
 DEVICE u32 raw_pair(u32 word, int i) {
