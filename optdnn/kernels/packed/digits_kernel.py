@@ -44,8 +44,6 @@ CONFIGS = tuple(Config(w, a) for w in (2, 4, 8, 16) for a in (2, 4, 8))
 MOST_WARPS, LEAST_AHEAD = 16, 2
 NEXT = 32
 """Chunks of a block, beside those in flight, that cost no time of their own: fitted."""
-FEW_CHUNKS = 32, 100
-"""Chunks of a block: more than, and at most."""
 
 
 def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
@@ -91,17 +89,17 @@ def tiles_of(problem: Problem, gpu: GpuFacts) -> int:
 def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     """Dynamic shared memory of a block: sums of warps, sums of squares, digits and sums of rows."""
     sums = tiles_of(problem, gpu) * problem.matrices * config.warps * problem.rows * tiles.CHANNELS * 4
-    squares = config.warps * problem.rows * 4 if problem.norm else 0
-    groups = tiles.groups_of(problem.bits, problem.block) if problem.zeros else 0
+    squares = -(-config.warps * problem.rows // 4) * 16 if problem.norm else 0
+    groups = tiles.groups_of(problem.bits, problem.block)
     chunk = -(-(DIGITS * problem.chunk + COUNT_BYTES * (1 + groups)) // 16) * 16
-    return -(-(sums + squares) // 16) * 16 + problem.rows * problem.chunks * chunk
+    return sums + squares + problem.rows * problem.chunks * chunk
 
 
 def registers(problem: Problem, config: Config) -> int:
     """Registers of a thread, about."""
     each = tiles.groups_of(problem.bits, problem.block)
     words = -(-each * problem.scale_bytes // 4) + -(-each * problem.zero_bytes // 4)
-    return OWN_REGISTERS + 6 * (problem.rows - 1) + 10 * problem.norm + config.ahead * (8 + 2 * words)
+    return OWN_REGISTERS + 8 * (problem.rows - 1) + 10 * problem.norm + config.ahead * (8 + 2 * words)
 
 
 def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
@@ -110,21 +108,17 @@ def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     return max(1, min(2, beside, REGISTERS // (registers(problem, config) * config.warps * 32)))
 
 
-def operands(problem: Problem) -> str:
-    """The type of weights as mma.sync has them: without zero points, they are less half of their range."""
-    return "uint8" if problem.zeros else "int8"
-
-
 def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     """What to compile."""
     found = {
-        "ROWS": problem.rows, "BLOCKS": groups(problem, gpu), "WARPS": config.warps, "DEPTH": config.ahead, "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "TILES": tiles_of(problem, gpu),
+        "ROWS": problem.rows, "BLOCKS": groups(problem, gpu), "WARPS": config.warps, "AHEAD": config.ahead, "SHARE": -(-problem.chunks // config.warps),
+        "EVEN": int(problem.depth % (problem.chunk * config.warps) == 0), "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "TILES": tiles_of(problem, gpu),
         "RESIDENT": resident(problem, config, gpu), "HAS_RESIDUAL": int(problem.residual), "NORM": int(problem.norm),
         "PAIRED": problem.matrices - 1, **defines(problem),
     }  # fmt: skip
     stages = [render.epilogue(problem.epilogue)]
     stages += [] if problem.beside is None else [render.epilogue(problem.beside, "epilogue_beside")]
-    text = "\n".join([render.constants(found), render.mma(operands(problem)), *stages, ""])
+    text = "\n".join([render.constants(found), render.mma("uint8"), *stages, ""])
     return Recipe("packed_digits.cu", gpu.arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
@@ -155,8 +149,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     digits = problem.rows * problem.depth * beside * 0.19 / gpu.clock
     ring = min(config.warps * config.ahead, chunks)
     idle = 0.1 * memory / beside * max(0.0, 1 - (ring + NEXT) / chunks)
-    # The registers of two chunks in flight leave room for the next kernel's blocks: measured to be worth it for such blocks alone.
-    few = 1e-6 if config.ahead == LEAST_AHEAD and not FEW_CHUNKS[0] < chunks <= FEW_CHUNKS[1] else 0.0
+    few = 1e-6 if config.ahead == LEAST_AHEAD else 0.0
     fewer_warps = 1e-9 * (MOST_WARPS - config.warps)
     return (
         1.7e-6 + ring * 2.5e-9 + idle + few + fewer_warps + digits + max(memory, products) + 0.1 * min(memory, products)

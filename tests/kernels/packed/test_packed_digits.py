@@ -30,10 +30,10 @@ def run(case: Case, config: digits.Config, folder: Path, **around: Any) -> tuple
     p, o = replace(case.problem, **around), drawn(case)
     assert digits.refuse(p, config, SMALL) is None
     made = digits.launch(p, config, SMALL, pitch_of(case), p.columns, epsilon=EPSILON)
-    text = made.recipe.generated["generated.cuh"].replace(render.mma(digits.operands(p)), "")
+    text = made.recipe.generated["generated.cuh"].replace(render.mma("uint8"), "")
     rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
     headers = ["packed.cuh", "packed_digits.cuh"]
-    options = ["-DOPERAND_ITEM=1", *(["-DPIXELS_UNSIGNED"] if p.zeros else [])]
+    options = ["-DOPERAND_ITEM=1", "-DPIXELS_UNSIGNED"]
     library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=headers, options=options)
     found = operands_of(case, o)
     rng = np.random.default_rng(1)

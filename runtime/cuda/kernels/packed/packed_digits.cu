@@ -2,19 +2,20 @@
 //
 //   out[m, column] = epilogue(sum_k x[m, k] * (number[column, k] - zero) * scale)
 //
-// mma.sync on 8-bit integers takes packed numbers nearly as they are: four of them cost one LOP3. Rows become integers of 23 bits, whose power
-// of two 128 of K share. Each is three digits of 8 bits, which are three columns of operand B. So sums of a group are exact, the zero
-// point is subtracted exactly, and the rest is fp32.
+// mma.sync on 8-bit integers takes packed numbers nearly as they are: eight of 4 bits cost one LOP3. Rows become integers of 18 bits (of
+// 22, where numbers have 8), whose power of two 256 of K share. Each is three digits of 8 bits, which are three columns of operand B. So sums
+// of a group are exact, the zero point is subtracted exactly, and the rest is fp32.
 //
-// A block takes the tiles of 16 columns from its first to its last one. Its warps share K: a warp takes the same chunks of each tile, so it
-// makes the digits of its own part of the rows, and reads them alone. Weights come straight to registers, DEPTH chunks of each lane in
-// flight; the first are on their way before griddepcontrol.wait, since they depend on no other kernel. Warps meet once, at the end: their sums of a tile are added in a fixed order.
+// A block takes the tiles of 16 columns from its first to its last one, two side by side. Its warps share K: a warp takes the same chunks of
+// each tile, so it makes the digits of its own part of the rows, and reads them alone. Weights come straight to registers, AHEAD chunks
+// in flight; the first are on their way before griddepcontrol.wait, since they depend on no other kernel. Warps meet once, at the end: their
+// sums of a tile are added in a fixed order.
 //
 // NORM: rows are divided by the root of the mean of their squares first, and multiplied by ``scale``. A block sees whole rows, so it sums the
 // squares, and divides the sums. PAIRED: the epilogue reads the product with a second matrix of the same form, after stages of its own
 // (gated linear units): a tile of it follows each tile of the first matrix.
 //
-// generated.cuh defines ROWS, BLOCKS, WARPS, DEPTH, SET_SHIFT (chunk c has the scales of set c >> SET_SHIFT), TILES (of a block, at most), RESIDENT
+// generated.cuh defines ROWS, BLOCKS, WARPS, AHEAD, SHARE (chunks of a warp of a tile, at most), EVEN (each has as many), SET_SHIFT (chunk c has the scales of set c >> SET_SHIFT), TILES (of a block, at most), RESIDENT
 // (blocks of a multiprocessor), HAS_RESIDUAL, NORM,
 // PAIRED, multiply() of 8-bit integers, epilogue() and, PAIRED, epilogue_beside(), and what packed.cuh says.
 #include "ptx.cuh"
@@ -39,10 +40,11 @@ struct Params {
 
 constexpr int THREADS = WARPS * 32, MATRICES = 1 + PAIRED;
 constexpr int TILE_SUMS = WARPS * ROWS * 16;       // of a tile of one matrix
-constexpr int SCALE_SET = 16 * GROUPS * SCALE_BYTES, ZERO_SET = 16 * GROUPS * ZERO_BYTES;  // bytes
-constexpr int TOGETHER = GROUPS * ROW_PAIRS <= 2 && DEPTH > 2 ? 2 : 1; // chunks whose products are made side by side, where registers suffice
-static_assert(DEPTH % TOGETHER == 0, "chunks in flight are whole groups");
+constexpr int TOGETHER = TILES * MATRICES > 1 ? 2 : 1, EACH = TOGETHER / MATRICES;     // tiles that are multiplied side by side, and of each matrix
+constexpr int DEPTH = AHEAD / TOGETHER;
 constexpr int SQUARES = NORM ? (WARPS * ROWS + 3) / 4 * 4 : 0;
+constexpr int SCALE_SET = 16 * GROUPS * SCALE_BYTES, ZERO_SET = 16 * GROUPS * ZERO_BYTES;  // bytes
+static_assert(DEPTH >= 1, "a chunk of each tile is in flight");
 
 // The block's tiles, and the warp's chunks of each of them.
 struct Share {
@@ -50,75 +52,73 @@ struct Share {
     __device__ __forceinline__ Share(const Params& p, int warp) {
         const u32 all = (p.columns + 15) / 16, chunks = p.weights.chunks;
         begin = all * blockIdx.x / BLOCKS, tiles = all * (blockIdx.x + 1) / BLOCKS - begin;
-        first = chunks * warp / WARPS, count = chunks * (warp + 1) / WARPS - first;
+        first = EVEN ? SHARE * warp : chunks * warp / WARPS, count = EVEN ? SHARE : chunks * (warp + 1) / WARPS - first;
     }
 };
 
-// A matrix as a lane reads it: a tile's first chunk, and its scales and zero points.
+// A matrix as a lane reads it, from the next tile's first chunk, scales and zero points on.
 struct Tiles {
     const u8 *weights, *scales, *zeros;
     __device__ __forceinline__ Tiles(const PackedWeights& w, int first, int lane)
         : weights(w.tiles + (long long)first * w.chunks * CHUNK_BYTES + lane * 16), scales(w.scales + (long long)first * w.sets * SCALE_SET + lane / 4 * (SCALE_SET / 16)),
           zeros(w.zeros + (long long)first * w.sets * ZERO_SET + lane / 4 * (ZERO_SET / 16)) {}
     __device__ __forceinline__ void next(const PackedWeights& w) {
-        weights += w.chunks * CHUNK_BYTES, scales += w.sets * SCALE_SET, zeros += w.sets * ZERO_SET;
+        weights += w.chunks * EACH * CHUNK_BYTES, scales += w.sets * EACH * SCALE_SET, zeros += w.sets * EACH * ZERO_SET;
     }
 };
 
-// The chunks of the warp in turn: of each tile, and of both matrices.
+// The chunks of the warp in turn: of TOGETHER tiles side by side.
 struct Loads {
     const Params& p;
     const Stream& stream;
     const int first, end;                          // of the warp's chunks
-    int left, at;                                  // tiles (of both matrices) to come, and the next chunk
+    int left, at;                                  // tiles of a matrix to come, and the next chunk
     Tiles here, there;
     __device__ __forceinline__ Loads(const Params& p, const Share& share, const Stream& stream, int lane)
-        : p(p), stream(stream), first(share.first), end(share.first + share.count), left(share.tiles * MATRICES), at(share.first),
-          here(p.weights, share.begin, lane), there(PAIRED ? p.beside : p.weights, share.begin, lane) {}
-    __device__ __forceinline__ void operator()(Chunk& into) {
-        if (left == 0) return;
+        : p(p), stream(stream), first(share.first), end(share.first + share.count), left(share.tiles), at(share.first),
+          here(p.weights, share.begin, lane), there(PAIRED ? p.beside : p.weights, share.begin + (PAIRED ? 0 : 1), lane) {}
+    __device__ __forceinline__ void load(Chunk& into, const Tiles& from) const {
         const int set = at >> SET_SHIFT;
         #pragma unroll
         for (int h = 0; h < 2; h++) {
-            into.weights[h] = stream(here.weights + at * CHUNK_BYTES + h * 512);
-            into.scales[h] = load_words<GROUPS * SCALE_BYTES>(here.scales + set * SCALE_SET + h * (SCALE_SET / 2));
+            into.weights[h] = stream(from.weights + at * CHUNK_BYTES + h * 512);
+            into.scales[h] = load_words<GROUPS * SCALE_BYTES>(from.scales + set * SCALE_SET + h * (SCALE_SET / 2));
 #if ZEROS
-            into.zeros[h] = load_words<GROUPS * ZERO_BYTES>(here.zeros + set * ZERO_SET + h * (ZERO_SET / 2));
+            into.zeros[h] = load_words<GROUPS * ZERO_BYTES>(from.zeros + set * ZERO_SET + h * (ZERO_SET / 2));
 #endif
         }
+    }
+    __device__ __forceinline__ void operator()(Chunk (&into)[TOGETHER]) {
+        if (left <= 0) return;
+        load(into[0], here);
+        if (TOGETHER == 2 && (PAIRED || left > 1)) load(into[TOGETHER - 1], there);
         if (++at < end) return;
-        at = first, left--;
+        at = first, left -= EACH;
         here.next(p.weights);                      // the other matrix has as many chunks and sets
-        if (PAIRED) {
-            const Tiles other = there;
-            there = here, here = other;
-        }
+        if (TOGETHER == 2) there.next(p.weights);
     }
 };
 
-// Brings the norm's scale into L2, a line by each block: nobody has read it in this run, and all blocks need it at once.
-DEVICE void prefetch_scale(const Params& p) {
-    for (int i = blockIdx.x * 32; i < p.k; i += BLOCKS * 32) prefetch_l2(p.scale + i);
-}
-
 // What the thread's first result reads beside its sums, early.
 struct Around {
-    float bias, beside, residual;
+    float bias, beside;
+    u16 residual;                                  // a number as soon as it is needed, so that nothing waits for it before
     __device__ __forceinline__ void constants(const Params& p, int column) {
         bias = column < p.columns ? p.bias[column] : 0.0f;
         beside = PAIRED && column < p.columns ? p.beside_bias[column] : 0.0f;
     }
     __device__ __forceinline__ void rows(const Params& p, int m, int column) {
-        residual = HAS_RESIDUAL && column < p.columns ? unpack1(p.residual[(long long)m * p.out_pitch + column]) : 0.0f;
+        residual = HAS_RESIDUAL && column < p.columns ? p.residual[(long long)m * p.out_pitch + column] : u16(0);
     }
 };
 
-// The result of column i % 16 of a tile and of a row, from the sums of the warps.
+// The result of column i % 16 of a tile and of a row, from the sums of the warps: four by four.
 DEVICE float summed(const float* sums, int tile, int m, int i) {
-    float total = 0.0f;
+    constexpr int SIDES = WARPS < 4 ? WARPS : 4;
+    float total[4] = {};
     #pragma unroll
-    for (int w = 0; w < WARPS; w++) total += sums[tile * TILE_SUMS + (w * ROWS + m) * 16 + i];
-    return total;
+    for (int w = 0; w < WARPS; w++) total[w % SIDES] += sums[tile * TILE_SUMS + (w * ROWS + m) * 16 + i];
+    return (total[0] + total[1]) + (total[2] + total[3]);
 }
 
 DEVICE float norm_factor(const Params& p, const float* squares, int m) {
@@ -131,62 +131,62 @@ DEVICE float norm_factor(const Params& p, const float* squares, int m) {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     grid_launch_dependents();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);    // uniform, and known to be
+    const int lane = now(threadIdx.x % 32, threadIdx.x % 32) % 32u;
     const Share share(p, warp);
     const Stream stream;
     Loads load(p, share, stream, lane);
-    Chunk ahead[DEPTH];
+    Chunk ahead[DEPTH][TOGETHER];
     #pragma unroll
     for (int d = 0; d < DEPTH; d++) load(ahead[d]);
-    if (NORM && threadIdx.x == 0) prefetch_scale(p);
-    const int results = share.tiles * ROWS * 16;
+    RowPart part(share.first * CHUNK_K, share.count, p.k, lane);
+    if (NORM) part.load_scales(p.scale, 0);
     const int own_column = (share.begin + threadIdx.x / (ROWS * 16)) * 16 + threadIdx.x % 16, own_row = threadIdx.x / 16 % ROWS;
     Around around;
     around.constants(p, own_column);
 
-    float* const sums = reinterpret_cast<float*>(shared);              // [tile][matrix][WARPS][ROWS][16]
+    float* const sums = reinterpret_cast<float*>(shared);    // [tile][matrix][WARPS][ROWS][16]
     float* const squares = sums + TILES * MATRICES * TILE_SUMS;        // [WARPS][ROWS]
-    u8* const digits = shared + (TILES * MATRICES * TILE_SUMS + SQUARES) * 4 + share.first * (ROWS * ROW_BYTES);   // the warp's, which it reads alone
+    u8* const digits = reinterpret_cast<u8*>(squares + SQUARES) + share.first * (ROWS * ROW_BYTES);    // the warp's, which it reads alone
+    const LaneDigits rows(digits, lane);
     grid_dependency_wait();
-    around.rows(p, own_row, own_column);
-    put_rows<NORM>(digits, p.x, p.x_pitch, p.scale, squares + warp * ROWS, share.first * CHUNK_K, share.count, p.k, lane);
+    part.load_rows(p.x, p.x_pitch, 0);
+    if (threadIdx.x < share.tiles * (ROWS * 16)) around.rows(p, own_row, own_column);
+    part.put(digits, 0);
+    #pragma unroll 1
+    for (int turn = SIDE; turn < TURNS; turn += SIDE) {
+        if (NORM) part.load_scales(p.scale, turn);
+        part.load_rows(p.x, p.x_pitch, turn);
+        part.put(digits, turn);
+    }
+    if (NORM) part.put_squares(squares + warp * ROWS);
     __syncwarp();
 
-    const LaneDigits rows(digits, lane);
-    float total[ROW_PAIRS][2];
-    clear(total);
-    const int all = share.count * share.tiles * MATRICES;
-    int at = 0;                                    // of the warp's chunks
     float* own = sums + warp * ROWS * 16;          // of the tile
-    auto finish = [&](const ChunkSums& sum, const Chunk& chunk) {
-        add_chunk(total, sum, chunk, rows, at * (ROWS * ROW_BYTES));
-        if (++at < share.count) return;
-        store_sums(own, total, lane);
-        clear(total);
-        own += TILE_SUMS, at = 0;
-    };
-    for (int turn = 0; turn < all; turn += DEPTH) {
+    Totals<TOGETHER> total;
+    clear<TOGETHER>(total);
+    int left = share.tiles, at = 0;                // tiles to come, and the chunk of the warp's
+    while (left > 0) {
         #pragma unroll
-        for (int d = 0; d < DEPTH; d += TOGETHER) {
-            if (turn + d >= all) break;
-            int from[TOGETHER] = {at * (ROWS * ROW_BYTES)};
-            if (TOGETHER > 1) from[TOGETHER - 1] = at + 1 < share.count ? from[0] + ROWS * ROW_BYTES : 0;
-            ChunkSums sum[TOGETHER];
-            multiply_chunks<TOGETHER>(sum, ahead + d, rows, from);
+        for (int d = 0; d < DEPTH; d++) {
+            if (left <= 0) break;
+            add_chunks<TOGETHER>(total, ahead[d], rows, at * (ROWS * ROW_BYTES));
+            load(ahead[d]);
+            if (++at < share.count) continue;
             #pragma unroll
-            for (int i = 0; i < TOGETHER; i++) {
-                if (turn + d + i < all) finish(sum[i], ahead[d + i]);
-                load(ahead[d + i]);
-            }
+            for (int n = 0; n < TOGETHER; n++, own += TILE_SUMS)
+                if (PAIRED || n < left) store_sums(own, total[n], lane);
+            clear<TOGETHER>(total);
+            left -= EACH, at = 0;
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < results; i += THREADS) {
+    for (int i = threadIdx.x; i < share.tiles * (ROWS * 16); i += THREADS) {
         const int tile = i / (ROWS * 16), m = i / 16 % ROWS, column = (share.begin + tile) * 16 + i % 16;
         if (i != threadIdx.x) around.constants(p, column), around.rows(p, m, column);
         if (column >= p.columns) continue;
         const float factor = NORM ? norm_factor(p, squares, m) : 1.0f;
-        float other = around.residual;
+        float other = unpack1(around.residual);
 #if PAIRED
         other = epilogue_beside(summed(sums, tile * MATRICES + 1, m, i % 16) * factor, around.beside, 0.0f);
 #endif
