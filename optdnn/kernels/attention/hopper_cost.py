@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from optdnn.kernels.attention import few_items
 from optdnn.kernels.attention.hopper_config import Config, at_once, factor_form, row_items, shared_bytes, threads
@@ -12,17 +14,29 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 MEMORY = 4.2e12
 CLOCK = 1.75e9
-ENDS, BETWEEN = 2200, 1400
-"""Cycles of a block's first loads and last store; of a persistent block between two items, where loads run ahead."""
-SCORE, TILE = 0.0833, 150
-"""Cycles of a score: its exponential and its arithmetic; of a tile of scores beside them."""
-PRODUCT = 0.07
-"""Cycles of 64 x 16 multiply-adds of both products, for each key and feature of a head."""
-ALONE = (0.97, 1.55, 580)
-"""Cycles of a tile of the only warpgroup: of its scores, of its products, and further ones."""
-TURNS, IDLE_TURNS = {2: 0.94, 3: 0.95, 4: 0.86}, 1.02
-"""A tile's cycles with turns (warpgroups issue their products one after the other), over its cycles without: where turns help, by
-warpgroups, and where they do not."""
+ENDS, WAVE, BETWEEN = 2200, 4200, 1400
+"""Cycles of a block's first loads and last store; of these in a further wave; of a persistent block between two items, where loads
+run ahead."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Cycles of a warpgroup's tile: of a score and of a tile of scores, of the products by keys and features, and of a tile of the only
+    warpgroup (of its scores, of its products, and further ones). ``turns``: the share that is left with turns (warpgroups issue
+    their products one after the other), by warpgroups."""
+
+    score: float
+    scores: float
+    product: float
+    alone: tuple[float, float, float]
+    turns: Mapping[int, float]
+
+
+PLAIN = Tile(0.0833, 150, 0.07, (0.97, 1.55, 580), {2: 0.94, 3: 0.95, 4: 0.86})
+MASKED = Tile(0.1172, 150, 0.125, (2.0, 1.0, 300), {2: 1.0, 3: 1.0, 4: 1.0})
+"""A tile with a mask, which waits for memory."""
+IDLE_TURNS = 1.02
+"""A tile's cycles with turns where they do not help, over its cycles without."""
 FEW_SCORE = 1 / 16 + 7 / 128
 """Cycles of a score of few items, whose own model knows the work of a mask as a ratio."""
 SAMPLED = 64
@@ -62,7 +76,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     if config.persistent:
         resident = at_once(problem, config, device)
     # Of one warpgroup and tile, in cycles: both products, then the scores' exponentials and their arithmetic.
-    multiply = config.keys * problem.head * PRODUCT
+    unit = PLAIN if problem.mask is None else MASKED
+    multiply = config.keys * problem.head * unit.product
     added = 0 if problem.mask is None else 10 / 128 if problem.mask[2] else 3 / 128
     added += (0, 2, 36)[factor_form(problem, config)] / 128
     if has_few_items(problem, device):
@@ -70,19 +85,20 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
         own, work = max(1, config.own_tiles(busiest)), (FEW_SCORE + added) / FEW_SCORE
         groups, split = (1, config.warpgroups) if config.split else (config.warpgroups, 1)
         return few_items.seconds(config.keys, own, groups, problem.head, work, split, ahead=config.stages > split)
-    scores = 64 * config.keys * (SCORE + added) + TILE
-    alone = ALONE[0] * scores + ALONE[1] * multiply + ALONE[2]
+    scores = 64 * config.keys * (unit.score + added) + unit.scores
+    alone = unit.alone[0] * scores + unit.alone[1] * multiply + unit.alone[2]
     if config.stages == 1 and tiles > 1:  # nothing is loaded while it multiplies
         alone += 1000
     slack = 1.03 if config.stages == 2 and tiles > 32 else 1.0
     if config.stages == 2 < min(tiles, config.warpgroups):  # a stage is free when the last one of many has read it
         slack = 1.05
     groups = config.warpgroups * min(resident, -(-items // device.multiprocessors))
-    tile = max(groups * max(multiply, scores), alone) / groups * _turns(config, resident)
+    tile = max(groups * max(multiply, scores), alone) / groups * _turns(config, resident, unit)
     waves = items / (device.multiprocessors * resident)
     waves = math.ceil(waves) if waves < 3 else waves + 0.5
     block = groups * seen * tile * slack
-    cycles = waves * (block + BETWEEN) + ENDS if config.persistent else waves * (block + ENDS)
+    further = WAVE if resident == 1 else ENDS  # other blocks of the multiprocessor multiply meanwhile
+    cycles = waves * (block + BETWEEN) + ENDS if config.persistent else waves * (block + further) + ENDS - further
     traffic = items * (2 * config.keys * seen + 2 * config.queries) * problem.head * 2
     compute, share = cycles / CLOCK, sector_share(problem)
     loads = traffic * share / 5.5e12
@@ -90,13 +106,13 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     return 0.8e-6 + max(compute, problem.bytes / MEMORY, loads) + besides
 
 
-def _turns(config: Config, resident: int) -> float:
+def _turns(config: Config, resident: int, unit: Tile) -> float:
     """A tile's cycles in this configuration, over its cycles without turns.
 
     Turns do not help where other blocks share the multiprocessor."""
     if not config.turns:
         return 1.0
-    return TURNS[config.warpgroups] if resident == 1 else IDLE_TURNS
+    return unit.turns[config.warpgroups] if resident == 1 else IDLE_TURNS
 
 
 def sector_share(problem: Problem) -> float:

@@ -2,23 +2,24 @@
 //
 // Weights are exp2(score - a maximum of the row). The maximum is that of the first tile. It stays the row's as long as later weights are small
 // enough for 16 bits, which their sums tell: then a tile needs neither its own maximum nor a rescaling of the results. Where a row has grown, the
-// warpgroup multiplies the tile's keys once more, and takes the maxima of the rows that have. A bias whose columns are read with each tile leaves no
-// registers for that: each tile has its maximum there.
+// warpgroup multiplies the tile's keys once more, and takes the maxima of the rows that have. A bias whose columns are read with each tile and
+// a mask of each query leave no registers for that: each tile has its maximum there.
 #pragma once
 
 constexpr float LOG2_E = 1.4426950408889634f;
 #include "attention_bias.cuh"
 
-constexpr bool KEEPS_MAXIMA = FACTORS != 2;
+constexpr bool KEEPS_MAXIMA = FACTORS != 2 && !(MASK && MASK_ROWS == 2);
 constexpr float MOST = 16384.0f;                   // of a thread's weights of a row and tile
+constexpr float ROOM = KEEPS_MAXIMA && !ONE_TILE ? 6.0f : 0.0f;    // weights begin at 2^-ROOM, so that a row may grow by 2^20; smaller ones stay exact enough
 #define NOTHING __int_as_float(0xff800000)         // the maximum of a row that has seen no key
 constexpr int EIGHTS = BLOCK_KEYS / 8;             // of keys
 constexpr int MIDDLE = EIGHTS / 2;                 // those before it are packed while the others' exponentials are computed
 
 // Of scores that add_bias() has seen.
 DEVICE float factor_of(const Params& p) { return MASK || FACTORS ? 1.0f : p.scale_log2; }
-// A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
-DEVICE float shift_of(float maximum, float factor) { return maximum == NOTHING ? 0.0f : maximum * factor; }
+// What is subtracted from scores. A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
+DEVICE float shift_of(float maximum, float factor) { return maximum == NOTHING ? 0.0f : fmaf(maximum, factor, ROOM); }
 
 // Whether any of the threads that meet at a barrier says so.
 DEVICE bool any_thread(u32 barrier, u32 threads, bool own) {
@@ -85,7 +86,7 @@ DEVICE void soften(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PA
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
         most = grown[i] ? fmaxf(maximum[i], most + offset[i]) : maximum[i];
         const float shift = shift_of(most, factor);
-        rescale[i] = exp2_fast(maximum[i] * factor - shift);
+        rescale[i] = exp2_fast(fmaf(maximum[i], factor, ROOM) - shift);
         maximum[i] = most;
         sum[i] = fmaf(sum[i], rescale[i], weigh<0, EIGHTS>(i, factor, offset[i] - shift, s));
     }
