@@ -39,7 +39,7 @@ EXCHANGE = 2500  # cycles from a block's last product to the first sums of it th
 SEND, RECEIVE = 24.0, 56.0  # bytes of sums per cycle that a block of stream-K sends to L2, and takes from it
 EXPONENTIAL = frozenset({"silu", "sigmoid", "elu", "softplus"})
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
-# Of products, fitted to 649 timings of 37 of them, in chains on an H200 (``docs/internals/kernels.md``).
+# Of products, fitted to 649 timings of 37 of them, in chains on an H200 (``docs/internals/kernels-products.md``).
 PRODUCT_CLOCK = 1.7e9  # Hz
 STORED = 0.081  # the part of the ring's stores to shared memory that reads of it do not hide
 BESIDE = 3.3  # power of the norm that adds up tensor cores, shared memory and loads
@@ -100,7 +100,7 @@ def issue(problem: Problem) -> float:
 
 INTENSITY, FEW_ROWS_INTENSITY, MOST_WORK = 100, 88, 1.2e10
 """Operations for a byte, from which on, and operations up to which networks were faster by the model of products. Larger ones run at the
-power limit (``docs/internals/kernels.md``)."""
+power limit (``docs/internals/kernels-products.md``)."""
 
 
 def mid_size_product(problem: Problem) -> bool:
@@ -288,7 +288,7 @@ def streams(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts)
     """Stream-K of one tile of a stack of products, where their tiles leave half of the multiprocessors idle.
 
     Elsewhere other tiles fill the machine, and clusters that split K exchange their sums in a third of the time: of 63 layers and
-    products none was faster by stream-K (``docs/internals/kernels.md``).
+    products none was faster by stream-K (``docs/internals/kernels-products.md``).
     """
     wgm, wgn, mt, bn = tile
     plain = Config(wgm, wgn, mt, bn, 2, stream=True)

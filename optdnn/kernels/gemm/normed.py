@@ -44,7 +44,7 @@ from optdnn.types import FP16, Array
 ROUNDING = 2.0**-10
 """The most that rounding may change a column of the scaled matrix, relative to its length."""
 MOST_WORK = 2.0e10
-"""Operations of the largest products that were faster so. Larger ones run at the power limit, and won nothing (``docs/internals/kernels.md``)."""
+"""Operations of the largest products that were faster so. Larger ones run at the power limit, and won nothing (``docs/internals/kernels-products.md``)."""
 
 
 class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
