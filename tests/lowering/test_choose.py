@@ -313,6 +313,7 @@ def test_no_result_depends_on_the_order_of_threads() -> None:
     found = {path.name: atomics(path.read_text()) for path in sources if path.is_file()}
     # Warps and blocks that have written their sums: integers, and nobody adds up in the order of their coming.
     assert found.pop("counts.cuh") == ["red.release.gpu.global.add.u32"]
+    assert found.pop("attention_softmax.cuh") == ["red.or.pred"], "a barrier's vote"
     assert found.pop("mma.cuh") == ["atom.acq_rel.gpu.global.add.u32"]
     assert found.pop("grid_meeting.cuh") == ["atomicAdd(", "atomicAdd("]
     assert set(found.pop("sample.cu")) == {"atomicAdd("}, "histograms of integers, in shared memory"
