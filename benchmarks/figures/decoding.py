@@ -16,15 +16,15 @@ WEIGHTS = {16: "fp16", 8: "8 bits", 4: "4 bits"}
 
 
 def decoding(rows: Sequence[Row]) -> str:
-    """Milliseconds a token of each network, kind of weights and batch, of all its layers."""
+    """Milliseconds a token of each network, kind of weights and batch, of all its layers. PyTorch's may be of an older row."""
     mine = [r for r in rows if r["what"] == "decode" and r.get("times")]
     runs: dict[tuple[str, int, int], dict[int, Row]] = {}
     for row in mine:
         d = Decoder.of(workload(row))
         if d.tokens == 1:
             same = runs.setdefault((workload(row).short, d.bits, d.batch), {})
-            if d.layers not in same or len(row["times"]) > len(same[d.layers]["times"]):
-                same[d.layers] = row
+            older = same[d.layers]["times"] if d.layers in same else {}
+            same[d.layers] = {**row, "times": {**older, **row["times"]}}
     lines = [["network", "weights", "batch", "ms a token", "tokens/s", "of the bound", "PyTorch ms a token"]]
     used: list[Row] = []
     computed = False
