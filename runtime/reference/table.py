@@ -15,6 +15,7 @@ from optdnn.runtime.reference import (
     grid_sample,
     index,
     norm,
+    norm_regions,
     packed,
     pool,
     quant,
@@ -40,6 +41,7 @@ KERNELS: dict[str, Kernel] = {
     **collective.KERNELS,
     **conv.KERNELS,
     **conv_regions.KERNELS,
+    **norm_regions.KERNELS,
     **custom.KERNELS,
     **detect.KERNELS,
     **gemm.KERNELS,
@@ -64,7 +66,12 @@ KERNELS: dict[str, Kernel] = {
     **vectors.KERNELS,
 }
 
-COMPOSED: dict[str, ComposedKernel] = {**control.COMPOSED, **conv_regions.COMPOSED, **regions.COMPOSED}
+COMPOSED: dict[str, ComposedKernel] = {
+    **control.COMPOSED,
+    **conv_regions.COMPOSED,
+    **norm_regions.COMPOSED,
+    **regions.COMPOSED,
+}
 
 KINDS = frozenset({*KERNELS, *COMPOSED})
 """Every kind that :func:`optdnn.runtime.reference.run.run_kernel` evaluates."""
