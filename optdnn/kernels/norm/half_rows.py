@@ -125,6 +125,13 @@ def row_problem(op: Op) -> rows.Problem:
     )  # fmt: skip
 
 
+def parameters(b: Builder, norm: Op, names: Sequence[str] = ("scale", "bias")) -> dict[str, TensorView]:
+    """The constant scale and bias of a norm in fp32, as far as it has them."""
+    found = {name: b.graph.constant_value(value) for name, value in zip(names, norm.inputs[1:], strict=False)}
+    given = {name: array.astype(np.float32) for name, array in found.items() if array is not None}
+    return {name: b.constant(array, f"{norm.outputs[0].name}.{name}") for name, array in given.items()}
+
+
 def emit_norm(
     b: Builder, covers: Op, norm: Op, made: Launch, operands: dict[str, TensorView], kind: str, attrs: dict[str, Any],
     *, last: bool = False, after: Sequence[TensorView | None] = (),
@@ -132,10 +139,7 @@ def emit_norm(
     """Add the launch of a normalization (or softmax), whose constant scale and bias come to the ``operands``. ``covers`` says which
     nodes it computes. ``last``: its meaning has the addend after the parameters, which may be absent.
     ``after``: what the stages after the norm read in its meaning, whose parameters may be absent, too."""
-    for name, value in zip(("scale", "bias"), norm.inputs[1:], strict=False):
-        array = b.graph.constant_value(value)
-        if array is not None:
-            operands[name] = b.constant(array.astype(np.float32), f"{norm.outputs[0].name}.{name}")
+    operands |= parameters(b, norm)
     reads: list[TensorView | None] = [operands[n] for n in ("input", "addend", "scale", "bias") if n in operands]
     writes = [operands[n] for n in ("sum", "output", "narrow") if n in operands]
     if last:

@@ -15,11 +15,10 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.layout.row_places import ACCESS, aligned, result_strides, row_pitch
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.add_norm import NORMS
-from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, placed, row_problem, rows_offers
-from optdnn.kernels.tactic import Offer, ProblemTactic, Region
+from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, placed, row_problem
+from optdnn.kernels.norm.norm_add import FollowsNorm
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
-from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 _ROWS = HalfRows()
 _SLOTS = 3
@@ -70,7 +69,7 @@ def _given(op: Op, slot: int) -> Value:
     return value
 
 
-class ModulatedRows(ProblemTactic):
+class ModulatedRows(FollowsNorm):
     """LayerNorm or RMSNorm of 16-bit rows, then a factor and a shift for each image and feature."""
 
     name = "rows_modulated"
@@ -93,14 +92,9 @@ class ModulatedRows(ProblemTactic):
             return "its factor and shift are not rows of each image, at multiples of 16 bytes"
         return None if self.configs(b, op) else "its rows do not fit the registers of a block"
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The normalization before it."""
+    def before(self, graph: Graph, op: Op) -> Op | None:
         found = modulation(graph, op)
-        return [] if found is None else [found.norm]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The pointwise operator, and the normalization before it."""
-        return Region(op, before=tuple(self.neighbours(b.graph, op)))
+        return None if found is None else found.norm
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
         found = modulation(b.graph, op)
@@ -110,13 +104,6 @@ class ModulatedRows(ProblemTactic):
         modulated = rows.Modulated(math.prod(shape[1:-1]), vectors[0] or 0, vectors[1], found.plus)
         out = b.result(op.value, result_strides(b, op.value))
         return placed(replace(row_problem(found.norm), modulated=modulated), b.operand(found.norm.inputs[0]), out)
-
-    def place(self, b: Builder, op: Op) -> None:
-        """Rows padded for products, unless the place is reserved."""
-        b.target(op.value, result_strides(b, op.value))
-
-    def offers(self, problem: rows.Problem, gpu: GpuFacts) -> Sequence[Offer]:
-        return rows_offers(problem, gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         found = modulation(b.graph, op)

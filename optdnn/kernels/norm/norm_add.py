@@ -5,6 +5,7 @@ The launch is emitted at the addition.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -42,7 +43,31 @@ def of_another_launch(graph: Graph, norm: Op) -> str | None:
     )
 
 
-class NormAdd(ProblemTactic):
+class FollowsNorm(ProblemTactic):
+    """An operator that the launch of the normalization before it takes along."""
+
+    @abstractmethod
+    def before(self, graph: Graph, op: Op) -> Op | None:
+        """The normalization."""
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The normalization before it."""
+        norm = self.before(graph, op)
+        return [] if norm is None else [norm]
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The operator, and the normalization before it."""
+        return Region(op, before=tuple(self.neighbours(b.graph, op)))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """Rows padded for products, unless the place is reserved."""
+        b.target(op.value, result_strides(b, op.value))
+
+    def offers(self, problem: rows.Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return rows_offers(problem, gpu)
+
+
+class NormAdd(FollowsNorm):
     """LayerNorm or RMSNorm of rows, then Add of a tensor of the same shape, in 16-bit floats."""
 
     name = "norm_add_half"
@@ -68,14 +93,9 @@ class NormAdd(ProblemTactic):
             return "an operand is of another type"
         return None if self.configs(b, op) else "its rows do not fit the registers of a block"
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The normalization before it."""
+    def before(self, graph: Graph, op: Op) -> Op | None:
         found = normalized_operand(graph, op)
-        return [] if found is None else [found[0]]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The addition, and the normalization before it."""
-        return Region(op, before=tuple(self.neighbours(b.graph, op)))
+        return None if found is None else found[0]
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
         found = normalized_operand(b.graph, op)
@@ -84,13 +104,6 @@ class NormAdd(ProblemTactic):
         out = b.result(op.value, result_strides(b, op.value))
         whole = replace(row_problem(norm), add=True, last=True)
         return placed(whole, b.operand(norm.inputs[0]), out, b.operand(other))
-
-    def place(self, b: Builder, op: Op) -> None:
-        """Rows padded for products, unless the place is reserved."""
-        b.target(op.value, result_strides(b, op.value))
-
-    def offers(self, problem: rows.Problem, gpu: GpuFacts) -> Sequence[Offer]:
-        return rows_offers(problem, gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         found = normalized_operand(b.graph, op)

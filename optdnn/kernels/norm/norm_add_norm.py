@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.add_norm import AddNorm, norm_of
-from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows
+from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, parameters
 from optdnn.kernels.norm.norm_add import normalized_operand, of_another_launch
 from optdnn.kernels.tactic import Region
 from optdnn.ops.norm_regions import AddNormAttrs, NormAddNormAttrs
@@ -77,11 +75,7 @@ class NormAddNorm(AddNorm):
             "input": x, "addend": other, "sum": b.target(op.value), "output": b.target(norm.value),
         }  # fmt: skip
         names = ("scale", "bias", "first_scale", "first_bias")
-        for name, owner, k in zip(names, (norm, norm, first, first), (1, 2, 1, 2), strict=True):
-            if owner.input(k) is not None:
-                array = b.graph.constant_value(owner.inputs[k])
-                assert array is not None
-                operands[name] = b.constant(array.astype(np.float32), f"{owner.outputs[0].name}.{name}")
+        operands |= parameters(b, norm, names[:2]) | parameters(b, first, names[2:])
         covers = replace(op, src=op.src | norm.src | first.src)
         attrs = NormAddNormAttrs(norm.kind, norm.attrs, AddNormAttrs(first.kind, first.attrs)).plain()
         reads = [x, other, *(operands.get(name) for name in names)]
