@@ -12,7 +12,9 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, unmade
 from optdnn.kernels.index.rotary import Turn, aligned, partner, turn_of
 from optdnn.kernels.launch import GENERAL, Launch, Parameters
+from optdnn.kernels.layout.row_places import VIEWS
 from optdnn.kernels.layout.views import seen_by
+from optdnn.kernels.norm.add_norm import NORMS
 from optdnn.kernels.tactic import Region, Tactic
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cuda.compile import render
@@ -21,8 +23,6 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP32, normalize_axis
 
 THREADS, MOST_THREADS = 128, 1024
-NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
-_RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 _MOST_VIEWS = 3
 
 
@@ -66,7 +66,7 @@ def normed(graph: Graph, rotary: Op) -> Normed | None:
             return None
         if op.kind in NORMS:
             return Normed(rotary, op, tuple(reversed(views)))
-        if op.kind not in _RESHAPES | {"Transpose"}:
+        if op.kind not in VIEWS:
             return None
         views.append(op)
         value = op.inputs[0]
