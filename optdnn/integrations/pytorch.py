@@ -18,7 +18,7 @@ import numpy as np
 from optdnn.errors import MissingDependency, ModelError, OptdnnError, UsageError
 from optdnn.integrations.torch_attention import attention
 from optdnn.integrations.torch_graphs import numbers, specialized
-from optdnn.integrations.torch_recurrent import translations
+from optdnn.integrations.torch_translations import translations
 from optdnn.ranges import DimRange, input_shapes
 from optdnn.runtime.engine import Engine
 from optdnn.temporary import temporary_folder

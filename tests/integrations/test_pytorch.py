@@ -277,6 +277,19 @@ def test_torch_compile_by_name() -> None:
 
 
 @needs_torch
+@pytest.mark.parametrize(
+    "given", [{}, {"bias": False, "stride": (1, 2, 1), "padding": 1, "groups": 2, "dilation": (1, 1, 2)}]
+)
+def test_a_convolution_of_volumes(given: dict[str, Any]) -> None:
+    """Torch's translator gives one without a bias a bias of two axes."""
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    net, x = torch.nn.Conv3d(4, 6, 3, **given).eval(), torch.randn(2, 4, 5, 6, 7)
+    engine = from_torch(net, x, exporter="dynamo", target="reference")
+    (got,) = engine.run({engine.inputs[0].name: x.numpy()}).values()
+    np.testing.assert_allclose(got, _of(net, x).numpy(), atol=2e-6)
+
+
 @pytest.mark.parametrize("shape", [(3, 5, 8), (2, 3, 4, 5, 8)])
 @pytest.mark.parametrize("mask", ["none", "causal", "boolean", "added"])
 def test_attention_of_three_and_five_axes(shape: tuple[int, ...], mask: str) -> None:

@@ -82,19 +82,27 @@ struct RowPart {
         return turn * TURN_CHUNKS < chunks;
     }
     __device__ __forceinline__ bool inside(int turn, int j) const { return EVEN ? inside(turn) : turn * TURN_K + j * 8 < left; }
+    // Whether K ends after the first of pair j.
+    __device__ __forceinline__ bool alone(int turn, int j) const { return !EVEN && left - (turn * TURN_K + j * 8) == 1; }
     // The norm's scales of the next turns, which depend on no other kernel.
     __device__ __forceinline__ void load_scales(const float* scales, int turn) {
         #pragma unroll
         for (int i = 0; i < SIDE * 4; i++) {
             const int at = first + (turn + i / 4) * TURN_K + i % 4 * 8;
-            scale[i / 4][i % 4] = inside(turn + i / 4, i % 4) ? __ldg(reinterpret_cast<const float2*>(scales + at)) : make_float2(0.0f, 0.0f);
+            float2& both = scale[i / 4][i % 4];
+            if (!inside(turn + i / 4, i % 4)) both = make_float2(0.0f, 0.0f);
+            else if (alone(turn + i / 4, i % 4)) both = make_float2(__ldg(scales + at), 0.0f);
+            else both = __ldg(reinterpret_cast<const float2*>(scales + at));
         }
     }
     __device__ __forceinline__ void load_rows(const u16* x, long long x_pitch, int turn) {
         #pragma unroll
         for (int i = 0; i < SIDE * ROWS * 4; i++) {
             const int s = i / (ROWS * 4), m = i / 4 % ROWS, j = i % 4;
-            pair[s][m][j] = inside(turn + s, j) ? *reinterpret_cast<const u32*>(x + m * x_pitch + first + (turn + s) * TURN_K + j * 8) : 0u;
+            const u16* at = x + m * x_pitch + first + (turn + s) * TURN_K + j * 8;
+            if (!inside(turn + s, j)) pair[s][m][j] = 0u;
+            else if (alone(turn + s, j)) pair[s][m][j] = *at;
+            else pair[s][m][j] = *reinterpret_cast<const u32*>(at);
         }
     }
     // Puts the digits of the next turns: [chunk][row][pair of products][digit][lane of four][16 bytes], and behind each row of a chunk what
@@ -112,8 +120,7 @@ struct RowPart {
         float most = 0.0f;
         #pragma unroll
         for (int j = 0; j < 4; j++) {
-            u32 both = pair[s][m][j];
-            if (!EVEN && left - (turn * TURN_K + j * 8) == 1) both &= 0xffffu;
+            const u32 both = pair[s][m][j];
             value[2 * j] = low_float(both), value[2 * j + 1] = high_float(both);
             if (NORM) {
                 squares[m] = fmaf(value[2 * j], value[2 * j], fmaf(value[2 * j + 1], value[2 * j + 1], squares[m]));

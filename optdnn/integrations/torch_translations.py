@@ -1,4 +1,8 @@
-"""Plain recurrent layers of PyTorch as one ONNX operator: torch.export's translator to ONNX would unroll their steps."""
+"""Operators of PyTorch that torch.export's translator to ONNX would write worse, or wrongly.
+
+It unrolls the steps of plain recurrent layers. To a Conv3d without a bias it gives one of shape [C, 2], which only its own
+optimizer removes again.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,22 @@ from typing import Any
 def translations(torch: Any) -> dict[Any, Callable[..., Any]]:
     """For ``custom_translation_table`` of ``torch.onnx.export``: operator of PyTorch -> what writes it with onnxscript."""
     aten = torch.ops.aten
-    return {aten.rnn_relu.input: _rnn_relu, aten.rnn_tanh.input: _rnn_tanh}
+    return {aten.rnn_relu.input: _rnn_relu, aten.rnn_tanh.input: _rnn_tanh, aten.conv3d.default: _conv3d}
+
+
+def _conv3d(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Sequence[int] = (1, 1, 1),
+    padding: Sequence[int] = (0, 0, 0),
+    dilation: Sequence[int] = (1, 1, 1),
+    groups: int = 1,
+) -> Any:
+    from onnxscript import opset18 as op  # type: ignore[import-not-found, unused-ignore]
+
+    strides, pads, dilations = (list(v) * (3 // len(v)) for v in (stride, padding, dilation))
+    return op.Conv(x, weight, bias, strides=strides, pads=pads * 2, dilations=dilations, group=groups)
 
 
 def _rnn_relu(*operands: Any) -> tuple[Any, Any]:
