@@ -80,7 +80,7 @@ BY_LIBRARIES = (
     ("name", "how"),
     sweep(
         [(name, how) for name in ODD for how in BUILDS],
-        *((name, "reference") for name in ODD),
+        *((name, "reference") for name in list(ODD)[::3]),
         *((name, how) for name in BY_LIBRARIES for how in BUILDS),
     ),
 )

@@ -12,6 +12,7 @@ from support.net import Net
 from support.quantized_nets import FP8, attention_network
 from support.sequence_cases import ATTENTION, attention
 from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate
+from support.sweep import sweep
 
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
@@ -41,7 +42,7 @@ def reasons(program: Program) -> str:
     return "; ".join(r["reason"] for t in program.meta["tactics"] for r in t.get("refused", []))
 
 
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("name", sweep(ATTENTION, *list(ATTENTION)[::3]))
 def test_before_hopper(name: str) -> None:
     build, tactic = ATTENTION[name]
     arch = ARCHS[len(name) % 3]

@@ -97,7 +97,7 @@ class Case:
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", sweep(CASES, *list(CASES)[::3]))
+@pytest.mark.parametrize("name", sweep(CASES, *list(CASES)[::6]))
 def test_the_kernel_where_warps_are_emulated(name: str, tmp_path: Path) -> None:
     problem, config = CASES[name]
     assert channels.refuse(problem) is None
@@ -111,7 +111,7 @@ def test_the_kernel_where_warps_are_emulated(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("turns", [False, True])
-@pytest.mark.parametrize("name", sweep(PARTS, *list(PARTS)[::3]))
+@pytest.mark.parametrize("name", sweep(PARTS, *list(PARTS)[::6]))
 def test_two_launches_where_warps_are_emulated(
     name: str, turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

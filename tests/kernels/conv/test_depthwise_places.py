@@ -17,6 +17,7 @@ from support.host import COMPILER, WHY_NOT
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
+from support.sweep import sweep
 
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph, Value
@@ -289,7 +290,7 @@ PLACED: dict[str, tuple[Any, depthwise.Problem, Any]] = {
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", PLACED)
+@pytest.mark.parametrize("name", sweep(PLACED, *list(PLACED)[::3]))
 def test_kernels_compute_where_pixels_have_a_pitch(name: str, tmp_path: Path) -> None:
     family, problem, config = PLACED[name]
     assert family.refuse(problem, config) is None

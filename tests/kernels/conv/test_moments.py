@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.emulated import _text
 from support.host import HERE, library
+from support.sweep import sweep
 
 from optdnn.runtime.cuda.compile.nvrtc import template_files
 from optdnn.types import Array
@@ -110,7 +111,7 @@ def _moments(x: Array) -> Array:
     return np.stack([mean, ((x - mean[..., None]) ** 2).sum(-1)], -1)
 
 
-@pytest.mark.parametrize("rows", [8, 32, 40, 64, 72, 104, 144, 192, 256])
+@pytest.mark.parametrize("rows", sweep([8, 32, 40, 64, 72, 104, 144, 192, 256], 8, 40, 192))
 def test_moments_of_a_tile(rows: int, tmp_path: Path) -> None:
     x = np.random.default_rng(rows).standard_normal((rows, 64)) * 2 + np.linspace(-50, 50, rows)[:, None]
     half = x.astype(np.float16)
@@ -131,7 +132,9 @@ def test_moments_of_a_warps_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("normed", [1, 2])
-@pytest.mark.parametrize(("rows", "blocks"), [(40, 1), (40, 20), (104, 3), (144, 16), (200, 9)])
+@pytest.mark.parametrize(
+    ("rows", "blocks"), sweep([(40, 1), (40, 20), (104, 3), (144, 16), (200, 9)], (40, 20), (104, 3))
+)
 def test_sums_are_normalized(normed: int, rows: int, blocks: int, tmp_path: Path) -> None:
     first, count = 3, rows + 1
     rng = np.random.default_rng(blocks)

@@ -15,6 +15,7 @@ from support.host import COMPILER, WHY_NOT
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
+from support.sweep import sweep
 
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph, Value
@@ -73,7 +74,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", NETS)
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", sweep(["fp16", "bf16"], "fp16"))
 @pytest.mark.usefixtures("chosen")
 def test_one_launch_gives_what_two_give(name: str, precision: str) -> None:
     program = check_simulated(NETS[name](), precision)
