@@ -63,7 +63,7 @@ def check(got: np.ndarray, want: np.ndarray, dtype: str) -> None:
         ("a last block that is not full", digits.Config(4, 2)),
         pytest.param("an odd depth", digits.Config(2, 8), marks=pytest.mark.slow),
         pytest.param("by channel", digits.Config(2, 2), marks=pytest.mark.slow),
-        ("zero points that are no integers", digits.Config(4, 2)),
+        pytest.param("zero points that are no integers", digits.Config(4, 2), marks=pytest.mark.slow),
         pytest.param("gated", digits.Config(2, 4), marks=pytest.mark.slow),
         pytest.param("8 bits by channel", digits.Config(8, 2), marks=pytest.mark.slow),
         ("8 bits, bf16", digits.Config(4, 2)),

@@ -93,12 +93,9 @@ def run(case: Case, config: gemv.Config, folder: Path) -> None:
     "name",
     sweep(
         CASES,
-        "blocks of 16",
-        "blocks of 64, bf16",
         "a last block that is not full",
         "8 bits, bf16",
         "gated",
-        "by channel, shallow",
     ),
 )
 def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
