@@ -58,7 +58,11 @@ def test_kernels(family: str, precision: str, tmp_path: Path) -> None:
 
 
 def compare_steps(
-    program: Program, feeds: dict[str, Any], tolerance: float, folder: Path, made: Callable[[Program, Path], Any] = HostKernels
+    program: Program,
+    feeds: dict[str, Any],
+    tolerance: float,
+    folder: Path,
+    made: Callable[[Program, Path], Any] = HostKernels,
 ) -> int:
     """Run every generated kernel of the program on what precedes it; returns how many were compared. ``made``: what runs them."""
     runner = SimulateRunner(program)

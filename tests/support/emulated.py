@@ -97,9 +97,16 @@ def _generated(recipe: Recipe, entry: str, folder: Path) -> ctypes.CDLL:
     shared = "extern __shared__ __align__(128) float shared[];"
     assert shared in text
     text = text.replace(shared, "float* const shared = reinterpret_cast<float*>(memory);")
-    shim = (HERE / "host_warps.hpp").read_text(encoding="utf-8").split("struct Narrow {")[0]  # general.cuh has one of its own
+    shim = (
+        (HERE / "host_warps.hpp").read_text(encoding="utf-8").split("struct Narrow {")[0]
+    )  # general.cuh has one of its own
     before = [f"#define OPERAND_ITEM {item[1]}", shim, machine, _text(texts["general.cuh"])]
-    return library("\n".join([*before, text, _RUN.replace("ENTRY", entry)]), folder, "-O1", [o for o in recipe.options if o.startswith("-D")])
+    return library(
+        "\n".join([*before, text, _RUN.replace("ENTRY", entry)]),
+        folder,
+        "-O1",
+        [o for o in recipe.options if o.startswith("-D")],
+    )
 
 
 def run(loaded: ctypes.CDLL, made: Launch, addresses: Mapping[str, int]) -> None:

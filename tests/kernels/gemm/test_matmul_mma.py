@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from kernels.test_generated import compare_steps
 from support.emulated import MatrixProducts
@@ -87,7 +86,16 @@ def test_how_operands_come_to_shared_memory(name: str) -> None:
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
-@pytest.mark.parametrize(("name", "precision"), sweep([(n, p) for n in NETS for p in TOLERANCE], *((n, "fp16") for n in NETS), ("odd_and_turned", "tf32"), ("both_turned", "tf32"), ("rows", "bf16")))
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    sweep(
+        [(n, p) for n in NETS for p in TOLERANCE],
+        *((n, "fp16") for n in NETS),
+        ("odd_and_turned", "tf32"),
+        ("both_turned", "tf32"),
+        ("rows", "bf16"),
+    ),
+)
 def test_kernels_on_a_processor(name: str, precision: str, tmp_path: Path) -> None:
     graph, program = program_of(name, precision, no_cubins=True)
     assert kernel_of(program).template == "matmul_mma.cu"
