@@ -73,7 +73,9 @@ class TiledMatMul(Tactic):
         if op.kind == "Gemm" and 2 in extra:
             first = [Stage("Add", (-1, 2))]
         stages = [*first, *_after(op.attrs.epilogue, len(first))]
-        emit_matmul(b, op, left, right, out, stages, extra, scale, {2: beta}, op.kind, attrs, operands, tf32=has_tf32(op))
+        emit_matmul(
+            b, op, left, right, out, stages, extra, scale, {2: beta}, op.kind, attrs, operands, tf32=has_tf32(op)
+        )
 
 
 def _after(stages: Sequence[Stage], count: int) -> list[Stage]:

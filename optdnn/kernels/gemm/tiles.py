@@ -116,7 +116,10 @@ def matrix_tile(
     if max(spans) >= LARGEST:
         return None
     item = left.dtype.itemsize
-    ways = (_way(left, left.strides[-2], left.strides[-1], item), _way(right, right.strides[-1], right.strides[-2], item))
+    ways = (
+        _way(left, left.strides[-2], left.strides[-1], item),
+        _way(right, right.strides[-1], right.strides[-2], item),
+    )
     for rows, columns in ((128, 128), (128, 64) if m > n else (64, 128)):
         if -(-m // rows) * -(-n // columns) * count >= fitted(gpu).multiprocessors:
             return MatrixTile(rows, columns, dtype, *ways)
