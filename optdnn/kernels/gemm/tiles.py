@@ -57,10 +57,10 @@ class Tile:
 @dataclass(frozen=True)
 class Way:
     """How an operand comes to shared memory. ``along``: its lines (rows of the left operand, columns of the right one) lie there as K follows in
-    memory; else places of K do, as its lines follow. ``pieces``: 16 bytes at a time."""
+    memory; else places of K do, as its lines follow. ``piece``: bytes at a time (16, 8 or 4; 0: single elements through registers)."""
 
     along: bool
-    pieces: bool
+    piece: int
 
     def bytes(self, lines: int, item: int) -> int:
         """Bytes of a step of K of so many lines."""
@@ -97,7 +97,7 @@ class MatrixTile:
         ways = {
             f"{side}_{name}": int(value)
             for side, way in (("LEFT", self.left), ("RIGHT", self.right))
-            for name, value in (("ALONG", way.along), ("PIECES", way.pieces))
+            for name, value in (("ALONG", way.along), ("PIECE", way.piece))
         }
         values = {"BM": self.rows, "BN": self.columns, "STAGES": MATRIX_STAGES, "ITEM": self.item, **ways}
         return f'{render.constants(values)}\n{render.mma(self.dtype)}\n#include "matmul_mma.cuh"'
@@ -128,11 +128,11 @@ def matrix_tile(
 
 def _way(x: TensorView, line: int, place: int, item: int) -> Way:
     """``line``, ``place``: elements from one line, and from one place of K, to the next."""
-    whole = 16 // item
-    aligned = all(s % whole == 0 for s in (x.offset, *x.strides[:-2]))
     along = place == 1 or line != 1
-    pitch = line if along else place
-    return Way(along, min(line, place) == 1 and aligned and pitch % whole == 0)
+    if 1 not in (line, place):
+        return Way(along, 4 if item == 4 else 0)
+    steps = (x.offset, *x.strides[:-2], line if along else place)
+    return Way(along, next((b for b in (16, 8, 4) if all(s * item % b == 0 for s in steps)), 0))
 
 
 def tile_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,14 +59,25 @@ def many_columns(n: Net) -> Value:
     return n.op("MatMul", n.input(40, 136, 16, name="a"), n.input(40, 16, 300, name="b"))
 
 
+def even_sizes(n: Net) -> Value:
+    return n.op("MatMul", n.input(3, 34, 38, name="a"), n.input(3, 38, 70, name="b"))
+
+
+def apart(n: Net) -> Value:
+    """Neither rows nor columns of the left operand lie together."""
+    x = n.op("Transpose", n.input(20, 36, 3, name="a"), attrs=TransposeAttrs((2, 0, 1)))
+    return n.op("MatMul", x, n.input(3, 36, 44, name="b"))
+
+
 NETS: dict[str, Callable[[Net], Value]] = {
-    f.__name__: f for f in (rows, both_turned, odd_sizes, odd_and_turned, one_matrix_for_all, many_columns)
+    f.__name__: f
+    for f in (rows, both_turned, odd_sizes, odd_and_turned, one_matrix_for_all, many_columns, even_sizes, apart)
 }
 WAYS = {
-    "rows": (1, 1, 0, 1), "both_turned": (0, 1, 1, 1), "odd_sizes": (1, 0, 0, 0), "odd_and_turned": (0, 0, 1, 0),
-    "one_matrix_for_all": (1, 1, 0, 1), "many_columns": (1, 1, 0, 0),
+    "rows": (1, 16, 0, 16), "both_turned": (0, 16, 1, 16), "odd_sizes": (1, 0, 0, 0), "odd_and_turned": (0, 0, 1, 0),
+    "one_matrix_for_all": (1, 16, 0, 16), "many_columns": (1, 16, 0, 8), "even_sizes": (1, 4, 0, 4), "apart": (1, 0, 0, 8),
 }  # fmt: skip
-"""Along K, by pieces: of the left operand, of the right one (in 16 bits; of fp32, pieces are four elements)."""
+"""Along K, and bytes of a piece: of the left operand, of the right one, in 16 bits."""
 
 
 def program_of(name: str, precision: str, target: str = "cuda:sm_80", **options: Any) -> tuple[Graph, Program]:
@@ -82,8 +94,10 @@ def kernel_of(program: Program) -> Kernel:
 @pytest.mark.parametrize("name", NETS)
 def test_how_operands_come_to_shared_memory(name: str) -> None:
     text = kernel_of(program_of(name, "fp16", no_cubins=True)[1]).generated["generated.cuh"]
-    found = [f"#define {side}_{way} 1" in text for side in ("LEFT", "RIGHT") for way in ("ALONG", "PIECES")]
-    assert found == [bool(x) for x in WAYS[name]]
+    found = [
+        re.search(rf"#define {side}_{way} (\d+)", text) for side in ("LEFT", "RIGHT") for way in ("ALONG", "PIECE")
+    ]
+    assert [int(x[1]) for x in found if x] == list(WAYS[name])
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")

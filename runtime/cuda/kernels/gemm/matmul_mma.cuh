@@ -2,7 +2,7 @@
 // rows are lines of the left operand, its columns lines of the right one. Included by generated text, which defines BM and BN (64 or 128), STAGES,
 // ITEM (bytes of an element), multiply(), and of each operand
 //   ALONG: shared memory holds 64 bytes of K of each line; else a line's neighbours at each place of K;
-//   PIECES: copied behind the threads' backs, 16 bytes at a time along that direction; else element by element, by the threads.
+//   PIECE: bytes of it that are copied behind the threads' backs at a time (16, 8 or 4, along that direction); 0: element by element, by the threads.
 #pragma once
 #include "ldmatrix.cuh"
 #include "mma.cuh"
@@ -15,7 +15,7 @@ typedef bf16 Number;
 typedef f16 Number;
 #endif
 
-constexpr int THREADS = 128, LINE_BYTES = 64, BK = LINE_BYTES / ITEM, PRODUCT = 32 / ITEM, PER_PIECE = 16 / ITEM;
+constexpr int THREADS = 128, LINE_BYTES = 64, BK = LINE_BYTES / ITEM, PER_CHUNK = 16 / ITEM;
 constexpr int WARP_M = BM / 2, WARP_N = BN / 2, TILES_M = WARP_M / 16, TILES_N = WARP_N / 8, TM = 2 * TILES_M, TN = 2 * TILES_N;
 constexpr int PAD = ITEM == 4 ? 32 : 16;           // bytes between places of K: what a fragment reads lies in all banks
 
@@ -28,35 +28,39 @@ struct Matrix {
 // Four 16-byte pieces a line; the eight lines that ldmatrix reads at a time lie in all banks.
 DEVICE int piece_at(int line, int piece) { return line * LINE_BYTES + ((piece ^ (line >> 1 & 3)) << 4); }
 
-template <int LINES, bool ALONG, bool PIECES> struct Operand {
+template <int LINES, bool ALONG, int PIECE> struct Operand {
     static constexpr int PITCH = LINES * ITEM + PAD;                       // of a place of K
     static constexpr int BYTES = ALONG ? LINES * LINE_BYTES : BK * PITCH;  // of a stage
+    static constexpr int EACH = PIECE ? PIECE / ITEM : 1;                  // elements at a time
+    static constexpr int TURNS = LINES * BK / EACH / THREADS, HELD = PIECE ? 1 : TURNS;
     const Number* first;
     i64 line, place;                               // strides of lines and of places of K
     int lines, k;                                  // that there are, from the first one on
+    Number held[HELD];                             // elements on their way through registers
 
-    // The K from ``at`` on to a stage, which begins at ``target``.
-    DEVICE void load(u8* target, int at) const {
+    // Of the thread's i-th piece: the line, the place of K behind the stage's first one, and where it lies in the stage.
+    DEVICE int line_of(int i) const { return ALONG ? (threadIdx.x + i * THREADS) / (BK / EACH) : (threadIdx.x + i * THREADS) % (LINES / EACH) * EACH; }
+    DEVICE int place_of(int i) const { return ALONG ? (threadIdx.x + i * THREADS) % (BK / EACH) * EACH : (threadIdx.x + i * THREADS) / (LINES / EACH); }
+    DEVICE int offset_of(int i) const {
+        const int l = line_of(i), z = place_of(i);
+        return ALONG ? piece_at(l, z / PER_CHUNK) + z % PER_CHUNK * ITEM : z * PITCH + l * ITEM;
+    }
+
+    // Sends for the K from ``at`` on: pieces to a stage, which begins at ``target``, elements to registers.
+    DEVICE void load(u8* target, int at) {
         #pragma unroll
-        for (int i = 0; i < LINES / 32; i++) {
-            const int e = threadIdx.x + i * THREADS;
-            if (PIECES) {
-                const int l = ALONG ? e / 4 : e % (LINES / PER_PIECE) * PER_PIECE, z = ALONG ? e % 4 * PER_PIECE : e / (LINES / PER_PIECE);
-                const int left = ALONG ? k - at - z : lines - l;           // elements from here on
-                const bool inside = left > 0 && (ALONG ? l < lines : at + z < k);
-                const Number* source = inside ? first + (ALONG ? l * line + at + z : (at + z) * place + l) : first;
-                const u32 to = smem_address(target + (ALONG ? piece_at(l, e % 4) : z * PITCH + l * ITEM));
-                copy_16_or_zeros(to, source, inside ? min(left * ITEM, 16) : 0);
-            } else {
-                #pragma unroll
-                for (int j = 0; j < PER_PIECE; j++) {
-                    const int n = e + j * (LINES / 32) * THREADS, l = ALONG ? n / BK : n % LINES, z = ALONG ? n % BK : n / LINES;
-                    const bool inside = l < lines && at + z < k;
-                    Number* to = reinterpret_cast<Number*>(target + (ALONG ? piece_at(l, z / PER_PIECE) : z * PITCH + l * ITEM)) + (ALONG ? z % PER_PIECE : 0);
-                    *to = inside ? first[l * line + (at + z) * place] : Number{};
-                }
-            }
+        for (int i = 0; i < TURNS; i++) {
+            const int l = line_of(i), z = at + place_of(i), left = ALONG ? k - z : lines - l;  // elements from here on
+            const bool inside = left > 0 && (ALONG ? l < lines : z < k);
+            if constexpr (PIECE > 0) copy_or_zeros<PIECE>(smem_address(target + offset_of(i)), inside ? first + l * line + z * place : first, inside ? min(left * ITEM, PIECE) : 0);
+            else held[i] = inside ? first[l * line + z * place] : Number{};
         }
+    }
+    // Puts the elements in registers to their stage.
+    DEVICE void put(u8* target) const {
+        if (PIECE) return;
+        #pragma unroll
+        for (int i = 0; i < HELD; i++) *reinterpret_cast<Number*>(target + offset_of(i)) = held[i];
     }
 
     // 32 bits of a fragment: of tf32, line l at place z.
@@ -115,21 +119,28 @@ constexpr int __device__ column_of(int j) { return j / 2 * 8 + j % 2; }
 
 // acc = left[top.., :] @ right[:, first..], of m rows, n columns and k products.
 DEVICE void product_tile(float (&acc)[TM][TN], float* memory, const Matrix& left, const Matrix& right, int top, int first, int m, int n, int k) {
-    const Operand<BM, LEFT_ALONG, LEFT_PIECES> one = {left.first + top * left.row, left.row, left.column, m - top, k};
-    const Operand<BN, RIGHT_ALONG, RIGHT_PIECES> two = {right.first + first * right.column, right.column, right.row, n - first, k};
+    Operand<BM, LEFT_ALONG, LEFT_PIECE> one = {left.first + top * left.row, left.row, left.column, m - top, k};
+    Operand<BN, RIGHT_ALONG, RIGHT_PIECE> two = {right.first + first * right.column, right.column, right.row, n - first, k};
     u8* shared = reinterpret_cast<u8*>(memory);
+    constexpr int STAGE = one.BYTES + two.BYTES;
     const int warp_m = threadIdx.x / 32 % 2 * WARP_M, warp_n = threadIdx.x / 64 * WARP_N, steps = (k + BK - 1) / BK;
-    auto load = [&](int stage, int step) {
-        u8* target = shared + stage * (one.BYTES + two.BYTES);
+    auto load = [&](u8* target, int step) {
         one.load(target, step * BK);
         two.load(target + one.BYTES, step * BK);
+    };
+    auto put = [&](u8* target) {
+        one.put(target);
+        two.put(target + one.BYTES);
     };
     float sum[TILES_M][TILES_N][4];
     #pragma unroll
     for (int i = 0; i < TILES_M * TILES_N * 4; i++) sum[i / 4 / TILES_N][i / 4 % TILES_N][i % 4] = 0.0f;
     #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
-        if (s < steps) load(s, s);
+        if (s < steps) {
+            load(shared + s * STAGE, s);
+            put(shared + s * STAGE);
+        }
         copies_commit();
     }
     int stage = 0;
@@ -137,9 +148,11 @@ DEVICE void product_tile(float (&acc)[TM][TN], float* memory, const Matrix& left
     for (int step = 0; step < steps; step++) {
         copies_wait_but<STAGES - 2>();
         __syncthreads();                           // this step has landed for all; the stage read last step is free for all
-        if (step + STAGES - 1 < steps) load(stage ? stage - 1 : STAGES - 1, step + STAGES - 1);
+        const bool more = step + STAGES - 1 < steps;
+        u8* next = shared + (stage ? stage - 1 : STAGES - 1) * STAGE;
+        if (more) load(next, step + STAGES - 1);
         copies_commit();
-        const u8* held = shared + stage * (one.BYTES + two.BYTES);
+        const u8* held = shared + stage * STAGE;
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         #pragma unroll
         for (int z = 0; z < 2; z++) {
@@ -151,6 +164,7 @@ DEVICE void product_tile(float (&acc)[TM][TN], float* memory, const Matrix& left
                 #pragma unroll
                 for (int j = 0; j < TILES_N; j++) multiply(sum[i][j], a[i], b[j][0], b[j][1]);
         }
+        if (more) put(next);                       // what the loads have brought while the products ran
     }
     #pragma unroll
     for (int i = 0; i < TM; i++)
