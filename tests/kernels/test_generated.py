@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,17 @@ def test_kernels(family: str, precision: str, tmp_path: Path) -> None:
     compare_steps(program, feeds_of(graph), tolerance, tmp_path)
 
 
-def compare_steps(program: Program, feeds: dict[str, Any], tolerance: float, folder: Path) -> int:
-    """Run every generated kernel of the program on what precedes it; returns how many were compared."""
+def compare_steps(
+    program: Program,
+    feeds: dict[str, Any],
+    tolerance: float,
+    folder: Path,
+    made: Callable[[Program, Path], Any] = HostKernels,
+) -> int:
+    """Run every generated kernel of the program on what precedes it; returns how many were compared. ``made``: what runs them."""
     runner = SimulateRunner(program)
     context = SimulateContext(runner, poison=True)
-    kernels, compared = HostKernels(program, folder), 0
+    kernels, compared = made(program, folder), 0
     given: list[Any] = []
 
     def before(action: Any) -> None:

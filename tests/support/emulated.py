@@ -11,7 +11,10 @@ import numpy as np
 
 from optdnn.kernels.launch import Launch
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
-from optdnn.runtime.cuda.launches.plan import MAP_BYTES
+from optdnn.runtime.cuda.compile.recipes import recipe_of
+from optdnn.runtime.cuda.launches.plan import MAP_BYTES, CudaStep, Pointer
+from optdnn.runtime.program import Program
+from optdnn.types import Array
 from support.host import HERE, library
 
 _RUN = """
@@ -52,6 +55,58 @@ def compiled(
     parts = [*before, rendered, *(_text(texts[name]) for name in headers), kernel, _RUN.replace("ENTRY", entry)]
     defined = [o for o in recipe.options if o.startswith("-D")]
     return library("\n".join(parts), folder, "-O1", [*defined, *options])
+
+
+class MatrixProducts:
+    """The generated products on tensor cores (``matmul_mma.cu``) of a program; used like :class:`support.host.HostKernels`."""
+
+    def __init__(self, program: Program, folder: Path):
+        self.program = program
+        self._libraries = {}
+        for number, kernel in enumerate(program.kernels):
+            if kernel.template == "matmul_mma.cu":
+                (own := folder / f"kernel{number}").mkdir()
+                self._libraries[number] = _generated(recipe_of(kernel), kernel.function, own)
+
+    def runs(self, step: CudaStep) -> bool:
+        """Whether the step's kernel is one of these."""
+        return step.launch.kernel in self._libraries
+
+    def run(self, step: CudaStep, memory: Sequence[Array]) -> None:
+        """Run a step's launch; ``memory`` holds the flat arrays of its operands (inputs, then outputs)."""
+        loaded, launch = self._libraries[step.launch.kernel], step.launch
+        held = [aligned(x) for x in memory]
+        block = bytearray(launch.parameters.ljust(loaded.parameter_bytes(), b"\0"))
+        for r in launch.relocations:
+            assert isinstance(r, Pointer)
+            block[r.at : r.at + 8] = (held[r.operand].ctypes.data + r.offset).to_bytes(8, "little")
+        sizes = (ctypes.c_uint(n) for n in (*launch.grid, launch.block))
+        assert not loaded.run((ctypes.c_char * len(block)).from_buffer(block), *sizes), "threads missed one another"
+        for x, own in zip(memory, held, strict=True):
+            x[...] = own
+
+
+def _generated(recipe: Recipe, entry: str, folder: Path) -> ctypes.CDLL:
+    """The kernel of a generated text as a library."""
+    texts = recipe.sources()
+    item = re.search(r"#define ITEM (\d)", texts["generated.cuh"])
+    assert item is not None
+    machine = (HERE / "host_machine.hpp").read_text(encoding="utf-8").split("static void __syncwarp")[0]
+    text = re.sub(r"^DEVICE void multiply.*?^}", "", texts["generated.cuh"], flags=re.MULTILINE | re.DOTALL)
+    text = text.replace('#include "matmul_mma.cuh"', _text(texts["matmul_mma.cuh"])).replace('extern "C" ', "static ")
+    shared = "extern __shared__ __align__(128) float shared[];"
+    assert shared in text
+    text = text.replace(shared, "float* const shared = reinterpret_cast<float*>(memory);")
+    shim = (
+        (HERE / "host_warps.hpp").read_text(encoding="utf-8").split("struct Narrow {")[0]
+    )  # general.cuh has one of its own
+    before = [f"#define OPERAND_ITEM {item[1]}", shim, machine, _text(texts["general.cuh"])]
+    return library(
+        "\n".join([*before, text, _RUN.replace("ENTRY", entry)]),
+        folder,
+        "-O1",
+        [o for o in recipe.options if o.startswith("-D")],
+    )
 
 
 def run(loaded: ctypes.CDLL, made: Launch, addresses: Mapping[str, int]) -> None:

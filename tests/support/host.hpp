@@ -63,4 +63,3 @@ static inline float __int_as_float(int v) { float f; memcpy(&f, &v, 4); return f
 #define __expf expf
 static inline float __fdividef(float a, float b) { return a / b; }
 static inline unsigned __float_as_uint(float v) { unsigned u; memcpy(&u, &v, 4); return u; }
-static inline float __double2float_rz(double v) { float f = float(v); return fabs(double(f)) > fabs(v) ? nextafterf(f, 0) : f; }

@@ -61,7 +61,7 @@ static inline void bulk_prefetch(const void*, u32) {}
 static u32 count_arrival(u32* count) { return (*count)++; }
 
 // Copies of each thread that are under way, in groups.
-struct Copy { u32 target; const void* source; int bytes; };
+struct Copy { u32 target; const void* source; int bytes, whole; };
 static std::vector<std::vector<Copy>> copies[MOST];
 
 static bool run_block(unsigned threads) {              // false where threads of a warp or a block miss one another
@@ -331,16 +331,17 @@ template <int N> static void wgmma_pixels(float (&d)[N], const u32 (&a)[4], u64 
 }
 static inline void grid_dependency_wait() {}
 static inline void grid_launch_dependents() {}
-static inline void copy_16_or_zeros(u32 target, const void* source, int bytes) {
-    if (target % 16 || reinterpret_cast<u64>(source) % 16 || target + 16 > SHARED) abort();
-    copies[threadIdx.x].back().push_back({target, source, bytes});
+template <int WHOLE> static void copy_or_zeros(u32 target, const void* source, int bytes) {
+    if (target % WHOLE || reinterpret_cast<u64>(source) % WHOLE || target + WHOLE > SHARED) abort();
+    copies[threadIdx.x].back().push_back({target, source, bytes, WHOLE});
 }
+static inline void copy_16_or_zeros(u32 target, const void* source, int bytes) { copy_or_zeros<16>(target, source, bytes); }
 static inline void copies_commit() { copies[threadIdx.x].push_back({}); }
 template <int PENDING> static void copies_wait_but() {
     auto& own = copies[threadIdx.x];                   // the last entry is the group that is not committed yet
     while (own.size() > PENDING + 1) {
         for (const Copy& c : own.front()) {
-            memset(memory + c.target, 0, 16);
+            memset(memory + c.target, 0, c.whole);
             memcpy(memory + c.target, c.source, c.bytes);
         }
         own.erase(own.begin());

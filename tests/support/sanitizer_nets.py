@@ -15,6 +15,7 @@ from kernels.conv import test_conv_bands, test_conv_pool  # type: ignore[import-
 from kernels.conv.test_conv_scaled import preact  # type: ignore[import-not-found]
 from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]
 from kernels.gemm.test_gemv_pair import excited  # type: ignore[import-not-found]
+from kernels.gemm.test_matmul_mma import NETS as ANY  # type: ignore[import-not-found]
 from kernels.gemm.test_matmul_stacks import NETS as STACKS  # type: ignore[import-not-found]
 from kernels.gemm.test_matmul_tiles import NETS as TILED  # type: ignore[import-not-found]
 from kernels.gemm.test_normed import NETS as NORMED  # type: ignore[import-not-found]
@@ -273,6 +274,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "stream-K": (stream_k, "fp16"),
         **{f"stacks: {name}": (net(Net, STACKS[name]), "fp16") for name in ("with_epilogue", "transposed")},
         **{f"stacks fp32: {name}": (net(Net, build), "fp32") for name, build in TILED.items()},
+        **{f"stacks tf32: {name}": (net(Net, build), "tf32") for name, build in ANY.items()},
         "pool behind a convolution": (test_conv_pool.net, "fp16"),
         **{f"packed weights: {name}": made for name, made in packed.items()},
         "bands": (lambda: test_conv_bands.net(128, 128, 32, size=(14, 15), residual=True), "fp16"),

@@ -1,4 +1,4 @@
-"""Matrix products of anything with anything: a tiled kernel without tensor cores, for batches, any strides and types."""
+"""Matrix products of anything with anything: a tiled kernel for batches, any strides and types, on tensor cores where they take the types."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.builder import Builder, TensorView, has_tf32
 from optdnn.kernels.conv.hopper import only_used
-from optdnn.kernels.gemm.tiles import tile_of, tiled
+from optdnn.kernels.gemm.tiles import MatrixTile, Tile, matrix_tile, tile_of, tiled
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, body, emit_pointwise, literal
@@ -73,7 +73,9 @@ class TiledMatMul(Tactic):
         if op.kind == "Gemm" and 2 in extra:
             first = [Stage("Add", (-1, 2))]
         stages = [*first, *_after(op.attrs.epilogue, len(first))]
-        emit_matmul(b, op, left, right, out, stages, extra, scale, {2: beta}, op.kind, attrs, operands)
+        emit_matmul(
+            b, op, left, right, out, stages, extra, scale, {2: beta}, op.kind, attrs, operands, tf32=has_tf32(op)
+        )
 
 
 def _after(stages: Sequence[Stage], count: int) -> list[Stage]:
@@ -96,9 +98,10 @@ def _like(result: TensorView, shape: Sequence[int], strides: Sequence[int]) -> l
 
 def emit_matmul(
     b: Builder, op: Op, left: TensorView, right: TensorView, out: TensorView, stages: Sequence[Stage], extra: dict[int, TensorView],
-    scale: float, scales: dict[int, float], kind: str, attrs: dict[str, Any], reads: Sequence[TensorView | None],
+    scale: float, scales: dict[int, float], kind: str, attrs: dict[str, Any], reads: Sequence[TensorView | None], *, tf32: bool = False,
 ) -> None:  # fmt: skip
-    """``out = stages(scale * left @ right)``; operand ``i`` of the stages is multiplied by ``scales[i]`` first."""
+    """``out = stages(scale * left @ right)``; operand ``i`` of the stages is multiplied by ``scales[i]`` first. ``tf32``: fp32 factors may
+    be rounded."""
     if not out.size:
         return
     shape, result = out.shape, out
@@ -120,10 +123,13 @@ def emit_matmul(
             wide[a] = result.view(result.shape, _like(result, shape, p.strides))
     dims, merged = merge(batch, [result.strides[:-2], one, two, *(p.strides[:-2] for p in wide.values())])
     matrices = math.prod(dims)
-    # The sums of a row that no size decides are the plain kernel's, and in the same order the thin one's.
-    tile = None if b.row_invariant else tile_of(left, right, m, n, k, merged[2], matrices, b.gpu)
-    thin = matrices > MOST_TILES or (tile is None and is_thin(m, n, k, matrices))
-    tile = None if thin else tile
+    # The sums of a row that no size decides are the plain kernel's, in the same order the thin one's, and those of tensor cores.
+    thin = matrices > MOST_TILES or is_thin(m, n, k, matrices)
+    tile: Tile | MatrixTile | None = None
+    if not thin or (b.row_invariant and matrices <= MOST_TILES):
+        tile = matrix_tile(left, right, m, n, matrices, b.gpu, tf32=tf32)
+    if tile is None and not (thin or b.row_invariant):
+        tile = tile_of(left, right, m, n, k, merged[2], matrices, b.gpu)
     t, ty = arithmetic(left.dtype), CPP[out.dtype]
     names = ["y", "l", "r", *(f"e{a}" for a in used)]
     types: list[TensorType] = [TensorType(out.dtype, shape)]
@@ -170,10 +176,10 @@ extern "C" __global__ void __launch_bounds__({tile.threads if tile else 256}) ma
     if tile is None:
         launch = parameters.generated(b.arch, text, "matmul", grid, 256)
     else:
-        text = f'{tile.defines()}\n#include "matmul_fp32.cuh"\n{text}'
         launch = parameters.generated(
-            b.arch, text, "matmul", grid, tile.threads, shared=tile.shared_bytes, template="matmul_fp32.cu"
-        )
+            b.arch, f"{tile.defines()}\n{text}", "matmul", grid, tile.threads, shared=tile.shared_bytes,
+            options=tile.options, template=tile.template,
+        )  # fmt: skip
     b.emit(op, launch, placed, kind, attrs, reads, [out])
 
 

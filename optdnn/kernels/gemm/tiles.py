@@ -1,4 +1,4 @@
-"""Matrix products of fp32 operands, neither of them constant, in the tiles of ``matmul_fp32.cuh``."""
+"""Tiles of matrix products whose operands have any strides: of tensor cores (``matmul_mma.cuh``), and of true fp32 (``matmul_fp32.cuh``)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from dataclasses import dataclass
 
 from optdnn.kernels.builder import TensorView
 from optdnn.kernels.conv.fp32_kernel import LARGEST
+from optdnn.kernels.launch import GENERAL
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
-from optdnn.types import FP32
+from optdnn.types import BF16, FP16, FP32
 
 LEAST = 1 << 22
 """Products below which the plain kernel is as good: it starts sooner."""
 DEPTH, STAGES = 16, 3
 ENOUGH = 256
 """Threads that occupy a multiprocessor well: smaller tiles where there are fewer."""
+
+
+MATRIX_STAGES = 4
+"""Steps of K of a tile of tensor cores that are in shared memory, or on their way there."""
+LINE = 64
+"""Bytes of K in a step of a tile of tensor cores."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,9 @@ class Tile:
     together: bool
     """Whether neighbouring columns of the right operand are neighbours in memory, four of them one access."""
 
+    template = "matmul_fp32.cu"
+    options = GENERAL
+
     @property
     def threads(self) -> int:
         return self.rows * self.columns // 64
@@ -36,12 +46,93 @@ class Tile:
         return 4 * STAGES * DEPTH * (self.rows + 4 + self.columns + (0 if self.together else 4))
 
     def defines(self) -> str:
-        """What the kernel's headers need."""
+        """What the kernel's text begins with."""
         values = {
             "BM": self.rows, "BN": self.columns, "TM": 8, "TN": 8, "BK": DEPTH, "STAGES": STAGES, "EARLY": 1,
             "B_PAD": 0 if self.together else 4, "COLUMNS_TOGETHER": int(self.together),
         }  # fmt: skip
-        return render.constants(values)
+        return f'{render.constants(values)}\n#include "matmul_fp32.cuh"'
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an operand comes to shared memory. ``along``: its lines (rows of the left operand, columns of the right one) lie there as K follows in
+    memory; else places of K do, as its lines follow. ``piece``: bytes at a time (16, 8 or 4; 0: single elements through registers)."""
+
+    along: bool
+    piece: int
+
+    def bytes(self, lines: int, item: int) -> int:
+        """Bytes of a step of K of so many lines."""
+        return lines * LINE if self.along else LINE // item * (lines * item + (32 if item == 4 else 16))
+
+
+@dataclass(frozen=True)
+class MatrixTile:
+    """A block's rows and columns on tensor cores, by 128 threads. ``dtype``: what is multiplied (tfloat32: of fp32 operands)."""
+
+    rows: int
+    columns: int
+    dtype: str
+    left: Way
+    right: Way
+    template = "matmul_mma.cu"
+    threads = 128
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return (*GENERAL, "-DDTYPE_BF16") if self.dtype == "bfloat16" else GENERAL
+
+    @property
+    def item(self) -> int:
+        """Bytes of an operand's element."""
+        return 4 if self.dtype == "tfloat32" else 2
+
+    @property
+    def shared_bytes(self) -> int:
+        return MATRIX_STAGES * (self.left.bytes(self.rows, self.item) + self.right.bytes(self.columns, self.item))
+
+    def defines(self) -> str:
+        """What the kernel's text begins with."""
+        ways = {
+            f"{side}_{name}": int(value)
+            for side, way in (("LEFT", self.left), ("RIGHT", self.right))
+            for name, value in (("ALONG", way.along), ("PIECE", way.piece))
+        }
+        values = {"BM": self.rows, "BN": self.columns, "STAGES": MATRIX_STAGES, "ITEM": self.item, **ways}
+        return f'{render.constants(values)}\n{render.mma(self.dtype)}\n#include "matmul_mma.cuh"'
+
+
+def matrix_tile(
+    left: TensorView, right: TensorView, m: int, n: int, count: int, gpu: GpuFacts, *, tf32: bool
+) -> MatrixTile | None:
+    """The tile on tensor cores for ``count`` products of m rows and n columns (the last two axes of the operands, the others their batch), or
+    None where the operands are of no type that these multiply. ``tf32``: fp32 operands may be rounded."""
+    kinds = {FP16: "float16", BF16: "bfloat16"} | ({FP32: "tfloat32"} if tf32 else {})
+    dtype = kinds.get(left.dtype)
+    if dtype is None or left.dtype != right.dtype:
+        return None
+    spans = [(s - 1) * abs(d) for p in (left, right) for s, d in zip(p.shape[-2:], p.strides[-2:], strict=True)]
+    if max(spans) >= LARGEST:
+        return None
+    item = left.dtype.itemsize
+    ways = (
+        _way(left, left.strides[-2], left.strides[-1], item),
+        _way(right, right.strides[-1], right.strides[-2], item),
+    )
+    for rows, columns in ((128, 128), (128, 64) if m > n else (64, 128)):
+        if -(-m // rows) * -(-n // columns) * count >= fitted(gpu).multiprocessors:
+            return MatrixTile(rows, columns, dtype, *ways)
+    return MatrixTile(64, 64, dtype, *ways)
+
+
+def _way(x: TensorView, line: int, place: int, item: int) -> Way:
+    """``line``, ``place``: elements from one line, and from one place of K, to the next."""
+    along = place == 1 or line != 1
+    if 1 not in (line, place):
+        return Way(along, 4 if item == 4 else 0)
+    steps = (x.offset, *x.strides[:-2], line if along else place)
+    return Way(along, next((b for b in (16, 8, 4) if all(s * item % b == 0 for s in steps)), 0))
 
 
 def tile_of(
@@ -74,7 +165,7 @@ def tiled(finish: str) -> str:
     for (int i = 0; i < TM; i++)
         #pragma unroll
         for (int j = 0; j < TN; j++) {{
-            const int row = top + own_row() + row_of(i), column = first + own_column() + j / 4 * 32 + j % 4;
+            const int row = top + own_row() + row_of(i), column = first + own_column() + column_of(j);
             if (row >= p.m || column >= p.n) continue;
             {finish}
         }}"""

@@ -11,7 +11,7 @@ from optdnn.errors import EngineError, EngineStale
 from optdnn.runtime.file.validate import GENERATED, check_names
 from optdnn.runtime.program import Kernel, Program, programs_of
 
-WHOLE = frozenset(("general.cu", "matmul_fp32.cu"))
+WHOLE = frozenset(("general.cu", "matmul_fp32.cu", "matmul_mma.cu"))
 """Templates that only include a generated text, which holds the kernel."""
 REBUILD = (
     "rebuild the engine with this version of optdnn; or, where its author may run any code on this machine, load it with "

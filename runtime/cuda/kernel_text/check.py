@@ -27,7 +27,7 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.kernel_text.expressions import TextRefused, macros
 from optdnn.runtime.cuda.kernel_text.grammar import Source
 
-INCLUDES = {"matmul_fp32.cu": frozenset(("matmul_fp32.cuh",))}
+INCLUDES = {f"matmul_{kind}.cu": frozenset((f"matmul_{kind}.cuh",)) for kind in ("fp32", "mma")}
 """Template -> the files that a text for it may include."""
 TEXT_LIMIT, FUNCTIONS_LIMIT, INTEGER_LIMIT = 1 << 19, 16, 1 << 24
 """Longest text in characters, most functions in it, largest defined integer."""

@@ -37,6 +37,7 @@ DEVICE int own_column() {
     return warp / WARPS_M * 8 * TN + (lane >> 1 & 7) * 4;
 }
 constexpr int __device__ row_of(int i) { return i / 4 * 16 + i % 4; }
+constexpr int __device__ column_of(int j) { return j / 4 * 32 + j % 4; }
 
 // A block's multiply-adds over ``steps`` stages of the ring, of which STAGES - 1 are on their way; load(stage) sends for the next one. With
 // EARLY the barrier between two steps stands before the last products of the first, which hide it.

@@ -1,20 +1,25 @@
 // What kernels on mma.sync fed by cp.async need beside ptx.cuh: every GPU from sm_80 on.
 #pragma once
 
-// The first ``bytes`` of 16 from global to shared memory, zeros behind them (of none, the source is an address all the same).
-DEVICE void copy_16_or_zeros(u32 target, const void* source, int bytes) {
-#ifdef INITCHECK                                   // which takes every copy for a read of 16 bytes (benchmarks/kinds/sanitize.py)
-    if (bytes < 16) {
-        for (int i = 0; i < 16; i++) {
+// The first ``bytes`` of WHOLE (4, 8 or 16) from global to shared memory, zeros behind them (of none, the source is an address all the same).
+template <int WHOLE> DEVICE void copy_or_zeros(u32 target, const void* source, int bytes) {
+#ifdef INITCHECK                                   // which takes every copy for a read of all bytes (benchmarks/kinds/sanitize.py)
+    if (bytes < WHOLE) {
+        for (int i = 0; i < WHOLE; i++) {
             const u32 value = i < bytes ? static_cast<const u8*>(source)[i] : 0;
             asm volatile("st.shared.u8 [%0], %1;" ::"r"(target + i), "r"(value) : "memory");
         }
         return;
     }
 #endif
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 ::"r"(target), "l"(__cvta_generic_to_global(source)), "r"(bytes) : "memory");
+    if constexpr (WHOLE == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     ::"r"(target), "l"(__cvta_generic_to_global(source)), "r"(bytes) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                     ::"r"(target), "l"(__cvta_generic_to_global(source)), "n"(WHOLE), "r"(bytes) : "memory");
 }
+DEVICE void copy_16_or_zeros(u32 target, const void* source, int bytes) { copy_or_zeros<16>(target, source, bytes); }
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all of the thread's groups of copies but the last so many.
 template <int PENDING> DEVICE void copies_wait_but() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }

@@ -14,7 +14,7 @@ struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
-DEVICE u32 smem_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+#include "ldmatrix.cuh"
 
 // ---- element types: 16-bit storage, fp32 arithmetic -------------------------------------------------------------
 
@@ -312,19 +312,3 @@ DEVICE void copy_16_async(u32 target, const void* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(__cvta_generic_to_global(source)) : "memory");
 }
 DEVICE void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-DEVICE void ldmatrix_x4(u32 address, u32& a, u32& b, u32& c, u32& d) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
-}
-DEVICE void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
-}
-DEVICE void ldmatrix_x1_trans(u32 address, u32& a) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(a) : "r"(address) : "memory");
-}
-DEVICE void ldmatrix_x2_trans(u32 address, u32& a, u32& b) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(a), "=r"(b) : "r"(address) : "memory");
-}

@@ -1,0 +1,146 @@
+"""Products of any operands on tensor cores (``matmul_mma.cuh``): which tiles, the very kernels on emulated warps, and on a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernels.test_generated import compare_steps
+from support.emulated import MatrixProducts
+from support.host import WHY_NOT
+from support.needs import why_no_hopper
+from support.net import Net
+from support.simulated import feeds_of, lowered
+from support.sweep import sweep
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.recipes import recipe_of
+from optdnn.runtime.cuda.runner import CudaRunner
+from optdnn.runtime.cuda.trials.check import check_steps
+from optdnn.runtime.program import Kernel, Program
+from optdnn.runtime.steps.executor import LoadOptions
+
+TOLERANCE = {"fp16": 1.2e-3, "bf16": 9e-3, "tf32": 2e-3}
+
+
+def turned(n: Net, x: Value) -> Value:
+    rank = len(n.dims(x))
+    return n.op("Transpose", x, attrs=TransposeAttrs((*range(rank - 2), rank - 1, rank - 2)))
+
+
+def rows(n: Net) -> Value:
+    return n.op("MatMul", n.input(3, 70, 40, name="a"), n.input(3, 40, 72, name="b"))
+
+
+def both_turned(n: Net) -> Value:
+    return n.op("MatMul", turned(n, n.input(40, 72, name="a")), turned(n, n.input(70, 40, name="b")))
+
+
+def odd_sizes(n: Net) -> Value:
+    return n.op("MatMul", n.input(2, 33, 37, name="a"), n.input(2, 37, 31, name="b"))
+
+
+def odd_and_turned(n: Net) -> Value:
+    return n.op("MatMul", turned(n, n.input(37, 33, name="a")), turned(n, n.input(31, 37, name="b")))
+
+
+def one_matrix_for_all(n: Net) -> Value:
+    x = n.op("MatMul", n.input(2, 3, 20, 64, name="a"), n.input(64, 24, name="b"))
+    return n.op("Relu", n.op("Add", x, n.input(24, name="r")))
+
+
+def many_columns(n: Net) -> Value:
+    return n.op("MatMul", n.input(40, 136, 16, name="a"), n.input(40, 16, 300, name="b"))
+
+
+def even_sizes(n: Net) -> Value:
+    return n.op("MatMul", n.input(3, 34, 38, name="a"), n.input(3, 38, 70, name="b"))
+
+
+def apart(n: Net) -> Value:
+    """Neither rows nor columns of the left operand lie together."""
+    x = n.op("Transpose", n.input(20, 36, 3, name="a"), attrs=TransposeAttrs((2, 0, 1)))
+    return n.op("MatMul", x, n.input(3, 36, 44, name="b"))
+
+
+NETS: dict[str, Callable[[Net], Value]] = {
+    f.__name__: f
+    for f in (rows, both_turned, odd_sizes, odd_and_turned, one_matrix_for_all, many_columns, even_sizes, apart)
+}
+WAYS = {
+    "rows": (1, 16, 0, 16), "both_turned": (0, 16, 1, 16), "odd_sizes": (1, 0, 0, 0), "odd_and_turned": (0, 0, 1, 0),
+    "one_matrix_for_all": (1, 16, 0, 16), "many_columns": (1, 16, 0, 8), "even_sizes": (1, 4, 0, 4), "apart": (1, 0, 0, 8),
+}  # fmt: skip
+"""Along K, and bytes of a piece: of the left operand, of the right one, in 16 bits."""
+
+
+def program_of(name: str, precision: str, target: str = "cuda:sm_80", **options: Any) -> tuple[Graph, Program]:
+    n = Net()
+    graph = n.done(NETS[name](n))
+    return graph, lowered(graph, precision, target=target, **options)
+
+
+def kernel_of(program: Program) -> Kernel:
+    (kernel,) = (k for k in program.kernels if k.function == "matmul")
+    return kernel
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_how_operands_come_to_shared_memory(name: str) -> None:
+    text = kernel_of(program_of(name, "fp16", no_cubins=True)[1]).generated["generated.cuh"]
+    found = [
+        re.search(rf"#define {side}_{way} (\d+)", text) for side in ("LEFT", "RIGHT") for way in ("ALONG", "PIECE")
+    ]
+    assert [int(x[1]) for x in found if x] == list(WAYS[name])
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    sweep(
+        [(n, p) for n in NETS for p in TOLERANCE],
+        *(("rows", "bf16"), ("both_turned", "tf32"), ("odd_and_turned", "fp16"), ("one_matrix_for_all", "fp16")),
+    ),
+)
+def test_kernels_on_a_processor(name: str, precision: str, tmp_path: Path) -> None:
+    graph, program = program_of(name, precision, no_cubins=True)
+    assert kernel_of(program).template == "matmul_mma.cu"
+    assert compare_steps(program, feeds_of(graph), TOLERANCE[precision], tmp_path, MatrixProducts) == 1
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(("name", "precision"), [(n, p) for n in NETS for p in TOLERANCE])
+def test_kernels_compile_without_spills(name: str, precision: str) -> None:
+    kernel = kernel_of(program_of(name, precision, no_cubins=True)[1])
+    assert nvrtc.resources(recipe_of(kernel))["matmul"].spill_bytes == 0
+
+
+def test_a_row_has_the_same_sums_in_every_batch() -> None:
+    """Places of K follow one another in every tile: ``row_invariant`` needs no other kernel."""
+    for count in (1, 3, 400):
+        n = Net()
+        y = n.op("MatMul", n.input(count, 64, 256, name="a"), n.input(256, 96, name="b"))
+        kernel = kernel_of(lowered(n.done(y), "fp16", target="cuda:sm_80", no_cubins=True, row_invariant=True))
+        assert kernel.template == "matmul_mma.cu"
+
+
+@pytest.mark.parametrize(("precision", "template"), [("fp32", "general.cu"), ("fp16", "matmul_mma.cu")])
+def test_true_fp32_stays(precision: str, template: str) -> None:
+    assert kernel_of(program_of("odd_sizes", precision, no_cubins=True)[1]).template == template
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize(("name", "precision"), [(n, p) for n in NETS for p in TOLERANCE])
+def test_kernels_on_a_gpu(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HopperMatMul, "refuse", lambda *_: "left out here")
+    graph, program = program_of(name, precision, "cuda:sm_90a")
+    assert kernel_of(program).template == "matmul_mma.cu"
+    context: Any = CudaRunner(program, LoadOptions()).context()
+    assert max(e.error for e in check_steps(context, feeds_of(graph))) < TOLERANCE[precision]
