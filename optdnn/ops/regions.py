@@ -207,9 +207,12 @@ class QuantizedAttrs(HeldAttrs):
 
 @dataclass(frozen=True)
 class RowMomentsAttrs(HeldAttrs):
-    """The operator ``of`` with its attributes ``own``, and moments of each ``together`` channels of a row of its result."""
+    """The operator ``of`` with its attributes ``own``, and moments of each ``together`` channels of a row of its result.
+
+    ``axis``: that of the channels; axes after it have one element."""
 
     together: int
+    axis: int = 1
 
 
 @dataclass(frozen=True)
@@ -332,11 +335,13 @@ def _infer_quantized(call: Call) -> Result:
 def _infer_row_moments(call: Call) -> Result:
     a: RowMomentsAttrs = call.attrs
     (y,) = infer_as(call, a.of, a.own, call.types).types[:1]
-    rows, channels, *rest = y.dims
+    if not 0 < a.axis < len(y.dims):
+        raise ShapeError(f"RowMoments of {y}: there are no channels along axis {a.axis}")
+    channels = y.dims[a.axis]
     agree(channels % a.together, 0, f"RowMoments of {y}: its rows are not whole groups of {a.together}")
-    for n in rest:
+    for n in y.dims[a.axis + 1 :]:
         agree(n, 1, f"RowMoments of {y}: it is of rows")
-    return Result((y, TensorType(FP32, (channels // a.together, rows, 2))))
+    return Result((y, TensorType(FP32, (channels // a.together, math.prod(y.dims[: a.axis]), 2))))
 
 
 def _infer_normed_product(call: Call) -> Result:

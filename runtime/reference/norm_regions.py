@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,14 +93,14 @@ def group_apply(
 
 
 def row_moments(
-    run: Run, *operands: Array | None, of: str, own: Sequence[str], together: int, **attrs: Any
+    run: Run, *operands: Array | None, of: str, own: Sequence[str], together: int, axis: int = 1, **attrs: Any
 ) -> tuple[Array, ...]:
-    """The operator ``of``, whose result is (rows, channels, 1...), and moments of each ``together`` channels of a row.
+    """The operator ``of``, whose result is (rows..., channels, 1...), and moments of each ``together`` channels of a row.
 
-    These are the mean and the sum of squared deviations from it: (channels / together, rows, 2).
+    ``axis``: that of the channels. The moments are the mean and the sum of squared deviations from it: (channels / together, rows, 2).
     """
     y = run(of, operands, {name: attrs[name] for name in own})[0]
-    parts = y.reshape(len(y), -1, together).transpose(1, 0, 2)
+    parts = y.reshape(math.prod(y.shape[:axis]), -1, together).transpose(1, 0, 2)
     mean = parts.mean(axis=2)
     return y, np.stack([mean, ((parts - mean[:, :, None]) ** 2).sum(axis=2)], axis=2)
 

@@ -246,10 +246,10 @@ def channel_row(b: Builder, op: Op, bias: Array | None, ep: Epilogue, size: int,
     return b.constant(pairs, f"{op.outputs[0].name}.scale")
 
 
-def with_moments(kind: str, attrs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The kind and the attributes of a launch that tells the moments of its result's rows as well."""
-    own = tuple(sorted(attrs))
-    return "RowMoments", {"of": kind, "own": own, "together": conv_problem.MOMENT_CHANNELS, **attrs}
+def with_moments(kind: str, attrs: dict[str, Any], axis: int = 1) -> tuple[str, dict[str, Any]]:
+    """The kind and the attributes of a launch that tells the moments of its result's rows as well. ``axis``: that of a row."""
+    own, along = tuple(sorted(attrs)), {} if axis == 1 else {"axis": axis}
+    return "RowMoments", {"of": kind, "own": own, "together": conv_problem.MOMENT_CHANNELS, **along, **attrs}
 
 
 def packed_weights(b: Builder, op: Op, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> TensorView:

@@ -123,6 +123,8 @@ def parameters(
         normed = inside if problem.residual_norm is None else problem.channels
         made.pointer(*present("moments", "given", "columns")).i32(normed // MOMENT_CHANNELS)
         made.f32(0.0 if problem.row_norm is None else problem.row_norm.epsilon)
+    if problem.row_bias:
+        made.pointer("row_bias")
     return made
 
 

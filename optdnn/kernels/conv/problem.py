@@ -206,6 +206,10 @@ class Problem:
     """A stack of products, inner times outer of them, each of ``batch`` rows and with weights of its own, another tensor."""
     across: bool = False
     """Whether rows of those weights run along K instead of channels."""
+    one_matrix: bool = False
+    """Whether the pixels of all products of a stack are one constant matrix."""
+    row_bias: bool = False
+    """Whether each row of a product has a bias, with which its sums begin."""
     beside: tuple[render.Stage, ...] | None = None
     """Stages of every second channel, whose value ``epilogue`` of the channel before it reads where it would read a residual: the two are
     one 16-bit result. A channel then counts as one byte of the result. None: each channel is a result."""
@@ -237,6 +241,8 @@ class Problem:
             raise InternalError("a stack is of products of 16-bit matrices")
         if self.across and not self.stack:
             raise InternalError("packed weights lie along K")
+        if (self.one_matrix or self.row_bias) and not self.stack:
+            raise InternalError("rows that are one matrix, or have a bias each, are of stacks of products")
         if self.beside is not None and (self.item != 2 or self.out_dtype != self.dtype or not self.rows_alone):
             raise InternalError("pairs of channels are of rows in 16 bits")
         if self.bands > 1 and (self.channels % self.bands or len(self.sources) > 1 or self.stack or self.prologue):
@@ -246,7 +252,8 @@ class Problem:
 
         own = self.moments or self.residual_norm is not None
         told = [n for n, on in ((self.channels, own), (self.sources[0].channels, self.norm is not None)) if on]
-        if told and (not self.rows_alone or self.item != 2 or (own and self.out_item != 2)):
+        rows = self.rows_alone or (self.stack is not None and self.row_norm is None)
+        if told and (not rows or self.item != 2 or (own and self.out_item != 2)):
             raise InternalError("moments are of rows of 16 bits")
         if any(n % MOMENT_CHANNELS for n in told):
             raise InternalError(f"moments are of {MOMENT_CHANNELS} channels each")
@@ -390,4 +397,5 @@ class Problem:
         weights = self.k_steps * self.block * self.channels
         written = self.batch * math.prod(self.stored_size) * self.channels * self.out_item
         written += self.pixels * self.channels * self.out_item if self.residual else 0
-        return self.count * (self.item * (read + weights) + written)
+        matrices = 1 if self.one_matrix else self.count
+        return self.item * (matrices * read + self.count * weights) + self.count * written

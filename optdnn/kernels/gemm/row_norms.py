@@ -16,6 +16,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.problem import MOMENT_CHANNELS, RowNorm
 from optdnn.kernels.gemm.hopper import HopperGemm, rows_of
+from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.norm.half_rows import HalfRows
 from optdnn.kernels.tactic import Tactic
 from optdnn.types import BF16, FP16, Array
@@ -137,13 +138,13 @@ def refuse_order(op: Op, order: tuple[int, ...]) -> str | None:
 
 def refuse_places(b: Builder, op: Op, found: Normed, order: tuple[int, ...]) -> str | None:
     """Why the launches of ``op``, which takes its rows in this order, and of the maker do not meet in the rows as they lie."""
-    if not isinstance(b.chosen.get(found.maker.id), HopperGemm):
+    maker = b.chosen.get(found.maker.id)
+    if not isinstance(maker, HopperGemm | HopperMatMul):
         return f"{found.maker.name} runs by a tactic that gives no moments"
     if (why := refuse_order(op, order)) is not None:
         return why
     x = rows_of(b.source(found.rows))
-    made = PLAIN.convolution(b, found.maker)
-    if made.ep.rest or made.out != x:
+    if x is None or (maker if isinstance(maker, HopperMatMul) else PLAIN).told(b, found.maker) != x:
         return f"the launch of {found.maker.name} does not store the rows that are normalized"
     return None
 

@@ -21,6 +21,12 @@ struct Source {
 #ifndef NORMED_RESIDUAL
 #define NORMED_RESIDUAL 0         // whether the residual's rows are normalized before they are added, in the same ways
 #endif
+#ifndef ONE_MATRIX
+#define ONE_MATRIX 0              // whether the pixels of all products of a stack are one matrix, which no launch before writes
+#endif
+#ifndef ROW_BIAS
+#define ROW_BIAS 0                // whether sums begin with a number of their pixel
+#endif
 
 #if VOLUME
 struct Depth {                    // of a volume: see Depth of optdnn.kernels.conv.problem
@@ -59,6 +65,9 @@ struct Params {
     const float* columns;                          // sums of the columns of the scaled matrix; of a residual, the norm's scale
     int given_blocks;
     float epsilon;
+#endif
+#if ROW_BIAS
+    const float* row_bias;                         // of each pixel of a product, an even number of them
 #endif
 };
 

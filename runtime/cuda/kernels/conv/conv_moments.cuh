@@ -15,7 +15,8 @@ constexpr int FACTOR_WARPS = 3;                    // that compute what rows are
 
 #if MOMENTS
 DEVICE void put_moments(const Params& p, int block, int row, float2 moments) {
-    p.moments[(long long)block * p.pixel_count + row] = moments;
+    const int rows = p.pixel_count * (BATCHED ? p.tiles / p.batch_tiles : 1);
+    p.moments[(long long)block * rows + row] = moments;
 }
 
 // Both have the moments of ``count`` numbers; the result is of all of them.
@@ -28,8 +29,9 @@ DEVICE float2 joint_moments(float2 a, float2 b, float count) {
 constexpr __device__ int moment_cost(int rows, int lanes) { return (rows * lanes + 127) / 128 * (264 / lanes + (lanes == 1 ? 0 : lanes == 2 ? 12 : 24)); }
 
 // Tells the moments of a tile of 64 channels, in rows of 128 bytes as TMA swizzles them. All threads of a warpgroup; one to four share a row.
+// ``before``: rows of the products before this one.
 template <int ROWS>
-DEVICE void tell_moments(const Params& p, u32 tile, int block, int first_row, int thread) {
+DEVICE void tell_moments(const Params& p, u32 tile, int block, int first_row, int thread, int before) {
     constexpr int FEW = moment_cost(ROWS, 2) < moment_cost(ROWS, 1) ? 2 : 1;
     constexpr int LANES = moment_cost(ROWS, 4) < moment_cost(ROWS, FEW) ? 4 : FEW, CHUNKS = 8 / LANES;
     const int part = thread % LANES;
@@ -59,7 +61,7 @@ DEVICE void tell_moments(const Params& p, u32 tile, int block, int first_row, in
             const float2 other = make_float2(__shfl_xor_sync(0xffffffffu, moments.x, apart), __shfl_xor_sync(0xffffffffu, moments.y, apart));
             moments = joint_moments(moments, other, COUNT * apart);
         }
-        if (part == 0 && row < ROWS && first_row + row < p.pixel_count) put_moments(p, block, first_row + row, moments);
+        if (part == 0 && row < ROWS && first_row + row < p.pixel_count) put_moments(p, block, before + first_row + row, moments);
     }
 }
 
