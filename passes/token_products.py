@@ -8,6 +8,7 @@ matrix and b' has an element for each row. Hopper's kernel of stacks reads x as 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from optdnn.passes.support.facts import NORMS, exchange_last, operand, producer,
 from optdnn.passes.support.products import PRODUCTS, constant_matrix
 from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, SCALINGS
 from optdnn.target_name import HOPPER, TargetName
+from optdnn.types import Array
 
 ARITHMETIC = ADDITIONS | SCALINGS
 _DEPTH = 8
@@ -28,8 +30,9 @@ _DEPTH = 8
 
 @dataclass(frozen=True)
 class Chain:
-    """Operators in front of a Transpose, the last one first. Each is the only reader of the one before it, and the last of them reads
-    ``base``. Additions may read ``base``, too."""
+    """Operators in front of a Transpose, the last one first.
+
+    Each is the only reader of the one before it, and the last of them reads ``base``. Additions may read ``base``, too."""
 
     ops: tuple[Op, ...]
     base: Value
@@ -127,9 +130,7 @@ def _made_in_rows(graph: Graph, value: Value, depth: int) -> bool:
     return any(v is not None and _made_in_rows(graph, v, depth - 1) for v in op.inputs)
 
 
-def _from_left(
-    graph: Graph, context: PassContext, chain: Chain, base: Value, turns: list[Op], patch: Patch
-) -> Value:
+def _from_left(graph: Graph, context: PassContext, chain: Chain, base: Value, turns: list[Op], patch: Patch) -> Value:
     """The operators of the chain, where ``base`` is its base with the two axes exchanged. ``turns``: the exchanges that go."""
     x, gone = base, frozenset[str]().union(*(op.src for op in turns))
     for op in reversed(chain.ops):
@@ -140,12 +141,16 @@ def _from_left(
                 inputs.append(base if v == chain.base else x)
                 continue
             wide = with_rank(array, max(2, array.ndim))
-            made = context.kept.once(("turned",), [wide], lambda wide=wide: np.ascontiguousarray(wide.swapaxes(-1, -2)))
+            made = context.kept.once(("turned",), [wide], partial(_exchanged, wide))
             inputs.append(patch.constant(made, "turned"))
         product = op.kind == "MatMul"
         src = op.src | gone if product else op.src
         x = patch.add(op.kind, inputs[::-1] if product else inputs, op.attrs, src=src)
     return x
+
+
+def _exchanged(array: Array) -> Array:
+    return np.ascontiguousarray(array.swapaxes(-1, -2))
 
 
 class TokenProducts(RulePass):

@@ -22,9 +22,9 @@ RESIDUAL = 3
 class Epilogue:
     """``stages`` are done by the kernel (rendered as ``rendered``), ``rest`` by a pointwise kernel after it.
 
-    ``bias`` (fp32, one per channel) is added first, and ``row_bias`` (fp32, one per element of the axis before the channels), which is a
-    stage that is not rendered. ``residual`` is the tensor that stages read at slot :data:`RESIDUAL`, and ``constants`` those at the slots
-    after it. ``scale``: factors and shifts of the channels before or after the residual (fp32; the rendered stage ``scale_shift``).
+    ``bias`` (fp32, one per channel) is added first, and ``row_bias`` (fp32, one per element of the axis before the channels), which
+    is a stage that is not rendered. ``residual`` is the tensor that stages read at slot :data:`RESIDUAL`, and ``constants`` those at
+    the slots after it. ``scale``: factors and shifts of the channels before or after the residual (fp32; the rendered stage ``scale_shift``).
     ``rest`` reads the kernel's result as register 0 and ``rest_operands`` by slot (slot 0 is the result itself).
     """
 
@@ -140,7 +140,9 @@ def _absorb(
     return absorb_unary(graph, op, stage, into)
 
 
-def _constant_vector(graph: Graph, op: Op, stage: Stage, shape: tuple[int, ...], axis: int) -> tuple[Array, Array] | None:
+def _constant_vector(
+    graph: Graph, op: Op, stage: Stage, shape: tuple[int, ...], axis: int
+) -> tuple[Array, Array] | None:
     """The constant that a stage reads, and as a vector along the axis; None where it is a number, or no such vector."""
     slot = next((a for a in stage.args if a is not None and a >= 0), None)
     array = None if slot is None else graph.constant_value(op.inputs[slot])

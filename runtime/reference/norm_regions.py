@@ -97,7 +97,8 @@ def row_moments(
 ) -> tuple[Array, ...]:
     """The operator ``of``, whose result is (rows..., channels, 1...), and moments of each ``together`` channels of a row.
 
-    ``axis``: that of the channels. The moments are the mean and the sum of squared deviations from it: (channels / together, rows, 2).
+    ``axis``: that of the channels. The moments are the mean and the sum of squared deviations from it, (channels / together, rows,
+    2).
     """
     y = run(of, operands, {name: attrs[name] for name in own})[0]
     parts = y.reshape(math.prod(y.shape[:axis]), -1, together).transpose(1, 0, 2)
