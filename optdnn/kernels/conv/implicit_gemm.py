@@ -313,6 +313,8 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str) -> st
         **({"ONE_MATRIX": 1} if problem.one_matrix else {}),
         **({"ROW_BIAS": 1} if problem.row_bias else {}),
         **({"MOMENTS": 1} if problem.moments else {}),
+        **({"MOMENT_ROWS": problem.moment_rows} if problem.moments and problem.moment_rows > 1 else {}),
+        **({"IMAGE_NORM": 1} if problem.norm is not None and problem.norm.image else {}),
         **({} if problem.norm is None else {"NORMED": 1 if problem.norm.mean else 2}),
         **({} if problem.residual_norm is None else {"NORMED_RESIDUAL": 1 if problem.residual_norm.mean else 2}),
     }  # fmt: skip

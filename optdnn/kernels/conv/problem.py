@@ -96,8 +96,8 @@ class Source:
         return h, w
 
 
-MOMENT_CHANNELS = 64
-"""Channels of a row that have moments together (``conv_moments.cuh``)."""
+MOMENT_CHANNELS, MOMENT_ROWS = 64, 8
+"""Channels of a row that have moments together, and rows of an image that is normalized as a whole (``conv_moments.cuh``)."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,8 @@ class RowNorm:
     mean: bool
     """Whether the mean is taken away (a layer norm); else only the mean square counts."""
     epsilon: float
+    image: int = 0
+    """Rows of an image, which are normalized together by the moments of eights of them (a group norm of one group); 0: each by itself."""
 
 
 class OneSource:
@@ -221,6 +223,8 @@ class Problem:
     """Elements from a pixel to the next of the result and of the residual, as stores from registers see them; 0: ``channels``."""
     moments: bool = False
     """Whether the moments of each row of the result are a second result."""
+    moment_rows: int = 1
+    """Rows that have moments together: 1 or :data:`MOMENT_ROWS`."""
     norm: RowNorm | None = None
     """Of the rows that it reads."""
     residual_norm: RowNorm | None = None
@@ -257,6 +261,10 @@ class Problem:
             raise InternalError("moments are of rows of 16 bits")
         if any(n % MOMENT_CHANNELS for n in told):
             raise InternalError(f"moments are of {MOMENT_CHANNELS} channels each")
+        whole = self.norm if self.norm is not None and self.norm.image else None
+        fits = whole is None or (whole.mean and whole.image % MOMENT_ROWS == self.pixels % whole.image == 0)
+        if not fits or self.pixels % self.moment_rows:
+            raise InternalError(f"moments of images are of {MOMENT_ROWS} rows each")
         if self.norm is not None and self.residual:
             raise InternalError("rows that are normalized after their products take no residual")
         if self.residual_norm is not None and not self.residual:

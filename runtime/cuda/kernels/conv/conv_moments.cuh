@@ -7,6 +7,9 @@
 //
 // Moments are of 64 channels of a row: their mean, and the sum of squared deviations from it. They lie as [64 channels][row], so that
 // lanes read neighbouring rows. NORMED and NORMED_RESIDUAL: 1 is a layer norm, 2 a norm by the mean square (its mean counts as zero).
+//
+// MOMENT_ROWS 8: moments are of 64 channels of eight rows, and lie as [64 channels][eight rows]. IMAGE_NORM: NORMED is by those of all
+// channels of an image, whose rows come in eights: a group norm of one group, between products of each pixel.
 #pragma once
 
 #define ROW_NORM (NORMED ? NORMED : NORMED_RESIDUAL)
@@ -16,7 +19,7 @@ constexpr int FACTOR_WARPS = 3;                    // that compute what rows are
 #if MOMENTS
 DEVICE void put_moments(const Params& p, int block, int row, float2 moments) {
     const int rows = p.pixel_count * (BATCHED ? p.tiles / p.batch_tiles : 1);
-    p.moments[(long long)block * rows + row] = moments;
+    p.moments[(long long)block * (rows / MOMENT_ROWS) + row / MOMENT_ROWS] = moments;
 }
 
 // Both have the moments of ``count`` numbers; the result is of all of them.
@@ -61,7 +64,13 @@ DEVICE void tell_moments(const Params& p, u32 tile, int block, int first_row, in
             const float2 other = make_float2(__shfl_xor_sync(0xffffffffu, moments.x, apart), __shfl_xor_sync(0xffffffffu, moments.y, apart));
             moments = joint_moments(moments, other, COUNT * apart);
         }
-        if (part == 0 && row < ROWS && first_row + row < p.pixel_count) put_moments(p, block, before + first_row + row, moments);
+        #pragma unroll
+        for (int rows = 1; rows < MOMENT_ROWS; rows *= 2) {
+            const int apart = rows * LANES;
+            const float2 other = make_float2(__shfl_xor_sync(0xffffffffu, moments.x, apart), __shfl_xor_sync(0xffffffffu, moments.y, apart));
+            moments = joint_moments(moments, other, float(MOMENT_CHANNELS * rows));
+        }
+        if (part == 0 && row % MOMENT_ROWS == 0 && row < ROWS && first_row + row < p.pixel_count) put_moments(p, block, before + first_row + row, moments);
     }
 }
 
@@ -74,18 +83,67 @@ DEVICE void keep_moments(u32 slot, uint2 stored, int lane) {
     #pragma unroll
     for (int i = 0; i < 4; i++) moments.y += (x[i] - mean) * (x[i] - mean);
     #pragma unroll
-    for (int apart = 1; apart < 4; apart *= 2) {
+    for (int apart = 1; apart < 4 * MOMENT_ROWS; apart *= 2) {
         const float2 other = make_float2(__shfl_xor_sync(0xffffffffu, moments.x, apart), __shfl_xor_sync(0xffffffffu, moments.y, apart));
         moments = joint_moments(moments, other, 4.0f * apart);
     }
-    if (lane % 4 == 0) {
+    if (lane % (4 * MOMENT_ROWS) == 0) {
         shared_store(slot + lane / 4 * 8, moments.x);
         shared_store(slot + lane / 4 * 8 + 4, moments.y);
     }
 }
 #endif
 
-#if ROW_NORM
+#if IMAGE_NORM
+static_assert(NORMED == 1 && !NORMED_RESIDUAL, "images are normalized behind products of their rows");
+
+// What an image is multiplied by, and the product of this and its mean. Each warp takes the moments of all its parts.
+DEVICE float2 image_factor(const Params& p, int image, int lane) {
+    constexpr int CHUNK = 8;
+    const int parts = p.image_parts * p.given_blocks, pitch = p.pixel_count / 8;
+    const float2* from = p.given + image * p.image_parts;
+    const float pivot = __ldcg(&from->x);          // parts' means lie around it
+    float sum = 0.0f, squares = 0.0f;
+    #pragma unroll 1
+    for (int begin = lane; begin < parts; begin += CHUNK * 32) {
+        float2 part[CHUNK];
+        #pragma unroll
+        for (int i = 0; i < CHUNK; i++) {
+            const int at = begin + i * 32;
+            part[i] = at < parts ? __ldcg(from + (long long)(at / p.image_parts) * pitch + at % p.image_parts) : make_float2(pivot, 0.0f);
+        }
+        #pragma unroll
+        for (int i = 0; i < CHUNK; i++) {
+            const float apart = part[i].x - pivot;
+            sum += apart;
+            squares += part[i].y + 8 * MOMENT_CHANNELS * apart * apart;
+        }
+    }
+    #pragma unroll
+    for (int apart = 1; apart < 32; apart *= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, apart);
+        squares += __shfl_xor_sync(0xffffffffu, squares, apart);
+    }
+    const float each = 1.0f / parts, shift = sum * each;
+    const float variance = fmaxf(squares * (each / (8 * MOMENT_CHANNELS)) - shift * shift, 0.0f), factor = rsqrtf(variance + p.epsilon);
+    return make_float2(factor, factor * (pivot + shift));
+}
+
+// Those of a tile's rows, of as many images as there are, to shared memory.
+template <int ROWS>
+DEVICE void row_factors(const Params& p, u32 target, int first_row, int thread) {
+    const int image_rows = 8 * p.image_parts, end = min(first_row + ROWS, p.pixel_count);
+    #pragma unroll 1
+    for (int image = first_row / image_rows; image * image_rows < end; image++) {
+        const float2 factor = image_factor(p, image, thread % 32);
+        for (int row = thread; row < ROWS; row += FACTOR_WARPS * 32) {
+            if ((first_row + row) / image_rows != image) continue;
+            shared_store(target + row * 8, factor.x);
+            shared_store(target + row * 8 + 4, factor.y);
+        }
+    }
+}
+#elif ROW_NORM
 // What rows are multiplied by, and the product of this and their mean, to shared memory (eight bytes a row). The loads of up to CHUNK parts
 // of all a thread's rows are on their way together: one after the other they take longer than the tile's products.
 template <int ROWS>
