@@ -95,6 +95,8 @@ RULES: Mapping[str, str] = {
     "heads_outside": "products with a constant matrix for each head made one product for each head",
     "linear_recurrence": "unrolled linear recurrences computed for all steps at once",
     "stacked_products": "products of each step made one stack of products",
+    "grid_gather": "gathers of whole axes made views",
+    "grid_fold": "folds of windows that do not overlap made views",
     "token_product": "products along tokens computed without transposing them",
     "own_products": "products to which several constants are added computed once for each",
     "add_before_reshape": "biases moved before Reshapes",
