@@ -298,8 +298,8 @@ class RMSNorm(NormRule):
 def group_norm(graph: Graph, op: Op) -> Match | Miss | None:
     """Reshape to (N, groups, …), an instance or plain layer normalization, Reshape back, scale and shift by channel.
 
-    Where the Reshape back gives the image's positions one axis, as a sequence, the normalization is of the image all the same. So is one
-    of a single group before any Reshape, which is then no scale and shift by channel's."""
+    Where the Reshape back gives the image's positions one axis, as a sequence, the normalization is of the image all the same.
+    So it is where all channels are one group, whatever the Reshape gives."""
     split = producer(graph, op.inputs[0], {"Reshape"})
     merge = graph.sole_user(op.value)
     if split is None or merge is None or merge.kind != "Reshape" or len(op.outputs) != 1:

@@ -23,9 +23,9 @@ class Epilogue:
     """``stages`` are done by the kernel (rendered as ``rendered``), ``rest`` by a pointwise kernel after it.
 
     ``bias`` (fp32, one per channel) is added first, and ``row_bias`` (fp32, one per element of the axis before the channels), which
-    is a stage that is not rendered. ``residual`` is the tensor that stages read at slot :data:`RESIDUAL`, and ``constants`` those at
-    the slots after it. ``scale``: factors and shifts of the channels before or after the residual (fp32; the rendered stage ``scale_shift``).
-    ``rest`` reads the kernel's result as register 0 and ``rest_operands`` by slot (slot 0 is the result itself).
+    is a stage that is not rendered. ``residual`` is the tensor that stages read at slot :data:`RESIDUAL`, and ``constants`` those
+    at the slots after it. ``scale``: factors and shifts of the channels before or after the residual (fp32; the rendered stage
+    ``scale_shift``). ``rest`` reads the kernel's result as register 0 and ``rest_operands`` by slot (slot 0 is the result itself).
     """
 
     bias: Array | None = None

@@ -96,8 +96,8 @@ def row_moments(
 ) -> tuple[Array, ...]:
     """The operator ``of``, and moments of each ``together`` channels of ``rows`` rows of its result.
 
-    ``axis``: that of the channels; all others are rows. The moments are the mean and the sum of squared deviations from it, (channels /
-    together, groups of rows, 2).
+    ``axis``: that of the channels; all others are rows. The moments are the mean and the sum of squared deviations from it:
+    (channels / together, groups of rows, 2).
     """
     y = run(of, operands, {name: attrs[name] for name in own})[0]
     channels = y.shape[axis]
