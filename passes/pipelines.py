@@ -48,6 +48,7 @@ from optdnn.passes.pool_last import PoolLast
 from optdnn.passes.radix_sums import RadixSums
 from optdnn.passes.relative_positions import RelativePositions
 from optdnn.passes.selected_weights import SelectedWeights
+from optdnn.passes.separable_attention import SeparableAttention
 from optdnn.passes.split_products import SplitProducts
 from optdnn.passes.support.stages import ANCHORS
 from optdnn.passes.take_rows import TakeRows
@@ -132,6 +133,7 @@ O2_GPU: tuple[Pass, ...] = (
     PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them
     ViewChains(),  # before images become tokens: the views around these have one form
     ImageTokens(),  # the remaining images and tokens; before transposes sink to epilogues, and layouts are chosen
+    SeparableAttention(),  # after the norm before it has moved to its projection; before epilogues
     ChannelShuffles(),  # before epilogues: halves of channels would have stages
     RadixSums(),  # before epilogues, and before views of images are hoisted
     PartialSums(),  # before epilogues, which take in the additions

@@ -95,6 +95,8 @@ RULES: Mapping[str, str] = {
     "heads_outside": "products with a constant matrix for each head made one product for each head",
     "linear_recurrence": "unrolled linear recurrences computed for all steps at once",
     "stacked_products": "products of each step made one stack of products",
+    "aligned_parts": "channels put in an order in which their parts begin at vectors",
+    "weighted_sum": "weighted sums over positions computed as matrix products",
     "grouped_parts": "columns of joint projections put in the order of their parts",
     "grid_gather": "gathers of whole axes made views",
     "grid_fold": "folds of windows that do not overlap made views",
