@@ -24,6 +24,8 @@ from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import Array
 
 ARITHMETIC = ADDITIONS | SCALINGS
+LEAST_CHANNELS, LEAST_TOKENS = 64, 16
+"""The fewest that fill a tile of one product: rows of all of them together fill tiles of a product from the right."""
 _DEPTH = 8
 """How far back the making of rows is looked for."""
 
@@ -60,6 +62,9 @@ class TokenProduct(Rule):
             return Miss(f"{first.name} does not exchange the two axes")
         if first is not None and not _made_in_rows(graph, operand(first), _DEPTH):
             return Miss("its operand may lie with the tokens last")
+        channels, tokens = graph.type(chain.base).dims[-2:]
+        if any(isinstance(n, int) and n < least for n, least in ((channels, LEAST_CHANNELS), (tokens, LEAST_TOKENS))):
+            return Miss(f"{tokens} tokens of {channels} channels do not fill a tile")
         machine = TargetName.parse(context.target)
         if context.precision not in PRECISIONS:
             return Miss(f"the kernel that multiplies from the left is not for {context.precision}")

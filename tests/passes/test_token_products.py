@@ -18,7 +18,7 @@ from optdnn.passes.base import PassContext
 from optdnn.passes.token_products import TokenProducts
 
 FP16 = PassContext(precision="fp16", target="cuda:sm_90a")
-TOKENS, WIDTH = 12, 64
+TOKENS, WIDTH = 20, 64
 
 
 def turn(n: Net, x: Value) -> Value:
@@ -60,7 +60,7 @@ def gmlp(n: Net) -> Value:
 
 def stem(n: Net, other: bool = False) -> Value:
     """A patch embedding, flattened: exporters leave out its exchange of the axes, and that after it."""
-    image = n.conv(n.input(2, 3, 12, 16), WIDTH, 4, pads=0, strides=4, bias=True)
+    image = n.conv(n.input(2, 3, 16, 20), WIDTH, 4, pads=0, strides=4, bias=True)
     x = n.op("Reshape", image, n.ints(2, WIDTH, TOKENS), attrs=ReshapeAttrs())
     y = n.op("Add", x, n.op("Mul", n.matmul(x, TOKENS), n.random(WIDTH, 1)))
     y = n.matmul(turn(n, y), 72)
@@ -98,6 +98,14 @@ def _of_an_input(n: Net) -> Value:
     return turn(n, n.matmul(turn(n, n.input(2, TOKENS, WIDTH)), 16))
 
 
+def _few_channels(n: Net) -> Value:
+    return turn(n, n.matmul(turn(n, rows(n, width=32)), 16))
+
+
+def _few_tokens(n: Net) -> Value:
+    return turn(n, n.matmul(turn(n, n.matmul(n.input(2, 8, 24), WIDTH)), 16))
+
+
 @pytest.mark.parametrize(
     ("build", "context", "because"),
     [
@@ -108,6 +116,8 @@ def _of_an_input(n: Net) -> Value:
         (_other_axes, FP16, "does not exchange the two axes"),
         (lambda n: stem(n, other=True), FP16, "others read .*, whose tokens are last"),
         (_of_images, FP16, "may lie with the tokens last"),
+        (_few_channels, FP16, "20 tokens of 32 channels do not fill a tile"),
+        (_few_tokens, FP16, "8 tokens of 64 channels do not fill a tile"),
         (_of_an_input, FP16, "may lie with the tokens last"),
     ],
 )
