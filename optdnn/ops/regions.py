@@ -355,7 +355,11 @@ def _infer_normed_product(call: Call) -> Result:
     agree(x.dims[1], depth, f"NormedProduct weights {weights} do not fit rows {x}")
     if call.attrs.image:
         agree(x.dims[0] % call.attrs.image, 0, f"NormedProduct rows {x} are not whole images of {call.attrs.image}")
-        agree(moments.dims[1] % (x.dims[0] // call.attrs.image), 0, f"NormedProduct moments {moments} are not of images of {x}")
+        agree(
+            moments.dims[1] % (x.dims[0] // call.attrs.image),
+            0,
+            f"NormedProduct moments {moments} are not of images of {x}",
+        )
     else:
         agree(x.dims[0], moments.dims[1], f"NormedProduct moments {moments} are not of rows {x}")
     if call.has(5):

@@ -92,7 +92,14 @@ def group_apply(
 
 
 def row_moments(
-    run: Run, *operands: Array | None, of: str, own: Sequence[str], together: int, axis: int = 1, rows: int = 1, **attrs: Any
+    run: Run,
+    *operands: Array | None,
+    of: str,
+    own: Sequence[str],
+    together: int,
+    axis: int = 1,
+    rows: int = 1,
+    **attrs: Any,
 ) -> tuple[Array, ...]:
     """The operator ``of``, and moments of each ``together`` channels of ``rows`` rows of its result.
 
@@ -101,8 +108,8 @@ def row_moments(
     """
     y = run(of, operands, {name: attrs[name] for name in own})[0]
     channels = y.shape[axis]
-    parts = np.moveaxis(y, axis, -1).reshape(-1, rows, channels // together, together)
-    parts = parts.transpose(2, 0, 1, 3).reshape(channels // together, len(parts), -1)
+    split = np.moveaxis(y, axis, -1).reshape(-1, rows, channels // together, together)
+    parts = split.transpose(2, 0, 1, 3).reshape(channels // together, len(split), -1)
     mean = parts.mean(axis=2)
     return y, np.stack([mean, ((parts - mean[:, :, None]) ** 2).sum(axis=2)], axis=2)
 

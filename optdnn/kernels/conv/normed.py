@@ -124,7 +124,9 @@ class NormedConv(HopperConv):
         if b.graph.sole_user(found.norm.value) != op or found.norm.value in b.reserved:
             return "others read the normalized images"
         if channels % MOMENT_CHANNELS or positions % MOMENT_ROWS:
-            return f"{positions} pixels of {channels} channels are no whole groups of {MOMENT_ROWS} by {MOMENT_CHANNELS}"
+            return (
+                f"{positions} pixels of {channels} channels are no whole groups of {MOMENT_ROWS} by {MOMENT_CHANNELS}"
+            )
         return None
 
     def defer(self, b: Builder, op: Op) -> str | None:

@@ -185,7 +185,11 @@ def test_what_is_refused_in_other_builds() -> None:
 
 def test_images_are_whole_groups_of_eight_rows() -> None:
     source = (Source(4, 8, 64),)
-    for options in ({"norm": RowNorm(True, 1e-5, 20)}, {"norm": RowNorm(False, 1e-5, 32)}, {"norm": RowNorm(True, 1e-5, 48)}):
+    for options in (
+        {"norm": RowNorm(True, 1e-5, 20)},
+        {"norm": RowNorm(False, 1e-5, 32)},
+        {"norm": RowNorm(True, 1e-5, 48)},
+    ):
         with pytest.raises(InternalError, match="moments of images are of 8 rows each"):
             Problem(2, 64, source, **options)  # type: ignore[arg-type]
     with pytest.raises(InternalError, match="moments of images are of 8 rows each"):
