@@ -38,7 +38,13 @@ static void keep() {                               // a lane's four channels of 
 #if NORMED
 static void apply() {
     const Params& p = parameters;
+#if IMAGE_NORM
+    ImageFactor known;
+    known.take(p, FIRST_ROW / (8 * p.image_parts), threadIdx.x %% 32);
+    row_factors<TILE_ROWS>(p, 0, FIRST_ROW, threadIdx.x, known);
+#else
     row_factors<TILE_ROWS>(p, 0, FIRST_ROW, threadIdx.x);
+#endif
     __syncthreads();
     if (threadIdx.x >= 32) return;
     float sum[1][TILE_ROWS / 2], columns[1][2];

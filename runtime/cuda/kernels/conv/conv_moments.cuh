@@ -97,49 +97,56 @@ DEVICE void keep_moments(u32 slot, uint2 stored, int lane) {
 #if IMAGE_NORM
 static_assert(NORMED == 1 && !NORMED_RESIDUAL, "images are normalized behind products of their rows");
 
-// What an image is multiplied by, and the product of this and its mean. Each warp takes the moments of all its parts.
-DEVICE float2 image_factor(const Params& p, int image, int lane) {
-    constexpr int CHUNK = 8;
-    const int parts = p.image_parts * p.given_blocks, pitch = p.pixel_count / 8;
-    const float2* from = p.given + image * p.image_parts;
-    const float pivot = __ldcg(&from->x);          // parts' means lie around it
-    float sum = 0.0f, squares = 0.0f;
-    #pragma unroll 1
-    for (int begin = lane; begin < parts; begin += CHUNK * 32) {
-        float2 part[CHUNK];
-        #pragma unroll
-        for (int i = 0; i < CHUNK; i++) {
-            const int at = begin + i * 32;
-            part[i] = at < parts ? __ldcg(from + (long long)(at / p.image_parts) * pitch + at % p.image_parts) : make_float2(pivot, 0.0f);
-        }
-        #pragma unroll
-        for (int i = 0; i < CHUNK; i++) {
-            const float apart = part[i].x - pivot;
-            sum += apart;
-            squares += part[i].y + 8 * MOMENT_CHANNELS * apart * apart;
-        }
-    }
-    #pragma unroll
-    for (int apart = 1; apart < 32; apart *= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, apart);
-        squares += __shfl_xor_sync(0xffffffffu, squares, apart);
-    }
-    const float each = 1.0f / parts, shift = sum * each;
-    const float variance = fmaxf(squares * (each / (8 * MOMENT_CHANNELS)) - shift * shift, 0.0f), factor = rsqrtf(variance + p.epsilon);
-    return make_float2(factor, factor * (pivot + shift));
-}
+// What an image is multiplied by, and the product of this and its mean: for each warp the same, which takes the moments of all its parts.
+struct ImageFactor {
+    int image = -1;
+    float2 factor;
 
-// Those of a tile's rows, of as many images as there are, to shared memory.
+    __device__ __forceinline__ void take(const Params& p, int of, int lane) {
+        if (of == image) return;
+        constexpr int CHUNK = 8;
+        const int parts = p.image_parts * p.given_blocks, pitch = p.pixel_count / 8;
+        const float2* from = p.given + of * p.image_parts;
+        const float pivot = __ldcg(&from->x);      // parts' means lie around it
+        float sum = 0.0f, squares = 0.0f;
+        int at = lane;                             // in a block of channels
+        #pragma unroll 1
+        for (int begin = lane; begin < parts; begin += CHUNK * 32) {
+            float2 part[CHUNK];
+            #pragma unroll
+            for (int i = 0; i < CHUNK; i++, at += 32) {
+                while (at >= p.image_parts) at -= p.image_parts, from += pitch;
+                part[i] = begin + i * 32 < parts ? __ldcg(from + at) : make_float2(pivot, 0.0f);
+            }
+            #pragma unroll
+            for (int i = 0; i < CHUNK; i++) {
+                const float apart = part[i].x - pivot;
+                sum += apart;
+                squares += part[i].y + 8 * MOMENT_CHANNELS * apart * apart;
+            }
+        }
+        #pragma unroll
+        for (int apart = 1; apart < 32; apart *= 2) {
+            sum += __shfl_xor_sync(0xffffffffu, sum, apart);
+            squares += __shfl_xor_sync(0xffffffffu, squares, apart);
+        }
+        const float each = 1.0f / parts, shift = sum * each;
+        const float variance = fmaxf(squares * (each / (8 * MOMENT_CHANNELS)) - shift * shift, 0.0f);
+        image = of, factor.x = rsqrtf(variance + p.epsilon), factor.y = factor.x * (pivot + shift);
+    }
+};
+
+// Those of a tile's rows, of as many images as there are, to shared memory. ``known``: that of the first one, if it was taken before.
 template <int ROWS>
-DEVICE void row_factors(const Params& p, u32 target, int first_row, int thread) {
+DEVICE void row_factors(const Params& p, u32 target, int first_row, int thread, ImageFactor& known) {
     const int image_rows = 8 * p.image_parts, end = min(first_row + ROWS, p.pixel_count);
     #pragma unroll 1
     for (int image = first_row / image_rows; image * image_rows < end; image++) {
-        const float2 factor = image_factor(p, image, thread % 32);
+        known.take(p, image, thread % 32);
         for (int row = thread; row < ROWS; row += FACTOR_WARPS * 32) {
             if ((first_row + row) / image_rows != image) continue;
-            shared_store(target + row * 8, factor.x);
-            shared_store(target + row * 8 + 4, factor.y);
+            shared_store(target + row * 8, known.factor.x);
+            shared_store(target + row * 8 + 4, known.factor.y);
         }
     }
 }

@@ -238,12 +238,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         constexpr int BUFFERS = OUT_BUFFERS * TURNS;
         int buffer = 0, parity = 1;
         Work work = first;
+#if IMAGE_NORM
+        ImageFactor known;
+#endif
         for (int issued = 0; issued == 0 || next_work(p, span, work, tile_step); issued++) {
             int channel, pixel;
             tile_at(p, work.tile, sharer, channel, pixel);
+#if IMAGE_NORM
+            known.take(p, min(pixel, p.pixel_count - 1) / (8 * p.image_parts), lane);      // while the tile before is finished
+#endif
             if (issued >= BUFFERS) barrier_wait(residual_empty + 8 * buffer, parity);
             if (RESIDUAL_LOADED && warp == CONSUMERS / 32 + 1 && elect_one()) load_residual(p, out, residual_full, buffer, channel, pixel, Batch());
+#if IMAGE_NORM
+            row_factors<TILE_PIXELS>(p, factors + buffer * TILE_PIXELS * 8, pixel, threadIdx.x - CONSUMERS - 32, known);
+#else
             row_factors<TILE_PIXELS>(p, factors + buffer * TILE_PIXELS * 8, pixel, threadIdx.x - CONSUMERS - 32);
+#endif
             __syncwarp();
             if (lane < TELLERS) barrier_arrive(residual_full + 8 * buffer);
             if (++buffer == BUFFERS) buffer = 0, parity ^= 1;
