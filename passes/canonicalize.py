@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from optdnn.passes.base import RulePass
 from optdnn.passes.rules.concats import concat_of_split, interleaved_parts, part_of_concat
+from optdnn.passes.rules.grids import grid_fold, grid_gather
 from optdnn.passes.rules.input_sizes import input_target
 from optdnn.passes.rules.known_writes import assembled_writes, known_writes
 from optdnn.passes.rules.means import sum_is_mean
@@ -36,6 +37,8 @@ class Canonicalize(RulePass):
         reshape_chain,
         input_target,  # after chains: an outer Reshape may spare the inner one its target
         spare_expand,  # after targets are constant, which tells the sizes
+        grid_gather,
+        grid_fold,
         transpose_chain,  # before sinking: two neighbours merge where they are
         transpose_is_reshape,
         concat_of_split,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.base import Attrs
 from optdnn.ops.norm import EpsilonAttrs, GroupNormAttrs, LayerNormAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import operand, producer, reshaped, shape_of, with_rank
+from optdnn.passes.support.facts import operand, producer, reshape_target, reshaped, shape_of, with_rank
 from optdnn.passes.support.pattern import Pattern, Power, Scalar, Var, any_of, node, product, scalar, total
 from optdnn.passes.support.pattern_rule import PatternRule, fused, used_outside
 from optdnn.types import Array, Shape
@@ -297,7 +298,8 @@ class RMSNorm(NormRule):
 def group_norm(graph: Graph, op: Op) -> Match | Miss | None:
     """Reshape to (N, groups, …), an instance or plain layer normalization, Reshape back, scale and shift by channel.
 
-    Where the Reshape back gives the image's positions one axis, as a sequence, the normalization is of the image all the same."""
+    Where the Reshape back gives the image's positions one axis, as a sequence, the normalization is of the image all the same.
+    So it is where all channels are one group, whatever the Reshape gives."""
     split = producer(graph, op.inputs[0], {"Reshape"})
     merge = graph.sole_user(op.value)
     if split is None or merge is None or merge.kind != "Reshape" or len(op.outputs) != 1:
@@ -310,12 +312,17 @@ def group_norm(graph: Graph, op: Op) -> Match | Miss | None:
     if not isinstance(channels, int) or not isinstance(groups, int) or channels % groups or dims[0] != grouped[0]:
         return None
     merged = merge.outputs[0].type.shape
-    if merged is None or len(merged) < 3 or merged[:2] != dims[:2] or not (merged == dims or _static(merged[2:])):
-        return Miss(f"the Reshape after it gives {merge.outputs[0].type}, not the shape {graph.type(x)} back")
     own = _own_parameters(graph, op, groups)
     if own is None:
         return Miss("its own scale and shift are not constants for each group")
     scale, bias = (np.repeat(a, channels // groups) for a in own)
+    if merged is None or len(merged) < 3 or merged[:2] != dims[:2] or not (merged == dims or _static(merged[2:])):
+        whole = op.kind == "InstanceNormalization" and groups == 1 and merged is not None
+        target = reshape_target(dims, merged) if whole and merged is not None else None
+        if target is None:
+            return Miss(f"the Reshape after it gives {merge.outputs[0].type}, not the shape {graph.type(x)} back")
+        attrs = GroupNormAttrs(groups, op.attrs.epsilon)
+        return Match((merge, op, split), partial(_of_groups, x, attrs, (scale, bias), target))
     given = scale_and_shift(graph, merge.value, per_channel(len(merged), channels))
     assert not isinstance(given.scale, Value)
     assert not isinstance(given.bias, Value)
@@ -326,6 +333,14 @@ def group_norm(graph: Graph, op: Op) -> Match | Miss | None:
     positions = None if merged == dims else tuple(int(d) for d in merged[2:])  # type: ignore[arg-type]
     norm = FusedNorm("GroupNormalization", attrs, x, given, (channels,), always_bias=True, positions=positions)
     return norm.match(graph, frozenset({split.id, op.id, merge.id}))
+
+
+def _of_groups(
+    x: Value, attrs: GroupNormAttrs, parameters: tuple[Array, Array], target: tuple[int, ...], patch: Patch
+) -> Value:
+    """The normalization alone, in the shape of the Reshape behind it."""
+    given = [patch.constant(p.astype(patch.type(x).dtype), "groups") for p in parameters]
+    return reshaped(patch, patch.add("GroupNormalization", [x, *given], attrs), target)
 
 
 def _own_parameters(graph: Graph, op: Op, groups: int) -> tuple[Array, Array] | None:

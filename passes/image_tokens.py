@@ -141,7 +141,10 @@ def norm_of_view(graph: Graph, op: Op) -> Match | Miss | None:
     node(RESHAPES, node("Transpose", node(RESHAPES, Var("image"), name="split", alone=True), name="swap", alone=True)),
 )
 def moved_pixels(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """Pixels that change places, such as into patches and back (MobileViTv2: Mehta and Rastegari, 2022): C is moved last."""
+    """Pixels that change places, such as into patches and back (MobileViTv2: Mehta and Rastegari, 2022): C is moved last.
+
+    A norm of channels before them moves behind them, to the convolution that reads them.
+    """
     image, perm = found["image"], found["swap"].attrs.perm
     before, after = shape_of(graph, image), root.outputs[0].type.shape
     middle = found["split"].outputs[0].type.shape
@@ -158,13 +161,17 @@ def moved_pixels(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
     if split is None or target is None:
         return _INEXPRESSIBLE
 
+    norm = producer(graph, image, NORMS, alone=True)
+
     def build(patch: Patch) -> Value:
-        last = patch.add("Transpose", [image], TransposeAttrs(channels_to_last(len(before))))
+        pixels = image if norm is None else operand(norm)
+        last = patch.add("Transpose", [pixels], TransposeAttrs(channels_to_last(len(before))))
         order = (0, *(p - 1 for p in perm[2:]), len(perm) - 1)
         y = reshaped(patch, _ordered(patch, reshaped(patch, last, split), order), target)
-        return patch.add("Transpose", [y], TransposeAttrs(channels_from_last(len(after))))
+        y = patch.add("Transpose", [y], TransposeAttrs(channels_from_last(len(after))))
+        return y if norm is None else patch.add(norm.kind, [y, *norm.inputs[1:]], norm.attrs)
 
-    return Match((root, found["swap"], found["split"]), build)
+    return Match((root, found["swap"], found["split"], *([] if norm is None else [norm])), build)
 
 
 @rule("channel_attention", {"Attention"})

@@ -48,10 +48,12 @@ from optdnn.passes.pool_last import PoolLast
 from optdnn.passes.radix_sums import RadixSums
 from optdnn.passes.relative_positions import RelativePositions
 from optdnn.passes.selected_weights import SelectedWeights
+from optdnn.passes.separable_attention import SeparableAttention
 from optdnn.passes.split_products import SplitProducts
 from optdnn.passes.support.stages import ANCHORS
 from optdnn.passes.take_rows import TakeRows
 from optdnn.passes.talking_heads import TalkingHeads
+from optdnn.passes.token_products import TokenProducts
 from optdnn.passes.transform_products import TransformProducts
 from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
@@ -127,9 +129,11 @@ O2_GPU: tuple[Pass, ...] = (
     FoldConstants(),  # sums of constant masks and biases; their rows
     RelativePositions(),  # biases of attention, before their views are hoisted and their arithmetic is fused
     PoolLast(),  # after the arithmetic around convolutions has been folded into them; before epilogues and siblings
-    PatchEmbedding(),  # likewise
+    TokenProducts(),  # before patch embeddings, whose readers it changes, and before views of tokens are moved
+    PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them
     ViewChains(),  # before images become tokens: the views around these have one form
     ImageTokens(),  # the remaining images and tokens; before transposes sink to epilogues, and layouts are chosen
+    SeparableAttention(),  # after the norm before it has moved to its projection; before epilogues
     ChannelShuffles(),  # before epilogues: halves of channels would have stages
     RadixSums(),  # before epilogues, and before views of images are hoisted
     PartialSums(),  # before epilogues, which take in the additions

@@ -43,8 +43,9 @@ def view_chain(graph: Graph, op: Op) -> Match | Miss | None:
     back = [first.attrs.perm.index(i) for i in range(len(one))]
     given = [p for j in back for p in _groups(one, parts)[j]]
     joined = _groups(two, parts)
-    if all(given.index(q) == given.index(p) + 1 for axis in joined for p, q in pairwise(axis)):
-        return None  # nothing is copied between them
+    copied = any(given.index(q) != given.index(p) + 1 for axis in joined for p, q in pairwise(axis))
+    if not copied and before is None:
+        return None  # there is one copy at most
     taken = [p for j in op.attrs.perm for p in joined[j]]
     runs = _runs(given, taken, _starts(graph.type(x).static_shape, [parts[p] for p in given]))
     order = sorted(runs, key=lambda run: taken.index(run[0]))

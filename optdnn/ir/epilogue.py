@@ -16,21 +16,20 @@ from optdnn.types import Array
 
 RESIDUAL = 3
 """Operand slot of the residual tensor in the meaning of a kernel that has one (0 to 2: input, weights, bias)."""
-SCALED = 2
-"""Stages up to the factor after a residual."""
 
 
 @dataclass
 class Epilogue:
     """``stages`` are done by the kernel (rendered as ``rendered``), ``rest`` by a pointwise kernel after it.
 
-    ``bias`` (fp32, one per channel) is added first, ``residual`` is the tensor that stages read at slot :data:`RESIDUAL`, and
-    ``constants`` those at the slots after it. ``scale``: factors and shifts of the channels after the residual (fp32; the
-    rendered stage ``scale_shift``). ``rest`` reads the kernel's result as register 0 and ``rest_operands`` by slot
-    (slot 0 is the result itself).
+    ``bias`` (fp32, one per channel) is added first, and ``row_bias`` (fp32, one per element of the axis before the channels), which
+    is a stage that is not rendered. ``residual`` is the tensor that stages read at slot :data:`RESIDUAL`, and ``constants`` those
+    at the slots after it. ``scale``: factors and shifts of the channels before or after the residual (fp32; the rendered stage
+    ``scale_shift``). ``rest`` reads the kernel's result as register 0 and ``rest_operands`` by slot (slot 0 is the result itself).
     """
 
     bias: Array | None = None
+    row_bias: Array | None = None
     residual: Value | None = None
     scale: tuple[Array, Array] | None = None
     stages: list[Stage] = field(default_factory=list)
@@ -81,10 +80,12 @@ def plan_epilogue(
     accepts: Callable[[Sequence[render.Stage]], bool] = lambda stages: True,
     allow_bias: bool = True,
     allow_scale: bool = False,
+    allow_row_bias: bool = False,
 ) -> Epilogue:
     """Split the epilogue of a Conv, MatMul or Gemm. ``channel_axis``: the axis of the result that a bias runs along.
 
-    ``accepts`` decides whether the kernel can run these stages, as they are rendered, in this order.
+    ``accepts`` decides whether the kernel can run these stages, as they are rendered, in this order. ``allow_scale``,
+    ``allow_row_bias``: whether it knows factors of channels, and a bias of the axis before them.
     """
     out = op.outputs[0].type
     shape = out.static_shape
@@ -103,7 +104,8 @@ def plan_epilogue(
             found, stages=[*found.stages], rendered=[*found.rendered], constants=[*found.constants], bias=found.bias
         )
         scaled = allow_scale and _absorb_scale(graph, op, stage, trial, shape, channel_axis)
-        if not scaled and not _absorb(graph, op, stage, trial, shape, channel_axis, allow_residual):
+        begun = allow_row_bias and _absorb_row_bias(graph, op, stage, trial, shape, channel_axis)
+        if not scaled and not begun and not _absorb(graph, op, stage, trial, shape, channel_axis, allow_residual):
             break
         if not accepts(trial.rendered):
             break
@@ -138,22 +140,49 @@ def _absorb(
     return absorb_unary(graph, op, stage, into)
 
 
-def _absorb_scale(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tuple[int, ...], axis: int) -> bool:
-    """Give a factor of each channel right after the residual, or the shift after that, to the kernel (pre-activation networks)."""
+def _constant_vector(
+    graph: Graph, op: Op, stage: Stage, shape: tuple[int, ...], axis: int
+) -> tuple[Array, Array] | None:
+    """The constant that a stage reads, and as a vector along the axis; None where it is a number, or no such vector."""
     slot = next((a for a in stage.args if a is not None and a >= 0), None)
     array = None if slot is None else graph.constant_value(op.inputs[slot])
     vector = None if array is None or array.size == 1 else channel_vector(array, shape, axis)
-    if array is None or vector is None:
+    return None if array is None or vector is None else (array, vector)
+
+
+def _absorb_row_bias(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tuple[int, ...], axis: int) -> bool:
+    """Give the first stage to the kernel if it adds a number to each element of the axis before the channels."""
+    found = _constant_vector(graph, op, stage, shape, axis - 1) if len(shape) > 1 else None
+    if found is None or stage.kind != "Add" or into.stages:
         return False
-    if stage.kind == "Mul" and into.rendered == [("add",)]:
+    into.row_bias = found[1]
+    into.stages.append(Stage("Add", (-1, into.constant(found[0]))))
+    return True
+
+
+def _absorb_scale(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tuple[int, ...], axis: int) -> bool:
+    """Give a factor of each channel right before or after the residual, or the shift after that, to the kernel.
+
+    Pre-activation networks have one after the residual, and ResMLP's products along tokens have one before it.
+    """
+    found = _constant_vector(graph, op, stage, shape, axis)
+    if found is None:
+        return False
+    array, vector = found
+    if stage.kind == "Mul" and into.rendered in ([], [("add",)]):
         into.scale = (vector, np.zeros_like(vector))
         into.rendered.append(("scale_shift",))
-    elif stage.kind == "Add" and into.scale is not None and len(into.rendered) == len(into.stages) == SCALED:
+    elif stage.kind == "Add" and into.scale is not None and _scaled_last(into):
         into.scale = (into.scale[0], vector)
     else:
         return False
     into.stages.append(Stage(stage.kind, (-1 - len(into.stages), into.constant(array))))
     return True
+
+
+def _scaled_last(into: Epilogue) -> bool:
+    """Whether the last stage is the channels' factor."""
+    return into.rendered[-1] == ("scale_shift",) and into.stages[-1].kind == "Mul"
 
 
 def absorb_unary(graph: Graph, op: Op, stage: Stage, into: Epilogue) -> bool:
@@ -214,7 +243,7 @@ def _absorb_binary(
         return False
     array = graph.constant_value(value)
     if array is not None:
-        if stage.kind == "Add" and not into.stages:
+        if stage.kind == "Add" and not into.rendered:
             vector = channel_vector(array, shape, axis)
             if vector is not None:
                 into.bias = vector if into.bias is None else into.bias + vector

@@ -15,6 +15,7 @@ from optdnn.kernels.conv.fp32 import TiledConv, TiledGemm
 from optdnn.kernels.conv.general import BandedConv, GeneralConv, GeneralGemm
 from optdnn.kernels.conv.grouped import GroupedConv
 from optdnn.kernels.conv.hopper import HopperConv
+from optdnn.kernels.conv.normed import NormedConv
 from optdnn.kernels.conv.pooled import PooledConv
 from optdnn.kernels.conv.separable import Separable
 from optdnn.kernels.conv.stem import StemConv
@@ -86,6 +87,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         VolumeStem(),
         StemConv(),
         VolumeConv(),
+        NormedConv(),
         HopperConv(),
         HalfDepthwise(),
         Depthwise(),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optdnn.errors import InternalError
-from optdnn.ops import attention, binary, conv, norm, quantized, rnn, softmax, unary
+from optdnn.ops import attention, binary, conv, gemm, norm, quantized, rnn, softmax, unary
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import DEFAULT_TOL, NO_TRAITS, Attrs, Call, Cost, Infer, Result, Tol, Traits
 from optdnn.ops.checks import agree, require_rank
@@ -136,7 +136,7 @@ def _infer_factored_attention(call: Call) -> Result:
 
 
 FACTORED_ATTENTION = region("FactoredAttention", _infer_factored_attention, AttentionAttrs)
-_FAMILIES = (attention, binary, conv, norm, quantized, rnn, softmax, unary)
+_FAMILIES = (attention, binary, conv, gemm, norm, quantized, rnn, softmax, unary)
 HELD: Mapping[str, OpDef] = {d.kind: d for d in (*(d for f in _FAMILIES for d in f.DEFS), PERIODIC_ATTENTION)}
 """The kinds that a region may hold."""
 

@@ -207,9 +207,13 @@ class QuantizedAttrs(HeldAttrs):
 
 @dataclass(frozen=True)
 class RowMomentsAttrs(HeldAttrs):
-    """The operator ``of`` with its attributes ``own``, and moments of each ``together`` channels of a row of its result."""
+    """The operator ``of`` with its attributes ``own``, and moments of each ``together`` channels of ``rows`` rows of its result.
+
+    ``axis``: that of the channels; the others are those of the rows, in their order."""
 
     together: int
+    axis: int = 1
+    rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -217,12 +221,14 @@ class NormedProductAttrs(Attrs):
     """``mean``: whether the mean is taken away (a layer norm); else the norm is by the mean square.
 
     ``epilogue``: stages of the product, which read a second product of the rows, after its stages ``beside``, as operand 1.
+    ``image``: rows that are normalized together, by the moments of equal groups of them; 0: each row by its own.
     """
 
     mean: bool
     epsilon: float
     epilogue: tuple[Stage, ...] = ()
     beside: tuple[Stage, ...] = ()
+    image: int = 0
 
 
 def without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -332,11 +338,13 @@ def _infer_quantized(call: Call) -> Result:
 def _infer_row_moments(call: Call) -> Result:
     a: RowMomentsAttrs = call.attrs
     (y,) = infer_as(call, a.of, a.own, call.types).types[:1]
-    rows, channels, *rest = y.dims
+    if not 0 < a.axis < len(y.dims):
+        raise ShapeError(f"RowMoments of {y}: there are no channels along axis {a.axis}")
+    channels = y.dims[a.axis]
+    rows = math.prod(y.dims[: a.axis]) * math.prod(y.dims[a.axis + 1 :])
     agree(channels % a.together, 0, f"RowMoments of {y}: its rows are not whole groups of {a.together}")
-    for n in rest:
-        agree(n, 1, f"RowMoments of {y}: it is of rows")
-    return Result((y, TensorType(FP32, (channels // a.together, rows, 2))))
+    agree(rows % a.rows, 0, f"RowMoments of {y}: it has no whole groups of {a.rows} rows")
+    return Result((y, TensorType(FP32, (channels // a.together, rows // a.rows, 2))))
 
 
 def _infer_normed_product(call: Call) -> Result:
@@ -345,7 +353,15 @@ def _infer_normed_product(call: Call) -> Result:
     require_rank(moments, 3, "NormedProduct moments")
     *columns, depth = weights.dims
     agree(x.dims[1], depth, f"NormedProduct weights {weights} do not fit rows {x}")
-    agree(x.dims[0], moments.dims[1], f"NormedProduct moments {moments} are not of rows {x}")
+    if call.attrs.image:
+        agree(x.dims[0] % call.attrs.image, 0, f"NormedProduct rows {x} are not whole images of {call.attrs.image}")
+        agree(
+            moments.dims[1] % (x.dims[0] // call.attrs.image),
+            0,
+            f"NormedProduct moments {moments} are not of images of {x}",
+        )
+    else:
+        agree(x.dims[0], moments.dims[1], f"NormedProduct moments {moments} are not of rows {x}")
     if call.has(5):
         for a, b in zip(weights.dims, call.type(5).dims, strict=True):
             agree(a, b, f"NormedProduct weights {weights} and {call.type(5)} differ")

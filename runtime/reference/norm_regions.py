@@ -92,14 +92,24 @@ def group_apply(
 
 
 def row_moments(
-    run: Run, *operands: Array | None, of: str, own: Sequence[str], together: int, **attrs: Any
+    run: Run,
+    *operands: Array | None,
+    of: str,
+    own: Sequence[str],
+    together: int,
+    axis: int = 1,
+    rows: int = 1,
+    **attrs: Any,
 ) -> tuple[Array, ...]:
-    """The operator ``of``, whose result is (rows, channels, 1...), and moments of each ``together`` channels of a row.
+    """The operator ``of``, and moments of each ``together`` channels of ``rows`` rows of its result.
 
-    These are the mean and the sum of squared deviations from it: (channels / together, rows, 2).
+    ``axis``: that of the channels; all others are rows. The moments are the mean and the sum of squared deviations from it:
+    (channels / together, groups of rows, 2).
     """
     y = run(of, operands, {name: attrs[name] for name in own})[0]
-    parts = y.reshape(len(y), -1, together).transpose(1, 0, 2)
+    channels = y.shape[axis]
+    split = np.moveaxis(y, axis, -1).reshape(-1, rows, channels // together, together)
+    parts = split.transpose(2, 0, 1, 3).reshape(channels // together, len(split), -1)
     mean = parts.mean(axis=2)
     return y, np.stack([mean, ((parts - mean[:, :, None]) ** 2).sum(axis=2)], axis=2)
 
@@ -115,24 +125,32 @@ def _moments_of_rows(moments: Array, channels: int, mean: bool, epsilon: float) 
 
 def normed_product(
     run: Run, x: Array, moments: Array, *products: Array, mean: bool, epsilon: float, epilogue: Sequence[Any] = (),
-    beside: Sequence[Any] = (),
+    beside: Sequence[Any] = (), image: int = 0,
 ) -> tuple[Array, ...]:  # fmt: skip
     """Rows x (M, K), normalized by their moments (:func:`row_moments`), times a matrix of N rows of K, with a bias (N).
+
+    ``image``: rows that are normalized together; 0: each by itself.
 
     ``products``: the matrix, the sums of its rows (N), and the bias; then perhaps those of a second product, which the stages of
     the first read as operand 1. The norm's scale is part of the matrices, its shift of the biases.
     """
-    means, factor = _moments_of_rows(moments, x.shape[1], mean, epsilon)
+    if image:
+        groups = moments.reshape(len(moments), len(x) // image, -1, 2)
+        moments = groups.transpose(0, 2, 1, 3).reshape(-1, len(x) // image, 2)
+        found = _moments_of_rows(moments, x.shape[1] * image, mean, epsilon)
+        means, factor = (np.repeat(a, image, axis=0) for a in found)
+    else:
+        means, factor = _moments_of_rows(moments, x.shape[1], mean, epsilon)
 
     def product(w: Array, sums: Array, bias: Array) -> Array:
         y = x @ w.reshape(-1, w.shape[-1]).T
         result: Array = (factor * (y - means * sums if mean else y) + bias).astype(x.dtype)
         return result
 
-    found = [product(*products[:3])]
+    sums = [product(*products[:3])]
     if len(products) > 3:
-        found += run("Pointwise", [product(*products[3:])], {"epilogue": beside, "arity": 1})
-    return run("Pointwise", found, {"epilogue": epilogue, "arity": 1})
+        sums += run("Pointwise", [product(*products[3:])], {"epilogue": beside, "arity": 1})
+    return run("Pointwise", sums, {"epilogue": epilogue, "arity": 1})
 
 
 def normed_residual(

@@ -13,6 +13,7 @@ from optdnn.ops.attention import AttentionAttrs, RotaryAttrs
 from optdnn.ops.base import Attrs, Stage, Unsupported
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.fused import plain_attrs
+from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.held import NO_ONNX, CachedAttentionAttrs, ChannelAttentionAttrs, ChannelSumsAttrs
 from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs
 from optdnn.ops.norm_regions import (
@@ -74,6 +75,12 @@ def test_row_moments_and_the_product_of_normalized_rows() -> None:
     np.testing.assert_allclose(moments[..., 1].T, 64 * parts.var(2), rtol=1e-5)
     with pytest.raises(ShapeError, match="whole groups of 48"):
         infer("RowMoments", RowMomentsAttrs("Conv", own, 48), [x, w], outputs=2)
+    one, (left, right) = MatMulAttrs(), (random(2, 3, 4), random(2, 4, 64, seed=1))
+    y, moments = results("RowMoments", RowMomentsAttrs("MatMul", one, 64, axis=2), [left, right], outputs=2)
+    np.testing.assert_allclose(moments[0, :, 0], y.reshape(6, 64).mean(1), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ShapeError, match="no channels along axis 3"):
+        infer("RowMoments", RowMomentsAttrs("MatMul", one, 64, axis=3), [left, right], outputs=2)
+    y, moments = results("RowMoments", RowMomentsAttrs("Conv", own, 64), [x, w, random(128)], outputs=2)
     stream, bias = y.reshape(5, 128), random(24, seed=3)
     for mean, kind in ((True, "LayerNormalization"), (False, "RMSNormalization")):
         attrs = NormedProductAttrs(mean, 1e-5)

@@ -333,6 +333,15 @@ def test_group_norm_whose_positions_become_a_sequence_is_of_the_image() -> None:
     assert op.outputs[0].type.shape == (2, 6, 4, 5)
 
 
+@pytest.mark.parametrize("back", [(2, 12, 10), (2, 1, 120), (2, 120), (240,)])
+def test_a_norm_of_one_group_before_any_reshape(back: tuple[int, ...]) -> None:
+    n = Net(np.float64)
+    y = group(n, n.input(2, 6, 4, 5), back, 1)
+    graph, _ = check_pass(FuseNorm(), n.done(y), changes=1, kinds={"GroupNormalization": 1, "Reshape": 1})
+    (op,) = graph.of_kind("GroupNormalization")
+    assert (op.attrs.num_groups, op.outputs[0].type.shape) == (1, (2, 6, 4, 5))
+
+
 @pytest.mark.parametrize("back", [(2, 3, 40), (2, 12, 10), (2, 120)])
 def test_group_norm_with_other_channels_after_it_is_refused(back: tuple[int, ...]) -> None:
     n = Net(np.float64)

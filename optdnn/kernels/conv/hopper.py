@@ -178,6 +178,20 @@ class HopperConv(hopper_launch.HopperKernel):
         assert other.inputs[0] is not None
         return other if weight.shape[1] > FEW_CHANNELS else None
 
+    def told(self, b: Builder, op: Op) -> TensorView | None:
+        """Where its launch stores images the moments of whose pixels it can tell; None where it cannot."""
+        c = self.convolution(b, op)
+        alone = len(c.feeds) == 1 and not c.ep.rest and self.problem_of(b, op, c).rows_alone
+        return c.out if alone else None
+
+    def launch(
+        self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: hopper_launch.Config
+    ) -> None:
+        """With the moments of its pixels by eights, where a later launch normalizes the images (:mod:`optdnn.kernels.conv.normed`)."""
+        if (moments := b.together.get(op.id)) is not None:
+            problem = replace(problem, moments=True, moment_rows=conv_problem.MOMENT_ROWS)
+        hopper_launch.emit_conv(b, op, c, problem, config, moments)
+
     def _reads(self, b: Builder, other: Op) -> bool:
         """Whether there is what ``other`` reads: its own launch may compute operators before it, whose results nothing stores."""
         return other.id not in b.joined

@@ -231,7 +231,7 @@ def emit_conv(
         operands |= before.named
     if moments is not None:
         operands["moments"] = moments
-        kind, attrs = with_moments(kind, attrs)
+        kind, attrs = with_moments(kind, attrs, rows=problem.moment_rows)
     made = launch(problem, config, b.gpu, feeds, operands, scatter)
     emit(b, op, made, problem, config, operands, (kind, attrs, reads), written, moments)
 
@@ -246,10 +246,12 @@ def channel_row(b: Builder, op: Op, bias: Array | None, ep: Epilogue, size: int,
     return b.constant(pairs, f"{op.outputs[0].name}.scale")
 
 
-def with_moments(kind: str, attrs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The kind and the attributes of a launch that tells the moments of its result's rows as well."""
-    own = tuple(sorted(attrs))
-    return "RowMoments", {"of": kind, "own": own, "together": conv_problem.MOMENT_CHANNELS, **attrs}
+def with_moments(kind: str, attrs: dict[str, Any], axis: int = 1, rows: int = 1) -> tuple[str, dict[str, Any]]:
+    """The kind and the attributes of a launch that tells the moments of its result's rows as well. ``axis``: that of a row; ``rows``: so
+    many have moments together."""
+    own, more = tuple(sorted(attrs)), {} if axis == 1 else {"axis": axis}
+    more |= {} if rows == 1 else {"rows": rows}
+    return "RowMoments", {"of": kind, "own": own, "together": conv_problem.MOMENT_CHANNELS, **more, **attrs}
 
 
 def packed_weights(b: Builder, op: Op, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> TensorView:

@@ -221,6 +221,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "weights of a stack are another tensor, and results are stored by TMA"
     if config.stream and (problem.moments or problem.row_norm is not None):
         return "moments of rows are for whole tiles"
+    if config.stream and problem.row_bias:
+        return "sums that begin with a row's bias are of whole tiles"
     if config.stream and (reason := _refuse_streaming(problem, config)):
         return reason
     if problem.bands > 1 and (problem.band_channels % config.tile[0] or config.share[0] > 1):
@@ -308,7 +310,11 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str) -> st
         **({} if problem.beside is None else {"PAIRED": 1}),
         **({"SCALED": 1} if render.SCALE_SHIFT in problem.epilogue else {}),
         **({"VOLUME": 1, "TOGETHER": problem.together} if problem.volume else {}),
+        **({"ONE_MATRIX": 1} if problem.one_matrix else {}),
+        **({"ROW_BIAS": 1} if problem.row_bias else {}),
         **({"MOMENTS": 1} if problem.moments else {}),
+        **({"MOMENT_ROWS": problem.moment_rows} if problem.moments and problem.moment_rows > 1 else {}),
+        **({"IMAGE_NORM": 1} if problem.norm is not None and problem.norm.image else {}),
         **({} if problem.norm is None else {"NORMED": 1 if problem.norm.mean else 2}),
         **({} if problem.residual_norm is None else {"NORMED_RESIDUAL": 1 if problem.residual_norm.mean else 2}),
     }  # fmt: skip

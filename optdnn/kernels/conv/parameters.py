@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.errors import InternalError
-from optdnn.kernels.conv.problem import MOMENT_CHANNELS, Depth, Problem, Source
+from optdnn.kernels.conv.problem import MOMENT_CHANNELS, MOMENT_ROWS, Depth, Problem, Source
 from optdnn.kernels.launch import Parameters
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
@@ -123,6 +123,10 @@ def parameters(
         normed = inside if problem.residual_norm is None else problem.channels
         made.pointer(*present("moments", "given", "columns")).i32(normed // MOMENT_CHANNELS)
         made.f32(0.0 if problem.row_norm is None else problem.row_norm.epsilon)
+    if problem.norm is not None and problem.norm.image:
+        made.i32(problem.norm.image // MOMENT_ROWS)
+    if problem.row_bias:
+        made.pointer("row_bias")
     return made
 
 

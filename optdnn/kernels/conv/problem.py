@@ -96,8 +96,8 @@ class Source:
         return h, w
 
 
-MOMENT_CHANNELS = 64
-"""Channels of a row that have moments together (``conv_moments.cuh``)."""
+MOMENT_CHANNELS, MOMENT_ROWS = 64, 8
+"""Channels of a row that have moments together, and rows of an image that is normalized as a whole (``conv_moments.cuh``)."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,8 @@ class RowNorm:
     mean: bool
     """Whether the mean is taken away (a layer norm); else only the mean square counts."""
     epsilon: float
+    image: int = 0
+    """Rows of an image, which are normalized together by the moments of eights of them (a group norm of one group); 0: each by itself."""
 
 
 class OneSource:
@@ -206,6 +208,10 @@ class Problem:
     """A stack of products, inner times outer of them, each of ``batch`` rows and with weights of its own, another tensor."""
     across: bool = False
     """Whether rows of those weights run along K instead of channels."""
+    one_matrix: bool = False
+    """Whether the pixels of all products of a stack are one constant matrix."""
+    row_bias: bool = False
+    """Whether each row of a product has a bias, with which its sums begin."""
     beside: tuple[render.Stage, ...] | None = None
     """Stages of every second channel, whose value ``epilogue`` of the channel before it reads where it would read a residual: the two are
     one 16-bit result. A channel then counts as one byte of the result. None: each channel is a result."""
@@ -217,6 +223,8 @@ class Problem:
     """Elements from a pixel to the next of the result and of the residual, as stores from registers see them; 0: ``channels``."""
     moments: bool = False
     """Whether the moments of each row of the result are a second result."""
+    moment_rows: int = 1
+    """Rows that have moments together: 1 or :data:`MOMENT_ROWS`."""
     norm: RowNorm | None = None
     """Of the rows that it reads."""
     residual_norm: RowNorm | None = None
@@ -237,6 +245,8 @@ class Problem:
             raise InternalError("a stack is of products of 16-bit matrices")
         if self.across and not self.stack:
             raise InternalError("packed weights lie along K")
+        if (self.one_matrix or self.row_bias) and not self.stack:
+            raise InternalError("rows that are one matrix, or have a bias each, are of stacks of products")
         if self.beside is not None and (self.item != 2 or self.out_dtype != self.dtype or not self.rows_alone):
             raise InternalError("pairs of channels are of rows in 16 bits")
         if self.bands > 1 and (self.channels % self.bands or len(self.sources) > 1 or self.stack or self.prologue):
@@ -246,10 +256,15 @@ class Problem:
 
         own = self.moments or self.residual_norm is not None
         told = [n for n, on in ((self.channels, own), (self.sources[0].channels, self.norm is not None)) if on]
-        if told and (not self.rows_alone or self.item != 2 or (own and self.out_item != 2)):
+        rows = self.rows_alone or (self.stack is not None and self.row_norm is None)
+        if told and (not rows or self.item != 2 or (own and self.out_item != 2)):
             raise InternalError("moments are of rows of 16 bits")
         if any(n % MOMENT_CHANNELS for n in told):
             raise InternalError(f"moments are of {MOMENT_CHANNELS} channels each")
+        whole = self.norm if self.norm is not None and self.norm.image else None
+        fits = whole is None or (whole.mean and whole.image % MOMENT_ROWS == self.pixels % whole.image == 0)
+        if not fits or self.pixels % self.moment_rows:
+            raise InternalError(f"moments of images are of {MOMENT_ROWS} rows each")
         if self.norm is not None and self.residual:
             raise InternalError("rows that are normalized after their products take no residual")
         if self.residual_norm is not None and not self.residual:
@@ -390,4 +405,5 @@ class Problem:
         weights = self.k_steps * self.block * self.channels
         written = self.batch * math.prod(self.stored_size) * self.channels * self.out_item
         written += self.pixels * self.channels * self.out_item if self.residual else 0
-        return self.count * (self.item * (read + weights) + written)
+        matrices = 1 if self.one_matrix else self.count
+        return self.item * (matrices * read + self.count * weights) + self.count * written

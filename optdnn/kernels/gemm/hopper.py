@@ -176,6 +176,11 @@ class HopperGemm(hopper_launch.HopperKernel, MatrixProduct):
         why = hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
         return product_refusal(b, op) or why
 
+    def told(self, b: Builder, op: Op) -> TensorView | None:
+        """Where its launch stores rows whose moments it can tell, as images of 1 x 1; None where it cannot."""
+        c = self.convolution(b, op)
+        return None if c.ep.rest else c.out
+
     def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Any) -> None:
         """With the moments of its rows, where a later launch normalizes them (:mod:`optdnn.kernels.gemm.normed`)."""
         moments = b.together.get(op.id)

@@ -1,7 +1,8 @@
 """Products of two stacks of matrices on Hopper's kernel: the implicit GEMM whose weights are another tensor.
 
-The second stack is computed. The first one may be a constant matrix, as that of a Fourier transform of columns: it is repeated for
-each matrix of the stack.
+The second stack is computed. The first one may be a constant: one matrix for all products, as that of a Fourier transform of columns or
+of a product along tokens, which the launch loads before the launch before it ends; or a stack, which is repeated along axes of one
+element. The epilogue knows a bias of each row, and a factor of each column, beside the bias of each column.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, unmade, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv.fused import bias_row, finish
-from optdnn.kernels.conv.problem import Problem, Source
-from optdnn.kernels.gemm.hopper import padded_rows
+from optdnn.kernels.conv.problem import MOMENT_CHANNELS, Problem, Source
+from optdnn.kernels.gemm.hopper import padded_rows, rows_of
 from optdnn.kernels.gemm.matmul import is_thin
 from optdnn.kernels.launch import tensor_map
 from optdnn.kernels.pointwise.pointwise import copied_later
@@ -34,7 +35,7 @@ UNIT = 8
 SHORT = 16
 """Terms of products with a vector that no tensor core is needed for."""
 REPEATED = 1 << 24
-"""Most elements of a constant matrix that is repeated."""
+"""Most elements of a constant stack that is repeated."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ class HopperMatMul(hopper_launch.HopperTactic):
         matrix = b.graph.constant_value(op.inputs[0])
         if types[1].static_shape[:-2] != stack or (types[0].static_shape[:-2] != stack and matrix is None):
             return "one of its stacks is broadcast"
-        if matrix is not None and (size := math.prod((*stack, *matrix.shape[-2:]))) > REPEATED:
+        repeated = matrix is not None and not _is_one(matrix)
+        if repeated and (size := math.prod((*stack, *types[0].static_shape[-2:]))) > REPEATED:
             return f"its constant matrices would have {size} elements, more than {REPEATED}"
         if op.attrs.prologue:
             return "it has a prologue"
@@ -139,10 +141,12 @@ class HopperMatMul(hopper_launch.HopperTactic):
 
     def _stacks(self, b: Builder, op: Op) -> Stacks:
         """Its operands and result where they lie, or as copies that are still to be made, and how TMA walks them."""
-        ep = plan_epilogue(b.graph, op, channel_axis=-1)
+        ep = plan_epilogue(b.graph, op, channel_axis=-1, allow_scale=True, allow_row_bias=True)
         target = b.result(op.value, self._strides(op))
         shape = target.shape
-        given = [_repeated(b, op.inputs[0], shape[:-2])]
+        matrix = b.graph.constant_value(op.inputs[0])
+        one = matrix is not None and _is_one(matrix)
+        given = [_repeated(b, op.inputs[0], () if one else shape[:-2])]
         given += [b.source(v) for v in (op.inputs[1], ep.residual) if v is not None]
         copies = [copied_later(b, op, x, name, padded_rows(x.shape)) for x, name in zip(given, NAMES, strict=False)]
         apart = b.later(f"{op.outputs[0].name}.product", target.dtype, shape, padded_rows(shape))
@@ -152,31 +156,37 @@ class HopperMatMul(hopper_launch.HopperTactic):
         read = [x if fits else copy for x, fits, copy in zip(given, lying, copies, strict=True)]
         dims, strides = merge(shape[:-2], [broadcast(_leading(p), shape[:-2]) for p in (out, *read)])
         if len(dims) > 2:  # in rows that follow one another, a stack has one axis
-            out, read, across = apart, copies, True
-            dims, strides = merge(shape[:-2], [p.strides[:-2] for p in (out, *read)])
+            out, read, across = apart, [read[0] if one else copies[0], *copies[1:]], True
+            dims, strides = merge(shape[:-2], [broadcast(_leading(p), shape[:-2]) for p in (out, *read)])
         sizes = (dims[-1], dims[0] if len(dims) == 2 else 1)
         (m, k), wide = read[0].shape[-2:], up(shape[-1], UNIT)
         problem = Problem(
             m, wide, (Source(1, 1, up(k, UNIT)),), (("bias",), *ep.rendered), map_dtype(target.dtype), stack=sizes,
-            across=across, dense=False,
+            across=across, one_matrix=one, row_bias=ep.row_bias is not None, dense=False,
         )  # fmt: skip
         return Stacks(problem, ep, out, read, [(s[-1], s[0]) for s in strides])
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         target, s = b.target(op.value, self._strides(op)), self._stacks(b, op)
         made = replace(s, out=b.made(s.out), read=[b.made(x) for x in s.read])
-        emit_stacks(b, op, made, config)
+        emit_stacks(b, op, made, config, b.together.get(op.id))
         finish(b, op, s.ep, made.out, target)
 
+    def told(self, b: Builder, op: Op) -> TensorView | None:
+        """Where its launch stores rows whose moments it can tell; None where it cannot."""
+        s = self._stacks(b, op)
+        return None if s.ep.rest or s.out != b.source(op.value) or s.out.shape[-1] % MOMENT_CHANNELS else rows_of(s.out)
 
-def emit_stacks(b: Builder, op: Op, s: Stacks, config: Any) -> None:
-    """Add the launch of a product whose tensors are made."""
-    problem, ep, out = s.problem, s.ep, s.out
+
+def emit_stacks(b: Builder, op: Op, s: Stacks, config: Any, moments: TensorView | None = None) -> None:
+    """Add the launch of a product whose tensors are made. ``moments``: where those of the result's rows go."""
+    problem, ep, out = replace(s.problem, moments=moments is not None), s.ep, s.out
     first, second, *added = s.read
     sizes, n = problem.stack or (1, 1), out.shape[-1]
     tile, across = config.tile[0], problem.across
     weights = stacked(second if across else swapped(second), sizes, s.axes[2])
-    pixels = stacked(first, sizes, s.axes[1]).map("pixels0", (problem.block, config.bn), problem.span)
+    left = stacked(first, (1, 1) if problem.one_matrix else sizes, s.axes[1])
+    pixels = left.map("pixels0", (problem.block, config.bn), problem.span)
     results = [
         stacked(x, sizes, axes).map(name, (64, config.bn), problem.out_span)
         for x, axes, name in zip((out, *added), (s.axes[0], *s.axes[3:]), ("output", "residual"), strict=False)
@@ -195,12 +205,23 @@ def emit_stacks(b: Builder, op: Op, s: Stacks, config: Any) -> None:
         stages.append(replace(stage, args=tuple(a if a is None or a >= 0 else a - 1 for a in stage.args)))
     residual = added[0] if added else None
     reads = [first, second, bias.view((n,), (1,)), residual, *constants]
-    attrs = {"prologue": (), "epilogue": plain_stages(stages), "arity": 2}
-    operands = {"pixels0": first, "weights": second, "channel": bias, "output": out}
+    kind, attrs = "MatMul", {"prologue": (), "epilogue": plain_stages(stages), "arity": 2}
+    channel = hopper_launch.channel_row(b, op, ep.bias, ep, problem.channels, bias)
+    operands = {"pixels0": first, "weights": second, "channel": channel, "output": out}
     if residual is not None:
         operands["residual"] = residual
+    if ep.row_bias is not None:
+        operands["row_bias"] = bias_row(b, op, ep.row_bias, up(len(ep.row_bias), 2))
+    if moments is not None:
+        operands["moments"] = moments
+        kind, attrs = hopper_launch.with_moments(kind, attrs, len(out.shape) - 1)
     made = hopper_launch.launch_on(problem, config, b.gpu, maps, operands)
-    hopper_launch.emit(b, op, made, problem, config, operands, ("MatMul", attrs, reads))
+    hopper_launch.emit(b, op, made, problem, config, operands, (kind, attrs, reads), second=moments)
+
+
+def _is_one(matrix: Array) -> bool:
+    """Whether a constant is one matrix for all products of a stack."""
+    return math.prod(matrix.shape[:-2]) == 1
 
 
 def _repeated(b: Builder, value: Value | None, stack: Shape) -> TensorView:
@@ -209,6 +230,7 @@ def _repeated(b: Builder, value: Value | None, stack: Shape) -> TensorView:
     if matrix is None:
         return b.source(value)
     rows, columns = matrix.shape[-2:]
+    matrix = matrix if stack else matrix.reshape(rows, columns)
     shape = (*stack, rows, columns)
 
     def make() -> int:

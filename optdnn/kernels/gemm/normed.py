@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import numpy as np
-
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv import hopper_launch
-from optdnn.kernels.conv.fused import Convolution, bias_row
+from optdnn.kernels.conv.fused import Convolution
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.gemm.hopper import HopperGemm, MatrixProduct, rows_of
 from optdnn.kernels.gemm.paired import PairedGemm, halves, multiplier
@@ -31,18 +29,18 @@ from optdnn.kernels.gemm.row_norms import (
     Normed,
     adder,
     as_rows,
+    behind,
     norm_attrs,
     normed,
+    normed_operands,
     refuse_norm,
     refuse_places,
+    scaled_refusal,
     seconds_of,
 )
 from optdnn.kernels.tactic import Region, Tactic
 from optdnn.ops.fused import plain_stages
-from optdnn.types import FP16, Array
 
-ROUNDING = 2.0**-10
-"""The most that rounding may change a column of the scaled matrix, relative to its length."""
 MOST_WORK = 2.0e10
 """Operations of the largest products that were faster so. Larger ones run at the power limit, and won nothing (``docs/internals/kernels-products.md``)."""
 
@@ -96,18 +94,7 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
         c = super().convolution(b, op)
         if c.residual is not None or c.ep.constants:
             return "its stages read other tensors"
-        weight, scale = c.feed.weight, found.scale(b)
-
-        def error() -> Array:
-            with np.errstate(over="ignore", invalid="ignore"):  # no number is no small error
-                exact = weight[:, :, 0, 0].astype(np.float32) * scale
-                lost = np.linalg.norm(exact - exact.astype(weight.dtype).astype(np.float32), axis=1)
-                whole = np.maximum(np.linalg.norm(exact, axis=1), np.float32(1e-30))
-                return np.asarray((lost / whole).max(keepdims=True))
-
-        limit = ROUNDING if weight.dtype == FP16 else 8 * ROUNDING
-        fits = b.kept.once(("scaled matrix rounded",), [weight, scale], error)[0] <= limit
-        return None if fits else "the matrix times the norm's scale does not fit 16 bits"
+        return scaled_refusal(b, c.feed.weight, found.scale(b))
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """Unmeasured, the cost model decides."""
@@ -143,22 +130,9 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
     def convolution(self, b: Builder, op: Op) -> Convolution:
         """Of the rows that are not normalized yet, with the scaled matrix."""
         c, found = super().convolution(b, op), self._normed(b, op)
-        shift, scale = found.shift(b), found.scale(b)
-        weight, bias, x = c.feed.weight, c.bias, rows_of(b.source(found.rows))
+        x = rows_of(b.source(found.rows))
         assert x is not None
-
-        def scaled() -> Array:
-            return (weight.astype(np.float32) * scale.astype(np.float32)[:, None, None]).astype(weight.dtype)
-
-        if shift is not None:
-            more = b.kept.once(
-                ("shift through a matrix",),
-                [weight, shift],
-                lambda: weight[:, :, 0, 0].astype(np.float32) @ shift.astype(np.float32),
-            )
-            bias = more if bias is None else bias + more
-        feed = replace(c.feed, x=x, weight=b.kept.once(("scaled matrix",), [weight, scale], scaled))
-        return replace(c, feeds=(feed,), bias=bias, covered=c.covered | found.norm.src)
+        return behind(b, c, x, found)
 
     def problem_of(self, b: Builder, op: Op, c: Convolution) -> Problem:
         problem: Problem = super().problem_of(b, op, c)
@@ -166,15 +140,7 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
 
     def operands(self, b: Builder, op: Op, c: Convolution, problem: Problem) -> dict[str, TensorView]:
         """What the launch reads, and its result."""
-        found = self._normed(b, op)
-        weights, bias = hopper_launch.packed_weights(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
-        scaled = c.feed.weight
-        sums = b.kept.once(
-            ("sums of columns",), [scaled], lambda: scaled[:, :, 0, 0].astype(np.float64).sum(1).astype(np.float32)
-        )
-        columns, given = bias_row(b, op, sums, problem.channels), found.moments(b)
-        operands = {"weights": weights, "channel": bias, "columns": columns, "given": given, "output": c.out}
-        return operands | hopper_launch.pixels(c.feeds)
+        return normed_operands(b, op, c, problem, self._normed(b, op).moments(b))
 
 
 class NormedGemm(TakesNorm, HopperGemm):

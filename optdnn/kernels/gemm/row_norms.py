@@ -6,7 +6,7 @@ The product that makes the rows tells their moments. A product that reads the no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,11 @@ import numpy as np
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
-from optdnn.kernels.conv.problem import MOMENT_CHANNELS, RowNorm
+from optdnn.kernels.conv import hopper_launch
+from optdnn.kernels.conv.fused import Convolution, bias_row
+from optdnn.kernels.conv.problem import MOMENT_CHANNELS, Problem, RowNorm
 from optdnn.kernels.gemm.hopper import HopperGemm, rows_of
+from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.norm.half_rows import HalfRows
 from optdnn.kernels.tactic import Tactic
 from optdnn.types import BF16, FP16, Array
@@ -28,6 +31,8 @@ TOLD = 0.3e-6
 """Seconds that a product takes longer where it tells the moments of its rows."""
 ADDED = 0.4e-6
 """Seconds that a product takes longer where it normalizes its residual."""
+ROUNDING = 2.0**-10
+"""The most that rounding may change a column of the scaled matrix, relative to its length."""
 BESIDE = 1.3e-6
 """Seconds of a norm that others read, which runs beside the product: the edges of the graph to it and from it."""
 
@@ -137,13 +142,13 @@ def refuse_order(op: Op, order: tuple[int, ...]) -> str | None:
 
 def refuse_places(b: Builder, op: Op, found: Normed, order: tuple[int, ...]) -> str | None:
     """Why the launches of ``op``, which takes its rows in this order, and of the maker do not meet in the rows as they lie."""
-    if not isinstance(b.chosen.get(found.maker.id), HopperGemm):
+    maker = b.chosen.get(found.maker.id)
+    if not isinstance(maker, HopperGemm | HopperMatMul):
         return f"{found.maker.name} runs by a tactic that gives no moments"
     if (why := refuse_order(op, order)) is not None:
         return why
     x = rows_of(b.source(found.rows))
-    made = PLAIN.convolution(b, found.maker)
-    if made.ep.rest or made.out != x:
+    if x is None or (maker if isinstance(maker, HopperMatMul) else PLAIN).told(b, found.maker) != x:
         return f"the launch of {found.maker.name} does not store the rows that are normalized"
     return None
 
@@ -151,6 +156,50 @@ def refuse_places(b: Builder, op: Op, found: Normed, order: tuple[int, ...]) -> 
 def seconds_of(b: Builder, *launches: tuple[Tactic, Op]) -> list[float]:
     """The predicted seconds of each launch."""
     return [tactic.configs(b, op)[0].seconds or 0.0 for tactic, op in launches]
+
+
+def scaled_refusal(b: Builder, weight: Array, scale: Array) -> str | None:
+    """Why a matrix (columns, depth, 1, 1) does not hold the norm's scale of its rows."""
+
+    def error() -> Array:
+        with np.errstate(over="ignore", invalid="ignore"):  # no number is no small error
+            exact = weight[:, :, 0, 0].astype(np.float32) * scale
+            lost = np.linalg.norm(exact - exact.astype(weight.dtype).astype(np.float32), axis=1)
+            whole = np.maximum(np.linalg.norm(exact, axis=1), np.float32(1e-30))
+            return np.asarray((lost / whole).max(keepdims=True))
+
+    limit = ROUNDING if weight.dtype == FP16 else 8 * ROUNDING
+    fits = b.kept.once(("scaled matrix rounded",), [weight, scale], error)[0] <= limit
+    return None if fits else "the matrix times the norm's scale does not fit 16 bits"
+
+
+def behind(b: Builder, c: Convolution, x: TensorView, found: Normed) -> Convolution:
+    """The product with the norm behind it: of ``x``, which is not normalized yet, with the scaled matrix."""
+    shift, scale, weight, bias = found.shift(b), found.scale(b), c.feed.weight, c.bias
+
+    def scaled() -> Array:
+        return (weight.astype(np.float32) * scale.astype(np.float32)[:, None, None]).astype(weight.dtype)
+
+    def through() -> Array:
+        return np.asarray(weight[:, :, 0, 0].astype(np.float32) @ shift.astype(np.float32))  # type: ignore[union-attr]
+
+    if shift is not None:
+        more = b.kept.once(("shift through a matrix",), [weight, shift], through)
+        bias = more if bias is None else bias + more
+    feed = replace(c.feed, x=x, weight=b.kept.once(("scaled matrix",), [weight, scale], scaled))
+    return replace(c, feeds=(feed,), bias=bias, covered=c.covered | found.norm.src)
+
+
+def normed_operands(b: Builder, op: Op, c: Convolution, problem: Problem, given: TensorView) -> dict[str, TensorView]:
+    """What the launch of such a product reads, and its result. ``given``: the moments."""
+    weights, bias = hopper_launch.packed_weights(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
+    scaled = c.feed.weight
+    sums = b.kept.once(
+        ("sums of columns",), [scaled], lambda: scaled[:, :, 0, 0].astype(np.float64).sum(1).astype(np.float32)
+    )
+    columns = bias_row(b, op, sums, problem.channels)
+    operands = {"weights": weights, "channel": bias, "columns": columns, "given": given, "output": c.out}
+    return operands | hopper_launch.pixels(c.feeds)
 
 
 def as_rows(x: TensorView) -> TensorView:

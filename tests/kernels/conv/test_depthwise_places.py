@@ -59,7 +59,9 @@ def sliced(
     n = Net()
     high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
     pads = (high // 2, wide // 2, high // 2, wide // 2)
-    first, last = split(n, n.conv(n.input(batch, 16, *size), sum(sizes), 1, pads=0), *sizes)
+    x = n.conv(n.input(batch, 16, *size), sum(sizes), 1, pads=0)
+    x = n.op("Relu", x) if sizes[0] % 8 else x  # else `aligned_parts` puts the other part first
+    first, last = split(n, x, *sizes)
     own = n.conv(last, sizes[1], kernel, pads=pads, group=sizes[1], bias=True)
     y = n.op("Concat", first, own, attrs=ConcatAttrs(1))
     return n.done(n.conv(y, 16, 1, pads=0))

@@ -17,7 +17,7 @@ from optdnn.types import Array
 _SOURCE = """
 struct Params {
     float2* moments; const float2* given; const float* columns; int given_blocks; float epsilon;
-    int pixel_count; const u8* tile; float* result; const float* sums;
+    int pixel_count; const u8* tile; float* result; const float* sums; int tiles, batch_tiles, image_parts;
 };
 %s
 static Params parameters;
@@ -25,7 +25,7 @@ static void tell() {
     const Params& p = parameters;
     if (threadIdx.x == 0) memcpy(memory, p.tile, TILE_ROWS * 128);
     __syncthreads();
-    tell_moments<TILE_ROWS>(p, 0, OWN_BLOCK, FIRST_ROW, threadIdx.x %% 128);
+    tell_moments<TILE_ROWS>(p, 0, OWN_BLOCK, FIRST_ROW, threadIdx.x %% 128, BEFORE);
 }
 static void keep() {                               // a lane's four channels of a row; the second half of memory has the moments
     const Params& p = parameters;
@@ -34,12 +34,18 @@ static void keep() {                               // a lane's four channels of 
     memcpy(&v, p.tile + row * 32 + lane %% 4 * 8, 8);
     keep_moments(1024, v, lane);
     __syncwarp();
-    if (lane < 8) memcpy(p.result + 2 * lane, memory + 1024 + 8 * lane, 8);
+    if (lane < 8 / MOMENT_ROWS) memcpy(p.result + 2 * lane, memory + 1024 + 8 * lane, 8);
 }
 #if NORMED
 static void apply() {
     const Params& p = parameters;
+#if IMAGE_NORM
+    ImageFactor known;
+    known.take(p, FIRST_ROW / (8 * p.image_parts), threadIdx.x %% 32);
+    row_factors<TILE_ROWS>(p, 0, FIRST_ROW, threadIdx.x, known);
+#else
     row_factors<TILE_ROWS>(p, 0, FIRST_ROW, threadIdx.x);
+#endif
     __syncthreads();
     if (threadIdx.x >= 32) return;
     float sum[1][TILE_ROWS / 2], columns[1][2];
@@ -55,6 +61,7 @@ static void apply() {
     }
 }
 #endif
+#if !IMAGE_NORM
 static void add() {                                // eight rows of a residual, and the factors of a tile
     const Params& p = parameters;
     row_factors<TILE_ROWS>(p, 0, FIRST_ROW, threadIdx.x);
@@ -69,6 +76,9 @@ static void add() {                                // eight rows of a residual, 
             p.result[channel * 16 + row] = added(p.sums[channel * 16 + row], pixel, i);
         }
 }
+#else
+static void add() {}
+#endif
 extern "C" int run(const void* block, int what) {
     memcpy(&parameters, block, sizeof(Params));
     gridDim = {1, 1, 1}; blockIdx = {0, 0, 0};
@@ -84,11 +94,12 @@ extern "C" int run(const void* block, int what) {
 class _Params(ctypes.Structure):
     _fields_ = [("moments", ctypes.c_void_p), ("given", ctypes.c_void_p), ("columns", ctypes.c_void_p), ("given_blocks", ctypes.c_int),
                 ("epsilon", ctypes.c_float), ("pixel_count", ctypes.c_int), ("tile", ctypes.c_void_p), ("result", ctypes.c_void_p),
-                ("sums", ctypes.c_void_p)]  # fmt: skip
+                ("sums", ctypes.c_void_p), ("tiles", ctypes.c_int), ("batch_tiles", ctypes.c_int), ("image_parts", ctypes.c_int)]  # fmt: skip
 
 
 def _run(
-    folder: Path, what: int, rows: int, first: int = 0, block: int = 0, normed: int = 1, residual: int = 0, **fields: object
+    folder: Path, what: int, rows: int, first: int = 0, block: int = 0, normed: int = 1, residual: int = 0, together: int = 1,
+    before: int = 0, **fields: object,
 ) -> None:  # fmt: skip
     shim = (HERE / "host_warps.hpp").read_text(encoding="utf-8")
     defines = {
@@ -98,6 +109,10 @@ def _run(
         "MOMENTS": 1,
         "NORMED": normed,
         "NORMED_RESIDUAL": residual,
+        "MOMENT_ROWS": together,
+        "IMAGE_NORM": int("image_parts" in fields),
+        "BATCHED": int(before > 0),
+        "BEFORE": before,
     }
     header = template_files()["conv_moments.cuh"].read_text(encoding="utf-8")
     lines = [*(f"#define {k} {v}" for k, v in defines.items()), shim, _SOURCE % _text(header)]
@@ -129,6 +144,68 @@ def test_moments_of_a_warps_rows(tmp_path: Path) -> None:
     found = np.empty((8, 2), np.float32)
     _run(tmp_path, 1, 8, tile=x, result=found)
     np.testing.assert_allclose(found, _moments(x.astype(np.float64)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [8, 32, 40, 104, 256])
+def test_moments_of_eight_rows_of_a_tile(rows: int, tmp_path: Path) -> None:
+    x = np.random.default_rng(rows).standard_normal((rows, 64)) * 2 + np.linspace(-50, 50, rows)[:, None]
+    half = x.astype(np.float16)
+    swizzled = np.stack([half.reshape(rows, 8, 8)[r, np.arange(8) ^ (r & 7)] for r in range(rows)])
+    count = rows + 8  # of which rows 16 ... are the tile's: the last eight of them are none
+    told = np.full((3, count // 8, 2), np.nan, np.float32)
+    _run(
+        tmp_path,
+        0,
+        rows,
+        first=16,
+        block=1,
+        together=8,
+        moments=told,
+        pixel_count=count,
+        tile=np.ascontiguousarray(swizzled),
+    )
+    want = _moments(half.astype(np.float64).reshape(-1, 8 * 64))
+    np.testing.assert_allclose(told[1, 2:], want[: rows // 8 - 1], rtol=2e-4, atol=1e-5)
+    assert np.isnan(told[1, :2]).all()
+    assert np.isnan(told[[0, 2]]).all()
+
+
+def test_moments_of_a_later_product_of_a_stack(tmp_path: Path) -> None:
+    half = np.random.default_rng(1).standard_normal((8, 64)).astype(np.float16)
+    swizzled = np.stack([half.reshape(8, 8, 8)[r, np.arange(8) ^ (r & 7)] for r in range(8)])
+    told = np.full(
+        (2, 3 * 6, 2), np.nan, np.float32
+    )  # three products of six rows; the tile begins at row 2 of the last one
+    _run(tmp_path, 0, 8, first=2, block=1, before=12, moments=told, pixel_count=6, tiles=6, batch_tiles=2,
+         tile=np.ascontiguousarray(swizzled))  # fmt: skip
+    np.testing.assert_allclose(told[1, 14:], _moments(half.astype(np.float64))[:4], rtol=1e-4, atol=1e-5)
+    assert np.isnan(told[1, :14]).all()
+    assert np.isnan(told[0]).all()
+
+
+def test_moments_of_a_warps_eight_rows(tmp_path: Path) -> None:
+    x = (np.random.default_rng(0).standard_normal((8, 16)) + np.arange(8)[:, None]).astype(np.float16)
+    found = np.empty((1, 2), np.float32)
+    _run(tmp_path, 1, 8, together=8, tile=x, result=found)
+    np.testing.assert_allclose(found, _moments(x.astype(np.float64).reshape(1, -1)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "image", "blocks", "first"), [(40, 200, 1, 80), (104, 24, 3, 0), (144, 1024, 2, 1008), (64, 8, 20, 8)]
+)
+def test_images_are_normalized(rows: int, image: int, blocks: int, first: int, tmp_path: Path) -> None:
+    """Tiles in an image, of several images, and from one to the next; the last ones of all end before the tile does."""
+    count = (first + rows) // image * image
+    rng = np.random.default_rng(blocks)
+    x = rng.standard_normal((count, blocks, 64)) + 4.0 + np.arange(count)[:, None, None] / count
+    given = np.ascontiguousarray(_moments(x.reshape(-1, 8, blocks, 64).transpose(2, 0, 1, 3).reshape(blocks, -1, 512)))
+    sums, columns, found = (rng.standard_normal(s).astype(np.float32) for s in ((16, rows), 16, (16, rows)))
+    _run(tmp_path, 2, rows, first=first, given=given.astype(np.float32), columns=columns, given_blocks=blocks, epsilon=1e-3,
+         pixel_count=count, image_parts=image // 8, result=found, sums=sums)  # fmt: skip
+    own = np.repeat(x.reshape(-1, image * blocks * 64), image, axis=0)[first : first + rows]
+    live = len(own)
+    want = (sums[:, :live] - own.mean(1) * columns[:, None]) / np.sqrt(own.var(1) + 1e-3)
+    np.testing.assert_allclose(found[:, :live], want, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("normed", [1, 2])

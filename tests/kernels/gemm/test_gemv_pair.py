@@ -138,7 +138,7 @@ def of_groups(n: Net) -> list[Value]:
 
 def odd_channels(n: Net) -> list[Value]:
     """Channels that begin behind four others."""
-    x = n.conv(n.input(2, 8, 9, 7), 68)
+    x = n.op("Relu", n.conv(n.input(2, 8, 9, 7), 68))
     first, x = n.op("Split", x, n.ints(4, 64), attrs=SplitAttrs(1), outputs=2)
     x = n.op("GlobalAveragePool", x)
     return [n.conv(n.conv(x, 16, 1, pads=0), 24, 1, pads=0), n.op("Tanh", first)]

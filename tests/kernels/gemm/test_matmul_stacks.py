@@ -140,7 +140,7 @@ def test_what_it_refuses_is_done_by_another() -> None:
         return n.op("MatMul", n.input(4, 20, 64), n.input(1, 64, 72, name="y"))
 
     def large(n: Net) -> Value:
-        return n.op("MatMul", n.random(1024, 1024), n.input(17, 1024, 8))
+        return n.op("MatMul", n.random(1, 2, 1024, 1024), n.input(9, 2, 1024, 8))
 
     for build, precision in ((plain, "fp32"), (plain, "tf32"), (broadcast, "fp16"), (large, "fp16")):
         n = Net()

@@ -15,11 +15,23 @@ struct Source {
 #ifndef MOMENTS
 #define MOMENTS 0                 // whether moments of the result's rows are written
 #endif
+#ifndef MOMENT_ROWS
+#define MOMENT_ROWS 1             // rows that have moments together: 1 or 8
+#endif
+#ifndef IMAGE_NORM
+#define IMAGE_NORM 0              // whether NORMED is by the moments of all rows of an image
+#endif
 #ifndef NORMED
 #define NORMED 0                  // whether rows are normalized behind their products: 1 by mean and variance, 2 by the mean square
 #endif
 #ifndef NORMED_RESIDUAL
 #define NORMED_RESIDUAL 0         // whether the residual's rows are normalized before they are added, in the same ways
+#endif
+#ifndef ONE_MATRIX
+#define ONE_MATRIX 0              // whether the pixels of all products of a stack are one matrix, which no launch before writes
+#endif
+#ifndef ROW_BIAS
+#define ROW_BIAS 0                // whether sums begin with a number of their pixel
 #endif
 
 #if VOLUME
@@ -59,6 +71,12 @@ struct Params {
     const float* columns;                          // sums of the columns of the scaled matrix; of a residual, the norm's scale
     int given_blocks;
     float epsilon;
+#endif
+#if IMAGE_NORM
+    int image_parts;                               // of eight rows each, in an image
+#endif
+#if ROW_BIAS
+    const float* row_bias;                         // of each pixel of a product, an even number of them
 #endif
 };
 
@@ -300,13 +318,14 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
         named_barrier(1 + threadIdx.x / 128, 128);
         for (int k = threadIdx.x % 128; k < M_TILES * SLOTS * 8; k += 128) {
             const int slot = k / 8, block = first_channel / 64 + slot / SLOTS, column = (rank + slot % SLOTS * SPLIT_WAYS) * 8 + k % 8;
-            if (column >= COLUMNS || first_pixel + column >= p.pixel_count || block * 64 >= p.channels) continue;
+            if (column >= COLUMNS || first_pixel + column >= p.pixel_count || block * 64 >= p.channels || k % MOMENT_ROWS) continue;
             float2 part[4];
             #pragma unroll
             for (int warp = 0; warp < 4; warp++)
                 shared_load(memory + INBOX_BYTES + (warp * M_TILES * SLOTS + slot) * 640 + k % 8 * 8, part[warp]);
             put_moments(p, block, first_pixel + column,
-                        joint_moments(joint_moments(part[0], part[1], 16.0f), joint_moments(part[2], part[3], 16.0f), 32.0f));
+                        joint_moments(joint_moments(part[0], part[1], 16.0f * MOMENT_ROWS), joint_moments(part[2], part[3], 16.0f * MOMENT_ROWS),
+                                      32.0f * MOMENT_ROWS));
         }
 #endif
     }

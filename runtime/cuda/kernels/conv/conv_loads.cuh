@@ -58,7 +58,7 @@ DEVICE void load_pixels(u32 target, const TensorMap* map, u32 barrier, const Sou
         if (MODE == 0) tma_multicast_2d(target, map, barrier, c, first, to);
         else tma_multicast_im2col(target, map, barrier, c, x, y, n, tap_w, tap_h, to);
     } else {
-        if (MODE == 0) load_rows(target, map, barrier, c, first, batch);
+        if (MODE == 0) load_rows(target, map, barrier, c, first, ONE_MATRIX ? Batch() : batch);
         else tma_load_im2col(target, map, barrier, c, x, y, n, tap_w, tap_h);
     }
 }

@@ -7,6 +7,9 @@
 //
 // Moments are of 64 channels of a row: their mean, and the sum of squared deviations from it. They lie as [64 channels][row], so that
 // lanes read neighbouring rows. NORMED and NORMED_RESIDUAL: 1 is a layer norm, 2 a norm by the mean square (its mean counts as zero).
+//
+// MOMENT_ROWS 8: moments are of 64 channels of eight rows, and lie as [64 channels][eight rows]. IMAGE_NORM: NORMED is by those of all
+// channels of an image, whose rows come in eights: a group norm of one group, between products of each pixel.
 #pragma once
 
 #define ROW_NORM (NORMED ? NORMED : NORMED_RESIDUAL)
@@ -15,7 +18,8 @@ constexpr int FACTOR_WARPS = 3;                    // that compute what rows are
 
 #if MOMENTS
 DEVICE void put_moments(const Params& p, int block, int row, float2 moments) {
-    p.moments[(long long)block * p.pixel_count + row] = moments;
+    const int rows = p.pixel_count * (BATCHED ? p.tiles / p.batch_tiles : 1);
+    p.moments[(long long)block * (rows / MOMENT_ROWS) + row / MOMENT_ROWS] = moments;
 }
 
 // Both have the moments of ``count`` numbers; the result is of all of them.
@@ -28,8 +32,9 @@ DEVICE float2 joint_moments(float2 a, float2 b, float count) {
 constexpr __device__ int moment_cost(int rows, int lanes) { return (rows * lanes + 127) / 128 * (264 / lanes + (lanes == 1 ? 0 : lanes == 2 ? 12 : 24)); }
 
 // Tells the moments of a tile of 64 channels, in rows of 128 bytes as TMA swizzles them. All threads of a warpgroup; one to four share a row.
+// ``before``: rows of the products before this one.
 template <int ROWS>
-DEVICE void tell_moments(const Params& p, u32 tile, int block, int first_row, int thread) {
+DEVICE void tell_moments(const Params& p, u32 tile, int block, int first_row, int thread, int before) {
     constexpr int FEW = moment_cost(ROWS, 2) < moment_cost(ROWS, 1) ? 2 : 1;
     constexpr int LANES = moment_cost(ROWS, 4) < moment_cost(ROWS, FEW) ? 4 : FEW, CHUNKS = 8 / LANES;
     const int part = thread % LANES;
@@ -59,7 +64,13 @@ DEVICE void tell_moments(const Params& p, u32 tile, int block, int first_row, in
             const float2 other = make_float2(__shfl_xor_sync(0xffffffffu, moments.x, apart), __shfl_xor_sync(0xffffffffu, moments.y, apart));
             moments = joint_moments(moments, other, COUNT * apart);
         }
-        if (part == 0 && row < ROWS && first_row + row < p.pixel_count) put_moments(p, block, first_row + row, moments);
+        #pragma unroll
+        for (int rows = 1; rows < MOMENT_ROWS; rows *= 2) {
+            const int apart = rows * LANES;
+            const float2 other = make_float2(__shfl_xor_sync(0xffffffffu, moments.x, apart), __shfl_xor_sync(0xffffffffu, moments.y, apart));
+            moments = joint_moments(moments, other, float(MOMENT_CHANNELS * rows));
+        }
+        if (part == 0 && row % MOMENT_ROWS == 0 && row < ROWS && first_row + row < p.pixel_count) put_moments(p, block, before + first_row + row, moments);
     }
 }
 
@@ -72,18 +83,74 @@ DEVICE void keep_moments(u32 slot, uint2 stored, int lane) {
     #pragma unroll
     for (int i = 0; i < 4; i++) moments.y += (x[i] - mean) * (x[i] - mean);
     #pragma unroll
-    for (int apart = 1; apart < 4; apart *= 2) {
+    for (int apart = 1; apart < 4 * MOMENT_ROWS; apart *= 2) {
         const float2 other = make_float2(__shfl_xor_sync(0xffffffffu, moments.x, apart), __shfl_xor_sync(0xffffffffu, moments.y, apart));
         moments = joint_moments(moments, other, 4.0f * apart);
     }
-    if (lane % 4 == 0) {
+    if (lane % (4 * MOMENT_ROWS) == 0) {
         shared_store(slot + lane / 4 * 8, moments.x);
         shared_store(slot + lane / 4 * 8 + 4, moments.y);
     }
 }
 #endif
 
-#if ROW_NORM
+#if IMAGE_NORM
+static_assert(NORMED == 1 && !NORMED_RESIDUAL, "images are normalized behind products of their rows");
+
+// What an image is multiplied by, and the product of this and its mean: for each warp the same, which takes the moments of all its parts.
+struct ImageFactor {
+    int image = -1;
+    float2 factor;
+
+    __device__ __forceinline__ void take(const Params& p, int of, int lane) {
+        if (of == image) return;
+        constexpr int CHUNK = 8;
+        const int parts = p.image_parts * p.given_blocks, pitch = p.pixel_count / 8;
+        const float2* from = p.given + of * p.image_parts;
+        const float pivot = __ldcg(&from->x);      // parts' means lie around it
+        float sum = 0.0f, squares = 0.0f;
+        int at = lane;                             // in a block of channels
+        #pragma unroll 1
+        for (int begin = lane; begin < parts; begin += CHUNK * 32) {
+            float2 part[CHUNK];
+            #pragma unroll
+            for (int i = 0; i < CHUNK; i++, at += 32) {
+                while (at >= p.image_parts) at -= p.image_parts, from += pitch;
+                part[i] = begin + i * 32 < parts ? __ldcg(from + at) : make_float2(pivot, 0.0f);
+            }
+            #pragma unroll
+            for (int i = 0; i < CHUNK; i++) {
+                const float apart = part[i].x - pivot;
+                sum += apart;
+                squares += part[i].y + 8 * MOMENT_CHANNELS * apart * apart;
+            }
+        }
+        #pragma unroll
+        for (int apart = 1; apart < 32; apart *= 2) {
+            sum += __shfl_xor_sync(0xffffffffu, sum, apart);
+            squares += __shfl_xor_sync(0xffffffffu, squares, apart);
+        }
+        const float each = 1.0f / parts, shift = sum * each;
+        const float variance = fmaxf(squares * (each / (8 * MOMENT_CHANNELS)) - shift * shift, 0.0f);
+        image = of, factor.x = rsqrtf(variance + p.epsilon), factor.y = factor.x * (pivot + shift);
+    }
+};
+
+// Those of a tile's rows, of as many images as there are, to shared memory. ``known``: that of the first one, if it was taken before.
+template <int ROWS>
+DEVICE void row_factors(const Params& p, u32 target, int first_row, int thread, ImageFactor& known) {
+    const int image_rows = 8 * p.image_parts, end = min(first_row + ROWS, p.pixel_count);
+    #pragma unroll 1
+    for (int image = first_row / image_rows; image * image_rows < end; image++) {
+        known.take(p, image, thread % 32);
+        for (int row = thread; row < ROWS; row += FACTOR_WARPS * 32) {
+            if ((first_row + row) / image_rows != image) continue;
+            shared_store(target + row * 8, known.factor.x);
+            shared_store(target + row * 8 + 4, known.factor.y);
+        }
+    }
+}
+#elif ROW_NORM
 // What rows are multiplied by, and the product of this and their mean, to shared memory (eight bytes a row). The loads of up to CHUNK parts
 // of all a thread's rows are on their way together: one after the other they take longer than the tile's products.
 template <int ROWS>

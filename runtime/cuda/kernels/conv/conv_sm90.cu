@@ -19,7 +19,8 @@
 // share is finished by the one that has its first K steps: see conv_stream.cuh.
 //
 // BATCHED: a stack of products, each with weights of its own, which are another tensor: tensor maps have two more axes, and a tile is one of
-// one product. ACROSS: its rows are K (wgmma's MN-major operand).
+// one product. ACROSS: its rows are K (wgmma's MN-major operand). ONE_MATRIX: their pixels are one constant matrix, which is loaded before
+// griddepcontrol.wait as weights are elsewhere. ROW_BIAS: a bias of each pixel, with which its sums begin.
 //
 // BANDED: channels come in bands, each a sum over the pixels' channels of its own band alone (of a grouped convolution: several groups).
 //
@@ -81,9 +82,28 @@ DEVICE void multiply(Acc (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, int 
     for (int step = 0; step < SPAN / 32; step++) {
         #pragma unroll
         for (int m = 0; m < MT; m++)
-            wgmma_step(acc[step % SETS][m], wgmma_descriptor<SPAN>(weights + m * 64 * SPAN) + NEXT * step, b + 2 * step, (k | (step / SETS)) != 0);
+            wgmma_step(acc[step % SETS][m], wgmma_descriptor<SPAN>(weights + m * 64 * SPAN) + NEXT * step, b + 2 * step,
+                       ROW_BIAS || (k | (step / SETS)) != 0);
     }
 }
+
+#if ROW_BIAS
+static_assert(SPLIT == 1 && !STREAM && !INTEGER, "a tile's sums begin once, as floats");
+
+// Sums (wgmma's columns are pixels) begin with what each pixel adds, in the first set.
+DEVICE void begin_sums(const Params& p, int first_pixel, int lane, Acc (&acc)[SETS][MT][BN / 2]) {
+    const int last = (p.pixel_count - 1) & ~1;     // of the pairs
+    #pragma unroll
+    for (int i = 0; i < BN / 2; i += 2) {
+        const float2 bias = __ldg(reinterpret_cast<const float2*>(p.row_bias + min(first_pixel + i / 4 * 8 + lane % 4 * 2, last)));
+        #pragma unroll
+        for (int m = 0; m < MT; m++) {
+            if (SETS == 2) acc[SETS - 1][m][i] = acc[SETS - 1][m][i + 1] = 0.0f;
+            acc[0][m][i] = bias.x, acc[0][m][i + 1] = bias.y;
+        }
+    }
+}
+#endif
 
 // A block stays until its peers are done: they count on its barriers. At the end of each role, since registers are moved for a
 // branch of its own alone.
@@ -148,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     if (warp == CONSUMERS / 32) {
         if (elect_one()) {
             Place to = place(p, first_tile, sharer, k_begin);
-            if (BATCHED) grid_dependency_wait();   // else weights come first: they depend on no other kernel
+            if (BATCHED && !ONE_MATRIX) grid_dependency_wait();    // else weights, or the matrix, come first: they depend on no other kernel
             const int primed = k_count < STAGES ? k_count : STAGES;
             if (WEIGHTS_STATIONARY) {
                 barrier_expect(weights_full, k_count * WEIGHT_BYTES);
@@ -157,14 +177,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             }
             for (int k = 0; k < primed; k++) {
                 barrier_expect(full + 8 * k, STAGE_BYTES);
-                if (!WEIGHTS_STATIONARY)
+                if (ONE_MATRIX)
+                    load_stage(p, to, sharer, ring + k * STAGE_BYTES, full + 8 * k);
+                else if (!WEIGHTS_STATIONARY)
                     load_weights(p, ring + k * STAGE_BYTES + WGN * PIXEL_BYTES, full + 8 * k, sharer, k_begin + k, to.channel, to.batch);
             }
             mark(0);
             grid_dependency_wait();
             mark(1);
             #pragma unroll 1
-            for (int k = 0; k < primed; k++) load_stage(p, to, sharer, ring + k * STAGE_BYTES, full + 8 * k);
+            for (int k = 0; k < primed; k++) {
+                if (ONE_MATRIX)
+                    load_weights(p, ring + k * STAGE_BYTES + WGN * PIXEL_BYTES, full + 8 * k, sharer, k_begin + k, to.channel, to.batch);
+                else
+                    load_stage(p, to, sharer, ring + k * STAGE_BYTES, full + 8 * k);
+            }
             mark(2);
             int stage = primed == STAGES ? 0 : primed, parity = primed == STAGES ? 0 : 1, fresh = STAGES - primed, k = primed;
             auto await_stage = [&] {
@@ -211,12 +238,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         constexpr int BUFFERS = OUT_BUFFERS * TURNS;
         int buffer = 0, parity = 1;
         Work work = first;
+#if IMAGE_NORM
+        ImageFactor known;
+#endif
         for (int issued = 0; issued == 0 || next_work(p, span, work, tile_step); issued++) {
             int channel, pixel;
             tile_at(p, work.tile, sharer, channel, pixel);
+#if IMAGE_NORM
+            known.take(p, min(pixel, p.pixel_count - 1) / (8 * p.image_parts), lane);      // while the tile before is finished
+#endif
             if (issued >= BUFFERS) barrier_wait(residual_empty + 8 * buffer, parity);
             if (RESIDUAL_LOADED && warp == CONSUMERS / 32 + 1 && elect_one()) load_residual(p, out, residual_full, buffer, channel, pixel, Batch());
+#if IMAGE_NORM
+            row_factors<TILE_PIXELS>(p, factors + buffer * TILE_PIXELS * 8, pixel, threadIdx.x - CONSUMERS - 32, known);
+#else
             row_factors<TILE_PIXELS>(p, factors + buffer * TILE_PIXELS * 8, pixel, threadIdx.x - CONSUMERS - 32);
+#endif
             __syncwarp();
             if (lane < TELLERS) barrier_arrive(residual_full + 8 * buffer);
             if (++buffer == BUFFERS) buffer = 0, parity ^= 1;
@@ -292,6 +329,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         };
         if (NORMED || !DIRECT) load_columns();
 #endif
+#if ROW_BIAS
+        begin_sums(p, tile_pixel + group_pixel, lane, acc);
+#endif
 #if DIRECT
         Direct store;
         store.prepare(p, tile_channel + group_channel, rank, quarter, lane, [&](int column) {
@@ -316,6 +356,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 load_constants(p, tile_channel + group_channel + quarter * 16, lane, constants);
 #if ROW_NORM
                 load_columns();
+#endif
+#if ROW_BIAS
+                begin_sums(p, tile_pixel + group_pixel, lane, acc);
 #endif
             }
 #endif
@@ -426,7 +469,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             #pragma unroll 1
             for (int m = 0; m < MT; m++) {
                 const int channel = tile_channel + group_channel + m * 64;
-                if (channel < p.channels) tell_moments<BN>(p, own + m * OUT_BYTES, channel / 64, tile_pixel + group_pixel, threadIdx.x % 128);
+                const int before = BATCHED ? tile / p.batch_tiles * p.pixel_count : 0;      // rows of other products
+                if (channel < p.channels) tell_moments<BN>(p, own + m * OUT_BYTES, channel / 64, tile_pixel + group_pixel, threadIdx.x % 128, before);
             }
             if (HAS_RESIDUAL) {
                 named_barrier(1 + warp / 4, 128);

@@ -1,0 +1,84 @@
+"""Gathers and folds that only move elements: a Reshape and a Transpose.
+
+PyTorch's ``unfold`` is exported as a Gather along each axis of an image, from a table of window by offset. Where windows do not
+overlap and cover the image, the table counts the axis in another order of its digits. ``fold`` back is a Col2Im.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.facts import ints, operand, reshape_target, reshaped, shape_of
+from optdnn.types import Array, Shape, normalize_axis
+
+_INEXPRESSIBLE = Miss("no constant target can express its shape")
+
+
+@rule("grid_gather", {"Gather"})
+def grid_gather(graph: Graph, op: Op) -> Match | Miss | None:
+    """A Gather of all elements of an axis, whose indices are a grid that counts them in another order."""
+    x, indices = operand(op), graph.constant_value(op.inputs[1])
+    before = shape_of(graph, x)
+    if indices is None or indices.ndim < 2 or before is None:
+        return None
+    axis = normalize_axis(op.attrs.axis, len(before))
+    order = _digits(indices, before[axis])
+    if order is None:
+        return None
+    split = (*before[:axis], *(indices.shape[k] for k in order), *before[axis + 1 :])
+    target = reshape_target(before, split)
+    if target is None:
+        return _INEXPRESSIBLE
+    places = [order.index(k) + axis for k in range(len(order))]
+    perm = (*range(axis), *places, *range(axis + len(order), len(split)))
+
+    def build(patch: Patch) -> Value:
+        y = reshaped(patch, x, target)
+        return y if perm == tuple(range(len(perm))) else patch.add("Transpose", [y], TransposeAttrs(perm))
+
+    return Match((op,), build)
+
+
+def _digits(indices: Array, size: object) -> tuple[int, ...] | None:
+    """The axes of a grid of indices by their digits in the count of ``size`` elements, the highest first; None for other tables."""
+    if not isinstance(size, int) or indices.size != size or size == 0:
+        return None
+    steps = [np.diff(indices, axis=k).flat[0] if n > 1 else size for k, n in enumerate(indices.shape)]
+    order = tuple(int(k) for k in np.argsort([-int(s) for s in steps], kind="stable"))
+    counted = np.arange(size).reshape([indices.shape[k] for k in order])
+    wanted = counted.transpose([order.index(k) for k in range(len(order))])
+    return order if np.array_equal(indices % size, wanted) else None
+
+
+@rule("grid_fold", {"Col2Im"})
+def grid_fold(graph: Graph, op: Op) -> Match | Miss | None:
+    """A Col2Im whose windows do not overlap, and cover the image."""
+    x, a = operand(op), op.attrs
+    before, after = shape_of(graph, x), op.outputs[0].type.shape
+    block = ints(graph, op.inputs[2])
+    if before is None or after is None or block is None or any(not isinstance(n, int) for n in after[1:]):
+        return None
+    sizes = tuple(int(n) for n in after[2:])  # type: ignore[arg-type]
+    if tuple(a.strides) != block or any(a.pads) or any(d != 1 for d in a.dilations):
+        return Miss("its windows overlap, or leave elements out")
+    if any(n % k for n, k in zip(sizes, block, strict=True)) or math.prod(sizes) != math.prod(block) * before[2]:
+        return Miss("its windows do not cover the image")
+    windows = [n // k for n, k in zip(sizes, block, strict=True)]
+    split: Shape = (before[0], after[1], *block, *windows)
+    rank = len(block)
+    perm = (0, 1, *(i for k in range(rank) for i in (2 + rank + k, 2 + k)))
+    turned = tuple(split[p] for p in perm)
+    first, last = reshape_target(before, split), reshape_target(turned, after)
+    if first is None or last is None:
+        return _INEXPRESSIBLE
+
+    def build(patch: Patch) -> Value:
+        return reshaped(patch, patch.add("Transpose", [reshaped(patch, x, first)], TransposeAttrs(perm)), last)
+
+    return Match((op,), build)

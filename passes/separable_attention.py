@@ -1,0 +1,110 @@
+"""Separable attention: weighted sums over positions are products, and the parts of the projection begin at vectors.
+
+MobileViTV2 (Mehta and Rastegari, 2022) makes one channel of scores, then keys and values, by one convolution. In that order keys
+and values begin at the second element, and no kernel reads them in vectors. Keys are multiplied by the softmax of the scores over
+the positions, and added up. As a product of matrices, no launch stores what is added.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.channel_shuffles import PRECISIONS
+from optdnn.passes.support.facts import integers, ints, operand, producer
+from optdnn.target_name import HOPPER, TargetName
+from optdnn.types import normalize_axis
+
+UNIT = 8
+"""16-bit channels that kernels read together."""
+LEAST = 16
+"""The fewest positions of a sum, and channels, that a tile of products is not mostly empty of."""
+
+
+@rule("aligned_parts", {"Split"})
+def aligned_parts(graph: Graph, op: Op) -> Match | Miss | None:
+    """Splits channels of a convolution with constant weights; its filters get the order in which more parts begin at vectors."""
+    sizes = [out.type.dims[1] if len(out.type.dims) > 2 else None for out in op.outputs]
+    conv = producer(graph, op.inputs[0], {"Conv"})
+    if conv is None or normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)) != 1:
+        return None
+    widths = [n for n in sizes if isinstance(n, int)]
+    order = sorted(range(len(widths)), key=lambda i: widths[i] % UNIT != 0)
+    if len(widths) < len(sizes) or _aligned(widths) >= _aligned([widths[i] for i in order]):
+        return None
+    weight, bias = graph.constant_value(conv.inputs[1]), graph.constant_value(conv.input(2))
+    if weight is None or (bias is None and conv.input(2) is not None):
+        return Miss(f"the filters or the bias of {conv.name} are not constant")
+    if graph.sole_user(conv.value) is None or conv.attrs.epilogue or conv.attrs.group != 1:
+        return Miss(f"others read the channels of {conv.name}, or they are in groups")
+    starts = list(itertools.accumulate(widths, initial=0))
+    channels = np.concatenate([np.arange(starts[i], starts[i] + widths[i]) for i in order])
+
+    def build(patch: Patch) -> None:
+        given = [conv.inputs[0], patch.constant(weight[channels], "filters")]
+        given += [] if bias is None else [patch.constant(bias[channels], "bias")]
+        y = patch.add("Conv", given, conv.attrs, src=conv.src)
+        lengths = integers(patch, [widths[i] for i in order], "sizes")
+        parts = patch.add_op("Split", [y, lengths], op.attrs, outputs=len(widths), src=op.src)
+        for place, port in enumerate(order):
+            patch.replace(Value(op.id, port), Value(parts.id, place))
+
+    return Match((op, conv), build)
+
+
+def _aligned(widths: list[int]) -> int:
+    """The parts that begin at whole vectors."""
+    return sum(start % UNIT == 0 for start in itertools.accumulate(widths[:-1], initial=0))
+
+
+class WeightedSum(Rule):
+    """``sum(x * w, -1)`` of channels (B, C, P, N) and weights (B, 1, P, N) is ``w' x'``: (B, P, 1, N) times (B, P, N, C)."""
+
+    name = "weighted_sum"
+    kinds = frozenset({"ReduceSum"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        product = producer(graph, op.inputs[0], {"Mul"}, alone=True)
+        axes = ints(graph, op.input(1))
+        if product is None or axes is None or not op.attrs.keepdims or len(product.outputs[0].type.dims) != 4:
+            return None
+        found = _operands(graph, product)
+        if [normalize_axis(a, 4) for a in axes] != [3] or found is None:
+            return None
+        x, weights = found
+        _, channels, _, positions = graph.type(x).dims
+        if any(isinstance(n, int) and n < LEAST for n in (channels, positions)):
+            return Miss(f"it has fewer than {LEAST} channels or positions")
+        machine = TargetName.parse(context.target)
+        if context.precision not in PRECISIONS or not machine.on_gpu or (machine.arch or HOPPER) != HOPPER:
+            return Miss(f"products of two computed stacks are slower at {context.precision} on {context.target}")
+
+        def build(patch: Patch) -> Value:
+            left = patch.add("Transpose", [weights], TransposeAttrs((0, 2, 1, 3)))
+            right = patch.add("Transpose", [x], TransposeAttrs((0, 2, 3, 1)))
+            y = patch.add("MatMul", [left, right], MatMulAttrs())
+            return patch.add("Transpose", [y], TransposeAttrs((0, 3, 1, 2)))
+
+        return Match((op, product), build)
+
+
+def _operands(graph: Graph, product: Op) -> tuple[Value, Value] | None:
+    """What is multiplied: channels, and one weight for all of them."""
+    dims = product.outputs[0].type.dims
+    for slot in (0, 1):
+        x, weights = operand(product, slot), operand(product, 1 - slot)
+        one = graph.type(weights).dims
+        if graph.type(x).dims == dims and len(one) == 4 and one == (dims[0], 1, *dims[2:]):
+            return x, weights
+    return None
+
+
+class SeparableAttention(RulePass):
+    name = "separable_attention"
+    rules = (aligned_parts, WeightedSum())

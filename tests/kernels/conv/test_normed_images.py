@@ -1,0 +1,258 @@
+"""1x1 convolutions of images that are normalized as a whole, without a launch for the norm: what is right, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.needs import why_no_hopper
+from support.net import Net
+from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered
+
+from optdnn.errors import InternalError
+from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.conv import hopper_launch, implicit_gemm
+from optdnn.kernels.conv.implicit_gemm import Config
+from optdnn.kernels.conv.normed import NormedConv
+from optdnn.kernels.conv.problem import Problem, RowNorm, Source
+from optdnn.kernels.tactic import Offer
+from optdnn.ops.norm import GroupNormAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.trials.check import check_arena, check_steps
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.program import Program
+
+
+def _norm(n: Net, x: Value, groups: int = 1) -> Value:
+    channels = int(n.dims(x)[1])  # type: ignore[arg-type]
+    scale = n.const(1 + 0.2 * np.random.default_rng(channels).standard_normal(channels))
+    return n.op("GroupNormalization", x, scale, n.random(channels), attrs=GroupNormAttrs(groups))
+
+
+def _pixelwise(n: Net, x: Value, channels: int, **options: Any) -> Value:
+    return n.conv(x, channels, 1, pads=0, **options)
+
+
+def block(n: Net, batch: int = 2, width: int = 64, size: tuple[int, int] = (4, 14)) -> Value:
+    """A residual, a norm, and a perceptron of each pixel, whose result is normalized for the next convolution."""
+    x = n.op("Tanh", _pixelwise(n, n.input(batch, 16, *size), width))
+    stream = n.op("Add", _pixelwise(n, x, width), x)
+    hidden = n.op("Swish", _pixelwise(n, _norm(n, stream), 2 * width, bias=True))
+    return _pixelwise(n, _norm(n, n.op("Add", stream, _pixelwise(n, hidden, width))), 40)
+
+
+def chain(n: Net) -> Value:
+    """A launch that applies moments and tells those of its own images."""
+    y = _pixelwise(n, _norm(n, _pixelwise(n, n.input(3, 16, 2, 4), 128)), 64)
+    return _pixelwise(n, _norm(n, y), 72)
+
+
+def moved(n: Net) -> Value:
+    """The pixels change places between the convolution and the norm."""
+    x = _pixelwise(n, n.input(2, 16, 8, 8), 64)
+    x = n.op("Reshape", x, n.ints(0, 64, 4, 2, 4, 2))
+    x = n.op("Reshape", n.op("Transpose", x, attrs=TransposeAttrs((0, 1, 3, 5, 2, 4))), n.ints(0, 64, 4, 16))
+    return n.op("Add", _pixelwise(n, n.op("Swish", _pixelwise(n, _norm(n, x), 64)), 64), x)
+
+
+def large(n: Net) -> Value:
+    """Several tiles for each block, and more parts of an image than a warp loads at once."""
+    return block(n, 3, 192, (56, 47))
+
+
+NETS: dict[str, Callable[[Net], Value]] = {f.__name__: f for f in (block, chain, moved, large)}
+
+
+@pytest.fixture
+def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NormedConv, "defer", lambda self, b, op: None)
+
+
+def tactics(program: Program) -> list[str]:
+    return [t["tactic"] for t in program.meta["tactics"] if t["kind"] == "Conv" and not t.get("dropped")]
+
+
+def reasons(program: Program) -> list[str]:
+    """Why the tactic was not taken."""
+    found = [r for t in program.meta["tactics"] for r in t.get("refused", ())]
+    return [r["reason"] for r in found if r["tactic"] == "conv_normed_sm90"]
+
+
+@pytest.mark.usefixtures("wanted")
+@pytest.mark.parametrize("name", ["block", "chain", "moved"])
+def test_no_launch_normalizes(name: str) -> None:
+    n = Net(np.float16)
+    program = check_simulated(n.done(NETS[name](n)))
+    assert tactics(program).count("conv_normed_sm90") == (1 if name == "moved" else 2)
+    assert {"RowMoments", "NormedProduct"} & {*kinds(program)}
+    assert not [k for k in kinds(program) if k.startswith("Group")]
+
+
+@pytest.mark.usefixtures("wanted")
+def test_large_means_cancel() -> None:
+    """Images whose mean is 60 times their deviation lose what 16 bits lose, and no more."""
+    n = Net()
+    x = n.op("Add", _pixelwise(n, n.input(2, 16, 8, 8), 64), n.const(np.full((1, 64, 1, 1), 60.0)))
+    program = check_simulated(n.done(_pixelwise(n, _norm(n, x), 64)), tolerance=0.05)
+    assert "conv_normed_sm90" in tactics(program)
+
+
+def test_the_cost_model_takes_it() -> None:
+    n = Net(np.float16)
+    assert tactics(lowered(n.done(block(n)), no_cubins=True)).count("conv_normed_sm90") == 2
+
+
+def _two_readers(n: Net) -> Value:
+    x = _norm(n, _pixelwise(n, n.input(2, 16, 4, 8), 64))
+    return n.op("Concat", _pixelwise(n, x, 64), n.op("Relu", x))
+
+
+def _groups(n: Net) -> Value:
+    return _pixelwise(n, _norm(n, _pixelwise(n, n.input(2, 16, 4, 8), 64), 2), 64)
+
+
+def _odd_pixels(n: Net) -> Value:
+    return _pixelwise(n, _norm(n, _pixelwise(n, n.input(2, 16, 3, 5), 64)), 64)
+
+
+def _odd_channels(n: Net) -> Value:
+    return _pixelwise(n, _norm(n, _pixelwise(n, n.input(2, 16, 4, 8), 72)), 64)
+
+
+def _wide_filter(n: Net) -> Value:
+    return n.conv(_norm(n, _pixelwise(n, n.input(2, 16, 4, 8), 64)), 64, 3)
+
+
+def _wide_maker(n: Net) -> Value:
+    return _pixelwise(n, _norm(n, n.conv(n.input(2, 16, 4, 8), 64, 3)), 64)
+
+
+def _of_a_pool(n: Net) -> Value:
+    return _pixelwise(n, _norm(n, n.max_pool(n.input(2, 64, 8, 8), 2)), 64)
+
+
+def _residual(n: Net) -> Value:
+    x = _pixelwise(n, n.input(2, 16, 4, 8), 64)
+    return n.op("Add", _pixelwise(n, _norm(n, x), 64), x)
+
+
+def _other_batch(n: Net) -> Value:
+    """Halves of an image are images of their own."""
+    x = n.op("Reshape", _pixelwise(n, n.input(2, 16, 8, 8), 64), n.ints(4, 32, 8, 8))
+    return _pixelwise(n, _norm(n, x), 64)
+
+
+def _tiny_scale(n: Net) -> Value:
+    x = _pixelwise(n, n.input(2, 16, 4, 8), 64)
+    scale = n.const(np.full(64, 1e-6))
+    return _pixelwise(n, n.op("GroupNormalization", x, scale, n.random(64), attrs=GroupNormAttrs(1)), 64)
+
+
+@pytest.mark.parametrize(
+    ("build", "because"),
+    [
+        (_two_readers, "others read the normalized images"),
+        (_groups, "its images are not normalized as a whole behind another convolution"),
+        (_of_a_pool, "its images are not normalized as a whole behind another convolution"),
+        (_other_batch, "its images are not normalized as a whole behind another convolution"),
+        (_odd_pixels, "15 pixels of 64 channels are no whole groups of 8 by 64"),
+        (_odd_channels, "32 pixels of 72 channels are no whole groups of 8 by 64"),
+        (_wide_filter, "it is no convolution of each pixel by itself"),
+        (_wide_maker, "does not store the images that are normalized, pixel by pixel"),
+        (_residual, "its stages read other tensors"),
+        (_tiny_scale, "the matrix times the norm's scale does not fit 16 bits"),
+    ],
+)
+@pytest.mark.usefixtures("wanted")
+def test_what_is_refused(build: Callable[[Net], Value], because: str) -> None:
+    n = Net()
+    program = lowered(n.done(build(n)), no_cubins=True)
+    assert "conv_normed_sm90" not in tactics(program)
+    assert any(because in reason for reason in reasons(program)), reasons(program)
+
+
+@pytest.mark.usefixtures("wanted")
+def test_what_is_refused_in_other_builds() -> None:
+    n = Net()
+    graph = n.done(block(n))
+    assert any("it is for 16-bit floats" in r for r in reasons(lowered(graph, "tf32", no_cubins=True)))
+    same_bits = lowered(graph, no_cubins=True, row_invariant=True)
+    assert any("moments are summed in another order" in r for r in reasons(same_bits))
+
+
+def test_images_are_whole_groups_of_eight_rows() -> None:
+    source = (Source(4, 8, 64),)
+    for options in (
+        {"norm": RowNorm(True, 1e-5, 20)},
+        {"norm": RowNorm(False, 1e-5, 32)},
+        {"norm": RowNorm(True, 1e-5, 48)},
+    ):
+        with pytest.raises(InternalError, match="moments of images are of 8 rows each"):
+            Problem(2, 64, source, **options)  # type: ignore[arg-type]
+    with pytest.raises(InternalError, match="moments of images are of 8 rows each"):
+        Problem(2, 64, (Source(3, 5, 64),), moments=True, moment_rows=8)
+    Problem(2, 64, source, norm=RowNorm(True, 1e-5, 32), moments=True, moment_rows=8)
+
+
+CONFIGS = (
+    Config(1, 1, 1, 40, 3), Config(2, 1, 1, 64, 2, out_buffers=2), Config(1, 1, 2, 48, 2), Config(1, 1, 1, 104, 3, alternate=True),
+    Config(1, 1, 1, 24, 2, direct=True), Config(1, 2, 1, 32, 2), Config(1, 1, 1, 128, 2, share=(2, 1)),
+    Config(1, 1, 1, 64, 2, share=(1, 2)), Config(2, 1, 1, 40, 2, direct=True), Config(1, 1, 1, 16, 12, stationary=True, blocks=2),
+    Config(1, 1, 1, 8, 3, direct=True, blocks=2),
+)  # fmt: skip
+
+
+def _only(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
+    """Let this configuration be the choice of every launch that it can run."""
+    offers = hopper_launch.HopperTactic.offers
+
+    def only(self: Any, problem: Any, gpu: Any) -> Any:
+        one = implicit_gemm.refuse(problem, config) is None and (problem.dense or not config.stores_directly)
+        return [Offer(config, 1e-6)] if one else offers(self, problem, gpu)
+
+    monkeypatch.setattr(hopper_launch.HopperTactic, "offers", only)
+
+
+def _built(name: str, precision: str = "fp16") -> tuple[Graph, Program]:
+    n = Net()
+    graph = n.done(NETS[name](n))
+    return graph, lowered(graph, precision, target="cuda:sm_90a", no_cubins=True)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("wanted")
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_kernels_compile_without_spills(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    _only(monkeypatch, config)
+    _, program = _built("block")
+    found = 0
+    for kernel in program.kernels:
+        text = kernel.generated.get("generated.cuh", "")
+        if "#define MOMENT_ROWS 8" in text or "#define IMAGE_NORM 1" in text:
+            recipe = nvrtc.Recipe(kernel.template, kernel.arch, dict(kernel.generated), tuple(kernel.options))
+            resources = nvrtc.resources(recipe)[kernel.function]
+            assert resources.spill_bytes == resources.stack_bytes == 0, resources
+            found += 1
+    assert found >= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.usefixtures("wanted")
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("name", NETS)
+def test_each_configuration_on_a_gpu(
+    name: str, config: Config, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _only(monkeypatch, config)
+    graph, program = _built(name, precision)
+    context: Any = Engine(program).context()
+    feeds = feeds_of(graph)
+    found = check_steps(context, feeds)
+    assert {"RowMoments", "NormedProduct"} & {e.kind for e in found}
+    assert not [e for e in found if not e.error < TOLERANCE[precision]]
+    assert not check_arena(context.runner, feeds)

@@ -1,0 +1,132 @@
+"""Separable attention: parts of channels begin at vectors, and weighted sums over positions are products. Others stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated
+
+from optdnn.ir.graph import Value
+from optdnn.ops.index import SplitAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
+from optdnn.passes.base import PassContext
+from optdnn.passes.separable_attention import SeparableAttention
+
+FP16 = PassContext(precision="fp16", target="cuda:sm_90a")
+
+
+def split(n: Net, x: Value, *widths: int, bias: bool = True, group: int = 1) -> list[Value]:
+    y = n.conv(x, sum(widths), 1, pads=0, bias=bias, group=group)
+    found: list[Value] = n.op("Split", y, n.ints(*widths), attrs=SplitAttrs(1), outputs=len(widths))
+    return found
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_channel_of_scores_comes_last(bias: bool) -> None:
+    n = Net(np.float64)
+    query, key, value = split(n, n.input(2, 8, 4, 6), 1, 16, 24, bias=bias)
+    graph = n.done(query, key, n.op("Relu", value))
+    after, _ = check_pass(SeparableAttention(), graph, changes=1, kinds={"Conv": 1, "Relu": 1, "Split": 1})
+    (op,) = after.of_kind("Split")
+    assert [out.type.dims[1] for out in op.outputs] == [16, 24, 1]
+
+
+@pytest.mark.parametrize("widths", [(16, 24, 1), (16, 8), (1, 3, 4), (8, 1, 3)])
+def test_parts_that_no_order_helps_stay(widths: tuple[int, ...]) -> None:
+    n = Net(np.float64)
+    check_untouched(SeparableAttention(), n.done(*split(n, n.input(2, 8, 4, 6), *widths)))
+
+
+def test_positions_and_other_tensors_stay() -> None:
+    n = Net(np.float64)
+    y = n.conv(n.input(2, 8, 4, 17), 16, 1, pads=0)
+    check_untouched(SeparableAttention(), n.done(*n.op("Split", y, n.ints(1, 16), attrs=SplitAttrs(3), outputs=2)))
+    n = Net(np.float64)
+    y = n.op("Split", n.input(2, 17, 4, 6), n.ints(1, 16), attrs=SplitAttrs(1), outputs=2)
+    check_untouched(SeparableAttention(), n.done(*y))
+
+
+def test_channels_that_others_read_stay() -> None:
+    n = Net(np.float64)
+    y = n.conv(n.input(2, 8, 4, 6), 17, 1, pads=0)
+    parts = n.op("Split", y, n.ints(1, 16), attrs=SplitAttrs(1), outputs=2)
+    check_refused(SeparableAttention(), n.done(*parts, n.op("Relu", y)), because="others read the channels")
+    n = Net(np.float64)
+    parts = split(n, n.input(2, 20, 4, 6), 4, 16, group=4)
+    check_refused(SeparableAttention(), n.done(*parts), because="they are in groups")
+    n = Net(np.float64)
+    y = n.conv(n.input(2, 8, 4, 6), 17, 1, pads=0)
+    conv = n.graph.op(y)
+    y = n.op("Conv", conv.inputs[0], n.input(17, 8, 1, 1, name="w"), attrs=conv.attrs)
+    parts = n.op("Split", y, n.ints(1, 16), attrs=SplitAttrs(1), outputs=2)
+    check_refused(SeparableAttention(), n.done(*parts), because="are not constant")
+
+
+def context(n: Net, x: Value, weights: Value, axis: int = -1, keep: bool = True) -> Value:
+    return n.op("ReduceSum", n.op("Mul", x, weights), n.ints(axis), attrs=ReduceAttrs(keep))
+
+
+def images(n: Net, channels: int = 16, weights: int = 1, positions: int = 20) -> tuple[Value, Value]:
+    x = n.input(2, channels, 4, positions)
+    return x, n.op("Softmax", n.input(2, weights, 4, positions, name="w"), attrs=SoftmaxAttrs(-1))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_weighted_sum_is_a_product(turned: bool) -> None:
+    n = Net(np.float64)
+    x, weights = images(n)
+    graph = n.done(context(n, weights, x) if turned else context(n, x, weights))
+    check_pass(SeparableAttention(), graph, changes=1, kinds={"MatMul": 1, "Softmax": 1, "Transpose": 3}, context=FP16)
+
+
+def _few_positions(n: Net) -> Value:
+    return context(n, *images(n, positions=8))
+
+
+def _few_channels(n: Net) -> Value:
+    return context(n, *images(n, channels=8))
+
+
+@pytest.mark.parametrize(
+    ("build", "where", "because"),
+    [
+        (_few_positions, FP16, "fewer than 16 channels or positions"),
+        (_few_channels, FP16, "fewer than 16 channels or positions"),
+        (lambda n: context(n, *images(n)), PassContext(precision="fp32", target="cuda:sm_90a"), "are slower at fp32"),
+        (lambda n: context(n, *images(n)), PassContext(precision="fp16", target="cuda:sm_80"), "on cuda:sm_80"),
+        (lambda n: context(n, *images(n)), PassContext(precision="fp16", target="reference"), "on reference"),
+    ],
+)
+def test_what_is_refused(build: Callable[[Net], Value], where: PassContext, because: str) -> None:
+    n = Net(np.float64)
+    check_refused(SeparableAttention(), n.done(build(n)), because=because, context=where)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda n: context(n, *images(n), axis=2),
+        lambda n: context(n, *images(n), keep=False),
+        lambda n: context(n, *images(n, weights=16)),
+        lambda n: n.op("ReduceSum", images(n)[1], n.ints(-1), attrs=ReduceAttrs()),
+    ],
+)
+def test_what_is_no_candidate(build: Callable[[Net], Value]) -> None:
+    n = Net(np.float64)
+    check_untouched(SeparableAttention(), n.done(build(n)), FP16)
+
+
+def test_separable_attention_on_a_gpu() -> None:
+    n = Net(np.float16)
+    query, key, value = split(n, n.conv(n.input(2, 8, 4, 32), 32, 1, pads=0), 1, 32, 32)
+    y = context(n, key, n.op("Softmax", query, attrs=SoftmaxAttrs(-1)))
+    y = n.op("Mul", n.op("Relu", value), y)
+    program = check_simulated(n.done(n.conv(y, 32, 1, pads=0)))
+    tactics = [str(s.params["tactic"]).split()[0] for s in program.steps]
+    assert tactics.count("matmul_sm90") == 1
+    assert not {"reduce", "matmul_tiled"} & {*tactics}

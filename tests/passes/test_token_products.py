@@ -1,0 +1,169 @@
+"""Products along tokens: the matrix becomes the first factor, and both exchanges of the axes go. Others stay, for a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated
+
+from optdnn.ir.graph import Value
+from optdnn.ops.index import SplitAttrs
+from optdnn.ops.norm import LayerNormAttrs
+from optdnn.ops.shape import ReshapeAttrs, TransposeAttrs
+from optdnn.passes.base import PassContext
+from optdnn.passes.token_products import TokenProducts
+
+FP16 = PassContext(precision="fp16", target="cuda:sm_90a")
+TOKENS, WIDTH = 20, 64
+
+
+def turn(n: Net, x: Value) -> Value:
+    return n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1)))
+
+
+def rows(n: Net, batch: int = 2, width: int = WIDTH) -> Value:
+    """Rows that a product makes."""
+    return n.op("Tanh", n.matmul(n.input(batch, TOKENS, 24), width))
+
+
+def norm(n: Net, x: Value) -> Value:
+    width = int(n.dims(x)[-1])  # type: ignore[arg-type]
+    return n.op("LayerNormalization", x, n.random(width), n.random(width), attrs=LayerNormAttrs(-1, 1e-5))
+
+
+def mixer(n: Net) -> Value:
+    """MLP-Mixer: a perceptron along the tokens, and a residual."""
+    x = rows(n)
+    y = n.op("Add", n.matmul(turn(n, norm(n, x)), 40), n.random(40))
+    y = n.op("Add", n.matmul(n.op("Gelu", y), TOKENS), n.random(TOKENS))
+    return n.matmul(norm(n, n.op("Add", x, turn(n, y))), 72)
+
+
+def resmlp(n: Net) -> Value:
+    """ResMLP: a product, a factor of each channel, and a residual."""
+    x = rows(n)
+    y = n.op("Add", n.matmul(turn(n, x), TOKENS), n.random(TOKENS))
+    y = n.op("Mul", y, n.random(WIDTH, 1))
+    return n.matmul(n.op("Add", x, turn(n, y)), 72)
+
+
+def gmlp(n: Net) -> Value:
+    """gMLP: a half of the channels gates the other one."""
+    u, v = n.op("Split", rows(n, width=2 * WIDTH), n.ints(WIDTH, WIDTH), attrs=SplitAttrs(2), outputs=2)
+    y = n.op("Add", n.matmul(turn(n, norm(n, v)), TOKENS), n.random(TOKENS))
+    return n.matmul(n.op("Mul", u, turn(n, y)), 72)
+
+
+def stem(n: Net, other: bool = False) -> Value:
+    """A patch embedding, flattened: exporters leave out its exchange of the axes, and that after it."""
+    image = n.conv(n.input(2, 3, 16, 20), WIDTH, 4, pads=0, strides=4, bias=True)
+    x = n.op("Reshape", image, n.ints(2, WIDTH, TOKENS), attrs=ReshapeAttrs())
+    y = n.op("Add", x, n.op("Mul", n.matmul(x, TOKENS), n.random(WIDTH, 1)))
+    y = n.matmul(turn(n, y), 72)
+    return n.op("Add", y, n.op("ReduceMean", x, n.ints(1, 2))) if other else y
+
+
+@pytest.mark.parametrize(("build", "turns"), [(mixer, 0), (resmlp, 0), (gmlp, 0), (stem, 1)])
+def test_nothing_is_transposed_along_tokens(build: Callable[[Net], Value], turns: int) -> None:
+    n = Net()
+    graph, _ = check_pass(TokenProducts(), n.done(build(n)), changes=1, rules={"token_product": 1}, context=FP16)
+    assert len(graph.of_kind("Transpose")) == turns
+    left = [op for op in graph.of_kind("MatMul") if graph.constant_value(op.inputs[0]) is not None]
+    assert len(left) == (2 if build is mixer else 1)
+
+
+def test_an_exchange_that_others_read_stays_for_them() -> None:
+    n = Net()
+    x = turn(n, rows(n))
+    y = turn(n, n.matmul(x, TOKENS))
+    graph, _ = check_pass(TokenProducts(), n.done(y, n.op("Relu", x)), changes=1, context=FP16)
+    assert len(graph.of_kind("Transpose")) == 1
+
+
+def _other_axes(n: Net) -> Value:
+    x = n.op("Transpose", n.input(TOKENS, 2, WIDTH), attrs=TransposeAttrs((1, 2, 0)))
+    return turn(n, n.matmul(x, TOKENS))
+
+
+def _of_images(n: Net) -> Value:
+    x = n.conv(n.input(2, 8, 30), WIDTH)
+    return turn(n, n.matmul(turn(n, x), 16))
+
+
+def _of_an_input(n: Net) -> Value:
+    return turn(n, n.matmul(turn(n, n.input(2, TOKENS, WIDTH)), 16))
+
+
+def _few_channels(n: Net) -> Value:
+    return turn(n, n.matmul(turn(n, rows(n, width=32)), 16))
+
+
+def _few_tokens(n: Net) -> Value:
+    return turn(n, n.matmul(turn(n, n.matmul(n.input(2, 8, 24), WIDTH)), 16))
+
+
+@pytest.mark.parametrize(
+    ("build", "context", "because"),
+    [
+        (gmlp, PassContext(precision="fp32", target="cuda:sm_90a"), "not for fp32"),
+        (gmlp, PassContext(precision="int8+fp16", target="cuda:sm_90a"), r"not for int8\+fp16"),
+        (gmlp, PassContext(precision="fp16", target="cuda:sm_80"), "is Hopper's, not for cuda:sm_80"),
+        (gmlp, PassContext(precision="fp16", target="reference"), "is Hopper's, not for reference"),
+        (_other_axes, FP16, "does not exchange the two axes"),
+        (lambda n: stem(n, other=True), FP16, "others read .*, whose tokens are last"),
+        (_of_images, FP16, "may lie with the tokens last"),
+        (_few_channels, FP16, "20 tokens of 32 channels do not fill a tile"),
+        (_few_tokens, FP16, "8 tokens of 64 channels do not fill a tile"),
+        (_of_an_input, FP16, "may lie with the tokens last"),
+    ],
+)
+def test_what_is_refused(build: Callable[[Net], Value], context: PassContext, because: str) -> None:
+    n = Net()
+    check_refused(TokenProducts(), n.done(build(n)), because=because, context=context)
+
+
+def _read_between(n: Net) -> tuple[Value, ...]:
+    y = n.matmul(turn(n, rows(n)), TOKENS)
+    return turn(n, y), n.op("Relu", y)
+
+
+def _of_two(n: Net) -> tuple[Value, ...]:
+    y = n.op("Add", n.matmul(turn(n, rows(n)), TOKENS), n.input(2, WIDTH, TOKENS, name="z"))
+    return (turn(n, y),)
+
+
+def _computed(n: Net) -> tuple[Value, ...]:
+    return (turn(n, n.op("MatMul", turn(n, rows(n)), n.input(TOKENS, TOKENS, name="w"))),)
+
+
+def _widened(n: Net) -> tuple[Value, ...]:
+    y = n.op("Add", n.matmul(turn(n, rows(n, batch=1)), TOKENS), n.random(3, 1, TOKENS))
+    return (turn(n, y),)
+
+
+def _no_product(n: Net) -> tuple[Value, ...]:
+    return (turn(n, n.op("Relu", turn(n, rows(n)))),)
+
+
+def _heads(n: Net) -> tuple[Value, ...]:
+    y = n.op("Reshape", n.matmul(turn(n, rows(n)), TOKENS), n.ints(2, 8, 8, TOKENS))
+    return (n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 1, 3))),)
+
+
+@pytest.mark.parametrize("build", [_read_between, _of_two, _computed, _widened, _no_product, _heads])
+def test_what_is_no_candidate(build: Callable[[Net], tuple[Value, ...]]) -> None:
+    n = Net()
+    check_untouched(TokenProducts(), n.done(*build(n)), FP16)
+
+
+@pytest.mark.parametrize(("build", "launches"), [(mixer, 5), (resmlp, 3), (gmlp, 4), (stem, 4)])
+def test_programs_have_no_copies(build: Callable[[Net], Value], launches: int) -> None:
+    n = Net(np.float16)
+    program = check_simulated(n.done(build(n)))
+    tactics = [str(s.params["tactic"]).split()[0] for s in program.steps]
+    assert tactics.count("matmul_sm90") == (2 if build is mixer else 1)
+    assert len(tactics) == launches, tactics
