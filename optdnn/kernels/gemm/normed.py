@@ -192,8 +192,11 @@ class NormedGemm(TakesNorm, HopperGemm):
         if told is not None:
             problem, operands["moments"] = replace(problem, moments=True), told
             kind, attrs = hopper_launch.with_moments(kind, attrs)
+        meaning: hopper_launch.Meaning = (kind, attrs, [as_rows(c.feed.x), operands["given"], weights, sums, bias])
+        if (angles := self.angles(b, op)) is not None:
+            operands["angles"] = angles
+            meaning = hopper_launch.with_turn(meaning, problem, angles)
         made = hopper_launch.launch(problem, config, b.gpu, c.feeds, operands)
-        meaning = (kind, attrs, [as_rows(c.feed.x), operands["given"], weights, sums, bias])
         hopper_launch.emit(b, op, made, problem, config, operands, meaning, as_rows(c.out), told)
 
 

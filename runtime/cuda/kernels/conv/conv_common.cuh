@@ -22,6 +22,10 @@ struct Source {
 #define NORMED_RESIDUAL 0         // whether the residual's rows are normalized before they are added, in the same ways
 #endif
 
+#ifndef TURNED
+#define TURNED 0                  // features of each head whose pairs turn by the angles of their rows' positions
+#endif
+
 #if VOLUME
 struct Depth {                    // of a volume: see Depth of optdnn.kernels.conv.problem
     int channel_blocks, out, stride, first, dilation;
@@ -59,6 +63,10 @@ struct Params {
     const float* columns;                          // sums of the columns of the scaled matrix; of a residual, the norm's scale
     int given_blocks;
     float epsilon;
+#endif
+#if TURNED
+    const uint4* angles;                           // of each position
+    int turned_channels, positions;
 #endif
 };
 
