@@ -95,6 +95,7 @@ RULES: Mapping[str, str] = {
     "heads_outside": "products with a constant matrix for each head made one product for each head",
     "linear_recurrence": "unrolled linear recurrences computed for all steps at once",
     "stacked_products": "products of each step made one stack of products",
+    "ordered_columns": "columns of joint projections put in the order of their parts",
     "own_products": "products to which several constants are added computed once for each",
     "add_before_reshape": "biases moved before Reshapes",
     "split_tokens": "transposes of parts moved in front of their Split",
