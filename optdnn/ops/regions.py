@@ -214,8 +214,10 @@ class RowMomentsAttrs(HeldAttrs):
 
 @dataclass(frozen=True)
 class TurnedHeadsAttrs(HeldAttrs):
-    """The operator ``of`` with its attributes ``own``. The first ``channels`` of its result's rows are heads of ``head`` features, the first
-    ``turned`` of which turn in pairs: one and the one ``turned / 2`` further, or ``interleaved`` neighbours."""
+    """The operator ``of`` with its attributes ``own``. The first ``channels`` of its result's rows are heads of ``head`` features.
+
+    The first ``turned`` of these turn in pairs: one and the one ``turned / 2`` further, or ``interleaved`` neighbours.
+    """
 
     channels: int
     head: int

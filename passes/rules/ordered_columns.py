@@ -1,7 +1,8 @@
 """Parts of a product's columns that a Reshape makes lie one after the other, as a Split of the product.
 
-Queries, keys and values of a joint projection alternate: head by head in GPT-NeoX, Bloom and Persimmon, and by the devices of its training in
-CodeGen, whose heads a Reshape then had to copy together. With its matrix's columns in another order, each part's columns follow one another.
+Queries, keys and values of a joint projection alternate: head by head in GPT-NeoX, Bloom and Persimmon, and by the devices of its
+training in CodeGen, whose heads a Reshape then had to copy together. With its matrix's columns in another order, each part's columns
+follow one another.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def ordered_columns(graph: Graph, op: Op) -> Match | Miss | None:
         rows -= 1
     if math.prod(after[rows:]) != before[-1] or len(after) - rows < 2:
         return None
-    parts = sorted(_parts(graph, op, np.arange(before[-1]).reshape(after[rows:]), rows), key=lambda p: not _turns(graph, p[0]))
+    parts = sorted(
+        _parts(graph, op, np.arange(before[-1]).reshape(after[rows:]), rows), key=lambda p: not _turns(graph, p[0])
+    )
     order = np.concatenate([columns.reshape(-1) for _, columns in parts]) if parts else np.empty(0, np.int64)
     ascending = np.arange(before[-1])
     if len(parts) < 2 or not np.array_equal(np.sort(order), ascending) or np.array_equal(order, ascending):
@@ -58,9 +61,15 @@ def ordered_columns(graph: Graph, op: Op) -> Match | Miss | None:
     users = {graph.op(v).id: graph.op(v) for v, _ in parts}
 
     def build(patch: Patch) -> None:
-        y = patch.add("MatMul", [product.inputs[0], patch.constant(np.ascontiguousarray(weight[:, order]), "weight")], MatMulAttrs())
+        y = patch.add(
+            "MatMul",
+            [product.inputs[0], patch.constant(np.ascontiguousarray(weight[:, order]), "weight")],
+            MatMulAttrs(),
+        )
         for vector in [*([] if bias is None else [bias]), *vectors]:
-            y = patch.add("Add", [y, patch.constant(np.ascontiguousarray(np.broadcast_to(vector, order.shape)[order]), "bias")])
+            y = patch.add(
+                "Add", [y, patch.constant(np.ascontiguousarray(np.broadcast_to(vector, order.shape)[order]), "bias")]
+            )
         sizes = patch.constant(np.array([columns.size for _, columns in parts], np.int64), "sizes")
         split = patch.add_op("Split", [y, sizes], SplitAttrs(len(before) - 1), outputs=len(parts))
         for k, (old, columns) in enumerate(parts):

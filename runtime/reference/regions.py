@@ -81,16 +81,19 @@ def turned_heads(
     run: Run, *operands: Array | None, of: str, own: Sequence[str], channels: int, head: int, turned: int, interleaved: bool,
     **attrs: Any,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """The operator ``of``, whose result is (rows, columns, 1...); heads of ``head`` features, the first ``channels`` of a row, turn.
+    """The operator ``of``, whose result is (rows, columns, 1...). The first ``channels`` of a row are heads of ``head`` features.
 
-    The last operand has the angles of each position, (P, turned / 16, 2, 8): eight cosines, eight sines. Rows are of positions in turn.
+    The last operand has the angles by which they turn at each position, (P, turned / 16, 2, 8): eight cosines, eight sines. Rows are of
+    positions in turn.
     """
     *reads, angles = operands
     assert angles is not None
     y = run(of, reads, {name: attrs[name] for name in own})[0]
     cos, sin = (angles[:, :, k].reshape(1, len(angles), -1) for k in range(2))
     heads = y.reshape(-1, len(angles), y.shape[1])[..., :channels].reshape(-1, len(angles), channels // head, head)
-    found = rotary_embedding(heads.transpose(0, 2, 1, 3), cos, sin, interleaved=interleaved, rotary_embedding_dim=turned)
+    found = rotary_embedding(
+        heads.transpose(0, 2, 1, 3), cos, sin, interleaved=interleaved, rotary_embedding_dim=turned
+    )
     done = y.copy()
     done.reshape(len(y), -1)[:, :channels] = found[0].transpose(0, 2, 1, 3).reshape(len(y), channels)
     return (done,)

@@ -15,7 +15,15 @@ from optdnn.passes.hoist_views import HoistViews
 K, H, D = 8, 2, 4
 
 
-def heads(*, bias: bool = False, used: bool = False, taken: int = 3, flat: bool = False, computed: bool = False, gemm: bool = False) -> Graph:
+def heads(
+    *,
+    bias: bool = False,
+    used: bool = False,
+    taken: int = 3,
+    flat: bool = False,
+    computed: bool = False,
+    gemm: bool = False,
+) -> Graph:
     """Queries, keys and values head by head (GPT-NeoX, Bloom)."""
     n = Net(np.float64)
     x = n.input(6, K) if flat or gemm else n.input(2, 3, K)
@@ -31,12 +39,15 @@ def devices(axis: int = 3) -> Graph:
     """Groups of heads, each with its part of queries, values and keys (CodeGen)."""
     n = Net(np.float64)
     y = n.op("Reshape", n.op("MatMul", n.input(2, 3, K), n.random(K, 36)), n.ints(2, 3, 4, 9))
-    parts = n.op("Split", y, n.ints(*((2, 3, 4) if axis == 3 else (1, 3))), attrs=SplitAttrs(axis), outputs=3 if axis == 3 else 2)
+    parts = n.op(
+        "Split", y, n.ints(*((2, 3, 4) if axis == 3 else (1, 3))), attrs=SplitAttrs(axis), outputs=3 if axis == 3 else 2
+    )
     return n.done(*(n.op("Tanh", p) for p in parts))
 
 
 FORMS = {
-    "heads": heads, "bias": lambda: heads(bias=True), "rows of all tokens": lambda: heads(flat=True), "gemm": lambda: heads(gemm=True), "devices": devices,
+    "heads": heads, "bias": lambda: heads(bias=True), "rows of all tokens": lambda: heads(flat=True), "gemm": lambda: heads(gemm=True),
+    "devices": devices,
 }  # fmt: skip
 
 
@@ -49,9 +60,15 @@ def test_columns_follow_one_another(form: str) -> None:
 
 
 def test_what_is_no_product_stays() -> None:
-    check_refused(HoistViews(), heads(computed=True), because="its rows are not those of a product with a constant matrix alone")
+    check_refused(
+        HoistViews(), heads(computed=True), because="its rows are not those of a product with a constant matrix alone"
+    )
 
 
-@pytest.mark.parametrize("graph", [heads(used=True), heads(taken=2), devices(axis=2)], ids=["another reader", "a part that is not read", "columns in order"])
+@pytest.mark.parametrize(
+    "graph",
+    [heads(used=True), heads(taken=2), devices(axis=2)],
+    ids=["another reader", "a part that is not read", "columns in order"],
+)
 def test_other_parts_stay(graph: Graph) -> None:
     check_untouched(HoistViews(), graph)

@@ -265,7 +265,13 @@ def with_turn(meaning: Meaning, problem: conv_problem.Problem, angles: TensorVie
     """The meaning of a launch that turns heads of its result as well."""
     (kind, attrs, reads), turn = meaning, problem.turn
     assert turn is not None
-    more = {"of": kind, "own": tuple(sorted(attrs)), "channels": turn.channels, "head": turn.head, "turned": turn.turned}
+    more = {
+        "of": kind,
+        "own": tuple(sorted(attrs)),
+        "channels": turn.channels,
+        "head": turn.head,
+        "turned": turn.turned,
+    }
     return "TurnedHeads", {**more, "interleaved": turn.interleaved, **attrs}, [*reads, angles]
 
 

@@ -81,7 +81,9 @@ def heads_of(b: Builder, op: Op) -> Heads | str:
     return _joined(b, ops, [tried.place[x.inputs[0]] for x in ops if x.inputs[0] is not None], rest, shape[-1])
 
 
-def _joined(b: Builder, ops: Sequence[Op], views: Sequence[TensorView], rest: Sequence[TensorView], columns: int) -> Heads | str:
+def _joined(
+    b: Builder, ops: Sequence[Op], views: Sequence[TensorView], rest: Sequence[TensorView], columns: int
+) -> Heads | str:
     """The heads of these embeddings, which lie so in rows of so many columns, beside the ``rest`` that is read."""
     if any(x.inputs[1:] != ops[0].inputs[1:] or x.attrs != ops[0].attrs for x in ops):
         return "its heads turn by different angles"
@@ -93,7 +95,7 @@ def _joined(b: Builder, ops: Sequence[Op], views: Sequence[TensorView], rest: Se
         return "the angles are not constants, or differ from image to image"
     end = 0
     for x in sorted(views, key=lambda x: x.offset):
-        batch, heads, rows, own = x.shape
+        _, heads, rows, own = x.shape
         steps = (rows * columns, size, columns, 1)
         placed = all(n == 1 or s == step for n, s, step in zip(x.shape, x.strides, steps, strict=True))
         if x.buffer != 0 or not placed or x.offset != end or (rows, own) != (positions, size):
@@ -183,4 +185,3 @@ class NormedTurnedGemm(TurnsHeads, NormedGemm):
     """One product of rows that it normalizes."""
 
     name = "gemm_normed_turned_sm90"
-

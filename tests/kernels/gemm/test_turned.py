@@ -1,4 +1,4 @@
-"""Products that turn the heads they make: what is right, what is refused, the kernel's parts on the processor, and what compiles."""
+"""Products that turn the heads they make: what is right, what is refused, tiles on the processor, and what compiles."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def layer(
     heads: int = 3, groups: int = 3, size: int = 64, *, turned: int = 0, interleaved: bool = False, length: int = 18,
     kind: str = "RMSNormalization", reads: str = "", width: int = 128,
 ) -> Graph:  # fmt: skip
-    """The rows of a product, a norm (or, of ``kind`` "", none), and attention whose queries and keys turn. ``reads``: what is unusual in how they are read."""
+    """The rows of a product, a norm (of ``kind`` "": none), and attention whose queries and keys turn. ``reads``: how they are read
+    otherwise."""
     n = Net()
     rows = n.matmul(n.input(2, length, 64), width)
     if kind:
@@ -111,13 +112,19 @@ def _few() -> Graph:
         (lambda: layer(size=48), "fp16", "heads of 48 features and tiles of 64 do not divide one another"),
         (lambda: layer(turned=24), "fp16", "24 features do not make pairs in vectors of eight"),
         (lambda: layer(size=128, turned=96), "fp16", "pairs of 96 features lie in different tiles"),
-        (lambda: layer(reads="values first"), "fp16", "its heads are not the first of its columns, one after the other"),
+        (
+            lambda: layer(reads="values first"),
+            "fp16",
+            "its heads are not the first of its columns, one after the other",
+        ),
         (lambda: layer(reads="given angles"), "fp16", "the angles are not constants, or differ from image to image"),
     ],
 )
 def test_what_is_refused(build: Callable[[], Graph], precision: str, because: str) -> None:
     program = lowered(build(), precision, no_cubins=True)
-    assert because in [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if "turned" in r["tactic"]]
+    assert because in [
+        r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if "turned" in r["tactic"]
+    ]
     assert "TurnedHeads" not in kinds(program)
 
 
@@ -126,14 +133,24 @@ PLAIN = Problem(74, 384, (Source(1, 1, 128),), (("bias",),), turn=TURN)
 
 
 def test_tiles_that_hold_no_pairs() -> None:
-    for config in (Config(1, 1, 1, 40, 2, direct=True), Config(1, 1, 1, 64, 2, split=2), Config(1, 1, 1, 72, 2, stream=True)):
+    for config in (
+        Config(1, 1, 1, 40, 2, direct=True),
+        Config(1, 1, 1, 64, 2, split=2),
+        Config(1, 1, 1, 72, 2, stream=True),
+    ):
         assert implicit_gemm.refuse(PLAIN, config) == "heads turn in whole tiles, which wait in shared memory"
     far = replace(PLAIN, turn=replace(TURN, head=128, turned=128))
-    assert implicit_gemm.refuse(far, Config(1, 1, 1, 64, 2)) == "a warpgroup has one tile of 64 channels, and pairs lie in two"
+    assert (
+        implicit_gemm.refuse(far, Config(1, 1, 1, 64, 2))
+        == "a warpgroup has one tile of 64 channels, and pairs lie in two"
+    )
     assert implicit_gemm.refuse(far, Config(1, 1, 2, 64, 2)) is None
 
 
-@pytest.mark.parametrize("fields", [{"moments": True}, {"epilogue": (("bias",), ("add",))}, {"out": "float32"}, {"turn": replace(TURN, turned=24)}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"moments": True}, {"epilogue": (("bias",), ("add",))}, {"out": "float32"}, {"turn": replace(TURN, turned=24)}],
+)
 def test_problems_that_there_are_not(fields: dict[str, Any]) -> None:
     with pytest.raises(InternalError, match="heads are those of a product"):
         replace(PLAIN, **fields)
@@ -161,12 +178,18 @@ extern "C" int run(const void* block) {
 
 
 class _Params(ctypes.Structure):
-    _fields_ = [("angles", ctypes.c_void_p), ("channels", ctypes.c_int), ("positions", ctypes.c_int), ("tiles", ctypes.c_void_p)]
+    _fields_ = [
+        ("angles", ctypes.c_void_p),
+        ("channels", ctypes.c_int),
+        ("positions", ctypes.c_int),
+        ("tiles", ctypes.c_void_p),
+    ]
 
 
 @pytest.mark.parametrize(
     ("head", "turned", "interleaved", "rows"),
-    [(64, 64, False, 128), (64, 64, True, 40), (32, 32, False, 24), (32, 16, True, 24), (64, 32, False, 72), (128, 128, False, 40), (128, 128, True, 64), (256, 64, True, 8)],
+    [(64, 64, False, 128), (64, 64, True, 40), (32, 32, False, 24), (32, 16, True, 24), (64, 32, False, 72), (128, 128, False, 40),
+     (128, 128, True, 64), (256, 64, True, 8)],
 )  # fmt: skip
 def test_tiles_turn_on_the_processor(head: int, turned: int, interleaved: bool, rows: int, tmp_path: Path) -> None:
     rng, first, positions = np.random.default_rng(head + turned), 29, 31
@@ -180,7 +203,14 @@ def test_tiles_turn_on_the_processor(head: int, turned: int, interleaved: bool, 
     given = np.zeros((tiles, rows, 8, 8), np.float16)
     given[:, at[0], at[1]] = x.reshape(rows, tiles, 8, 8).transpose(1, 0, 2, 3)
     shim = (HERE / "host_warps.hpp").read_text(encoding="utf-8")
-    defines = {"TURNED": turned, "HEAD": head, "INTERLEAVED": int(interleaved), "TILE_ROWS": rows, "FIRST_ROW": first, "TILES": tiles}
+    defines = {
+        "TURNED": turned,
+        "HEAD": head,
+        "INTERLEAVED": int(interleaved),
+        "TILE_ROWS": rows,
+        "FIRST_ROW": first,
+        "TILES": tiles,
+    }
     defines |= {"OUT_ITEM": 2, "DIRECT": 0, "STREAM": 0, "SCATTER": 0, "BATCHED": 0}
     header = template_files()["conv_turns.cuh"].read_text(encoding="utf-8")
     text = "\n".join([*(f"#define {k} {v}" for k, v in defines.items()), shim, _SOURCE % _text(header)])
@@ -190,7 +220,11 @@ def test_tiles_turn_on_the_processor(head: int, turned: int, interleaved: bool, 
     each = (first + np.arange(rows)) % positions
     heads = x[:, :channels].astype(np.float32).reshape(1, rows, -1, head).transpose(0, 2, 1, 3)
     (want,) = rotary_embedding(
-        heads, cos[each][None].astype(np.float32), sin[each][None].astype(np.float32), interleaved=interleaved, rotary_embedding_dim=turned
+        heads,
+        cos[each][None].astype(np.float32),
+        sin[each][None].astype(np.float32),
+        interleaved=interleaved,
+        rotary_embedding_dim=turned,
     )
     np.testing.assert_allclose(got[:, :channels], want.transpose(0, 2, 1, 3).reshape(rows, channels), atol=2e-3)
     np.testing.assert_array_equal(got[:, channels:], x[:, channels:])
@@ -201,7 +235,11 @@ def test_tiles_turn_on_the_processor(head: int, turned: int, interleaved: bool, 
 @pytest.mark.parametrize("turn", [TURN, replace(TURN, interleaved=True), replace(TURN, head=128, turned=128)], ids=str)
 def test_it_compiles_without_spills(turn: HeadTurn, norm: RowNorm | None) -> None:
     problem = replace(PLAIN, turn=turn, norm=norm)
-    for config in (Config(1, 1, 1, 128, 8, share=(1, 2)), Config(1, 1, 2, 96, 5, alternate=True), Config(2, 1, 2, 64, 3)):
+    for config in (
+        Config(1, 1, 1, 128, 8, share=(1, 2)),
+        Config(1, 1, 2, 96, 5, alternate=True),
+        Config(2, 1, 2, 64, 3),
+    ):
         if implicit_gemm.refuse(problem, config) is None:
             (kernel,) = nvrtc.resources(implicit_gemm.recipe(problem, config)).values()
             assert kernel.spill_bytes == 0, (config, kernel)

@@ -1,4 +1,4 @@
-"""Products that turn heads on a GPU: each kind of configuration does what its step means; nothing is left out or written outside."""
+"""Products that turn heads on a GPU: each kind of configuration does what its step means, and writes nothing outside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ CONFIGS = (
     Config(1, 2, 1, 32, 2), Config(1, 1, 1, 128, 2, share=(1, 2)), Config(1, 1, 2, 152, 2, alternate=True), Config(2, 1, 1, 224, 2),
     Config(1, 1, 1, 64, 3, blocks=2), Config(2, 1, 2, 128, 2),
 )  # fmt: skip
-ALL = {**NETS, "large": lambda: layer(14, 2, length=1501, width=512), "large far": lambda: layer(8, 2, 128, length=1501, width=512)}
+ALL = {
+    **NETS,
+    "large": lambda: layer(14, 2, length=1501, width=512),
+    "large far": lambda: layer(8, 2, 128, length=1501, width=512),
+}
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 
