@@ -1,7 +1,7 @@
 """Parts of a product's columns that a Reshape makes lie one after the other, as a Split of the product.
 
 Queries, keys and values of a joint projection alternate: head by head in GPT-NeoX, Bloom and Persimmon, and by the devices of its
-training in CodeGen, whose heads a Reshape then had to copy together. With its matrix's columns in another order, each part's columns
+training in CodeGen, whose heads a Reshape then had to copy together. With the matrix's columns in another order, those of each part
 follow one another.
 """
 
@@ -22,60 +22,55 @@ from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matr
 from optdnn.types import Array, normalize_axis
 
 VIEWS = RESHAPES | {"Transpose"}
-_MOST_ADDITIONS = 4
 
 
 @rule("ordered_columns", {"Reshape"})
 def ordered_columns(graph: Graph, op: Op) -> Match | Miss | None:
-    """``split(reshape(x W))`` or ``gather(reshape(x W), k)`` of columns that do not follow one another: of ``x W'``, before the Reshape."""
-    before, after, value = shape_of(graph, operand(op)), shape_of(graph, op.value), operand(op)
-    if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
+    """``split(reshape(x W))``, or ``gather(reshape(x W), k)`` of each k, of columns in another order: ``reshape(split(x W'))``."""
+    given, found = _sizes(graph, operand(op)), _sizes(graph, op.value)
+    if not given or found is None or (rows := _axes_of_rows(given[-1], found)) is None:
         return None
-    rows = len(after)
-    while rows and math.prod(after[rows:]) < before[-1]:
-        rows -= 1
-    if math.prod(after[rows:]) != before[-1] or len(after) - rows < 2:
-        return None
-    parts = sorted(
-        _parts(graph, op, np.arange(before[-1]).reshape(after[rows:]), rows), key=lambda p: not _turns(graph, p[0])
-    )
+    parts = list(_parts(graph, op, np.arange(given[-1]).reshape(found[rows:]), rows))
+    parts.sort(key=lambda part: not _turns(graph, part[0]))
     order = np.concatenate([columns.reshape(-1) for _, columns in parts]) if parts else np.empty(0, np.int64)
-    ascending = np.arange(before[-1])
+    ascending = np.arange(given[-1])
     if len(parts) < 2 or not np.array_equal(np.sort(order), ascending) or np.array_equal(order, ascending):
         return None
-    ops, vectors = [op], list[Array]()
-    while (addition := producer(graph, value, {"Add"}, alone=True)) is not None:
-        found = added_vector(graph, addition)
-        if found is None or len(vectors) == _MOST_ADDITIONS:
-            return None
-        value = found[0]
-        vectors.insert(0, found[1])
-        ops.append(addition)
-    product = producer(graph, value, PRODUCTS, alone=True)
+    addition = producer(graph, op.inputs[0], {"Add"}, alone=True)
+    added = None if addition is None else added_vector(graph, addition)
+    product = producer(graph, op.inputs[0] if added is None else added[0], PRODUCTS, alone=True)
     matrix = None if product is None else constant_matrix(graph, product)
     if product is None or matrix is None:
         return Miss("its rows are not those of a product with a constant matrix alone")
-    given, bias = matrix
-    weight = graph.constant_value(given) if isinstance(given, Value) else given
+    weight, bias = matrix[0] if isinstance(matrix[0], np.ndarray) else graph.constant_value(matrix[0]), matrix[1]
     assert weight is not None
-    users = {graph.op(v).id: graph.op(v) for v, _ in parts}
+    vectors = [v for v in (bias, None if added is None else added[1]) if v is not None]
 
     def build(patch: Patch) -> None:
-        y = patch.add(
-            "MatMul",
-            [product.inputs[0], patch.constant(np.ascontiguousarray(weight[:, order]), "weight")],
-            MatMulAttrs(),
-        )
-        for vector in [*([] if bias is None else [bias]), *vectors]:
-            y = patch.add(
-                "Add", [y, patch.constant(np.ascontiguousarray(np.broadcast_to(vector, order.shape)[order]), "bias")]
-            )
+        y = patch.add("MatMul", [product.inputs[0], patch.constant(weight[:, order].copy(), "weight")], MatMulAttrs())
+        for vector in vectors:
+            y = patch.add("Add", [y, patch.constant(np.broadcast_to(vector, order.shape)[order], "bias")])
         sizes = patch.constant(np.array([columns.size for _, columns in parts], np.int64), "sizes")
-        split = patch.add_op("Split", [y, sizes], SplitAttrs(len(before) - 1), outputs=len(parts))
+        split = patch.add_op("Split", [y, sizes], SplitAttrs(len(given) - 1), outputs=len(parts))
         for k, (old, columns) in enumerate(parts):
-            patch.replace(old, reshaped(patch, Value(split.id, k), (*after[:rows], *columns.shape)))
+            patch.replace(old, reshaped(patch, Value(split.id, k), (*found[:rows], *columns.shape)))
 
-    return Match((*users.values(), *ops, product), build)
+    users = {v.op: graph.op(v) for v, _ in parts}
+    return Match((*users.values(), op, *([] if added is None or addition is None else [addition]), product), build)
+
+
+def _sizes(graph: Graph, value: Value) -> tuple[int, ...] | None:
+    """The sizes of a value; None where one is not known."""
+    shape = shape_of(graph, value) or ()
+    return tuple(n for n in shape if isinstance(n, int)) if shape and all(isinstance(n, int) for n in shape) else None
+
+
+def _axes_of_rows(columns: int, shape: tuple[int, ...]) -> int | None:
+    """How many axes in front of those that rows of so many columns are cut into; None where they are not cut."""
+    rows = len(shape)
+    while rows and math.prod(shape[rows:]) < columns:
+        rows -= 1
+    return rows if math.prod(shape[rows:]) == columns and len(shape) - rows > 1 else None
 
 
 def _turns(graph: Graph, value: Value) -> bool:

@@ -83,8 +83,8 @@ def turned_heads(
 ) -> tuple[Array, ...]:  # fmt: skip
     """The operator ``of``, whose result is (rows, columns, 1...). The first ``channels`` of a row are heads of ``head`` features.
 
-    The last operand has the angles by which they turn at each position, (P, turned / 16, 2, 8): eight cosines, eight sines. Rows are of
-    positions in turn.
+    The last operand has the angles by which they turn at each position, (P, turned / 16, 2, 8): eight cosines, eight sines.
+    Rows are of positions in turn.
     """
     *reads, angles = operands
     assert angles is not None

@@ -46,8 +46,8 @@ def devices(axis: int = 3) -> Graph:
 
 
 FORMS = {
-    "heads": heads, "bias": lambda: heads(bias=True), "rows of all tokens": lambda: heads(flat=True), "gemm": lambda: heads(gemm=True),
-    "devices": devices,
+    "heads": heads, "bias": lambda: heads(bias=True), "rows of all tokens": lambda: heads(flat=True),
+    "gemm": lambda: heads(gemm=True), "devices": devices,
 }  # fmt: skip
 
 

@@ -240,7 +240,7 @@ def emit_conv(
         kind, attrs = with_moments(kind, attrs)
     if angles is not None:
         operands["angles"] = angles
-        kind, attrs, reads = with_turn((kind, attrs, reads), problem, angles)
+        kind, attrs, (*reads,) = with_turn((kind, attrs, reads), problem, angles)
     made = launch(problem, config, b.gpu, feeds, operands, scatter)
     emit(b, op, made, problem, config, operands, (kind, attrs, reads), written, moments)
 

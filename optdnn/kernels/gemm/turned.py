@@ -14,10 +14,9 @@ import numpy as np
 from optdnn.errors import UnsupportedError
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, row_major
-from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv.fused import Convolution
 from optdnn.kernels.conv.problem import HeadTurn, Problem
-from optdnn.kernels.gemm.hopper import HopperGemm, MatrixProduct
+from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.normed import NormedGemm
 from optdnn.kernels.gemm.row_norms import refuse_order, stages_of
 from optdnn.kernels.layout.views import VIEWS
@@ -118,7 +117,7 @@ def _refuse_reader(b: Builder, op: Op) -> str | None:
     return None
 
 
-class TurnsHeads(hopper_launch.HopperTactic, MatrixProduct):
+class TurnsHeads(HopperGemm):
     """What a tactic of products adds to turn heads."""
 
     @staticmethod
@@ -166,7 +165,7 @@ class TurnsHeads(hopper_launch.HopperTactic, MatrixProduct):
         return replace(c, covered=c.covered.union(*(x.src for x in self._heads(b, op).ops)))
 
     def problem_of(self, b: Builder, op: Op, c: Convolution) -> Problem:
-        problem: Problem = super().problem_of(b, op, c)  # type: ignore[misc]
+        problem: Problem = super().problem_of(b, op, c)
         return replace(problem, turn=self._heads(b, op).turn)
 
     def angles(self, b: Builder, op: Op) -> TensorView | None:
@@ -175,7 +174,7 @@ class TurnsHeads(hopper_launch.HopperTactic, MatrixProduct):
         return b.constant(found.angles(b.graph), f"{op.outputs[0].name}.angles")
 
 
-class TurnedGemm(TurnsHeads, HopperGemm):
+class TurnedGemm(TurnsHeads):
     """One product."""
 
     name = "gemm_turned_sm90"
