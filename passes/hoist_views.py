@@ -4,11 +4,10 @@ An attention's result is transposed, multiplied and, in PyTorch's exports, trans
 added. Between product and addition, the second view would keep the addition out of the product's epilogue. In front of the
 product it merges with the first one. In ConvNeXt a Transpose turns the product's rows into an image, to which a residual is
 added: the addition moves in front of the Transpose. A Gemm between reshapes of leading axes becomes a MatMul of the unflattened
-tensor. A Split of a joint projection moves in front of a Reshape, which would copy all of it, or its matrix gets the order of the
-parts. A norm of rows, and the addition
+tensor. A Split of a joint projection moves in front of a Reshape, which would copy all of it. A norm of rows, and the addition
 after it, move in front of a Reshape of transposed rows (Swin V2's windows), and read the rows where they lie. Sums of two
 products and a residual take an order in which each product's kernel adds one tensor. A product to which several constants are added
-is computed once for each, with a bias.
+is computed once for each, with a bias. Parts of a product's columns that alternate follow one another.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.rules.grouped_parts import grouped_parts
+from optdnn.passes.rules.ordered_columns import ordered_columns
 from optdnn.passes.rules.own_products import own_products
 from optdnn.passes.rules.third_term import third_term
 from optdnn.passes.rules.transpose import behind_anchor
@@ -329,6 +328,6 @@ def add_before_reshape_of_norm(graph: Graph, op: Op) -> Match | Miss | None:
 class HoistViews(RulePass):
     name = "hoist_views"
     rules = (
-        own_products, hoist_view, add_before_split, grouped_parts, split_before_reshape, turn_before_split, add_before_turn,
-        norm_before_reshape, turn_before_norm, add_before_reshape_of_norm, third_term,
+        own_products, hoist_view, add_before_split, split_before_reshape, turn_before_split, add_before_turn, norm_before_reshape,
+        turn_before_norm, add_before_reshape_of_norm, third_term, ordered_columns,
     )  # fmt: skip

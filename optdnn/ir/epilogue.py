@@ -66,6 +66,7 @@ _RENDERED: dict[str, tuple[str, ...]] = {
     "Softplus": ("softplus",),
     "LeakyRelu": ("leaky_relu", "alpha"),
     "Elu": ("elu", "alpha"),
+    "Swish": ("swish", "alpha"),
     "HardSigmoid": ("hard_sigmoid", "alpha", "beta"),
 }
 """Activation -> its function in kernels, and the attributes that are its arguments."""

@@ -32,6 +32,7 @@ from optdnn.kernels.gemm.normed import NormedGemm, NormedPair
 from optdnn.kernels.gemm.normed_residual import NormedResidualGemm
 from optdnn.kernels.gemm.paired import PairedGemm
 from optdnn.kernels.gemm.row_product import RowProduct
+from optdnn.kernels.gemm.turned import NormedTurnedGemm, TurnedGemm
 from optdnn.kernels.index import numeric, positions, regions
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
 from optdnn.kernels.index.rotary_norm import RotaryNormPair
@@ -105,6 +106,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         Gemv(),
         NormedPair(),
         PairedGemm(),
+        NormedTurnedGemm(),
+        TurnedGemm(),
         NormedGemm(),
         NormedResidualGemm(),
         HopperGemm(),
@@ -120,6 +123,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         Gemv(),
         NormedPair(),
         PairedGemm(),
+        NormedTurnedGemm(),
+        TurnedGemm(),
         NormedGemm(),
         NormedResidualGemm(),
         HopperGemm(),

@@ -217,6 +217,19 @@ class RowMomentsAttrs(HeldAttrs):
 
 
 @dataclass(frozen=True)
+class TurnedHeadsAttrs(HeldAttrs):
+    """The operator ``of`` with its attributes ``own``. The first ``channels`` of its result's rows are heads of ``head`` features.
+
+    The first ``turned`` of these turn in pairs: one and the one ``turned / 2`` further, or ``interleaved`` neighbours.
+    """
+
+    channels: int
+    head: int
+    turned: int
+    interleaved: bool
+
+
+@dataclass(frozen=True)
 class NormedProductAttrs(Attrs):
     """``mean``: whether the mean is taken away (a layer norm); else the norm is by the mean square.
 
@@ -347,6 +360,17 @@ def _infer_row_moments(call: Call) -> Result:
     return Result((y, TensorType(FP32, (channels // a.together, rows // a.rows, 2))))
 
 
+def _infer_turned_heads(call: Call) -> Result:
+    a: TurnedHeadsAttrs = call.attrs
+    *reads, angles = call.types
+    (y,) = infer_as(call, a.of, a.own, reads).types[:1]
+    assert angles is not None
+    require_rank(angles, 4, "TurnedHeads angles")
+    agree(angles.dims[1] * 16, a.turned, f"TurnedHeads angles {angles} are not those of {a.turned} features")
+    agree(y.dims[0] % angles.dims[0], 0, f"TurnedHeads of {y}: its rows are not those of all positions of {angles}")
+    return Result((y,))
+
+
 def _infer_normed_product(call: Call) -> Result:
     x, moments, weights = call.type(0), call.type(1), call.type(2)
     require_rank(x, 2, "NormedProduct rows")
@@ -422,6 +446,7 @@ DEFS: tuple[OpDef, ...] = (
     region("RowProduct", _infer_row_product, RowProductAttrs, tol=Tol(rtol=1e-5, atol=3e-6)),
     region("ResizedPicture", _infer_resized_picture, ResizedPictureAttrs, cost=_cost_resized, tol=Tol(1e-5, 1e-4)),
     region("RotaryPair", _infer_rotary_pair, RotaryAttrs, cost=_cost_rotary_pair),
+    region("TurnedHeads", _infer_turned_heads, TurnedHeadsAttrs, tol=_SUMS),
     region("StackedRNN", _infer_stacked, StackedRNNAttrs, tol=_SUMS),
     region("TiledPackedMatMul", with_stages(_infer_tiled_product), TiledPackedMatMulAttrs, tol=_SUMS, arity=4),
     region("UnpackedTiles", _infer_unpacked, UnpackedTilesAttrs, cost=per_element(2)),

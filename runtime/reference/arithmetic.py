@@ -142,6 +142,7 @@ PRODUCTS: dict[str, Products] = {
     "SeparableConv": _separable_conv,
     "StackedRNN": _stacked_rnn,
     "TiledPackedMatMul": _matmul,
+    "TurnedHeads": lambda shapes, out, attrs: products_of(attrs["of"], shapes[:-1], out, attrs),
 }
 
 

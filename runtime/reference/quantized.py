@@ -31,6 +31,7 @@ STAGES: dict[str, Callable[..., Array]] = {
     "elu": lambda x, alpha: np.asarray(np.where(x < 0, F(alpha) * (np.exp(x) - F(1)), x)),
     "sigmoid": _sigmoid,
     "silu": lambda x: x * _sigmoid(x),
+    "swish": lambda x, alpha: x * _sigmoid(F(alpha) * x),
     "tanh": np.tanh,
     "hard_sigmoid": lambda x, alpha, beta: np.clip(F(alpha) * x + F(beta), F(0), F(1)),
     "hard_swish": lambda x: x * np.clip(x * F(0.16666667) + F(0.5), F(0), F(1)),

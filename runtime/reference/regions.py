@@ -77,6 +77,28 @@ def rotary_pair(x: Array, cos: Array, sin: Array, y: Array, **attrs: Any) -> tup
     return (*rotary_embedding(x, cos, sin, **attrs), *rotary_embedding(y, cos, sin, **attrs))
 
 
+def turned_heads(
+    run: Run, *operands: Array | None, of: str, own: Sequence[str], channels: int, head: int, turned: int, interleaved: bool,
+    **attrs: Any,
+) -> tuple[Array, ...]:  # fmt: skip
+    """The operator ``of``, whose result is (rows, columns, 1...). The first ``channels`` of a row are heads of ``head`` features.
+
+    The last operand has the angles by which they turn at each position, (P, turned / 16, 2, 8): eight cosines, eight sines.
+    Rows are of positions in turn.
+    """
+    *reads, angles = operands
+    assert angles is not None
+    y = run(of, reads, {name: attrs[name] for name in own})[0]
+    cos, sin = (angles[:, :, k].reshape(1, len(angles), -1) for k in range(2))
+    heads = y.reshape(-1, len(angles), y.shape[1])[..., :channels].reshape(-1, len(angles), channels // head, head)
+    found = rotary_embedding(
+        heads.transpose(0, 2, 1, 3), cos, sin, interleaved=interleaved, rotary_embedding_dim=turned
+    )
+    done = y.copy()
+    done.reshape(len(y), -1)[:, :channels] = found[0].transpose(0, 2, 1, 3).reshape(len(y), channels)
+    return (done,)
+
+
 def paired_product(
     run: Run, x: Array, w: Array, b: Array, v: Array, c: Array, *, epilogue: Sequence[Any], beside: Sequence[Any]
 ) -> tuple[Array, ...]:
@@ -353,4 +375,5 @@ COMPOSED: dict[str, ComposedKernel] = {
     "PairedProduct": paired_product,
     "Quantized": quantized,
     "RowProduct": row_product,
+    "TurnedHeads": turned_heads,
 }

@@ -35,11 +35,13 @@ from optdnn.ops.regions import (
     RowMomentsAttrs,
     RowProductAttrs,
     StackedRNNAttrs,
+    TurnedHeadsAttrs,
     ZerosAttrs,
 )
 from optdnn.ops.rnn import GRUAttrs, LSTMAttrs
 from optdnn.ops.table import FAMILIES, IMPORTERS, OPDEFS
 from optdnn.runtime.reference.arithmetic import MOVES, PRODUCTS, products_of
+from optdnn.runtime.reference.attention import rotary_embedding
 from optdnn.runtime.reference.packed_rnn import pack_matrix
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.reference.table import KINDS
@@ -50,7 +52,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 43
+    assert len(REGIONS) == 44
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -64,6 +66,27 @@ def test_the_tables_of_arithmetic_hold_known_kinds() -> None:
     assert set(PRODUCTS) < set(OPDEFS)
     assert {kind for kind in MOVES if not OPDEFS[kind].traits.movement} == {"Zeros"}
     assert not MOVES & set(PRODUCTS)
+
+
+def test_heads_of_a_result_turn() -> None:
+    x, w, turn = random(6, 8, 1, 1), random(96, 8, 1, 1, seed=1), random(3, 1, 2, 8, seed=2)
+    own = ConvAttrs((1, 1), (0,) * 4, (1, 1), 1)
+    for interleaved in (False, True):
+        (y,) = results("TurnedHeads", TurnedHeadsAttrs("Conv", own, 64, 32, 16, interleaved), [x, w, turn])
+        (plain,) = run_kernel("Conv", [x, w], plain_attrs(OPDEFS["Conv"], own))
+        heads = plain[:, :64].reshape(2, 3, 2, 32).transpose(0, 2, 1, 3)
+        (want,) = rotary_embedding(
+            heads, *(turn[None, :, 0, k] for k in range(2)), interleaved=interleaved, rotary_embedding_dim=16
+        )
+        np.testing.assert_allclose(y[:, :64, 0, 0], want.transpose(0, 2, 1, 3).reshape(6, 64), rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(y[:, 64:], plain[:, 64:])
+    attrs = TurnedHeadsAttrs("Conv", own, 64, 32, 16, False)
+    for angles, because in (
+        (random(4, 1, 2, 8), "are not those of all positions"),
+        (random(3, 2, 2, 8), "not those of 16 features"),
+    ):
+        with pytest.raises(ShapeError, match=because):
+            infer("TurnedHeads", attrs, [x, w, angles])
 
 
 def test_row_moments_and_the_product_of_normalized_rows() -> None:

@@ -76,6 +76,8 @@ def apply_stages(x: np.ndarray, stages: Sequence[Stage], bias: np.ndarray, resid
             x = x * x
         elif name == "silu":
             x = x / (1 + np.exp(-x))
+        elif name == "swish":
+            x = x / (1 + np.exp(values[0] * -x))
         elif name == "hard_swish":
             x = x * np.clip(x / 6 + 0.5, 0, 1)
         else:
@@ -203,6 +205,7 @@ CASES: dict[str, tuple[Problem, Config | PatchConfig]] = {
     "bf16": (Problem(2, 128, (Source(9, 7, 512),), ADD, "bfloat16"), Config(2, 1, 1, 48, 3)),
     "bf16 split": (Problem(1, 256, (Source(14, 14, 1024),), ADD, "bfloat16"), Config(1, 1, 1, 56, 2, 8)),
     "silu": (Problem(2, 128, (Source(9, 7, 64),), (("bias",), ("silu",))), Config(2, 1, 1, 48, 2)),
+    "swish": (Problem(2, 128, (Source(9, 7, 64),), (("bias",), ("swish", 1.702))), Config(2, 1, 1, 48, 2)),
     "mul clip": (
         Problem(2, 128, (Source(9, 7, 64),), (("bias",), ("mul",), ("clip", -1.0, 2.0))),
         Config(1, 1, 2, 48, 2),

@@ -118,6 +118,7 @@ CASES: dict[str, Case] = {
     "clip from above zero": Case(2, 64, Source(9, 7, 64), (("clip", 0.5, 3.0), ("relu",)), Config(1, 1, 1, 64, 2)),
     "leaky relu": Case(2, 64, Source(9, 7, 64), (("leaky_relu", 0.1),), Config(1, 1, 1, 64, 2)),
     "silu": Case(2, 64, Source(9, 7, 64), (("silu",),), Config(1, 1, 1, 64, 2)),
+    "swish": Case(2, 64, Source(9, 7, 64), (("swish", -1.702),), Config(1, 1, 1, 64, 2)),
     "add, then constants": Case(
         2, 64, Source(9, 7, 64), (("add",), ("mul_const", 0.5), ("add_const", 0.3)), Config(1, 1, 1, 64, 2), residual=_R
     ),
@@ -267,7 +268,7 @@ def compare(case: Case, found: np.ndarray, expected: np.ndarray) -> str:
     """ "" where the result is what it must be, else what is wrong."""
     if found.dtype.itemsize == 1 and "float8" not in case.dtype:
         steps = np.abs(found.astype(np.int64) - expected.astype(np.int64)).max(initial=0)
-        allowed = 1 if any(s[0] in ("silu", "gelu") for s in case.stages) else 0
+        allowed = 1 if any(s[0] in ("silu", "swish", "gelu") for s in case.stages) else 0
         return (
             ""
             if steps <= allowed
@@ -276,6 +277,6 @@ def compare(case: Case, found: np.ndarray, expected: np.ndarray) -> str:
     a, b = found.astype(np.float64), expected.astype(np.float64)
     error = float(np.linalg.norm(a - b) / np.linalg.norm(b))
     limit = 2e-2 if "float8" in case.dtype and case.out else 6e-3 if case.float_out == "bfloat16" else 1e-3
-    if "float8" not in case.dtype and not any(s[0] in ("silu", "gelu") for s in case.stages):
+    if "float8" not in case.dtype and not any(s[0] in ("silu", "swish", "gelu") for s in case.stages):
         limit = 0.0  # exact sums, one rounding
     return "" if error <= limit else f"relative error {error:.2e} exceeds {limit:.0e}"

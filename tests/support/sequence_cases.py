@@ -131,7 +131,7 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     "image, rows of a tile": (lambda: attention_of_image(size=(5, 64), batch=2), "attention_factors_sm90"),
     "image, odd rows": (lambda: attention_of_image(size=(14, 7)), "attention_sm90"),
     "image, bias read again": (lambda: attention_of_image(readers=2), "attention_sm90"),
-    "softcap": (lambda: attention(softcap=2.0, mask="full"), "attention_sm80"),
+    "softcap": (lambda: attention(softcap=2.0, mask="full"), "attention_sm90"),
     "window": (lambda: attention(left_window_size=3, right_window_size=2), "attention_sm90"),
     "causal lengths": (lambda: attention(lengths=True, is_causal=True, left_window_size=9), "attention_sm90"),
     "short mask": (lambda: attention(mask="short"), "attention_sm90"),

@@ -175,19 +175,12 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     parameters.i32(problem.queries, problem.keys, problem.features, problem.value_features or problem.features)
     parameters.i32(problem.heads // key_heads, problem.causal_offset, problem.reach)
     parameters.i32(problem.mask_period or problem.batch)
-    parameters.f32(problem.scale * math.log2(math.e), *_cap(problem))
+    parameters.f32(problem.scale * math.log2(math.e), *problem.cap)
     (narrow or QuantizedStore()).put(parameters)
     grid = (-(-problem.queries // config.queries), problem.heads, problem.batch)
     return parameters.launch(
         recipe(problem, config, gpu.arch), "attention_sm80", grid, config.threads, shared=shared_bytes(problem, config)
     )
-
-
-def _cap(problem: Problem) -> tuple[float, float]:
-    """What scores are multiplied by before their exponential, and what the capped ones are measured in."""
-    if not problem.softcap:
-        return 0.0, 0.0
-    return 2 * math.log2(math.e) * problem.scale / problem.softcap, problem.softcap * math.log2(math.e)
 
 
 def order_of_sums(config: Config) -> tuple[int, ...]:

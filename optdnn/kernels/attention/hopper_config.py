@@ -14,6 +14,8 @@ LOADING_REGISTERS = 24
 PRODUCT_REGISTERS = 26
 """Registers of a thread, in addition to the scores, that ptxas needs for a product at the block's initial registers."""
 MERGE_REGISTERS = 60
+SOFTCAP_REGISTERS = 14
+"""Registers of a thread for softcaps."""
 """Registers of a thread that adds up what warpgroups found, in addition to its results and to maxima and sums."""
 _BARRIER_BYTES = 1024
 
@@ -92,8 +94,8 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
     """Why the configuration cannot run the problem, or None."""
-    if problem.softcap:
-        return "it has no softcap"
+    if problem.softcap < 0 or math.isinf(problem.softcap):
+        return f"a softcap of {problem.softcap}"
     if (why := _no_factors(problem)) is not None:
         return why
     for features in (problem.features, problem.values):
@@ -122,11 +124,13 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     scores, rest = (config.keys * 0.62, 44) if config.own_tiles(tiles) == 1 else (config.keys * 0.75, 28)
     mask = 12 + config.keys / 8 * mask_rows(problem) if problem.mask else 0.0
     bias = (mask, config.keys / 2, 36.0)[factor_form(problem, config)]
+    bias += SOFTCAP_REGISTERS if problem.softcap else 0
     merged = problem.head / 2 + 4 * config.warpgroups + MERGE_REGISTERS if config.split else 0.0
     if max(scores + problem.head / 2 + rest + bias, merged) > (limit := register_limit(problem, config)):
         return f"scores and results of a thread exceed {limit} registers"
-    if config.persistent and config.keys // 2 + PRODUCT_REGISTERS > start_registers(config):
-        return f"the compiler takes no product of {config.keys} keys for threads that start with {start_registers(config)} registers"
+    widest = max(config.keys, problem.head)
+    if config.persistent and widest // 2 + PRODUCT_REGISTERS > start_registers(config):
+        return f"the compiler takes no product of {widest} columns for threads that start with {start_registers(config)} registers"
     if problem.heads > 65535 or problem.batch > 65535:
         return "the grid is too large"
     return None

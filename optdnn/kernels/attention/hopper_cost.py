@@ -39,6 +39,8 @@ IDLE_TURNS = 1.02
 """A tile's cycles with turns where they do not help, over its cycles without."""
 FEW_SCORE = 1 / 16 + 7 / 128
 """Cycles of a score of few items, whose own model knows the work of a mask as a ratio."""
+CAPPED = 2 / 16 + 4 / 128
+"""Cycles of a score's softcap: an exponential and a reciprocal, and their arithmetic."""
 SAMPLED = 64
 """Items of a head whose tiles the model counts."""
 
@@ -79,7 +81,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     unit = PLAIN if problem.mask is None else MASKED
     multiply = config.keys * problem.head * unit.product
     added = 0 if problem.mask is None else 10 / 128 if problem.mask[2] else 3 / 128
-    added += (0, 2, 36)[factor_form(problem, config)] / 128
+    added += (0, 2, 36)[factor_form(problem, config)] / 128 + (CAPPED if problem.softcap else 0)
     if has_few_items(problem, device):
         busiest = math.ceil(seen) if problem.reach >= 0 else tiles  # of one wave, the item with the most tiles decides
         own, work = max(1, config.own_tiles(busiest)), (FEW_SCORE + added) / FEW_SCORE

@@ -42,7 +42,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "PERSISTENT": int(config.persistent), "TURNS": int(config.turns), "SPLIT": int(config.split), "REGISTERS": register_limit(problem, config),
         "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "REACH": int(problem.reach >= 0), "FROM_END": int(problem.from_end), "HAS_LENGTHS": int(problem.lengths),
         "MASK": mask_width(problem), "MASK_ROWS": mask_rows(problem),
-        "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config),
+        "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config), "SOFTCAP": int(problem.softcap > 0),
     }  # fmt: skip
     if problem.factors is not None:
         defines["KEY_WIDTH"] = problem.factors.key_width
@@ -83,6 +83,8 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     (narrow or QuantizedStore()).put(parameters)
     if (f := problem.factors) is not None:
         parameters.pointer("rows", "columns").i64(*f.rows, *f.columns).i32(f.query_width)
+    if problem.softcap:
+        parameters.f32(*problem.cap)
     grid = (rows, problem.heads, problem.batch)
     if config.persistent:
         grid = (min(items, gpu.multiprocessors * at_once(problem, config, gpu)), 1, 1)

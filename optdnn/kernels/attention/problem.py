@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -78,6 +79,13 @@ class Problem:
     from_end: bool = False
     softcap: float = 0.0
     factors: Factors | None = None
+
+    @property
+    def cap(self) -> tuple[float, float]:
+        """What scores are multiplied by before the exponential of their softcap, and what the capped ones are measured in."""
+        if not self.softcap:
+            return 0.0, 0.0
+        return 2 * math.log2(math.e) * self.scale / self.softcap, self.softcap * math.log2(math.e)
 
     @property
     def widest(self) -> int:

@@ -31,13 +31,14 @@ STAGE_ISSUE = {
     "gelu_tanh": 20.0,
     "tanh": 16.0,
     "silu": 6.0,
+    "swish": 7.0,
     "sigmoid": 6.0,
     "softplus": 16.0,
     "elu": 6.0,
 }
 EXCHANGE = 2500  # cycles from a block's last product to the first sums of it that another one has
 SEND, RECEIVE = 24.0, 56.0  # bytes of sums per cycle that a block of stream-K sends to L2, and takes from it
-EXPONENTIAL = frozenset({"silu", "sigmoid", "elu", "softplus"})
+EXPONENTIAL = frozenset({"silu", "swish", "sigmoid", "elu", "softplus"})
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
 # Of products, fitted to 649 timings of 37 of them, in chains on an H200 (``docs/internals/kernels-products.md``).
 PRODUCT_CLOCK = 1.7e9  # Hz

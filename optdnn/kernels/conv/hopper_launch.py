@@ -39,6 +39,10 @@ Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
 """Kernel, strides, pads (begins, then ends), dilations."""
 
 
+Meaning = tuple[str, dict[str, Any], Sequence[TensorView | None]]
+"""What a launch computes: an operator, its attributes, and what it reads."""
+
+
 def refuse(arch: str, dtype: str, feeds: Sequence[Geometry]) -> str | None:
     """Why the kernel cannot run convolutions of these geometries."""
     if not arch.startswith("sm_90"):
@@ -184,9 +188,11 @@ class HopperKernel(HopperTactic, ConvolutionKernel):
 
 
 def emit_conv(
-    b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Config, moments: TensorView | None = None
-) -> None:
-    """The launch of a convolution whose ``out`` and ``residual`` are channels-last. ``moments``: where those of the result's rows go."""
+    b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Config, moments: TensorView | None = None,
+    angles: TensorView | None = None,
+) -> None:  # fmt: skip
+    """The launch of a convolution whose ``out`` and ``residual`` are channels-last. ``moments``: where those of the result's rows go;
+    ``angles``: of the heads that it turns."""
     before = plan_prologue(b, op, c.feed.x) if c.prologue else None
     feeds, ep, residual, out, scatter = c.feeds, c.ep, c.residual, c.out, c.scatter
     channels = c.channels if scatter is not None else out.shape[1]
@@ -232,6 +238,9 @@ def emit_conv(
     if moments is not None:
         operands["moments"] = moments
         kind, attrs = with_moments(kind, attrs, rows=problem.moment_rows)
+    if angles is not None:
+        operands["angles"] = angles
+        kind, attrs, (*reads,) = with_turn((kind, attrs, reads), problem, angles)
     made = launch(problem, config, b.gpu, feeds, operands, scatter)
     emit(b, op, made, problem, config, operands, (kind, attrs, reads), written, moments)
 
@@ -252,6 +261,20 @@ def with_moments(kind: str, attrs: dict[str, Any], axis: int = 1, rows: int = 1)
     own, more = tuple(sorted(attrs)), {} if axis == 1 else {"axis": axis}
     more |= {} if rows == 1 else {"rows": rows}
     return "RowMoments", {"of": kind, "own": own, "together": conv_problem.MOMENT_CHANNELS, **more, **attrs}
+
+
+def with_turn(meaning: Meaning, problem: conv_problem.Problem, angles: TensorView) -> Meaning:
+    """The meaning of a launch that turns heads of its result as well."""
+    (kind, attrs, reads), turn = meaning, problem.turn
+    assert turn is not None
+    more = {
+        "of": kind,
+        "own": tuple(sorted(attrs)),
+        "channels": turn.channels,
+        "head": turn.head,
+        "turned": turn.turned,
+    }
+    return "TurnedHeads", {**more, "interleaved": turn.interleaved, **attrs}, [*reads, angles]
 
 
 def packed_weights(b: Builder, op: Op, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> TensorView:
@@ -339,7 +362,7 @@ def _frame_steps(out: TensorView) -> tuple[int, ...]:
 
 def emit(
     b: Builder, op: Op, made: Launch, problem: conv_problem.Problem, config: Config, operands: Mapping[str, TensorView],
-    meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]], written: TensorView | None = None,
+    meaning: Meaning, written: TensorView | None = None,
     second: TensorView | None = None,
 ) -> None:  # fmt: skip
     """Add a launch with the workspace that it needs. ``meaning``: kind, attributes and operands of what it computes; ``written``: the

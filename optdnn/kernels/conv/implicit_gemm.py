@@ -225,6 +225,10 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "sums that begin with a row's bias are of whole tiles"
     if config.stream and (reason := _refuse_streaming(problem, config)):
         return reason
+    if problem.turn is not None and (config.stores_directly or config.stream):
+        return "heads turn in whole tiles, which wait in shared memory"
+    if problem.turn is not None and config.mt % problem.turn.tiles:
+        return "a warpgroup has one tile of 64 channels, and pairs lie in two"
     if problem.bands > 1 and (problem.band_channels % config.tile[0] or config.share[0] > 1):
         return f"blocks of {config.tile[0]} channels that load the same pixels do not divide a band of {problem.band_channels}"
     if config.wide and (config.groups != 2 or config.blocks > 1 or config.stores_directly):
@@ -300,6 +304,12 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     )
 
 
+def _turn(problem: Problem) -> dict[str, int]:
+    """Constants of the heads that turn."""
+    t = problem.turn
+    return {} if t is None else {"TURNED": t.turned, "HEAD": t.head, "INTERLEAVED": int(t.interleaved)}
+
+
 def generated(problem: Problem, tile: Mapping[str, int], instruction: str) -> str:
     """The header of a convolution kernel: its ``tile``, the element types, the epilogue and the source of its ``instruction``."""
     types = {
@@ -315,6 +325,7 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str) -> st
         **({"MOMENTS": 1} if problem.moments else {}),
         **({"MOMENT_ROWS": problem.moment_rows} if problem.moments and problem.moment_rows > 1 else {}),
         **({"IMAGE_NORM": 1} if problem.norm is not None and problem.norm.image else {}),
+        **_turn(problem),
         **({} if problem.norm is None else {"NORMED": 1 if problem.norm.mean else 2}),
         **({} if problem.residual_norm is None else {"NORMED_RESIDUAL": 1 if problem.residual_norm.mean else 2}),
     }  # fmt: skip

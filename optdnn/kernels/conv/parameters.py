@@ -88,7 +88,7 @@ def parameters(
 
     ``maps``: weights, pixels, pixels, output, residual; ``tiles``: over the channels, and in all. ``optional`` names those of the
     operands ``residual``, ``before`` (pairs of scale and shift per input channel), ``gate``, ``partial`` and ``arrived``
-    (:func:`optdnn.kernels.conv.implicit_gemm.workspace`), ``moments``, ``given`` and ``columns`` (``conv_moments.cuh``) that there are. ``gate``: the pitch and the channels of the gate. ``frames``: of
+    (:func:`optdnn.kernels.conv.implicit_gemm.workspace`), ``moments``, ``given`` and ``columns`` (``conv_moments.cuh``), and ``angles`` (``conv_turns.cuh``) that there are. ``gate``: the pitch and the channels of the gate. ``frames``: of
     images that are several frames, the channels of one, and elements from a frame, a row and a column to the next.
     """
 
@@ -127,6 +127,8 @@ def parameters(
         made.i32(problem.norm.image // MOMENT_ROWS)
     if problem.row_bias:
         made.pointer("row_bias")
+    if problem.turn is not None:
+        made.pointer(*present("angles")).i32(problem.turn.channels, problem.turn.positions)
     return made
 
 

@@ -111,6 +111,33 @@ class RowNorm:
     """Rows of an image, which are normalized together by the moments of eights of them (a group norm of one group); 0: each by itself."""
 
 
+@dataclass(frozen=True)
+class HeadTurn:
+    """Rotary position embeddings of the first ``channels`` of a result (``conv_turns.cuh``): heads of ``head`` features, the first ``turned``
+    of which make pairs, at ``positions`` that begin anew after so many rows."""
+
+    head: int
+    turned: int
+    interleaved: bool
+    channels: int
+    positions: int
+
+    def refuse(self) -> str | None:
+        """Why the kernel cannot turn such heads, or None."""
+        if 64 % self.head and self.head % 64:
+            return f"heads of {self.head} features and tiles of 64 do not divide one another"
+        if self.turned % 16:
+            return f"{self.turned} features do not make pairs in vectors of eight"
+        if self.turned > 64 and (self.turned % 64 if self.interleaved else self.turned != 128):
+            return f"pairs of {self.turned} features lie in different tiles"
+        return None
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 64 channels in which a pair lies."""
+        return 2 if self.turned > 64 and not self.interleaved else 1
+
+
 class OneSource:
     """What the problems of kernels with one source and one epilogue have in common."""
 
@@ -229,6 +256,8 @@ class Problem:
     """Of the rows that it reads."""
     residual_norm: RowNorm | None = None
     """Of the residual's rows, whose scale the launch reads, and whose shift is part of the bias."""
+    turn: HeadTurn | None = None
+    """Of heads of the result."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:
@@ -267,6 +296,10 @@ class Problem:
             raise InternalError(f"moments of images are of {MOMENT_ROWS} rows each")
         if self.norm is not None and self.residual:
             raise InternalError("rows that are normalized after their products take no residual")
+        if self.turn is not None and (
+            self.turn.refuse() is not None or not self.rows_alone or self.out_item != 2 or self.moments or self.residual
+        ):
+            raise InternalError("heads are those of a product of 16-bit rows, to which nothing is added")
         if self.residual_norm is not None and not self.residual:
             raise InternalError("there is no residual to normalize")
 

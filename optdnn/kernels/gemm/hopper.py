@@ -184,4 +184,9 @@ class HopperGemm(hopper_launch.HopperKernel, MatrixProduct):
     def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Any) -> None:
         """With the moments of its rows, where a later launch normalizes them (:mod:`optdnn.kernels.gemm.normed`)."""
         moments = b.together.get(op.id)
-        hopper_launch.emit_conv(b, op, c, replace(problem, moments=moments is not None), config, moments)
+        problem = replace(problem, moments=moments is not None)
+        hopper_launch.emit_conv(b, op, c, problem, config, moments, self.angles(b, op))
+
+    def angles(self, b: Builder, op: Op) -> TensorView | None:
+        """Those by which the launch turns heads of its result (:mod:`optdnn.kernels.gemm.turned`)."""
+        return None

@@ -37,6 +37,7 @@ from optdnn.kernels.gemm.row_norms import (
     refuse_places,
     scaled_refusal,
     seconds_of,
+    stages_of,
 )
 from optdnn.kernels.tactic import Region, Tactic
 from optdnn.ops.fused import plain_stages
@@ -68,9 +69,10 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
         if (why := refuse_norm(b, op, found)) is not None:
             return why
         readers = self._readers(b, op, found)
-        if any(u.kind in PRODUCTS and u.inputs[0] == found.norm.value for u in readers):
+        shared = self._shared(b, op, found, readers)
+        if not shared and any(u.kind in PRODUCTS and u.inputs[0] == found.norm.value for u in readers):
             return "other products read the normalized rows"
-        if self._stays(b, op, found) and not b.lanes and adder(b, op, found, readers) is None:
+        if self._stays(b, op, found) and not b.lanes and not shared and adder(b, op, found, readers) is None:
             return "others read the normalized rows, and steps run one after the other"
         return refuse_places(b, op, found, self._order(b, op)) or self._unfit(b, op, found)
 
@@ -81,9 +83,26 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
         return found
 
     def _readers(self, b: Builder, op: Op, found: Normed) -> list[Op]:
-        """The operators beyond this launch that read the normalized rows."""
+        """The operators beyond this launch that read the normalized rows, but for products that normalize them, too."""
         own = {op.id, *(x.id for x in self.others(b.graph, op))}
-        return [u for u in b.graph.users(found.norm.value) if u.id not in own]
+        others = [u for u in b.graph.users(found.norm.value) if u.id not in own]
+        return [u for u in others if not isinstance(b.chosen.get(u.id), TakesNorm)]
+
+    def _shared(self, b: Builder, op: Op, found: Normed, readers: Sequence[Op]) -> bool:
+        """Whether all other readers are products, not planned yet, that may normalize the rows, too: attention and perceptron side by side
+        (GPT-J). The last of them drops the norm's launch."""
+        if not readers or found.norm.value in b.reserved:
+            return False
+        plain = (x.kind in PRODUCTS and x.inputs[0] == found.norm.value and x.id not in b.chosen for x in readers)
+        return all(plain) and all(self._may_take(b, x) for x in (op, *readers))
+
+    @staticmethod
+    def _may_take(b: Builder, op: Op) -> bool:
+        """Whether nothing but constants is read beside the rows."""
+        ep = stages_of(b.graph, op)
+        multiplies = b.graph.sole_user(op.value)
+        pair = multiplies is not None and multiplier(b.graph, multiplies) is not None
+        return not (ep.residual or ep.constants or pair) and PLAIN.refuse(b, op) is None
 
     def _stays(self, b: Builder, op: Op, found: Normed) -> bool:
         """Whether the norm's own launch stays for others, beside the product."""
@@ -105,8 +124,9 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
             return f"{problem.flops / 1e9:.0f} GFLOP run at the power limit, where a norm in front of them costs little"
         norm, alone, own = seconds_of(b, (ROWS, found.norm), (self.alone, op), (self, op))
         own += TOLD
-        if self._stays(b, op, found):
-            own += BESIDE if adder(b, op, found, self._readers(b, op, found)) is None else ADDED
+        readers = self._readers(b, op, found)
+        if self._stays(b, op, found) and not self._shared(b, op, found, readers):
+            own += BESIDE if adder(b, op, found, readers) is None else ADDED
         if own < norm + alone:
             return None
         return f"norm and product are predicted to take {(norm + alone) * 1e6:.1f} us, one launch {own * 1e6:.1f}"
@@ -158,8 +178,11 @@ class NormedGemm(TakesNorm, HopperGemm):
         if told is not None:
             problem, operands["moments"] = replace(problem, moments=True), told
             kind, attrs = hopper_launch.with_moments(kind, attrs)
+        meaning: hopper_launch.Meaning = (kind, attrs, [as_rows(c.feed.x), operands["given"], weights, sums, bias])
+        if (angles := self.angles(b, op)) is not None:
+            operands["angles"] = angles
+            meaning = hopper_launch.with_turn(meaning, problem, angles)
         made = hopper_launch.launch(problem, config, b.gpu, c.feeds, operands)
-        meaning = (kind, attrs, [as_rows(c.feed.x), operands["given"], weights, sums, bias])
         hopper_launch.emit(b, op, made, problem, config, operands, meaning, as_rows(c.out), told)
 
 

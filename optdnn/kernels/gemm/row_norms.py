@@ -82,7 +82,17 @@ def normed(graph: Graph, value: Value | None) -> Normed | None:
     if norm is None or norm.kind not in KINDS or norm.inputs[0] is None:
         return None
     maker = graph.op(norm.inputs[0])
+    while maker.kind == "Reshape" and _same_rows(graph, maker):
+        assert maker.inputs[0] is not None
+        maker = graph.op(maker.inputs[0])
     return Normed(norm, maker) if maker.kind in PRODUCTS else None
+
+
+def _same_rows(graph: Graph, reshape: Op) -> bool:
+    """Whether a Reshape only arranges whole rows anew, as OPT's, which makes rows of all tokens of a batch."""
+    assert reshape.inputs[0] is not None
+    before, after = graph.type(reshape.inputs[0]).static_shape, reshape.outputs[0].type.static_shape
+    return bool(before and after) and before[-1] == after[-1]
 
 
 def stages_of(graph: Graph, op: Op) -> Epilogue:

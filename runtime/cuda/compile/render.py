@@ -30,6 +30,7 @@ STAGES: dict[str, tuple[int, str]] = {
     "elu": (1, "x = x < 0.0f ? {0} * (__expf(x) - 1.0f) : x;"),
     "sigmoid": (0, "x = __fdividef(1.0f, 1.0f + __expf(-x));"),
     "silu": (0, "x = __fdividef(x, 1.0f + __expf(-x));"),
+    "swish": (1, "x = __fdividef(x, 1.0f + __expf({0} * -x));"),
     "tanh": (0, "x = tanhf(x);"),
     "hard_sigmoid": (2, "x = __saturatef({0} * x + {1});"),
     "hard_swish": (0, "x = x * __saturatef(x * 0.16666667f + 0.5f);"),
@@ -48,10 +49,11 @@ STAGES: dict[str, tuple[int, str]] = {
 COARSE: dict[str, tuple[int, str]] = {
     "sigmoid": (0, "x = fmaf(tanh_fast(0.5f * x), 0.5f, 0.5f);"),
     "silu": (0, "{{ const float half_x = 0.5f * x; x = fmaf(half_x, tanh_fast(half_x), half_x); }}"),
+    "swish": (1, "{{ const float half_x = 0.5f * x; x = fmaf(half_x, tanh_fast({0} * half_x), half_x); }}"),
     "tanh": (0, "x = tanh_fast(x);"),
 }
 
-INEXACT = frozenset({"elu", "sigmoid", "silu", "tanh", "gelu", "gelu_tanh", "softplus"})
+INEXACT = frozenset({"elu", "sigmoid", "silu", "swish", "tanh", "gelu", "gelu_tanh", "softplus"})
 """Stages that the kernels compute to some 20 bits only: the others are exact in fp32."""
 
 
@@ -84,6 +86,7 @@ EXACT: dict[str, tuple[int, str]] = {
     "elu": (1, "x = x < 0.0f ? {0} * expm1f(x) : x;"),
     "sigmoid": (0, "x = 1.0f / (1.0f + expf(-x));"),
     "silu": (0, "x = x / (1.0f + expf(-x));"),
+    "swish": (1, "x = x / (1.0f + expf({0} * -x));"),
     "gelu": (0, "x = 0.5f * x * (1.0f + erff(x * 0.70710678f));"),
     "softplus": (0, "x = fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));"),
 }

@@ -37,6 +37,9 @@ PROBLEMS: dict[str, Problem] = {
     "a window from the end of a cache": apart(
         12, 8, 150, 700, 64, 2, causal=True, lengths=True, from_end=True, reach=90
     ),
+    "softcap": merged(20, 8, 333, 64, softcap=1.5),
+    "softcap and a mask": merged(20, 8, 333, 64, softcap=0.8, mask=(0, 0, 333)),
+    "softcap and a window": merged(4, 8, 700, 128, causal=True, reach=130, softcap=30.0, dtype="bfloat16"),
     "bytes": merged(20, 12, 197, 64, narrow="int8"),
     "wide values": wide_values(40, 4, 196, 16, 64),
     "wide values that share no subtile": wide_values(9, 4, 49, 24, 80, dtype="bfloat16"),
@@ -68,6 +71,7 @@ SPLIT_PROBLEMS: dict[str, Problem] = {
     "causal, lengths": merged(5, 6, 230, 64, causal=True, lengths=True),
     "causal, some see nothing": apart(2, 8, 90, 170, 40, causal=True, causal_offset=-30),
     "a window": merged(1, 6, 512, 64, causal=True, causal_offset=64, reach=128),
+    "softcap": merged(1, 12, 333, 64, softcap=2.0, causal=True),
     "bytes": merged(1, 12, 197, 64, narrow="int8"),
     "wide values": wide_values(1, 4, 196, 16, 32),
 }
@@ -105,7 +109,9 @@ def test_a_loading_warpgroup_gives_registers_to_the_others() -> None:
     assert hopper_config.register_limit(problem, Config(1, 64, 2, 2, True)) == 232
     assert hopper.refuse(problem, Config(3, 176, 2, 1, True)) == "scores and results of a thread exceed 160 registers"
     refused = hopper.refuse(merged(16, 12, 257, 32), Config(1, 112, 3, 3, True))
-    assert refused == "the compiler takes no product of 112 keys for threads that start with 80 registers"
+    assert refused == "the compiler takes no product of 112 columns for threads that start with 80 registers"
+    wide = hopper.refuse(merged(4, 8, 700, 128, reach=130), Config(1, 32, 2, 3, True))
+    assert wide == "the compiler takes no product of 128 columns for threads that start with 80 registers"
 
 
 def test_turns_are_of_several_warpgroups_and_tiles() -> None:
@@ -217,8 +223,8 @@ def test_sums_of_warpgroups_need_registers() -> None:
     assert hopper.refuse(problem, Config(2, 48, 4, split=True)) is None
 
 
-def test_softcaps_are_refused() -> None:
-    assert hopper.refuse(merged(1, 2, 90, 64, softcap=2.0), Config(1, 64, 1)) == "it has no softcap"
+def test_endless_softcaps_are_refused() -> None:
+    assert hopper.refuse(merged(1, 2, 90, 64, softcap=float("inf")), Config(1, 64, 1)) == "a softcap of inf"
 
 
 @pytest.mark.parametrize(

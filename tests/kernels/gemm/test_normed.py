@@ -72,7 +72,22 @@ def gated_layer(n: Net) -> Value:
     return n.op("Mul", one, n.op("Gelu", other))
 
 
-NETS: dict[str, Callable[[Net], Value]] = {f.__name__: f for f in (block, mean_square, chain, gated, gated_layer)}
+def all_tokens(n: Net) -> Value:
+    """Rows of all tokens of a batch, which a Reshape makes of a product's (OPT)."""
+    rows = n.op("Reshape", n.op("MatMul", n.input(2, 37, 64), n.random(64, 128)), n.ints(74, 128))
+    return n.op("MatMul", _norm(n, rows, 128), n.random(128, 64))
+
+
+def side_by_side(n: Net) -> Value:
+    """Two products of the same normalized rows, as of attention and perceptron in GPT-J."""
+    rows = _norm(n, n.op("MatMul", n.input(40, 64), n.random(64, 128)), 128)
+    left = n.op("MatMul", n.op("Relu", n.op("MatMul", rows, n.random(128, 192))), n.random(192, 64))
+    return n.op("Add", left, n.op("MatMul", n.op("Relu", n.op("MatMul", rows, n.random(128, 72))), n.random(72, 64)))
+
+
+NETS: dict[str, Callable[[Net], Value]] = {
+    f.__name__: f for f in (block, mean_square, chain, gated, gated_layer, all_tokens, side_by_side)
+}
 
 
 def tactics(program: Program) -> list[str]:
@@ -150,6 +165,11 @@ def _odd(n: Net) -> Value:
     return n.op("MatMul", _norm(n, n.op("MatMul", x, n.random(64, 72)), 72), n.random(72, 40))
 
 
+def _other_rows(n: Net) -> Value:
+    rows = n.op("Reshape", n.op("MatMul", n.input(40, 64), n.random(64, 128)), n.ints(80, 64))
+    return n.op("MatMul", _norm(n, rows, 64), n.random(64, 40))
+
+
 def _no_product(n: Net) -> Value:
     return n.op("MatMul", _norm(n, n.op("Tanh", n.input(40, 64)), 64), n.random(64, 40))
 
@@ -179,6 +199,7 @@ def _huge_scale(n: Net) -> Value:
     ("build", "options", "because"),
     [
         (_no_product, {}, "its rows are not the normalized rows of another product"),
+        (_other_rows, {}, "its rows are not the normalized rows of another product"),
         (_read_by_others, {"streams": 1}, "others read the normalized rows, and steps run one after the other"),
         (gated, {}, "other products read the normalized rows"),
         (_odd, {}, "rows of 72 channels are not whole groups of 64"),

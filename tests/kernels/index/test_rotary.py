@@ -15,12 +15,19 @@ from support.sweep import sweep
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import TensorView, row_major
+from optdnn.kernels.gemm import turned
 from optdnn.kernels.index.rotary import Turn
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.program import Program
 from optdnn.types import FP16, FP32, FP64, DType
+
+
+@pytest.fixture(autouse=True)
+def launches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No product turns heads."""
+    monkeypatch.setattr(turned, "LEAST_ROWS", 1 << 30)
 
 
 def chosen(program: Program) -> list[str]:

@@ -63,18 +63,24 @@ DEVICE void load_mask(const Params& p, const Bias& bias, int tile, int lane, u32
 #endif
 }
 
-// Scales a tile's scores and adds the bias to them, but for an offset of each query.
+// Caps and scales a tile's scores and adds the bias to them, but for an offset of each query.
 DEVICE void add_bias(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PAIRS], int tile, int column, float (&s)[BLOCK_KEYS / 2],
                      float (&offset)[2]) {
     offset[0] = offset[1] = 0.0f;
+    [[maybe_unused]] const float scale_log2 = SOFTCAP ? 1.0f : p.scale_log2;
+#if SOFTCAP
+    #pragma unroll
+    for (int i = 0; i < BLOCK_KEYS / 2; i++)           // tanh(x) = 1 - 2 / (1 + exp(2 x))
+        s[i] = fmaf(-2.0f * p.cap_out, __fdividef(1.0f, 1.0f + exp2_fast(s[i] * p.cap_in)), p.cap_out);
+#endif
 #if MASK
     #pragma unroll
     for (int j = 0; j < BLOCK_KEYS / 8; j++) {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             const u32 pair = pairs[j * MASK_ROWS + i % MASK_ROWS];
-            s[4 * j + 2 * i] = fmaf(s[4 * j + 2 * i], p.scale_log2, low_float(pair) * LOG2_E);
-            s[4 * j + 2 * i + 1] = fmaf(s[4 * j + 2 * i + 1], p.scale_log2, high_float(pair) * LOG2_E);
+            s[4 * j + 2 * i] = fmaf(s[4 * j + 2 * i], scale_log2, low_float(pair) * LOG2_E);
+            s[4 * j + 2 * i + 1] = fmaf(s[4 * j + 2 * i + 1], scale_log2, high_float(pair) * LOG2_E);
         }
     }
 #elif FACTORS == 1
@@ -84,7 +90,7 @@ DEVICE void add_bias(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_
         #pragma unroll
         for (int j = 0; j < BLOCK_KEYS / 8; j++) {
             #pragma unroll
-            for (int k = 4 * j + 2 * i; k < 4 * j + 2 * i + 2; k++) s[k] = fmaf(s[k], p.scale_log2, bias.columns[k]);
+            for (int k = 4 * j + 2 * i; k < 4 * j + 2 * i + 2; k++) s[k] = fmaf(s[k], scale_log2, bias.columns[k]);
         }
     }
 #elif FACTORS == 2
@@ -95,8 +101,8 @@ DEVICE void add_bias(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_
         for (int i = 0; i < 2; i++) {
             const u32 pair = *reinterpret_cast<const u32*>(bias.factors[1][i] + (at - line * KEY_WIDTH));
             const float of_row = unpack1(bias.factors[0][i][line]);
-            s[4 * j + 2 * i] = fmaf(s[4 * j + 2 * i], p.scale_log2, (of_row + low_float(pair)) * LOG2_E);
-            s[4 * j + 2 * i + 1] = fmaf(s[4 * j + 2 * i + 1], p.scale_log2, (of_row + high_float(pair)) * LOG2_E);
+            s[4 * j + 2 * i] = fmaf(s[4 * j + 2 * i], scale_log2, (of_row + low_float(pair)) * LOG2_E);
+            s[4 * j + 2 * i + 1] = fmaf(s[4 * j + 2 * i + 1], scale_log2, (of_row + high_float(pair)) * LOG2_E);
         }
     }
 #endif

@@ -26,7 +26,7 @@
 // end of the keys), HAS_LENGTHS, MASK (0 none;
 // else elements per load: 1 or 2), MASK_ROWS (2 where queries have masks of their own, else 1), FACTORS (0: none; key k = KEY_WIDTH *
 // row + column gets rows[query][row] + columns[query][column]. 1: KEY_WIDTH is BLOCK_KEYS, so that columns stay in registers; 2: any even
-// KEY_WIDTH), NARROW (1: the result goes out in 8-bit integers, 2: in fp8), wgmma_scores() and wgmma_values().
+// KEY_WIDTH), SOFTCAP (scores become cap * tanh(score / cap) before masks are added), NARROW (1: the result goes out in 8-bit integers, 2: in fp8), wgmma_scores() and wgmma_values().
 #include "ptx.cuh"
 #include "generated.cuh"
 #include "mma.cuh"
@@ -60,6 +60,9 @@ struct Params {
     const u16* factors[2];                         // rows, columns
     long long factor_strides[2][4];                // in elements: batch, head, row and column of the query
     int query_width;                               // queries in a row
+#endif
+#if SOFTCAP
+    float cap_in, cap_out;                         // 2 log2(e) scale / cap, and cap log2(e)
 #endif
 };
 

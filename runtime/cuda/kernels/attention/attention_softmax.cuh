@@ -17,7 +17,7 @@ constexpr int EIGHTS = BLOCK_KEYS / 8;             // of keys
 constexpr int MIDDLE = EIGHTS / 2;                 // those before it are packed while the others' exponentials are computed
 
 // Of scores that add_bias() has seen.
-DEVICE float factor_of(const Params& p) { return MASK || FACTORS ? 1.0f : p.scale_log2; }
+DEVICE float factor_of(const Params& p) { return MASK || FACTORS || SOFTCAP ? 1.0f : p.scale_log2; }
 // What is subtracted from scores. A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
 DEVICE float shift_of(float maximum, float factor) { return maximum == NOTHING ? 0.0f : fmaf(maximum, factor, ROOM); }
 

@@ -34,6 +34,10 @@ struct Source {
 #define ROW_BIAS 0                // whether sums begin with a number of their pixel
 #endif
 
+#ifndef TURNED
+#define TURNED 0                  // features of each head whose pairs turn by the angles of their rows' positions
+#endif
+
 #if VOLUME
 struct Depth {                    // of a volume: see Depth of optdnn.kernels.conv.problem
     int channel_blocks, out, stride, first, dilation;
@@ -77,6 +81,10 @@ struct Params {
 #endif
 #if ROW_BIAS
     const float* row_bias;                         // of each pixel of a product, an even number of them
+#endif
+#if TURNED
+    const uint4* angles;                           // of each position
+    int turned_channels, positions;
 #endif
 };
 

@@ -27,6 +27,8 @@
 // MOMENTS, NORMED, NORMED_RESIDUAL: moments of the result's rows, and rows, or a residual's, that are normalized by such ones
 // (conv_moments.cuh).
 //
+// TURNED: heads of the result turn by their rows' positions (conv_turns.cuh).
+//
 // PROLOGUE: one more warpgroup applies stages to the pixels of each K step where TMA has left them, before they are multiplied.
 //
 // generated.cuh defines the tile (WGM, WGN, MT, BN, BK, STAGES, SPLIT, DIRECT, OUT_BUFFERS, WEIGHTS_STATIONARY, MIN_CTAS, ALTERNATE,
@@ -115,6 +117,7 @@ DEVICE void leave() {
 }
 
 #include "conv_change.cuh"
+#include "conv_turns.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
@@ -433,6 +436,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                                     added_residual<2>(own_factors + BN / 16 * 128, columns[m]));
 #endif
             }
+#if TURNED
+            turn_heads<MT, BN>(p, own, tile_channel + group_channel, tile_pixel + group_pixel, threadIdx.x % 128, [&] { named_barrier(1 + warp / 4, 128); });
+#endif
 #if SCATTER
             named_barrier(1 + warp / 4, 128);
             #pragma unroll 1

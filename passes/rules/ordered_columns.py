@@ -1,0 +1,99 @@
+"""Parts of a product's columns that a Reshape makes lie one after the other, as a Split of the product.
+
+Queries, keys and values of a joint projection alternate: head by head in GPT-NeoX, Bloom and Persimmon, and by the devices of its
+training in CodeGen, whose heads a Reshape then had to copy together. With the matrix's columns in another order, those of each part
+follow one another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.index import SplitAttrs
+from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped, shape_of
+from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
+from optdnn.types import Array, normalize_axis
+
+VIEWS = RESHAPES | {"Transpose"}
+
+
+@rule("ordered_columns", {"Reshape"})
+def ordered_columns(graph: Graph, op: Op) -> Match | Miss | None:
+    """``split(reshape(x W))``, or ``gather(reshape(x W), k)`` of each k, of columns in another order: ``reshape(split(x W'))``."""
+    given, found = _sizes(graph, operand(op)), _sizes(graph, op.value)
+    if not given or found is None or (rows := _axes_of_rows(given[-1], found)) is None:
+        return None
+    parts = list(_parts(graph, op, np.arange(given[-1]).reshape(found[rows:]), rows))
+    parts.sort(key=lambda part: not _turns(graph, part[0]))
+    order = np.concatenate([columns.reshape(-1) for _, columns in parts]) if parts else np.empty(0, np.int64)
+    ascending = np.arange(given[-1])
+    if len(parts) < 2 or not np.array_equal(np.sort(order), ascending) or np.array_equal(order, ascending):
+        return None
+    addition = producer(graph, op.inputs[0], {"Add"}, alone=True)
+    added = None if addition is None else added_vector(graph, addition)
+    product = producer(graph, op.inputs[0] if added is None else added[0], PRODUCTS, alone=True)
+    matrix = None if product is None else constant_matrix(graph, product)
+    if product is None or matrix is None:
+        return Miss("its rows are not those of a product with a constant matrix alone")
+    weight, bias = matrix[0] if isinstance(matrix[0], np.ndarray) else graph.constant_value(matrix[0]), matrix[1]
+    assert weight is not None
+    vectors = [v for v in (bias, None if added is None else added[1]) if v is not None]
+
+    def build(patch: Patch) -> None:
+        y = patch.add("MatMul", [product.inputs[0], patch.constant(weight[:, order].copy(), "weight")], MatMulAttrs())
+        for vector in vectors:
+            y = patch.add("Add", [y, patch.constant(np.broadcast_to(vector, order.shape)[order], "bias")])
+        sizes = patch.constant(np.array([columns.size for _, columns in parts], np.int64), "sizes")
+        split = patch.add_op("Split", [y, sizes], SplitAttrs(len(given) - 1), outputs=len(parts))
+        for k, (old, columns) in enumerate(parts):
+            patch.replace(old, reshaped(patch, Value(split.id, k), (*found[:rows], *columns.shape)))
+
+    users = {v.op: graph.op(v) for v, _ in parts}
+    return Match((*users.values(), op, *([] if added is None or addition is None else [addition]), product), build)
+
+
+def _sizes(graph: Graph, value: Value) -> tuple[int, ...] | None:
+    """The sizes of a value; None where one is not known."""
+    shape = shape_of(graph, value) or ()
+    return tuple(n for n in shape if isinstance(n, int)) if shape and all(isinstance(n, int) for n in shape) else None
+
+
+def _axes_of_rows(columns: int, shape: tuple[int, ...]) -> int | None:
+    """How many axes in front of those that rows of so many columns are cut into; None where they are not cut."""
+    rows = len(shape)
+    while rows and math.prod(shape[rows:]) < columns:
+        rows -= 1
+    return rows if math.prod(shape[rows:]) == columns and len(shape) - rows > 1 else None
+
+
+def _turns(graph: Graph, value: Value) -> bool:
+    """Whether it is heads that turn by their positions, which come first: the product's launch turns them."""
+    user = graph.sole_user(value)
+    while user is not None and user.kind in VIEWS:
+        user = graph.sole_user(user.value)
+    return user is not None and user.kind == "RotaryEmbedding"
+
+
+def _parts(graph: Graph, op: Op, columns: Array, rows: int) -> Iterator[tuple[Value, Array]]:
+    """The values that are parts of a Reshape's result, and their columns; none where something else reads it."""
+    found: list[tuple[Value, Array]] = []
+    for user in graph.users(op.value):
+        axis = normalize_axis(user.attrs.axis, rows + columns.ndim) - rows if user.kind in ("Split", "Gather") else -1
+        if axis < 0:
+            return
+        if user.kind == "Split":
+            ends = np.cumsum([out.type.static_shape[axis + rows] for out in user.outputs])[:-1]
+            found += [(Value(user.id, k), part) for k, part in enumerate(np.split(columns, ends, axis))]
+            continue
+        index = graph.constant_value(user.inputs[1])
+        if index is None or index.ndim:
+            return
+        found.append((user.value, columns.take(int(index), axis)))
+    yield from found

@@ -1,0 +1,245 @@
+"""Products that turn the heads they make: what is right, what is refused, tiles on the processor, and what compiles."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.emulated import _text
+from support.host import HERE, library
+from support.net import Net
+from support.rotary_cases import angles, of_a_product
+from support.simulated import check_simulated, kinds, lowered
+
+from optdnn.errors import InternalError
+from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.conv import implicit_gemm
+from optdnn.kernels.conv.implicit_gemm import Config
+from optdnn.kernels.conv.problem import HeadTurn, Problem, RowNorm, Source
+from optdnn.ops.attention import RotaryAttrs
+from optdnn.ops.index import SplitAttrs
+from optdnn.ops.norm import LayerNormAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.nvrtc import template_files
+from optdnn.runtime.program import Program
+from optdnn.runtime.reference.attention import rotary_embedding
+
+
+def layer(
+    heads: int = 3, groups: int = 3, size: int = 64, *, turned: int = 0, interleaved: bool = False, length: int = 18,
+    kind: str = "RMSNormalization", reads: str = "", width: int = 128,
+) -> Graph:  # fmt: skip
+    """The rows of a product, a norm (of ``kind`` "": none), and attention whose queries and keys turn. ``reads``: how they are read
+    otherwise."""
+    n = Net()
+    rows = n.matmul(n.input(2, length, 64), width)
+    if kind:
+        more = [n.random(width)] if kind == "LayerNormalization" else []
+        rows = n.op(kind, rows, n.positive(width), *more, attrs=LayerNormAttrs())
+    rows = n.op("Add", n.matmul(rows, (heads + 2 * groups) * size), n.random((heads + 2 * groups) * size))
+    sizes = n.ints(heads * size, groups * size, groups * size)
+    parts = n.op("Split", rows, sizes, attrs=SplitAttrs(-1), outputs=3)
+    if reads == "values first":
+        parts = parts[2:] + parts[:2]
+    turn, others = angles(n, length, (turned or size) // 2), angles(n, length, (turned or size) // 2)
+    if reads == "given angles":
+        turn = [n.input(1, length, size // 2, name=name) for name in ("cos", "sin")]
+
+    def prepared(x: Value, count: int, turn: list[Any] | None) -> Value:
+        x = n.op("Transpose", n.op("Reshape", x, n.ints(2, length, count, size)), attrs=TransposeAttrs((0, 2, 1, 3)))
+        return x if turn is None else n.op("RotaryEmbedding", x, *turn, attrs=RotaryAttrs(interleaved, turned))
+
+    q, v = prepared(parts[0], heads, turn), prepared(parts[2], groups, None)
+    k = prepared(parts[1], groups, others if reads == "other angles" else turn)
+    y = n.op("Attention", q, k, v)
+    if reads == "keys":
+        return n.done(n.op("Add", n.op("Relu", k), y))
+    if reads == "features":
+        return n.done(n.op("Add", n.op("Relu", prepared(parts[1], groups, None)), y))
+    return n.done(y)
+
+
+NETS: dict[str, Callable[[], Graph]] = {
+    "halves": layer,
+    "layer norm": lambda: layer(kind="LayerNormalization"),
+    "no norm": lambda: layer(kind=""),
+    "groups": lambda: layer(4, 2, 32),
+    "neighbours": lambda: layer(interleaved=True),
+    "part": lambda: layer(2, 1, 128, turned=32),
+    "neighbours of a part": lambda: layer(1, 1, 256, turned=64, interleaved=True),
+    "two tiles": lambda: layer(2, 1, 128),
+    "neighbours in two tiles": lambda: layer(2, 1, 128, interleaved=True),
+    "odd positions": lambda: layer(length=37),
+    "class token": lambda: of_a_product(length=20, still=2),
+}
+
+
+def tactics(program: Program) -> list[str]:
+    return [t["tactic"] for t in program.meta["tactics"] if t["kind"] == "MatMul" and not t.get("dropped")]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", NETS)
+def test_the_launch_turns_heads(name: str, precision: str) -> None:
+    program = check_simulated(NETS[name](), precision)
+    assert {"gemm_turned_sm90", "gemm_normed_turned_sm90"} & {*tactics(program)}
+    assert "TurnedHeads" in kinds(program)
+    assert not {"RotaryPair", "RotaryEmbedding"} & {*kinds(program)}
+
+
+def test_a_norm_in_front_has_no_launch() -> None:
+    assert "gemm_normed_turned_sm90" in tactics(lowered(layer(length=200, width=256), no_cubins=True))
+
+
+def _few() -> Graph:
+    return layer(length=8)
+
+
+@pytest.mark.parametrize(
+    ("build", "precision", "because"),
+    [
+        (_few, "fp16", "it is for at least 32 rows of 16-bit floats"),
+        (layer, "tf32", "it is for at least 32 rows of 16-bit floats"),
+        (lambda: layer(reads="other angles"), "fp16", "its heads turn by different angles"),
+        (lambda: layer(reads="keys"), "fp16", "its heads are not those of one attention alone"),
+        (lambda: layer(reads="features"), "fp16", "others read its heads as they are"),
+        (lambda: layer(size=48), "fp16", "heads of 48 features and tiles of 64 do not divide one another"),
+        (lambda: layer(turned=24), "fp16", "24 features do not make pairs in vectors of eight"),
+        (lambda: layer(size=128, turned=96), "fp16", "pairs of 96 features lie in different tiles"),
+        (
+            lambda: layer(reads="values first"),
+            "fp16",
+            "its heads are not the first of its columns, one after the other",
+        ),
+        (lambda: layer(reads="given angles"), "fp16", "the angles are not constants, or differ from image to image"),
+    ],
+)
+def test_what_is_refused(build: Callable[[], Graph], precision: str, because: str) -> None:
+    program = lowered(build(), precision, no_cubins=True)
+    assert because in [
+        r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if "turned" in r["tactic"]
+    ]
+    assert "TurnedHeads" not in kinds(program)
+
+
+TURN = HeadTurn(64, 64, False, 256, 37)
+PLAIN = Problem(74, 384, (Source(1, 1, 128),), (("bias",),), turn=TURN)
+
+
+def test_tiles_that_hold_no_pairs() -> None:
+    for config in (
+        Config(1, 1, 1, 40, 2, direct=True),
+        Config(1, 1, 1, 64, 2, split=2),
+        Config(1, 1, 1, 72, 2, stream=True),
+    ):
+        assert implicit_gemm.refuse(PLAIN, config) == "heads turn in whole tiles, which wait in shared memory"
+    far = replace(PLAIN, turn=replace(TURN, head=128, turned=128))
+    assert (
+        implicit_gemm.refuse(far, Config(1, 1, 1, 64, 2))
+        == "a warpgroup has one tile of 64 channels, and pairs lie in two"
+    )
+    assert implicit_gemm.refuse(far, Config(1, 1, 2, 64, 2)) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"moments": True}, {"epilogue": (("bias",), ("add",))}, {"out": "float32"}, {"turn": replace(TURN, turned=24)}],
+)
+def test_problems_that_there_are_not(fields: dict[str, Any]) -> None:
+    with pytest.raises(InternalError, match="heads are those of a product"):
+        replace(PLAIN, **fields)
+
+
+_SOURCE = """
+struct Params { const uint4* angles; int turned_channels, positions; u8* tiles; };
+%s
+static Params parameters;
+static void turn() {
+    const Params& p = parameters;
+    if (threadIdx.x == 0) memcpy(memory, p.tiles, TILES * TILE_ROWS * 128);
+    __syncthreads();
+    turn_heads<TILES, TILE_ROWS>(p, 0, 0, FIRST_ROW, threadIdx.x, [] { __syncthreads(); });
+    __syncthreads();
+    if (threadIdx.x == 0) memcpy(p.tiles, memory, TILES * TILE_ROWS * 128);
+}
+extern "C" int run(const void* block) {
+    memcpy(&parameters, block, sizeof(Params));
+    gridDim = {1, 1, 1}; blockIdx = {0, 0, 0};
+    entry = turn;
+    return run_block(128) ? 0 : 1;
+}
+"""
+
+
+class _Params(ctypes.Structure):
+    _fields_ = [
+        ("angles", ctypes.c_void_p),
+        ("channels", ctypes.c_int),
+        ("positions", ctypes.c_int),
+        ("tiles", ctypes.c_void_p),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("head", "turned", "interleaved", "rows"),
+    [(64, 64, False, 128), (64, 64, True, 40), (32, 32, False, 24), (32, 16, True, 24), (64, 32, False, 72), (128, 128, False, 40),
+     (128, 128, True, 64), (256, 64, True, 8)],
+)  # fmt: skip
+def test_tiles_turn_on_the_processor(head: int, turned: int, interleaved: bool, rows: int, tmp_path: Path) -> None:
+    rng, first, positions = np.random.default_rng(head + turned), 29, 31
+    channels = max(128, head)
+    tiles = channels // 64 + 2  # the last ones do not turn
+    x = rng.standard_normal((rows, tiles * 64)).astype(np.float16)
+    turn = rng.uniform(-3, 3, (positions, turned // 2))
+    cos, sin = np.cos(turn).astype(np.float16), np.sin(turn).astype(np.float16)
+    table = np.ascontiguousarray(np.stack([v.reshape(positions, -1, 8) for v in (cos, sin)], 2))
+    at = (np.arange(rows)[:, None], np.arange(8)[None] ^ (np.arange(rows)[:, None] & 7))  # TMA's swizzle
+    given = np.zeros((tiles, rows, 8, 8), np.float16)
+    given[:, at[0], at[1]] = x.reshape(rows, tiles, 8, 8).transpose(1, 0, 2, 3)
+    shim = (HERE / "host_warps.hpp").read_text(encoding="utf-8")
+    defines = {
+        "TURNED": turned,
+        "HEAD": head,
+        "INTERLEAVED": int(interleaved),
+        "TILE_ROWS": rows,
+        "FIRST_ROW": first,
+        "TILES": tiles,
+    }
+    defines |= {"OUT_ITEM": 2, "DIRECT": 0, "STREAM": 0, "SCATTER": 0, "BATCHED": 0}
+    header = template_files()["conv_turns.cuh"].read_text(encoding="utf-8")
+    text = "\n".join([*(f"#define {k} {v}" for k, v in defines.items()), shim, _SOURCE % _text(header)])
+    block = _Params(table.ctypes.data, channels, positions, given.ctypes.data)
+    assert library(text, tmp_path, "-O1", []).run(ctypes.byref(block)) == 0
+    got = given[:, at[0], at[1]].transpose(1, 0, 2, 3).reshape(rows, -1)
+    each = (first + np.arange(rows)) % positions
+    heads = x[:, :channels].astype(np.float32).reshape(1, rows, -1, head).transpose(0, 2, 1, 3)
+    (want,) = rotary_embedding(
+        heads,
+        cos[each][None].astype(np.float32),
+        sin[each][None].astype(np.float32),
+        interleaved=interleaved,
+        rotary_embedding_dim=turned,
+    )
+    np.testing.assert_allclose(got[:, :channels], want.transpose(0, 2, 1, 3).reshape(rows, channels), atol=2e-3)
+    np.testing.assert_array_equal(got[:, channels:], x[:, channels:])
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("norm", [None, RowNorm(False, 1e-5)])
+@pytest.mark.parametrize("turn", [TURN, replace(TURN, interleaved=True), replace(TURN, head=128, turned=128)], ids=str)
+def test_it_compiles_without_spills(turn: HeadTurn, norm: RowNorm | None) -> None:
+    problem = replace(PLAIN, turn=turn, norm=norm)
+    for config in (
+        Config(1, 1, 1, 128, 8, share=(1, 2)),
+        Config(1, 1, 2, 96, 5, alternate=True),
+        Config(2, 1, 2, 64, 3),
+    ):
+        if implicit_gemm.refuse(problem, config) is None:
+            (kernel,) = nvrtc.resources(implicit_gemm.recipe(problem, config)).values()
+            assert kernel.spill_bytes == 0, (config, kernel)
