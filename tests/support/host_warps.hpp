@@ -162,6 +162,7 @@ static inline int __dp4a(int a, int b, int sum) {
 }
 static inline float exp2_fast(float x) { return exp2f(x); }
 static inline float tanh_fast(float x) { return tanhf(x); }
+static inline void silu_pair(float& x, float& y) { x /= 1.0f + expf(-x), y /= 1.0f + expf(-y); }
 
 #ifdef DTYPE_BF16
 static inline float unpack1(u16 bits) { return __uint_as_float(u32(bits) << 16); }

@@ -197,7 +197,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "SQUEEZE": squeeze_mode(problem, config),
     }  # fmt: skip
     parts = [render.constants(defines), render.between(problem.between[1:], f.dtype)]
-    parts += [render.between(f.epilogue[1:], f.dtype, "finished"), render.mma(f.dtype), ""]
+    parts += [render.between(f.epilogue[1:], f.dtype, "after"), render.mma(f.dtype), ""]
     return Recipe("expanded_sm90.cu", arch, {"generated.cuh": "\n".join(parts)}, template_options(f.dtype, checked=checked))
 
 

@@ -114,6 +114,14 @@ PROLOGUE_STAGES: dict[str, tuple[int, str]] = {
 """Stages of a prologue: x is the element, a its channel's scale and shift, g the factor of its image and channel."""
 
 
+def paired_epilogue(stages: Sequence[Stage]) -> str:
+    """Like :func:`epilogue`, for kernels that finish two elements at a time: these do a SiLU at the end, which the text leaves out,
+    together (FINAL_SILU)."""
+    if not stages or stages[-1] != ("silu",):
+        return epilogue(stages)
+    return f"{constants({'FINAL_SILU': 1})}\n{epilogue(stages[:-1])}"
+
+
 def prologue(stages: Sequence[Stage]) -> str:
     """CUDA source of ``float prologue(float x, float2 a, float g)``, the stages applied in order. Raises InternalError."""
     return _function("prologue(float x, float2 a, float g)", stages, PROLOGUE_STAGES)

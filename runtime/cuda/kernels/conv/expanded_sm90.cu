@@ -1,6 +1,6 @@
 // A 1x1 convolution, then a depthwise one, in one kernel for Hopper: what lies between them never leaves a multiprocessor.
 //
-//   out[pixel, c] = finished(sum over taps of filter[c, tap] * between(sum over k of expansion[c, k] * in[pixel + tap, k]))
+//   out[pixel, c] = after(sum over taps of filter[c, tap] * between(sum over k of expansion[c, k] * in[pixel + tap, k]))
 //
 // Both are done by mma.sync. A block stays with CHANNELS channels of the result and walks over tiles of output pixels. TMA keeps the
 // patches of STAGES tiles in flight, all DEPTH channels of their pixels. The warps multiply a patch, pixels on M, and write it to shared
@@ -13,7 +13,7 @@
 //
 // generated.cuh defines CHANNELS (a multiple of 16), WARPS, STRIPS, STRIP_W, GRID_X, GRID_Y, STAGES, MIN_BLOCKS, the filter (KERNEL_H,
 // KERNEL_W, STRIDE_*, DILATION_*), DEPTH (a multiple of 8), SWIZZLE (TMA's: 0, 64 or 128), SQUEEZE (1: sums of tiles, 2: means of images),
-// between() and finished() (of two neighbouring channels of either convolution, to a pair of 16-bit elements) and multiply().
+// between() and after() (of two neighbouring channels of either convolution, to a pair of 16-bit elements) and multiply().
 #include "taps.cuh"
 #include "generated.cuh"
 
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expanded_sm90(
                 #pragma unroll
                 for (int i = 0; i < 4; i++) {      // pixel lane / 4, or + 8, of a group
                     const int g = i / 2, row = lane / 4 + i % 2 * 8;
-                    made[i] = finished(sum[m][g][i % 2 * 2], sum[m][g][i % 2 * 2 + 1]);
+                    made[i] = after(sum[m][g][i % 2 * 2], sum[m][g][i % 2 * 2 + 1]);
                     if (SQUEEZE && y + row / STRIP_W < p.out_h && x + row % STRIP_W < p.out_w)
                         total[g * 2] += low_float(made[i]), total[g * 2 + 1] += high_float(made[i]);
                 }
