@@ -1,5 +1,5 @@
-"""A 1x1 and a depthwise convolution in one launch, each case trying one thing, with a configuration: the GPU tests run them, the compile
-tests compile them, and small ones run on the processor."""
+"""A 1x1 and a depthwise convolution in one launch: cases that try one thing each, with a configuration. The GPU tests run them, the
+compile tests compile them, and small ones run on the processor."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ CASES: dict[str, tuple[Problem, Config]] = {
     "pitches": (problem(2, 16, same(9, 10, 24), BOUNDS, SILU, pitches=(24, 40)), Config(1, 16, 1, 3, 32, 2)),
     "sums of tiles": (problem(2, 16, same(9, 10, 40), squeeze=True), Config(1, 8, 1, 2, 32, 2)),
     "means": (problem(3, 16, same(7, 7, 40), squeeze=True), Config(2, 8, 1, 2, 32, 2)),
-    "means, stride 2": (problem(3, 24, Source(13, 13, 32, (3, 3), (2, 2), (1, 1, 1, 1)), BOUNDS, BOUNDS, squeeze=True), Config(4, 8, 1, 1, 16, 1)),
+    "means, stride 2": (
+        problem(3, 24, Source(13, 13, 32, (3, 3), (2, 2), (1, 1, 1, 1)), BOUNDS, BOUNDS, squeeze=True), Config(4, 8, 1, 1, 16, 1)
+    ),
     "bf16": (problem(2, 24, same(9, 10, 32), squeeze=True, dtype="bfloat16"), Config(2, 8, 2, 3, 32, 2)),
     "ReLU6": (problem(2, 24, same(9, 10, 32), RELU6, RELU6), Config(2, 8, 2, 3, 32, 2)),
     "ReLU6, bf16": (problem(2, 24, same(9, 10, 32), RELU6, RELU6, dtype="bfloat16"), Config(2, 8, 2, 3, 32, 2)),

@@ -303,7 +303,13 @@ def emit_squeezed(
     means = b.target(pool.value)
     covers = replace(op, src=op.src | pool.src)
     own = {} if mean is None else {f"mean_{name}": value for name, value in attrs_dict(pool.attrs).items()}
-    attrs = {"conv": tuple(sorted(attrs)), **attrs, "tile": tile.size if tile.mode == 1 else (), "of": of or op.kind, **own}
+    attrs = {
+        "conv": tuple(sorted(attrs)),
+        **attrs,
+        "tile": tile.size if tile.mode == 1 else (),
+        "of": of or op.kind,
+        **own,
+    }
     if tile.mode == 2:
         b.emit(covers, launches[0], {**operands, "means": means}, "ConvSqueeze", attrs, reads, [out, means])
         return

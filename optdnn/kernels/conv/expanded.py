@@ -119,7 +119,9 @@ class Expanded(MakesMeans):
         """Why other launches are better, as far as the cost models know, or None: a launch for each convolution, or one for the depthwise
         and a 1x1 convolution after it."""
         invariant = b.row_invariant
-        one = min((o.seconds or 0.0 for o in _offers(problem, b.gpu) if o.row_invariant or not invariant), default=np.inf)
+        one = min(
+            (o.seconds or 0.0 for o in _offers(problem, b.gpu) if o.row_invariant or not invariant), default=np.inf
+        )
         others = sum(_apart(problem, b.gpu)) - separable.saved(b, op)
         if one <= GAIN * others:
             return None

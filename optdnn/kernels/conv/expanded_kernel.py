@@ -50,7 +50,9 @@ class Problem:
         """Least global traffic: each tensor once."""
         f, s = self.filtered, self.filtered.source
         written = f.batch * math.prod(f.out_size) * self.channels
-        return 2 * (f.batch * s.height * s.width * self.depth + written + self.channels * (self.depth + math.prod(s.kernel)))
+        return 2 * (
+            f.batch * s.height * s.width * self.depth + written + self.channels * (self.depth + math.prod(s.kernel))
+        )
 
 
 @dataclass(frozen=True, order=True)
@@ -181,7 +183,8 @@ def registers(problem: Problem, config: Config) -> int:
     """About what a thread needs: filters and biases throughout, then what multiplies or filters."""
     s = problem.filtered.source
     pairs, single = divmod(s.kernel[1], 2)
-    held = 2 * -(--(-math.prod(s.kernel) // 2) // 4 * 4) + 8 + 24
+    words = -(-math.prod(s.kernel) // 2)
+    held = 2 * (-(-words // 4) * 4) + 8 + 24
     filtering = config.strips * 8 + 8 * pairs + 4 * single + 24
     return held + max(filtering, 4 * (min(4, _steps(problem)) + 2) + 30)
 
@@ -198,7 +201,9 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     }  # fmt: skip
     parts = [render.constants(defines), render.between(problem.between[1:], f.dtype)]
     parts += [render.between(f.epilogue[1:], f.dtype, "after"), render.mma(f.dtype), ""]
-    return Recipe("expanded_sm90.cu", arch, {"generated.cuh": "\n".join(parts)}, template_options(f.dtype, checked=checked))
+    return Recipe(
+        "expanded_sm90.cu", arch, {"generated.cuh": "\n".join(parts)}, template_options(f.dtype, checked=checked)
+    )
 
 
 def pack_expansion(weight: Array) -> Array:
@@ -250,7 +255,9 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     count, together = tiles_x * tiles_y * f.batch, resident(problem, config)
     # Cycles of a scheduler for a warp's part of a tile, of issue slots or of the busiest unit.
     mine, way = -(-_bands(problem, config) // config.warps), -(-config.grid_x * config.grid_y // config.warps)
-    issued, special, multiplied = (mine * x + way * y for x, y in zip(_band(problem), _place(problem, config), strict=True))
+    issued, special, multiplied = (
+        mine * x + way * y for x, y in zip(_band(problem), _place(problem, config), strict=True)
+    )
     tile = config.threads / 128 * max(issued, special, multiplied)
     alone = tile * 1.2 + TILE
     per_block = -(-count // max(1, device.multiprocessors * together // slabs))
@@ -303,8 +310,12 @@ def _configs(problem: Problem, device: GpuFacts) -> Iterator[Config]:
         wide, high = -(-out_w // strip_w), -(-out_h // (strips * 16 // strip_w))
         if (strip_w > 4 and strip_w >= 2 * out_w) or (strips > 1 and strips * 16 // strip_w >= 2 * out_h):
             continue
-        for grid_x, grid_y in product(sorted({wide, -(-wide // 2), -(-wide // 4)}), sorted({min(high, n) for n in (1, 2, 3, 4, 7)})):
-            for warps, (stages, blocks) in product((1, 2, 3, 4, 6, 8), ((2, 1), (2, 2), (2, 3), (1, 2), (1, 3), (1, 4))):
+        for grid_x, grid_y in product(
+            sorted({wide, -(-wide // 2), -(-wide // 4)}), sorted({min(high, n) for n in (1, 2, 3, 4, 7)})
+        ):
+            for warps, (stages, blocks) in product(
+                (1, 2, 3, 4, 6, 8), ((2, 1), (2, 2), (2, 3), (1, 2), (1, 3), (1, 4))
+            ):
                 config = Config(strips, strip_w, grid_x, grid_y, channels, warps, stages, blocks)
                 if not 128 <= config.threads <= 512 or warps > grid_x * grid_y:
                     continue

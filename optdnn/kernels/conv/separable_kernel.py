@@ -236,7 +236,11 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "STRIDE_W": s.stride[1], "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1],
         "HAS_RESIDUAL": int(problem.residual), "BATCH": batch(problem, config), "RELU_BEFORE": int(problem.relu),
     }  # fmt: skip
-    parts = [render.constants(defines), render.between(problem.between[1:], problem.dtype), render.epilogue(problem.epilogue)]
+    parts = [
+        render.constants(defines),
+        render.between(problem.between[1:], problem.dtype),
+        render.epilogue(problem.epilogue),
+    ]
     text = "\n".join([*parts, pixels_instruction(config.columns, problem.dtype), ""])
     return Recipe("separable_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked))
 

@@ -242,7 +242,11 @@ def between(stages: Sequence[Stage], dtype: str, name: str = "between") -> str:
         return bounded_pair([(op, pair, int(kind(v).view(np.uint16)) * 0x10001) for op, v in finite], name)
     shared = bool(stages) and stages[-1] == ("silu",)
     one = epilogue(stages[:-1] if shared else stages, f"{name}_one")
-    lines = [*(f"{v} = {name}_one({v}, 0.0f, 0.0f);" for v in "xy"), *(_SILU_PAIR if shared else ()), "return pack2(x, y);"]
+    lines = [
+        *(f"{v} = {name}_one({v}, 0.0f, 0.0f);" for v in "xy"),
+        *(_SILU_PAIR if shared else ()),
+        "return pack2(x, y);",
+    ]
     return f"{one}\nDEVICE u32 {name}(float x, float y) {{ {' '.join(lines)} }}"
 
 

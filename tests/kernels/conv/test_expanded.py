@@ -126,8 +126,14 @@ REFUSED: dict[str, tuple[Build, str]] = {
     "a stride and holes": (lambda n: plain(n, pads=2, dilations=2, strides=2), "a stride and holes"),
     "an odd depth": (lambda n: plain(n, depth=12), "not eights"),
     "a wide image": (lambda n: plain(n, depth=328), "more than 320"),
-    "no depthwise convolution": (lambda n: [n.conv(n.conv(n.input(2, 8, 9, 7), 16, 1, pads=0), 8, 3)], "not a depthwise"),
-    "no 1x1 convolution": (lambda n: [n.conv(n.conv(n.input(2, 8, 9, 7), 16, 3), 16, group=16)], "not the result of a 1x1"),
+    "no depthwise convolution": (
+        lambda n: [n.conv(n.conv(n.input(2, 8, 9, 7), 16, 1, pads=0), 8, 3)],
+        "not a depthwise",
+    ),
+    "no 1x1 convolution": (
+        lambda n: [n.conv(n.conv(n.input(2, 8, 9, 7), 16, 3), 16, group=16)],
+        "not the result of a 1x1",
+    ),
 }
 
 
@@ -159,7 +165,9 @@ def test_other_machines_and_types_are_refused(options: dict[str, Any], reason: s
 @pytest.mark.parametrize("build", [plain, squeezed])
 @pytest.mark.parametrize("faster", [False, True])
 @pytest.mark.parametrize("invariant", [False, True])
-def test_unmeasured_the_cost_model_decides(faster: bool, build: Build, invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmeasured_the_cost_model_decides(
+    faster: bool, build: Build, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(expanded, "_apart", lambda problem, gpu: (1.0, 1.0) if faster else (1e-9, 1e-9))
     program = lowered(of(build), row_invariant=invariant)
     assert bool(made(program)) == faster

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support import emulated
 from support.conv_cases import same
-from support.expanded_cases import BIAS, CASES, RELU6, SILU, operands, problem
+from support.expanded_cases import CASES, RELU6, operands, problem
 from support.host import COMPILER, WHY_NOT
 from support.needs import why_no_hopper
 
@@ -96,7 +96,9 @@ def _assembly_aside(text: str) -> str:
     """Generated text that the processor can run: bounds of pairs as plain C++."""
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     return "\n".join(
-        "    pair = pack2(min(max(low_float(pair), 0.0f), 6.0f), min(max(high_float(pair), 0.0f), 6.0f));" if "asm(" in line else line
+        "    pair = pack2(min(max(low_float(pair), 0.0f), 6.0f), min(max(high_float(pair), 0.0f), 6.0f));"
+        if "asm(" in line
+        else line
         for line in lines
     )
 
@@ -108,9 +110,9 @@ SMALL = [name for name, (p, c) in CASES.items() if p.filtered.batch <= 3 and p.f
 @pytest.mark.parametrize("name", SMALL)
 def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     made, config = CASES[name]
-    f, few = made.filtered, replace(DEVICE, multiprocessors=3)  # so that blocks take several tiles
+    few = replace(DEVICE, multiprocessors=3)  # so that blocks take several tiles
     launch = expanded.launch(made, config, few)
-    text = launch.recipe.generated["generated.cuh"].replace(render.mma(f.dtype), "")
+    text = launch.recipe.generated["generated.cuh"].replace(render.mma(made.filtered.dtype), "")
     library = emulated.compiled(launch.recipe, launch.function, tmp_path, rendered=_assembly_aside(text))
     arrays, want = operands(made)
     out, sums = results(made, config)
@@ -148,7 +150,9 @@ def check(made: Problem, config: Config, want: np.ndarray, out: np.ndarray, more
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("name", ["one step", "many channels", "5x5, stride 2", "means", "bf16", "ReLU6, bf16", "persistent", "wide"])
+@pytest.mark.parametrize(
+    "name", ["one step", "many channels", "5x5, stride 2", "means", "bf16", "ReLU6, bf16", "persistent", "wide"]
+)
 def test_kernels_compile_without_spills(name: str) -> None:
     made, config = CASES[name]
     _, log = nvrtc.compile_recipe(expanded.recipe(made, config), resources=True)
@@ -165,7 +169,9 @@ def test_the_parameter_block_has_the_kernels_layout() -> None:
     lines += [f"static_assert(__INTADDR__(&((Params*)0)->{name}) == {at});" for name, at in places.items()]
     lines += [f"static_assert(STAGE_BYTES == {expanded.stage_bytes(made, config)});"]
     text = "\n".join([f'#include "{launch.recipe.name}"', *lines, ""])
-    nvrtc.compile_recipe(replace(launch.recipe, name="check.cu", generated={**launch.recipe.generated, "check.cu": text}))
+    nvrtc.compile_recipe(
+        replace(launch.recipe, name="check.cu", generated={**launch.recipe.generated, "check.cu": text})
+    )
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -96,7 +96,6 @@ def test_candidates_can_run_and_are_ranked(batch: int) -> None:
 
 
 def test_packing() -> None:
-    problem = replace(P, source=same(14, 14, 70))
     filters = separable.pack_filters(np.arange(70 * 9, dtype=np.float16).reshape(70, 1, 3, 3))
     assert filters.shape == (128, 16)
     assert (filters[69, :9] == np.arange(69 * 9, 70 * 9, dtype=np.float16)).all()
