@@ -54,13 +54,7 @@ COARSE: dict[str, tuple[int, str]] = {
     "tanh": (0, "x = tanh_fast(x);"),
 }
 
-# 1 / a and 1 / b from the reciprocal of a * b: three instructions of the special function units for two elements, not four. Beyond -40
-# the result is less than the least number of 16 bits either way. A NaN stays, since it is multiplied.
-_SILU_PAIR = (
-    "const float a = 1.0f + __expf(fminf(-x, 40.0f)), b = 1.0f + __expf(fminf(-y, 40.0f)), r = __fdividef(1.0f, a * b);",
-    "x = x * (b * r);",
-    "y = y * (a * r);",
-)
+_SILU_PAIR = ("silu_pair(x, y);",)
 
 INEXACT = frozenset({"elu", "sigmoid", "silu", "tanh", "gelu", "gelu_tanh", "softplus"})
 """Stages that the kernels compute to some 20 bits only: the others are exact in fp32."""
@@ -233,7 +227,7 @@ def values_instruction(features: int, dtype: str) -> str:
 def between(stages: Sequence[Stage], dtype: str, name: str = "between") -> str:
     """CUDA source of ``u32 between(float x, float y)`` (or of another ``name``): the stages of two neighbours, rounded to a pair of
     ``dtype`` ("float16" or "bfloat16"). Bounds that 16 bits hold are applied to the rounded pair at once: rounding keeps the order. A
-    SiLU at the end shares one reciprocal (:data:`_SILU_PAIR`)."""
+    SiLU at the end is done to both together."""
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16).type
     bounds = {"relu": (0.0, math.inf)}.get(str(stages[0][0]), stages[0][1:]) if len(stages) == 1 else ()
     if len(stages) == 1 and stages[0][0] in ("relu", "clip") and all(float(kind(v)) == v for v in bounds):
