@@ -56,7 +56,7 @@ CASES: dict[str, tuple[Problem, Config]] = {
     "ReLU6, bf16": (problem(2, 24, same(9, 10, 32), RELU6, RELU6, dtype="bfloat16"), Config(2, 8, 2, 3, 32, 2)),
     "persistent": (problem(40, 24, same(28, 28, 144), RELU6, RELU6), Config(4, 16, 2, 2, 48, 2, 2, 2)),
     "persistent, means": (problem(300, 80, same(7, 7, 480, (5, 5)), squeeze=True), Config(4, 8, 1, 1, 96, 1, 2, 1)),
-    "wide": (problem(2, 16, Source(112, 112, 96, (3, 3), (2, 2), (1, 1, 1, 1)), squeeze=True), Config(2, 4, 7, 1, 32, 2, 1, 2)),
+    "wide": (problem(2, 16, Source(112, 112, 96, (3, 3), (2, 2), (1, 1, 1, 1)), squeeze=True), Config(2, 4, 7, 1, 16, 4, 1, 2)),
 }  # fmt: skip
 
 

@@ -131,9 +131,10 @@ def stage_bytes(problem: Problem, config: Config) -> int:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: barriers, the ring, the matrix, the expanded patch, results on their way, the squeeze's sums."""
+    """Dynamic shared memory of a block: barriers, the ring, the matrix, the expanded patch and its masks, results on their way,
+    the squeeze's sums."""
     matrix, pitch = config.channels * (_steps(problem) * 2 | 1) * 16, (config.channels // 8 | 1) * 16
-    own = _bands(problem, config) * 16 * pitch + config.threads // 32 * 768
+    own = _bands(problem, config) * 16 * (pitch + 4) + config.threads // 32 * 768
     sums = config.warps * config.channels * 4 if problem.filtered.squeeze else 0
     return _HEAD_BYTES + config.stages * stage_bytes(problem, config) + matrix + own + sums
 

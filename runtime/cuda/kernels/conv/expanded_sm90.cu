@@ -66,8 +66,8 @@ DEVICE u32 column_at(int pixel, int column) {
     return SWIZZLE == 128 ? row + (within ^ (pixel & 7) << 4) : SWIZZLE == 64 ? row + (within ^ (pixel >> 1 & 3) << 4) : row + within;
 }
 
-// The 1x1 convolution of the patch at ``image``, whose first pixel is (first_y, first_x), to ``patch``: a warp's bands and 16 channels.
-DEVICE void expand(const Params& p, u32 image, u32 matrix, u32 patch, const float (&shift)[4], int place, int first_y, int first_x) {
+// The 1x1 convolution of the patch at ``image`` to ``patch``: a warp's bands and 16 channels. ``masks``: zero where a pixel lies in the padding.
+DEVICE void expand(u32 image, u32 matrix, u32 patch, const float (&shift)[4], const u32* masks, int place) {
     const int lane = threadIdx.x % 32;
     const u32 rows = matrix + (lane / 16 * 8 + lane % 8) * MATRIX_PITCH + lane / 8 % 2 * 16;
     u32 held[HELD ? STEPS : 1][4];                 // of the matrix
@@ -88,13 +88,7 @@ DEVICE void expand(const Params& p, u32 image, u32 matrix, u32 patch, const floa
             multiply(sum[0], a, b[0], b[1]);
             multiply(sum[1], a, b[2], b[3]);
         }
-        u32 mask[2];
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int pixel = band * 16 + lane / 4 + i * 8;
-            const int y = first_y + pixel / PATCH_W, x = first_x + pixel % PATCH_W;
-            mask[i] = u32(y) < u32(p.height) && u32(x) < u32(p.width) ? 0xffffffffu : 0u;
-        }
+        const u32 mask[2] = {masks[band * 16 + lane / 4], masks[band * 16 + lane / 4 + 8]};
         stmatrix_x4(patch + (band * 16 + lane % 16) * PITCH + lane / 16 * 16,
                     between(sum[0][0], sum[0][1]) & mask[0], between(sum[0][2], sum[0][3]) & mask[1],
                     between(sum[1][0], sum[1][1]) & mask[0], between(sum[1][2], sum[1][3]) & mask[1]);
@@ -105,7 +99,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expanded_sm90(
     extern __shared__ __align__(1024) u8 shared[];
     const u32 base = smem_address(shared), full = base, ring = base + 1024;
     const u32 matrix = ring + STAGES * STAGE_BYTES, patch = matrix + MATRIX_BYTES, out = patch + PATCH_BYTES;
-    float* const partial = reinterpret_cast<float*>(shared + (out - base) + OUT_BYTES);   // [WARPS][CHANNELS]
+    u32* const masks = reinterpret_cast<u32*>(shared + (out - base) + OUT_BYTES);          // of the patch's pixels
+    float* const partial = reinterpret_cast<float*>(masks + BANDS * 16);                   // [WARPS][CHANNELS]
     const int slab = blockIdx.x % p.slabs, first = blockIdx.x / p.slabs, step = gridDim.x / p.slabs;
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;   // uniform, and known to be
     const int pair = warp % PAIRS, place = warp / PAIRS, channel = slab * CHANNELS + pair * 16;
@@ -142,17 +137,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expanded_sm90(
     const bool diagonal = lane / 8 == lane % 4, odd = lane / 4 % 2;
     const u32 even_tap = !diagonal ? 0x4444 : odd ? 0x1044 : 0x4410, odd_tap = !diagonal ? 0x4444 : odd ? 0x3244 : 0x4432;
     auto weight = [&](int g, int tap) { return __byte_perm(filter[g][tap / 2], 0u, tap % 2 ? odd_tap : even_tap); };
+    // The first pixel of a tile's patch, and what of the patch lies in the image.
+    auto begin = [&](int tile, int& x, int& y) {
+        x = tile % p.tiles % p.tiles_x * TILE_W * STRIDE_W - p.pad_w, y = tile % p.tiles / p.tiles_x * TILE_H * STRIDE_H - p.pad_h;
+    };
+    auto outline = [&](int tile) {
+        int first_x, first_y;
+        begin(tile, first_x, first_y);
+        for (int i = threadIdx.x; i < BANDS * 16; i += THREADS) {
+            const int y = first_y + i / PATCH_W, x = first_x + i % PATCH_W;
+            masks[i] = u32(y) < u32(p.height) && u32(x) < u32(p.width) ? 0xffffffffu : 0u;
+        }
+    };
+    outline(first);
     __syncthreads();
     grid_launch_dependents();
     grid_dependency_wait();
 
     auto request = [&](int tile, int stage) {
-        const int n = tile / p.tiles, x = tile % p.tiles % p.tiles_x, y = tile % p.tiles / p.tiles_x;
+        int x, y;
+        begin(tile, x, y);
         barrier_expect(full + 8 * stage, STAGE_LOAD);
         #pragma unroll
         for (int part = 0; part < PARTS; part++)
-            tma_load_4d(ring + stage * STAGE_BYTES + part * PART_BYTES, &p.input, full + 8 * stage, part * (ROW / 2),
-                        x * TILE_W * STRIDE_W - p.pad_w, y * TILE_H * STRIDE_H - p.pad_h, n);
+            tma_load_4d(ring + stage * STAGE_BYTES + part * PART_BYTES, &p.input, full + 8 * stage, part * (ROW / 2), x, y, tile / p.tiles);
     };
     if (threadIdx.x == 0)
         for (int i = 0, tile = first; i < STAGES && tile < p.count; i++, tile += step) request(tile, i);
@@ -166,11 +174,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expanded_sm90(
         const int n = tile / p.tiles, in_image = tile % p.tiles;
         const int tile_x = in_image % p.tiles_x * TILE_W, tile_y = in_image / p.tiles_x * TILE_H;
         barrier_wait(full + 8 * stage, parity);
-        expand(p, ring + stage * STAGE_BYTES, matrix + pair * 16 * MATRIX_PITCH, patch + pair * 32, shift, place,
-               tile_y * STRIDE_H - p.pad_h, tile_x * STRIDE_W - p.pad_w);
+        expand(ring + stage * STAGE_BYTES, matrix + pair * 16 * MATRIX_PITCH, patch + pair * 32, shift, masks, place);
         __syncthreads();                           // the patch is whole, and its image no longer needed
         if (threadIdx.x == 0 && tile + STAGES * step < p.count) request(tile + STAGES * step, stage);
         if (++stage == STAGES) stage = 0, parity ^= 1;
+        if (tile + step < p.count) outline(tile + step);
 
         float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         #pragma unroll 1
