@@ -244,6 +244,8 @@ def resident(problem: Problem, config: Config) -> int:
 
 LAUNCH = 1.2e-6  # s
 TILE = 900.0  # cycles of a tile in which a block waits: two barriers, its patch's way
+HALO = 2.2  # for each part of a pixel that TMA brings
+RESULT = 1100.0  # from asking for a patch to its first byte
 SPECIAL = 8.0  # cycles of a scheduler for an instruction of the special function units,
 TWO_TAPS, ONE_TAP = 6.5, 3.5  # and for a product of two taps, or of one
 BUSY = 0.75  # of the cycles, blocks that fill one another's pauses use so many
@@ -260,11 +262,13 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
         mine * x + way * y for x, y in zip(_band(problem), _place(problem, config), strict=True)
     )
     tile = config.threads / 128 * max(issued, special, multiplied)
-    alone = tile * 1.2 + TILE
+    pixels = math.prod(patch(problem, config))
+    load = HALO * pixels * (problem.depth * 2 // (swizzle(problem) or problem.depth * 2))
+    alone = tile * 1.2 + TILE + (load + RESULT if config.stages == 1 else 0.0)
     per_block = -(-count // max(1, device.multiprocessors * together // slabs))
     full = min(together, max(1.0, slabs * count / device.multiprocessors))
-    compute = (per_block * max(tile * full / BUSY, alone) + 2500) / CLOCK
-    moved = math.prod(patch(problem, config)) * problem.depth + math.prod(config.tile) * config.channels
+    compute = (per_block * max(tile * full / BUSY, load * full, alone) + 2500) / CLOCK
+    moved = pixels * problem.depth + math.prod(config.tile) * config.channels
     l2 = slabs * count * moved * 2 / 5.0e12
     second = depthwise.FINISH if squeeze_mode(problem, config) == 1 else 0.0
     return LAUNCH + max(compute, l2, problem.bytes / MEMORY / 0.85) + second
@@ -274,7 +278,7 @@ def _band(problem: Problem) -> tuple[float, float, float]:
     """Issue slots of a warp for 16 pixels x 16 channels of the product; cycles of its special function units; of tensor cores."""
     own, slow = _activation(problem.between)
     steps = _steps(problem)
-    return 8 * own + (3 if steps <= 4 else 4) * steps + 32, 8 * slow * SPECIAL, 2 * TWO_TAPS * steps
+    return 8 * own + (3 if steps <= 4 else 4) * steps + 20, 8 * slow * SPECIAL, 2 * TWO_TAPS * steps
 
 
 def _place(problem: Problem, config: Config) -> tuple[float, float, float]:
@@ -311,17 +315,22 @@ def _configs(problem: Problem, device: GpuFacts) -> Iterator[Config]:
         wide, high = -(-out_w // strip_w), -(-out_h // (strips * 16 // strip_w))
         if (strip_w > 4 and strip_w >= 2 * out_w) or (strips > 1 and strips * 16 // strip_w >= 2 * out_h):
             continue
-        for grid_x, grid_y in product(
-            sorted({wide, -(-wide // 2), -(-wide // 4)}), sorted({min(high, n) for n in (1, 2, 3, 4, 7)})
-        ):
-            for warps, (stages, blocks) in product(
-                (1, 2, 3, 4, 6, 8), ((2, 1), (2, 2), (2, 3), (1, 2), (1, 3), (1, 4))
-            ):
-                config = Config(strips, strip_w, grid_x, grid_y, channels, warps, stages, blocks)
-                if not 128 <= config.threads <= 512 or warps > grid_x * grid_y:
-                    continue
-                if refuse(problem, config, shared=device.shared_per_block) is None:
-                    yield config
+        across, down = {wide, -(-wide // 2), -(-wide // 4)}, {min(high, n) for n in (1, 2, 3, 4, 7)}
+        for grid_x, grid_y, warps in product(sorted(across), sorted(down), (1, 2, 3, 4, 6, 8)):
+            config = Config(strips, strip_w, grid_x, grid_y, channels, warps)
+            if 128 <= config.threads <= 512 and warps <= grid_x * grid_y:
+                yield from _resident(problem, config, device)
+
+
+def _resident(problem: Problem, config: Config, device: GpuFacts) -> Iterator[Config]:
+    """With two stages and as many blocks on a multiprocessor as fit; with one, where more fit then."""
+    most = 0
+    for stages in (2, 1):
+        tried = (replace(config, stages=stages, blocks=n) for n in range(4, most, -1))
+        found = next((c for c in tried if refuse(problem, c, shared=device.shared_per_block) is None), None)
+        if found is not None:
+            most = found.blocks
+            yield found
 
 
 def with_batch(problem: Problem, batch: int) -> Problem:
