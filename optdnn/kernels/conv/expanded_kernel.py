@@ -248,7 +248,11 @@ HALO = 2.2  # for each part of a pixel that TMA brings
 RESULT = 1100.0  # from asking for a patch to its first byte
 SPECIAL = 8.0  # cycles of a scheduler for an instruction of the special function units,
 TWO_TAPS, ONE_TAP = 6.5, 3.5  # and for a product of two taps, or of one
-BUSY = 0.75  # of the cycles, blocks that fill one another's pauses use so many
+BUSY, BESIDE, MOST_BUSY = (
+    0.3,
+    0.035,
+    0.8,
+)  # share of the cycles that is used: without other warps, more for each warp, the most
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
@@ -266,8 +270,9 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     load = HALO * pixels * (problem.depth * 2 // (swizzle(problem) or problem.depth * 2))
     alone = tile * 1.2 + TILE + (load + RESULT if config.stages == 1 else 0.0)
     per_block = -(-count // max(1, device.multiprocessors * together // slabs))
+    busy = min(MOST_BUSY, BUSY + BESIDE * together * config.threads / 32)
     full = min(together, max(1.0, slabs * count / device.multiprocessors))
-    compute = (per_block * max(tile * full / BUSY, load * full, alone) + 2500) / CLOCK
+    compute = (per_block * max(tile * full / busy, load * full, alone) + 2500) / CLOCK
     moved = pixels * problem.depth + math.prod(config.tile) * config.channels
     l2 = slabs * count * moved * 2 / 5.0e12
     second = depthwise.FINISH if squeeze_mode(problem, config) == 1 else 0.0

@@ -226,8 +226,8 @@ def values_instruction(features: int, dtype: str) -> str:
 
 def between(stages: Sequence[Stage], dtype: str, name: str = "between") -> str:
     """CUDA source of ``u32 between(float x, float y)`` (or of another ``name``): the stages of two neighbours, rounded to a pair of
-    ``dtype`` ("float16" or "bfloat16"). Bounds that 16 bits hold are applied to the rounded pair at once: rounding keeps the order. A
-    SiLU at the end is done to both together."""
+    ``dtype`` ("float16" or "bfloat16"). Bounds that 16 bits hold are applied to the rounded pair at once: rounding keeps the order.
+    A SiLU at the end is done to both together."""
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16).type
     bounds = {"relu": (0.0, math.inf)}.get(str(stages[0][0]), stages[0][1:]) if len(stages) == 1 else ()
     if len(stages) == 1 and stages[0][0] in ("relu", "clip") and all(float(kind(v)) == v for v in bounds):

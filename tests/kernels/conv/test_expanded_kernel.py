@@ -134,7 +134,7 @@ def results(made: Problem, config: Config) -> tuple[np.ndarray, dict[str, np.nda
 
 def check(made: Problem, config: Config, want: np.ndarray, out: np.ndarray, more: dict[str, np.ndarray]) -> None:
     """Whether the results are right, and nothing else is written."""
-    f, tolerance = made.filtered, TOLERANCE[made.filtered.dtype]
+    tolerance = TOLERANCE[made.filtered.dtype]
     got = out[..., : made.channels].astype(np.float32)
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
     assert np.isnan(out[..., made.channels :].astype(np.float32)).all(), "nothing else is written"
