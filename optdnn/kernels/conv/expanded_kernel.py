@@ -293,7 +293,7 @@ def _place(problem: Problem, config: Config) -> tuple[float, float, float]:
     pairs, single = divmod(s.kernel[1], 2)
     rows = {m * strip_h * s.stride[0] + r * s.dilation[0] for m in range(config.strips) for r in range(s.kernel[0])}
     products = config.strips * s.kernel[0] * 2
-    issued = len(rows) * (2 * pairs + single) + products * (pairs + single) + 2 * math.prod(s.kernel) + 30
+    issued = len(rows) * (2 * pairs + single) + products * (pairs + single) + 2 * math.prod(s.kernel) + 30.0
     issued += config.strips * (8 * own + 34 + (14 if f.squeeze else 0))
     return issued, config.strips * 8 * slow * SPECIAL, products * (pairs * TWO_TAPS + single * ONE_TAP)
 
