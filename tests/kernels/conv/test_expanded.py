@@ -15,6 +15,7 @@ from support.timer import FakeTimer
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.conv import expanded, separable
+from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
@@ -211,3 +212,29 @@ def test_the_tuner_counts_the_launch_that_is_dropped(one: float, taken: bool, bu
 
     _, tactics = tuned(seconds, build)
     assert ("expanded_sm90" in tactics) == taken
+
+
+@pytest.mark.nvrtc
+def test_choices_that_exclude_one_another_leave_a_program() -> None:
+    """Alone, the best for the depthwise convolution is a launch with the one before it, and for the 1x1 convolution behind it a
+    launch with the depthwise one. The one that is planned first stays."""
+
+    def whole(n: Net) -> list[Value]:
+        x = n.op("Relu", n.conv(n.input(2, 8, 14, 14), 16, 3, bias=True))
+        return [n.conv(n.conv(block(n, x, 16, 96), 16, 1, pads=0), 8, 3)]
+
+    def seconds(name: str) -> float:
+        return 1e-6 if name.startswith(("expanded", "separable")) else 4e-6
+
+    found, tactics = tuned(seconds, whole)
+    assert "expanded_sm90" in tactics
+    options = BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="own")
+    graph = of(whole)
+    optimize(graph, options, "cuda:sm_90a")
+    both = {**found.choices}
+    for problem in found.problems:
+        both |= {problem.key: c for c in problem.times if c.tactic == "separable_sm90"}
+    assert {"separable_sm90", "expanded_sm90"} <= {c.tactic for c in both.values()}
+    program = lower_cuda(graph, options, of_arch("sm_90a"), {}, prepared=Prepared(choices=both))
+    assert kinds(program).count("SeparableConv") == 1
+    assert all(step.executor == "cuda" for step in program.steps)
