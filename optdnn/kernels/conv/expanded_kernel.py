@@ -242,17 +242,20 @@ def resident(problem: Problem, config: Config) -> int:
     return max(1, min(config.blocks, 233472 // (shared_bytes(problem, config) + 1024)))
 
 
-LAUNCH = 1.2e-6  # s
-TILE = 900.0  # cycles of a tile in which a block waits: two barriers, its patch's way
-HALO = 2.2  # for each part of a pixel that TMA brings
+LAUNCH = 2.4e-6  # s: until the first patch is there, and from the last result on
+TILE = 750.0  # cycles of a tile in which a block waits
+HALO = 2.2  # cycles for each part of a pixel that TMA brings
 RESULT = 1100.0  # from asking for a patch to its first byte
 SPECIAL = 8.0  # cycles of a scheduler for an instruction of the special function units,
 TWO_TAPS, ONE_TAP = 6.5, 3.5  # and for a product of two taps, or of one
-BUSY, BESIDE, MOST_BUSY = (
-    0.3,
-    0.035,
-    0.8,
-)  # share of the cycles that is used: without other warps, more for each warp, the most
+MATRICES = 4.0  # cycles of shared memory for four matrices of 8 x 8
+# What of their cycles instructions, special function units, tensor cores and shared memory add to a tile's: they overlap little. Fitted to
+# 143 timings on an H200 (within 9 % on average).
+ISSUED, SPECIALS, TENSORS, SHARED = 0.92, 0.28, 0.32, 0.78
+FEW_WARPS, LONELY = (
+    12,
+    0.03,
+)  # with fewer warps on a multiprocessor a tile takes so much longer for each that is missing
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
@@ -260,42 +263,44 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     f = problem.filtered
     slabs, tiles_x, tiles_y = tiles(problem, config)
     count, together = tiles_x * tiles_y * f.batch, resident(problem, config)
-    # Cycles of a scheduler for a warp's part of a tile, of issue slots or of the busiest unit.
-    mine, way = -(-_bands(problem, config) // config.warps), -(-config.grid_x * config.grid_y // config.warps)
-    issued, special, multiplied = (
-        mine * x + way * y for x, y in zip(_band(problem), _place(problem, config), strict=True)
-    )
-    tile = config.threads / 128 * max(issued, special, multiplied)
+    bands, places = _bands(problem, config), config.grid_x * config.grid_y
+    mine, way = -(-bands // config.warps), -(-places // config.warps)
+    work = [mine * x + way * y for x, y in zip(_band(problem)[:3], _place(problem, config)[:3], strict=True)]
+    shared = (bands * _band(problem)[3] + places * _place(problem, config)[3]) * config.channels / 16
+    slots = sum(part * share for part, share in zip(work, (ISSUED, SPECIALS, TENSORS), strict=True))
+    tile = slots * config.threads / 128 + SHARED * shared
     pixels = math.prod(patch(problem, config))
     load = HALO * pixels * (problem.depth * 2 // (swizzle(problem) or problem.depth * 2))
-    alone = tile * 1.2 + TILE + (load + RESULT if config.stages == 1 else 0.0)
     per_block = -(-count // max(1, device.multiprocessors * together // slabs))
-    busy = min(MOST_BUSY, BUSY + BESIDE * together * config.threads / 32)
-    full = min(together, max(1.0, slabs * count / device.multiprocessors))
-    compute = (per_block * max(tile * full / busy, load * full, alone) + 2500) / CLOCK
+    full = min(together, -(-slabs * count // device.multiprocessors))
+    tile *= 1 + LONELY * max(0.0, FEW_WARPS - together * config.threads / 32)
+    waits = TILE + (load + RESULT if config.stages == 1 and per_block > 1 else 0.0)
+    compute = per_block * max(tile * full + waits, load * full) / CLOCK
     moved = pixels * problem.depth + math.prod(config.tile) * config.channels
     l2 = slabs * count * moved * 2 / 5.0e12
     second = depthwise.FINISH if squeeze_mode(problem, config) == 1 else 0.0
     return LAUNCH + max(compute, l2, problem.bytes / MEMORY / 0.85) + second
 
 
-def _band(problem: Problem) -> tuple[float, float, float]:
-    """Issue slots of a warp for 16 pixels x 16 channels of the product; cycles of its special function units; of tensor cores."""
+def _band(problem: Problem) -> tuple[float, float, float, float]:
+    """A warp's 16 pixels x 16 channels of the product: issue slots, and cycles of special function units, tensor cores and shared memory."""
     own, slow = _activation(problem.between)
     steps = _steps(problem)
-    return 8 * own + (3 if steps <= 4 else 4) * steps + 20, 8 * slow * SPECIAL, 2 * TWO_TAPS * steps
+    loads = steps if steps <= 4 else 2 * steps
+    return 8 * own + loads + 2 * steps + 20, 8 * slow * SPECIAL, 2 * TWO_TAPS * steps, MATRICES * (loads + 1.5)
 
 
-def _place(problem: Problem, config: Config) -> tuple[float, float, float]:
+def _place(problem: Problem, config: Config) -> tuple[float, float, float, float]:
     """The same for a place of strips x 16 channels of the depthwise convolution."""
     f, s, strip_h = problem.filtered, problem.filtered.source, 16 // config.strip_w
     own, slow = _activation(f.epilogue)
     pairs, single = divmod(s.kernel[1], 2)
     rows = {m * strip_h * s.stride[0] + r * s.dilation[0] for m in range(config.strips) for r in range(s.kernel[0])}
-    products = config.strips * s.kernel[0] * 2
-    issued = len(rows) * (2 * pairs + single) + products * (pairs + single) + 2 * math.prod(s.kernel) + 30.0
+    products, loads = config.strips * s.kernel[0] * 2, len(rows) * (2 * pairs + single)
+    issued = loads + products * (pairs + single) + 2 * math.prod(s.kernel) + 30.0
     issued += config.strips * (8 * own + 34 + (14 if f.squeeze else 0))
-    return issued, config.strips * 8 * slow * SPECIAL, products * (pairs * TWO_TAPS + single * ONE_TAP)
+    multiplied = products * (pairs * TWO_TAPS + single * ONE_TAP)
+    return issued, config.strips * 8 * slow * SPECIAL, multiplied, MATRICES * (loads + 2 * config.strips)
 
 
 def _activation(stages: tuple[render.Stage, ...]) -> tuple[float, float]:

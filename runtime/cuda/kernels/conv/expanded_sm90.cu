@@ -59,9 +59,17 @@ constexpr __device__ bool used(int row) {
     return false;
 }
 
+// Where the expanded patch has a pixel. With a stride of 2, even columns come first, then odd ones: those of a tap lie side by side.
+constexpr int EVEN = STRIDE_W == 2 ? (PATCH_W + 1) / 2 : 0;
+DEVICE int placed(int pixel) {
+    const int x = pixel % PATCH_W;
+    return STRIDE_W == 2 ? pixel - x + x % 2 * EVEN + x / 2 : pixel;
+}
+constexpr __device__ int tap_at(int tap) { return STRIDE_W == 2 ? tap % 2 * EVEN + tap / 2 : tap * DILATION_W; }
+
 // Where TMA has 16-byte column ``column`` of a pixel.
 DEVICE u32 column_at(int pixel, int column) {
-    const int part = column * 16 / ROW, within = column * 16 % ROW;
+    const int part = SWIZZLE ? column * 16 / ROW : 0, within = column * 16 - part * ROW;
     const u32 row = part * PART_BYTES + pixel * ROW;
     return SWIZZLE == 128 ? row + (within ^ (pixel & 7) << 4) : SWIZZLE == 64 ? row + (within ^ (pixel >> 1 & 3) << 4) : row + within;
 }
@@ -89,7 +97,7 @@ DEVICE void expand(u32 image, u32 matrix, u32 patch, const float (&shift)[4], co
             multiply(sum[1], a, b[2], b[3]);
         }
         const u32 mask[2] = {masks[band * 16 + lane / 4], masks[band * 16 + lane / 4 + 8]};
-        stmatrix_x4(patch + (band * 16 + lane % 16) * PITCH + lane / 16 * 16,
+        stmatrix_x4(patch + placed(band * 16 + lane % 16) * PITCH + lane / 16 * 16,
                     between(sum[0][0], sum[0][1]) & mask[0], between(sum[0][2], sum[0][3]) & mask[1],
                     between(sum[1][0], sum[1][1]) & mask[0], between(sum[1][2], sum[1][3]) & mask[1]);
     }
@@ -184,9 +192,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expanded_sm90(
         #pragma unroll 1
         for (int at = place; at < GRID_X * GRID_Y; at += WARPS) {
             const int strip_x = at % GRID_X * STRIP_W, strip_y = at / GRID_X * STRIPS * STRIP_H;
-            const int corner = (strip_y + pixel / STRIP_W) * STRIDE_H * PATCH_W + (strip_x + pixel % STRIP_W) * STRIDE_W;
+            const int corner = (strip_y + pixel / STRIP_W) * STRIDE_H * PATCH_W + (strip_x + pixel % STRIP_W) * (STRIDE_W == 2 ? 1 : STRIDE_W);
             const u32 own = patch + pair * 32 + corner * PITCH;
-            const u32 two = own + upper * DILATION_W * PITCH, one = own + (KERNEL_W - 1) * DILATION_W * PITCH + upper * 16;
+            const u32 two = own + upper * tap_at(1) * PITCH, one = own + tap_at(KERNEL_W - 1) * PITCH + upper * 16;
             float sum[STRIPS][2][4];
             #pragma unroll
             for (int i = 0; i < STRIPS * 8; i++) sum[i / 8][i / 4 % 2][i % 4] = bias[i / 4 % 2 * 2 + i % 2];
@@ -197,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expanded_sm90(
                 #pragma unroll
                 for (int i = 0; i < TAP_PAIRS * 2; i++) {
                     u32 (&v)[4] = in[i / 2][i % 2];
-                    ldmatrix_x4(two + (r * PATCH_W + i / 2 * 2 * DILATION_W) * PITCH + i % 2 * 16, v[0], v[1], v[2], v[3]);
+                    ldmatrix_x4(two + (r * PATCH_W + tap_at(i / 2 * 2)) * PITCH + i % 2 * 16, v[0], v[1], v[2], v[3]);
                 }
                 if (LOADS > TAP_PAIRS) {
                     u32 (&v)[4] = in[LOADS - 1][0];
