@@ -54,8 +54,6 @@ COARSE: dict[str, tuple[int, str]] = {
     "tanh": (0, "x = tanh_fast(x);"),
 }
 
-_SILU_PAIR = ("silu_pair(x, y);",)
-
 INEXACT = frozenset({"elu", "sigmoid", "silu", "tanh", "gelu", "gelu_tanh", "softplus"})
 """Stages that the kernels compute to some 20 bits only: the others are exact in fp32."""
 
@@ -238,7 +236,7 @@ def between(stages: Sequence[Stage], dtype: str, name: str = "between") -> str:
     one = epilogue(stages[:-1] if shared else stages, f"{name}_one")
     lines = [
         *(f"{v} = {name}_one({v}, 0.0f, 0.0f);" for v in "xy"),
-        *(_SILU_PAIR if shared else ()),
+        *(["silu_pair(x, y);"] if shared else []),
         "return pack2(x, y);",
     ]
     return f"{one}\nDEVICE u32 {name}(float x, float y) {{ {' '.join(lines)} }}"
