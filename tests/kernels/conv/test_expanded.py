@@ -175,6 +175,13 @@ def test_unmeasured_the_cost_model_decides(
     assert faster or any("other launches are predicted" in r for r in reasons(program))
 
 
+@pytest.mark.parametrize(("each", "told"), [(29e-6, 58.0), (31e-6, 62.0 * expanded.LONGER)])
+def test_long_launches_take_longer_than_predicted(each: float, told: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expanded, "_apart", lambda problem, gpu: (each, each))
+    monkeypatch.setattr(expanded, "GAIN", 0.0)
+    assert any(f"({told:.2f} us" in reason for reason in reasons(lowered(of(plain))))
+
+
 def test_a_launch_with_the_convolution_behind_it_competes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(separable, "_slower", lambda problem, gpu, invariant=False: None)
     monkeypatch.setattr(expanded, "_apart", lambda problem, gpu: (1.0, 1.0))
