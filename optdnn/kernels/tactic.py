@@ -88,8 +88,8 @@ class Tactic(ABC):
     def region(self, b: Builder, op: Op) -> Region:
         """The operators that its launches compute, if it does not refuse ``op``: that operator, and perhaps neighbours.
 
-        A region with operators after the anchor excludes all other tactics. A region with operators before the anchor competes with
-        their own launches; if it is chosen, these are dropped.
+        A region with operators after the anchor excludes the tactics that do not compute these. A region with operators before the
+        anchor competes with their own launches; if it is chosen, these are dropped.
         """
         return Region(op)
 

@@ -196,10 +196,13 @@ def usable(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection) 
         else:
             refused.append({"tactic": tactic.name, "reason": why})
     listed = [t for t in able if t.provider in selection.providers] or [t for t in able if t.provider == "own"]
-    fusing = next((t for t in listed if t.region(b, op).after), None)
-    if fusing is not None:
+    after = {t.name: t.region(b, op).after for t in listed}
+    fusing = next((t for t in listed if after[t.name]), None)
+    if fusing is not None:  # it excludes those that do not compute the same neighbours
         reason = f"{fusing.name} computes its neighbour as well"
-        return [fusing], refused + [{"tactic": t.name, "reason": reason} for t in listed if t is not fusing]
+        others = [t for t in listed if after[t.name] != after[fusing.name]]
+        refused += [{"tactic": t.name, "reason": reason} for t in others]
+        listed = [t for t in listed if t not in others]
     return listed, refused
 
 
@@ -254,6 +257,8 @@ def choose(
     able, refused = usable(b, op, tactics, selection) if asked is None else asked
     if chosen is not None and any(t.name == chosen.tactic and t.conditional and t not in able for t in tactics):
         chosen = None  # measured beside other tactics than those that operators before it have got
+    if chosen is not None and any(t.name == chosen.tactic and _not_stored(b, t.region(b, op)) for t in able):
+        chosen = None  # measured beside another choice for operators before it
     if chosen is not None:
         able = [t for t in able if t.name == chosen.tactic]
         if not able:

@@ -11,6 +11,7 @@ from optdnn.kernels.attention.steps import AttentionSteps
 from optdnn.kernels.conv.blocks import BlockConv
 from optdnn.kernels.conv.depthwise import HalfDepthwise, Int8Depthwise
 from optdnn.kernels.conv.direct import Depthwise, DirectConv, DirectConvTranspose
+from optdnn.kernels.conv.expanded import Expanded
 from optdnn.kernels.conv.fp32 import TiledConv, TiledGemm
 from optdnn.kernels.conv.general import BandedConv, GeneralConv, GeneralGemm
 from optdnn.kernels.conv.grouped import GroupedConv
@@ -82,6 +83,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Conv": (
         PooledConv(),
         Separable(),
+        Expanded(),
         PooledPair(),
         GemvPair(),
         BlockConv(),

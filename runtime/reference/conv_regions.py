@@ -163,7 +163,7 @@ def conv_squeeze(
     QuantizedMean, and their sums are those of what lies above the zero point.
     """
     mean = prefixed(attrs, "mean_")
-    (stored,) = run(of if mean else "Conv", operands, {name: attrs[name] for name in conv})
+    (stored,) = run(of, operands, {name: attrs[name] for name in conv})
     if not tile:
         if mean:
             return stored, quantized_mean(stored, **mean)[0]

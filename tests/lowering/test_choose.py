@@ -172,7 +172,7 @@ def test_row_invariant_takes_one_tactic_for_all_counts_of_rows() -> None:
 
 
 def squeezed(n: Net, batch: int) -> Value:
-    x = n.op("Relu", n.conv(n.input(batch, 16, 28, 28), 240, 1, pads=0))
+    x = n.op("Relu", n.conv(n.input(batch, 16, 28, 28), 240, 3))
     return n.conv(excited(n, x, 240), 16, 1, pads=0)
 
 

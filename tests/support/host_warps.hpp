@@ -162,6 +162,7 @@ static inline int __dp4a(int a, int b, int sum) {
 }
 static inline float exp2_fast(float x) { return exp2f(x); }
 static inline float tanh_fast(float x) { return tanhf(x); }
+static inline void silu_pair(float& x, float& y) { x /= 1.0f + expf(-x), y /= 1.0f + expf(-y); }
 
 #ifdef DTYPE_BF16
 static inline float unpack1(u16 bits) { return __uint_as_float(u32(bits) << 16); }
@@ -410,6 +411,22 @@ static void multiply(Sum (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         }
         d[i] += total;
     }
+}
+
+// 16 pixels x 8 channels of two taps of a depthwise filter, or of one.
+#if OPERAND_ITEM == 2
+static void tap_pair(float (&d)[4], const u32 (&a)[4], u32 first, u32 second) { multiply(d, a, first, second); }
+static void one_tap(float (&d)[4], u32 low, u32 high, u32 weight) { multiply(d, {low, high, 0u, 0u}, weight, 0u); }
+#endif
+
+// The counterpart of load_matrices(): a lane's two neighbours of row lane / 4 of each matrix.
+static void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    if (address % 16 || address + 16 > SHARED) abort();
+    show(&address, 1);
+    const u32 words[4] = {a, b, c, d};
+    const unsigned lane = threadIdx.x % 32;
+    for (unsigned i = 0; i < 4; i++) memcpy(memory + shown(8 * i + lane / 4)[0] + lane % 4 * 4, &words[i], 4);
+    meet(WARP);
 }
 
 struct Narrow { float factor, low, high; int zero; };

@@ -113,6 +113,13 @@ def stems(n: Any) -> Any:
     return tuple(n.op("GlobalAveragePool", v) for v in (planes, x, y))
 
 
+def expanded(n: Any) -> Any:
+    """1x1 and depthwise convolutions in one launch, with sums of tiles; persistent blocks."""
+    y = n.op("Swish", n.conv(n.op("Relu", n.conv(n.input(4, 8, 112, 112), 16, 3, bias=True)), 96, 1, pads=0, bias=True))
+    y = n.op("Swish", n.conv(y, 96, group=96, strides=2, bias=True))
+    return n.conv(y, 8, 3), n.op("GlobalAveragePool", y)
+
+
 def separable(n: Any) -> Any:
     """Depthwise and 1x1 convolutions in one launch: persistent blocks with a residual, and blocks that share K."""
     x = n.conv(n.input(4, 8, 56, 56), 24, 1, pads=0, bias=True)
@@ -311,6 +318,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "scalar tiles": (net(Net, scalar_tiles), "fp32"),
         **{f"transposed {precision}": (net(Net, transposed), precision) for precision in ("fp16", "tf32", "fp32")},
         "separable": (net(Net, separable), "fp16"),
+        "expanded": (net(Net, expanded), "fp16"),
         "few rows": (net(Net, few_rows), "fp16"),
         **{f"stems {precision}": (net(Net, stems), precision) for precision in ("fp16", "bf16")},
         **{f"{kind}: {name}": (cases[name][0], "fp16") for kind, cases, names in picked for name in names},

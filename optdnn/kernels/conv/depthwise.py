@@ -295,14 +295,21 @@ class Tile:
 
 def emit_squeezed(
     b: Builder, op: Op, pool: Op, tile: Tile, launches: tuple[Launch, Launch], operands: dict[str, TensorView],
-    attrs: dict[str, Any], reads: Sequence[TensorView | None], mean: QuantizedStore | None = None,
+    attrs: dict[str, Any], reads: Sequence[TensorView | None], mean: QuantizedStore | None = None, *, of: str = "",
 ) -> None:  # fmt: skip
-    """A convolution that also sums its result, and where it sums tiles a second launch, which adds these up."""
+    """A convolution that also sums its result, and where it sums tiles a second launch, which adds these up. ``of``: the kind with these
+    ``attrs``; "": the operator's."""
     (n, channels, *size), out = op.outputs[0].type.static_shape, operands["output"]
     means = b.target(pool.value)
     covers = replace(op, src=op.src | pool.src)
     own = {} if mean is None else {f"mean_{name}": value for name, value in attrs_dict(pool.attrs).items()}
-    attrs = {"conv": tuple(sorted(attrs)), **attrs, "tile": tile.size if tile.mode == 1 else (), "of": op.kind, **own}
+    attrs = {
+        "conv": tuple(sorted(attrs)),
+        **attrs,
+        "tile": tile.size if tile.mode == 1 else (),
+        "of": of or op.kind,
+        **own,
+    }
     if tile.mode == 2:
         b.emit(covers, launches[0], {**operands, "means": means}, "ConvSqueeze", attrs, reads, [out, means])
         return

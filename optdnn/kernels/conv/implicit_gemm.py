@@ -329,9 +329,9 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str) -> st
         **({} if problem.norm is None else {"NORMED": 1 if problem.norm.mean else 2}),
         **({} if problem.residual_norm is None else {"NORMED_RESIDUAL": 1 if problem.residual_norm.mean else 2}),
     }  # fmt: skip
-    stages = render.epilogue(problem.epilogue)
+    stages = render.paired_epilogue(problem.epilogue)
     if problem.beside is not None:
-        stages += "\n" + render.epilogue(problem.beside, "epilogue_beside")
+        stages = render.epilogue(problem.epilogue) + "\n" + render.epilogue(problem.beside, "epilogue_beside")
     if problem.item == 1:
         stages = render.runtime_epilogue(problem.epilogue, problem.out_dtype in ("int8", "uint8"))
     before = [render.prologue(problem.prologue)] if problem.prologue else []

@@ -126,7 +126,7 @@ class Separable(Tactic):
             return "it is empty"
         if any(c.input(2) is not None and bias_of(b, c) is None for c in (first, op)):
             return "a bias is not constant"
-        pair = self._pair(b, op, first)
+        pair = self.pair(b, op, first)
         if pair.between.rest or pair.between.residual is not None:
             return f"what follows the depthwise convolution {first.name} is more than an activation"
         if self._joins(b, op, pair.epilogue):
@@ -143,7 +143,7 @@ class Separable(Tactic):
         """Unmeasured, the cost model decides."""
         first = depthwise_before(b.graph, op)
         assert first is not None
-        return None if b.row_invariant else _slower(self._pair(b, op, first).problem, b.gpu)
+        return None if b.row_invariant else _slower(self.pair(b, op, first).problem, b.gpu)
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The depthwise convolution before it."""
@@ -162,7 +162,8 @@ class Separable(Tactic):
         return ep.residual is not None and HopperConv().added(b, op, ep) is not None
 
     @staticmethod
-    def _pair(b: Builder, op: Op, first: Op) -> _Pair:
+    def pair(b: Builder, op: Op, first: Op) -> _Pair:
+        """The convolutions as the kernel has them."""
         weight = b.weights(first)
         n, c, h, w = b.graph.type(first.inputs[0]).static_shape  # type: ignore[arg-type]
         a, channels = first.attrs, up(op.outputs[0].type.static_shape[1], 8)
@@ -178,12 +179,12 @@ class Separable(Tactic):
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         first = depthwise_before(b.graph, op)
         assert first is not None
-        return _offers(self._pair(b, op, first).problem, b.gpu)
+        return _offers(self.pair(b, op, first).problem, b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         first = depthwise_before(b.graph, op)
         assert first is not None
-        pair = self._pair(b, op, first)
+        pair = self.pair(b, op, first)
         ep, problem = pair.epilogue, pair.problem
         assert first.inputs[0] is not None
         x, residual = b.made(with_pitch(b, op, b.operand(first.inputs[0]))), None
@@ -219,7 +220,7 @@ class Separable(Tactic):
         (inner, _, _, taps_w), channels, name = filters.shape, len(weight), op.outputs[0].name
         shift, bias = pair.between.added_to(bias_of(b, first)), pair.epilogue.added_to(bias_of(b, op))
         made = {
-            "filters": b.constant(separable.pack_filters(problem, filters), f"{name}.filters"),
+            "filters": b.constant(separable.pack_filters(filters), f"{name}.filters"),
             "shifts": b.constant(
                 separable.pack_shifts(np.zeros(inner, np.float32) if shift is None else shift), f"{name}.shifts"
             ),
@@ -232,6 +233,18 @@ class Separable(Tactic):
             made["weights"].view(weight.shape, (depth, 1, 1, 1)), made["bias"].view((channels,), (1,)),
         ]  # fmt: skip
         return {**made, "input": x}, views
+
+
+def saved(b: Builder, op: Op) -> float:
+    """Predicted seconds that one launch of a depthwise convolution and the 1x1 convolution after it saves; 0 where there is none."""
+    tactic, after = Separable(), b.graph.sole_user(op.value)
+    if after is None or after.kind != "Conv" or depthwise_before(b.graph, after) != op:
+        return 0.0
+    if tactic.refuse(b, after) is not None or tactic.defer(b, after) is not None:
+        return 0.0
+    problem = tactic.pair(b, after, op).problem
+    one = min((o.seconds or 0.0 for o in _offers(problem, b.gpu)), default=np.inf)
+    return max(0.0, _apart(problem, b.gpu) - one)
 
 
 def _packed(b: Builder, weight: Array) -> Array:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 
 from optdnn.errors import InternalError
@@ -17,7 +16,7 @@ from optdnn.kernels.conv.problem import OneSource, Source
 from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
-from optdnn.runtime.cuda.compile.render import bounded_pair, pixels_instruction
+from optdnn.runtime.cuda.compile.render import pixels_instruction
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import Array
 
@@ -237,35 +236,26 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "STRIDE_W": s.stride[1], "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1],
         "HAS_RESIDUAL": int(problem.residual), "BATCH": batch(problem, config), "RELU_BEFORE": int(problem.relu),
     }  # fmt: skip
-    parts = [render.constants(defines), _between(problem), render.epilogue(problem.epilogue)]
+    parts = [
+        render.constants(defines),
+        render.between(problem.between[1:], problem.dtype),
+        render.epilogue(problem.epilogue),
+    ]
     text = "\n".join([*parts, pixels_instruction(config.columns, problem.dtype), ""])
     return Recipe("separable_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked))
-
-
-def _between(problem: Problem) -> str:
-    """``u32 between(float x, float y)``: the stages after the bias, which sums begin with. Bounds that 16 bits hold are applied to
-    the rounded pair at once: rounding keeps the order."""
-    stages, dtype = problem.between[1:], np.dtype(ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else np.float16)
-    bounds = {"relu": (0.0, math.inf)}.get(str(stages[0][0]), stages[0][1:]) if len(stages) == 1 else ()
-    if len(stages) == 1 and stages[0][0] in ("relu", "clip") and all(float(dtype.type(v)) == v for v in bounds):
-        kind = "bf16x2" if problem.dtype == "bfloat16" else "f16x2"
-        finite = [(name, v) for name, v in zip(("max", "min"), map(float, bounds), strict=True) if math.isfinite(v)]
-        return bounded_pair([(name, kind, int(dtype.type(v).view(np.uint16)) * 0x10001) for name, v in finite])
-    one = render.epilogue(stages, "between_one")
-    body = "return pack2(between_one(x, 0.0f, 0.0f), between_one(y, 0.0f, 0.0f));"
-    return f"{one}\nDEVICE u32 between(float x, float y) {{ {body} }}"
 
 
 MOST_BLOCK = 64
 """The largest chunk of K: packed weights have whole ones."""
 
 
-def pack_filters(problem: Problem, weight: Array) -> Array:
-    """``[inner, 1, taps_h, taps_w]`` -> ``[inner to a multiple of MOST_BLOCK, filter_row]``, zero-filled. Keeps the dtype."""
+def pack_filters(weight: Array) -> Array:
+    """``[inner, 1, taps_h, taps_w]`` -> ``[inner to a multiple of MOST_BLOCK, taps to a multiple of 8]``, zero-filled. Keeps the dtype."""
     if weight.shape[1] != 1:
         raise InternalError("a depthwise convolution has one input channel per output channel")
-    packed = np.zeros((-(-len(weight) // MOST_BLOCK) * MOST_BLOCK, problem.filter_row), weight.dtype)
-    packed[: len(weight), : problem.taps] = weight.reshape(len(weight), -1)
+    taps = math.prod(weight.shape[2:])
+    packed = np.zeros((-(-len(weight) // MOST_BLOCK) * MOST_BLOCK, -(-taps // 8) * 8), weight.dtype)
+    packed[: len(weight), :taps] = weight.reshape(len(weight), -1)
     return packed
 
 

@@ -307,7 +307,9 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     }  # fmt: skip
     # The sums begin with the bias, and the rounding of results does a last ReLU.
     stages = problem.epilogue[1 : -1 if defines["FINAL_RELU"] else None]
-    text = "\n".join([render.constants(defines), _table(_words(problem, rows, pitch)), render.epilogue(stages), ""])
+    text = "\n".join(
+        [render.constants(defines), _table(_words(problem, rows, pitch)), render.paired_epilogue(stages), ""]
+    )
     return Recipe("conv_stem.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 

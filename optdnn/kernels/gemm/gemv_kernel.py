@@ -14,6 +14,9 @@ MAX_ROWS = 4
 MEMORY = 4.2e12  # bytes/s
 PASSING = 32 << 20
 """Bytes of a matrix from which on it would fill half of L2: it makes way there for what fits."""
+DEEP = 1 << 14
+"""Elements of a column beyond which blocks have two of them: a block then takes so long that 1,024 blocks of four, eight on some
+multiprocessors and seven on others, leave memory idle at the end (VGG-16, batch 1, on an H200 in turns: 169.5 us, 166.7 with 2,048)."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:
     """The configurations to time, best predicted first; of those within 2 % of one another, eight warps on four columns of all matrices:
-    with them, decoders of 2,048 and 4,096 columns took 0.5 to 6.5 % less on an H200 than with two."""
+    with them, decoders of 2,048 and 4,096 columns took 0.5 to 6.5 % less on an H200 than with two. Beyond a depth of :data:`DEEP` on two."""
     found = [Config(c, w, a) for c in (1, 2, 4, 8) for w in (2, 4, 8) for a in (1, 2, 4, 8)]
     fitting = [c for c in found if refuse(problem, c) is None]
 
@@ -127,7 +130,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
         return (
             round(50 * math.log(estimate(problem, c, device))),
             -c.warps,
-            abs(c.columns * problem.matrices - 4),
+            abs(c.columns * problem.matrices - (2 if problem.depth > DEEP else 4)),
             c.ahead,
         )
 

@@ -6,6 +6,9 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import ml_dtypes
+import numpy as np
+
 from optdnn.errors import InternalError
 
 Stage = tuple[str | float, ...]
@@ -104,6 +107,14 @@ PROLOGUE_STAGES: dict[str, tuple[int, str]] = {
     **{name: stage for name, stage in STAGES.items() if name not in ("bias", "add", "mul")},
 }
 """Stages of a prologue: x is the element, a its channel's scale and shift, g the factor of its image and channel."""
+
+
+def paired_epilogue(stages: Sequence[Stage]) -> str:
+    """Like :func:`epilogue`, for kernels that finish two elements at a time: these do a SiLU at the end, which the text leaves out,
+    together (FINAL_SILU)."""
+    if not stages or stages[-1] != ("silu",):
+        return epilogue(stages)
+    return f"{constants({'FINAL_SILU': 1})}\n{epilogue(stages[:-1])}"
 
 
 def prologue(stages: Sequence[Stage]) -> str:
@@ -214,11 +225,31 @@ def values_instruction(features: int, dtype: str) -> str:
 }}"""
 
 
-def bounded_pair(bounds: Sequence[tuple[str, str, int]]) -> str:
+def between(stages: Sequence[Stage], dtype: str, name: str = "between") -> str:
+    """CUDA source of ``u32 between(float x, float y)`` (or of another ``name``): the stages of two neighbours, rounded to a pair of
+    ``dtype`` ("float16" or "bfloat16"). Bounds that 16 bits hold are applied to the rounded pair at once: rounding keeps the order.
+    A SiLU at the end is done to both together."""
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16).type
+    bounds = {"relu": (0.0, math.inf)}.get(str(stages[0][0]), stages[0][1:]) if len(stages) == 1 else ()
+    if len(stages) == 1 and stages[0][0] in ("relu", "clip") and all(float(kind(v)) == v for v in bounds):
+        pair = "bf16x2" if dtype == "bfloat16" else "f16x2"
+        finite = [(op, v) for op, v in zip(("max", "min"), map(float, bounds), strict=True) if math.isfinite(v)]
+        return bounded_pair([(op, pair, int(kind(v).view(np.uint16)) * 0x10001) for op, v in finite], name)
+    shared = bool(stages) and stages[-1] == ("silu",)
+    one = epilogue(stages[:-1] if shared else stages, f"{name}_one")
+    lines = [
+        *(f"{v} = {name}_one({v}, 0.0f, 0.0f);" for v in "xy"),
+        *(["silu_pair(x, y);"] if shared else []),
+        "return pack2(x, y);",
+    ]
+    return f"{one}\nDEVICE u32 {name}(float x, float y) {{ {' '.join(lines)} }}"
+
+
+def bounded_pair(bounds: Sequence[tuple[str, str, int]], name: str = "between") -> str:
     """CUDA source of ``u32 between(float x, float y)``: a rounded pair, bounded by ("max" or "min", type of pairs, both bounds)."""
-    lines = ["DEVICE u32 between(float x, float y) {", "    u32 pair = pack2(x, y);"]
-    for name, kind, bits in bounds:
-        lines.append(f'    asm("{name}.{kind} %0, %0, %1;" : "+r"(pair) : "r"({bits:#x}u));')
+    lines = [f"DEVICE u32 {name}(float x, float y) {{", "    u32 pair = pack2(x, y);"]
+    for op, kind, bits in bounds:
+        lines.append(f'    asm("{op}.{kind} %0, %0, %1;" : "+r"(pair) : "r"({bits:#x}u));')
     return "\n".join([*lines, "    return pair;", "}"])
 
 

@@ -112,12 +112,14 @@ def _one_in_registers(text: str) -> Iterable[str]:
 
 def _between(text: str) -> Iterable[str]:
     bounds = re.findall(r'asm\("(max|min)\.(bf16x2|f16x2) .*"r"\(0x([0-9a-f]{1,8})u\)', text)
-    yield render.bounded_pair([(name, kind, int(bits, 16)) for name, kind, bits in bounds])
+    for name in ("between", "after"):
+        yield render.bounded_pair([(op, kind, int(bits, 16)) for op, kind, bits in bounds], name)
 
 
 _RENDERED: dict[str, Callable[[str], Iterable[str]]] = {
     "wgmma_step": _both_in_memory, "wgmma_scores": _both_in_memory, "wgmma_values": _one_in_registers,
     "wgmma_pixels": _one_in_registers, "multiply": lambda text: map(render.mma, render.WGMMA_KINDS), "between": _between,
+    "after": _between,
 }  # fmt: skip
 """Function with assembly -> the texts that it may have."""
 _ASSEMBLY = re.compile(rf"^DEVICE \w+ ({'|'.join(_RENDERED)})\([^\n]*\{{\n.*?^\}}$", re.MULTILINE | re.DOTALL)

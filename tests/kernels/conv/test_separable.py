@@ -34,7 +34,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def inside(n: Net, images: int, channels: int, *size: int, name: str = "x") -> Value:
     """A value that another kernel has left channels last."""
-    return n.op("Relu", n.conv(n.input(images, 8, *size, name=name), channels, 1, pads=0, bias=True))
+    return n.op("Relu", n.conv(n.input(images, 8, *size, name=name), channels, 3, bias=True))
 
 
 def clipped(n: Net, x: Value) -> Value:

@@ -47,6 +47,11 @@ def test_configurations_keep_enough_loads_in_flight() -> None:
     assert "tile" in str(gemv.refuse(problem, gemv.Config(8, 4, 8)))
 
 
+def test_deep_columns_come_two_to_a_block() -> None:
+    for depth, columns in ((4096, 4), (25088, 2)):
+        assert gemv.candidates(gemv.Problem(1, 4096, depth), of_arch("sm_90a"))[0].columns == columns
+
+
 @pytest.mark.nvrtc
 def test_kernels_do_not_spill() -> None:
     for rows in (1, 4):

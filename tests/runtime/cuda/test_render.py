@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,3 +67,30 @@ def test_gelu_is_within_a_fraction_of_a_rounding_to_half() -> None:
     want = np.array([0.5 * (1 + math.erf(a / math.sqrt(2))) for a in x]) * x
     assert (np.abs(got - want) <= 2.2e-5 * np.abs(x) + 1e-12).all()
     assert np.abs(got - want).max() < 5e-5
+
+
+def test_a_silu_at_the_end_is_done_to_two_elements_at_once() -> None:
+    text = render.paired_epilogue((("bias",), ("silu",)))
+    assert "#define FINAL_SILU 1" in text
+    assert "__expf" not in text
+    assert render.paired_epilogue((("silu",), ("bias",))) == render.epilogue((("silu",), ("bias",)))
+    assert "silu_pair(x, y)" in render.between((("silu",),), "float16")
+    assert "max.f16x2" in render.between((("relu",),), "float16", "after")
+    assert "silu_pair" not in render.between((("clip", -0.1, 0.7),), "float16")
+
+
+def test_two_silus_share_one_reciprocal() -> None:
+    source = Path(render.__file__).parents[1] / "kernels" / "common" / "ptx.cuh"
+    (body,) = re.findall(r"DEVICE void silu_pair\(.*?\) \{(.*?)\n\}", source.read_text(encoding="utf-8"), re.DOTALL)
+    lines = [line.strip().replace("const float ", "") for line in body.split(";") if line.strip()]
+    code = "\n".join(re.sub(r"(\d)f\b", r"\1", re.sub(r", (\w) =", r"; \1 =", line)) for line in lines)
+    values = np.array([-65504, -1e3, -90, -41, -40, -17, -5, -1, -1e-3, 0, 1e-3, 1, 5, 17, 90, 65504], np.float32)
+    x, y = (v.reshape(-1).copy() for v in np.meshgrid(values, values))
+    names = {"x": x.copy(), "y": y.copy(), "fminf": np.fmin, "__expf": np.exp, "__fdividef": np.divide}
+    with np.errstate(over="raise", invalid="raise", divide="raise"):
+        exec(code, names)
+    with np.errstate(over="ignore"):
+        wanted = [v / (1 + np.exp(-v)) for v in (x, y)]
+    for got, want in zip((names["x"], names["y"]), wanted, strict=True):
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-12)

@@ -110,11 +110,12 @@ template <class Added = AsTheyAre>
 DEVICE void finish_16_pixels(const Params& p, u32 address, const Acc* v, const Channel (&c)[2], const Added& added = Added()) {
     u32 r0 = 0, r1 = 0, r2 = 0, r3 = 0;
     if (HAS_RESIDUAL) ldmatrix_x4_trans(address, r0, r1, r2, r3);
-    stmatrix_x4_trans(address,
-        pack2(finished(p.requantize, v[0], c[0], added(low_float(r0), 0, 0)), finished(p.requantize, v[1], c[0], added(high_float(r0), 1, 0))),
-        pack2(finished(p.requantize, v[2], c[1], added(low_float(r1), 0, 1)), finished(p.requantize, v[3], c[1], added(high_float(r1), 1, 1))),
-        pack2(finished(p.requantize, v[4], c[0], added(low_float(r2), 2, 0)), finished(p.requantize, v[5], c[0], added(high_float(r2), 3, 0))),
-        pack2(finished(p.requantize, v[6], c[1], added(low_float(r3), 2, 1)), finished(p.requantize, v[7], c[1], added(high_float(r3), 3, 1))));
+    float y[8];                                    // two channels of a pixel together: a result depends on no other pixel
+    finish_two(p.requantize, v[0], v[2], c[0], c[1], added(low_float(r0), 0, 0), added(low_float(r1), 0, 1), y[0], y[2]);
+    finish_two(p.requantize, v[1], v[3], c[0], c[1], added(high_float(r0), 1, 0), added(high_float(r1), 1, 1), y[1], y[3]);
+    finish_two(p.requantize, v[4], v[6], c[0], c[1], added(low_float(r2), 2, 0), added(low_float(r3), 2, 1), y[4], y[6]);
+    finish_two(p.requantize, v[5], v[7], c[0], c[1], added(high_float(r2), 3, 0), added(high_float(r3), 3, 1), y[5], y[7]);
+    stmatrix_x4_trans(address, pack2(y[0], y[1]), pack2(y[2], y[3]), pack2(y[4], y[5]), pack2(y[6], y[7]));
 }
 
 // The same of eight pixels: lanes 0-15 name the rows (16-31 repeat valid ones).
@@ -122,9 +123,10 @@ template <class Added = AsTheyAre>
 DEVICE void finish_8_pixels(const Params& p, u32 address, const Acc* v, const Channel (&c)[2], const Added& added = Added()) {
     u32 r0 = 0, r1 = 0;
     if (HAS_RESIDUAL) ldmatrix_x2_trans(address, r0, r1);
-    stmatrix_x2_trans(address,
-        pack2(finished(p.requantize, v[0], c[0], added(low_float(r0), 0, 0)), finished(p.requantize, v[1], c[0], added(high_float(r0), 1, 0))),
-        pack2(finished(p.requantize, v[2], c[1], added(low_float(r1), 0, 1)), finished(p.requantize, v[3], c[1], added(high_float(r1), 1, 1))));
+    float y[4];
+    finish_two(p.requantize, v[0], v[2], c[0], c[1], added(low_float(r0), 0, 0), added(low_float(r1), 0, 1), y[0], y[2]);
+    finish_two(p.requantize, v[1], v[3], c[0], c[1], added(high_float(r0), 1, 0), added(high_float(r1), 1, 1), y[1], y[3]);
+    stmatrix_x2_trans(address, pack2(y[0], y[1]), pack2(y[2], y[3]));
 }
 #elif OUT_ITEM == 1
 // 16 channels x 8 pixels in 8 bits: two neighbouring channels (the permuted rows lane / 4 and + 8) are one 16-bit element of the

@@ -52,11 +52,23 @@ DEVICE void load_four(const Channel* from, int at, int count, Channel (&c)[4]) {
 }
 #endif
 
+// Two results of one pixel. FINAL_SILU: epilogue() leaves the last stage, which they do together.
+DEVICE void finish_two(const Requantize& q, Acc a, Acc b, Channel first, Channel second, float r, float s, float& x, float& y) {
+    x = finished(q, a, first, r), y = finished(q, b, second, s);
+#if FINAL_SILU
+    silu_pair(x, y);
+#endif
+}
+DEVICE u32 finish_pair(const Requantize& q, Acc a, Acc b, Channel first, Channel second, float r, float s) {
+    float x, y;
+    finish_two(q, a, b, first, second, r, s, x, y);
+    return pack2(x, y);
+}
+
 #if OUT_ITEM == 2
 typedef uint2 Four;
 DEVICE Four finish_four(const Requantize& q, Acc4 v, const Channel (&c)[4], const float (&r)[4]) {
-    return make_uint2(pack2(finished(q, v.x, c[0], r[0]), finished(q, v.y, c[1], r[1])),
-                      pack2(finished(q, v.z, c[2], r[2]), finished(q, v.w, c[3], r[3])));
+    return make_uint2(finish_pair(q, v.x, v.y, c[0], c[1], r[0], r[1]), finish_pair(q, v.z, v.w, c[2], c[3], r[2], r[3]));
 }
 DEVICE Four finish_four(const Requantize& q, Acc4 v, const Channel (&c)[4], Four r) {
     return finish_four(q, v, c, {low_float(r.x), high_float(r.x), low_float(r.y), high_float(r.y)});
@@ -64,7 +76,10 @@ DEVICE Four finish_four(const Requantize& q, Acc4 v, const Channel (&c)[4], Four
 #elif OUT_ITEM == 4
 typedef float4 Four;
 DEVICE Four finish_four(const Requantize& q, Acc4 v, const Channel (&c)[4], Four r) {
-    return make_float4(finished(q, v.x, c[0], r.x), finished(q, v.y, c[1], r.y), finished(q, v.z, c[2], r.z), finished(q, v.w, c[3], r.w));
+    float4 y;
+    finish_two(q, v.x, v.y, c[0], c[1], r.x, r.y, y.x, y.y);
+    finish_two(q, v.z, v.w, c[2], c[3], r.z, r.w, y.z, y.w);
+    return y;
 }
 #else
 typedef u32 Four;

@@ -313,7 +313,11 @@ DEVICE void store_row(const Params& p, const float (&acc)[N_TILES][4], int half,
             for (int j = 0; j < 4; j++) {
                 if (j >= group) break;
                 const float(&sums)[4] = acc[n + j < N_TILES ? n + j : 0];
-                made[j] = pack_results(epilogue(sums[half * 2], 0.0f, low_float(r[j])), epilogue(sums[half * 2 + 1], 0.0f, high_float(r[j])));
+                float x = epilogue(sums[half * 2], 0.0f, low_float(r[j])), y = epilogue(sums[half * 2 + 1], 0.0f, high_float(r[j]));
+#if FINAL_SILU
+                silu_pair(x, y);
+#endif
+                made[j] = pack_results(x, y);
             }
             if (group == 4) *reinterpret_cast<uint4*>(to + channel) = make_uint4(made[0], made[1], made[2], made[3]);
             else if (group == 2) *reinterpret_cast<uint2*>(to + channel) = make_uint2(made[0], made[1]);

@@ -18,7 +18,7 @@
 // instructions and their columns), BK, BATCH (times 16 channels that are convolved together),
 // STAGES, SPLIT, MIN_BLOCKS, the filter (KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*), RELU_BEFORE (the ReLU of the input is filtered),
 // HAS_RESIDUAL, between() (of two neighbouring channels, to a pair of 16-bit elements), epilogue() and wgmma_pixels().
-#include "ptx.cuh"
+#include "taps.cuh"
 #include "generated.cuh"
 
 constexpr int WARPS = WARPGROUPS * 4, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
@@ -80,21 +80,6 @@ __device__ constexpr Order ORDER = order_of();
 struct Row {                                       // matrices of a row of the patch, for a batch of channels
     u32 pair[PAIRS > 0 ? PAIRS : 1][GROUPS][4], single[BATCH][4];
 };
-
-#if defined(DTYPE_BF16)
-#define MMA_KIND "f32.bf16.bf16.f32"
-#else
-#define MMA_KIND "f32.f16.f16.f32"
-#endif
-// 16 pixels x 8 channels of two taps, or of one.
-DEVICE void tap_pair(float (&d)[4], const u32 (&a)[4], u32 first, u32 second) {
-    asm("mma.sync.aligned.m16n8k16.row.col." MMA_KIND " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(first), "r"(second));
-}
-DEVICE void one_tap(float (&d)[4], u32 low, u32 high, u32 weight) {
-    asm("mma.sync.aligned.m16n8k8.row.col." MMA_KIND " {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(low), "r"(high), "r"(weight));
-}
 
 // Where TMA's swizzle has 16-byte column 0 of a row.
 DEVICE u32 row_at(int index) {

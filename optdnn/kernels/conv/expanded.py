@@ -1,0 +1,211 @@
+"""A 1x1 convolution and the depthwise one that is its only reader, in one launch: the expanded image is never stored.
+
+The launch is emitted at the depthwise convolution, and may make the means of its result. Whether two launches are faster is predicted by
+the cost model (:meth:`Expanded.defer`) or measured by the autotuner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
+from optdnn.ir.graph import Graph, Op
+from optdnn.kernels.builder import Builder, TensorView, map_dtype
+from optdnn.kernels.conv import depthwise_kernel as depthwise
+from optdnn.kernels.conv import expanded_kernel as expanded
+from optdnn.kernels.conv import hopper_launch, separable
+from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv import problem as conv_problem
+from optdnn.kernels.conv.depthwise import MakesMeans, Tile, emit_squeezed, suits, with_invariant
+from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
+from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
+from optdnn.kernels.conv.hopper import bias_of, with_pitch
+from optdnn.kernels.conv.problem import Source
+from optdnn.kernels.conv.separable_kernel import pack_filters
+from optdnn.kernels.tactic import MANY, Offer, Region
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.types import BF16, FP16
+
+GAIN = 1.0
+"""One launch has to promise at most this fraction of what others take."""
+LONG, LONGER = 60e-6, 1.2
+"""Where the others are predicted to take at least so many seconds, they took so many times as long at least, in EfficientNet-B0 and MobileNetV2
+at batch 128 on an H200 (112x112x16 -> 96, stride 2: 265 us, not 199; 56x56x24 -> 144: 159, not 119)."""
+
+
+def expansion_before(graph: Graph, op: Op) -> Op | None:
+    """The 1x1 convolution whose result a depthwise one reads."""
+    if op.inputs[0] is None or not separable.is_depthwise(graph, op):
+        return None
+    before = graph.op(op.inputs[0])
+    return before if separable.is_pointwise(graph, before) else None
+
+
+@lru_cache(maxsize=1024)
+def _offers(problem: expanded.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    """The kernel's configurations, the best predicted first. All of them sum a result in the same order, but not the means."""
+    found = [(expanded.estimate(problem, c, gpu), c) for c in expanded.candidates(problem, gpu)]
+    if not problem.filtered.squeeze:
+        return tuple(Offer(c, seconds) for seconds, c in found)
+    many = expanded.candidates(expanded.with_batch(problem, MANY), gpu, 1)
+    return with_invariant(found, many[0] if many else None, lambda c: expanded.estimate(problem, c, gpu))
+
+
+@lru_cache(maxsize=1024)
+def _apart(problem: expanded.Problem, gpu: GpuFacts) -> tuple[float, float]:
+    """Predicted seconds of each of two launches."""
+    f = problem.filtered
+    image = Source(f.source.height, f.source.width, problem.depth)
+    product = conv_problem.Problem(f.batch, f.channels, (image,), problem.between, f.dtype)
+    first = min((o.seconds or 0.0 for o in hopper_launch.ranked(product, gpu)), default=np.inf)
+    return first, min((t for t, _ in depthwise_ranked(f, gpu)), default=np.inf)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The two convolutions as the kernel has them."""
+
+    first: Op
+    between: Epilogue
+    epilogue: Epilogue
+    problem: expanded.Problem
+
+
+class Expanded(MakesMeans):
+    """1x1, then depthwise convolutions of 16-bit images, on Hopper."""
+
+    name = "expanded_sm90"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if not b.arch.startswith("sm_90"):
+            return f"it needs Hopper's TMA (sm_90a), not {b.arch}"
+        if not separable.is_depthwise(b.graph, op):
+            return "it is not a depthwise convolution of an image with constant weights"
+        first = expansion_before(b.graph, op)
+        if first is None:
+            return "its input is not the result of a 1x1 convolution"
+        dtype = op.outputs[0].type.dtype
+        if dtype not in (FP16, BF16) or first.outputs[0].type.dtype != dtype:
+            return "it is for 16-bit floats"
+        for conv in (first, op):
+            if conv.attrs.prologue:
+                kinds = ", ".join(s.kind for s in conv.attrs.prologue)
+                return f"{kinds} stands before {conv.name}"
+        if first.value in b.reserved or b.graph.sole_user(first.value) != op:
+            who = ", ".join(u.name for u in b.graph.users(first.value) if u != op) or "the network's output"
+            return f"the result of the 1x1 convolution {first.name} has another reader ({who})"
+        if 0 in op.outputs[0].type.static_shape:
+            return "it is empty"
+        if any(c.input(2) is not None and bias_of(b, c) is None for c in (first, op)):
+            return "a bias is not constant"
+        pair = self._pair(b, op, first)
+        if any(ep.rest or ep.residual is not None for ep in (pair.between, pair.epilogue)):
+            return "what follows one of the convolutions is more than an activation"
+        if (why := expanded.no_kernel(pair.problem)) is not None:
+            return why
+        if not _offers(pair.problem, b.gpu):
+            return "no tile of the kernel fits it"
+        if b.row_invariant:  # the same for all batches: the best for many
+            return self._slower(b, op, expanded.with_batch(pair.problem, MANY))
+        return None
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """Unmeasured, the cost model decides."""
+        return None if b.row_invariant else self._slower(b, op, self._of(b, op).problem)
+
+    def _slower(self, b: Builder, op: Op, problem: expanded.Problem) -> str | None:
+        """Why other launches are better, as far as the cost models know, or None: a launch for each convolution, or one for the depthwise
+        and a 1x1 convolution after it."""
+        invariant = b.row_invariant
+        one = min(
+            (o.seconds or 0.0 for o in _offers(problem, b.gpu) if o.row_invariant or not invariant), default=np.inf
+        )
+        others = sum(_apart(problem, b.gpu)) - separable.saved(b, op)
+        others *= LONGER if others >= LONG else 1.0
+        if one <= GAIN * others:
+            return None
+        return f"other launches are predicted to be as fast ({others * 1e6:.2f} us; one: {one * 1e6:.2f} us)"
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The 1x1 convolution before it, and what takes the means of its result."""
+        first = expansion_before(graph, op)
+        if first is None or graph.sole_user(first.value) != op:
+            return []
+        return [first, *(user for user in graph.users(op.value) if user.kind == "GlobalAveragePool")]
+
+    def pool(self, b: Builder, op: Op) -> Op | None:
+        """The global average pool (squeeze-and-excitation)."""
+        pools = (u for u in b.graph.users(op.value) if u.kind == "GlobalAveragePool")
+        return next((user for user in pools if suits(b, op, user)), None)
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """Both convolutions, and the means of the result."""
+        return replace(super().region(b, op), before=(self._of(b, op).first,))
+
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        return _offers(self._of(b, op).problem, b.gpu)
+
+    def _of(self, b: Builder, op: Op) -> _Pair:
+        first = expansion_before(b.graph, op)
+        assert first is not None
+        return self._pair(b, op, first)
+
+    def _pair(self, b: Builder, op: Op, first: Op) -> _Pair:
+        weight, a = b.weights(op), op.attrs
+        n, depth, h, w = b.graph.type(first.inputs[0]).static_shape  # type: ignore[arg-type]
+        between = plan_epilogue(b.graph, first, channel_axis=1, allow_residual=False)
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        source = Source(h, w, weight.shape[0], weight.shape[2:], a.strides, a.pads, a.dilations)
+        dtype, squeezed = map_dtype(op.outputs[0].type.dtype), self.pool(b, op) is not None
+        filtered = depthwise.Problem(n, source, (("bias",), *ep.rendered), dtype, squeezed)
+        return _Pair(first, between, ep, expanded.Problem(filtered, depth, (("bias",), *between.rendered)))
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        pair = self._of(b, op)
+        first, ep, pool = pair.first, pair.epilogue, self.pool(b, op)
+        assert first.inputs[0] is not None
+        x, target = b.made(with_pitch(b, op, b.operand(first.inputs[0]))), b.target(op.value)
+        out = b.made(result_place(b, op, ep, target, conv_maps.storable_whole(b, target)))
+        read, written = (conv_maps.pitch_of(t) or 0 for t in (x, out))
+        problem = replace(pair.problem, pitch=read, filtered=replace(pair.problem.filtered, pitches=(0, written)))
+        operands, reads = self._operands(b, op, pair, x)
+        before, a = [b.constant(c, "scalar") for c in pair.between.constants], op.attrs
+        mixing = conv_attrs(conv_maps.POINTWISE, 1, pair.between.stages)
+        filtering = conv_attrs((a.strides, a.pads, a.dilations), a.group, ep.stages)
+        attrs = {f"first_{k}": v for k, v in mixing.items()} | {f"second_{k}": v for k, v in filtering.items()}
+        attrs |= {"through": problem.filtered.dtype, "operands": 3 + (1 + len(before) if before else 0)}
+        joint, tail = replace(op, src=op.src | first.src), stage_operands(b, ep, None)
+        views: list[TensorView | None] = [x, *reads[:2], *([None, *before] if before else []), *reads[2:], *tail]
+        made, operands = expanded.launch(problem, config, b.gpu), {**operands, "input": x, "output": out}
+        if pool is None:
+            b.emit(joint, made, operands, "SeparableConv", attrs, views, [out])
+        else:
+            _, tiles_x, tiles_y = expanded.tiles(problem, config)
+            tile = Tile(expanded.squeeze_mode(problem, config), config.tile, tiles_x * tiles_y)
+            second = depthwise.launch_squeeze(problem.filtered, tile.count, b.gpu)
+            emit_squeezed(b, joint, pool, tile, (made, second), operands, attrs, views, of="SeparableConv")
+        finish(b, op, ep, out, target)
+
+    @staticmethod
+    def _operands(b: Builder, op: Op, pair: _Pair, x: TensorView) -> tuple[dict[str, TensorView], list[TensorView]]:
+        """The constants by the kernel's names; and weights, their bias, filters, their bias as the two convolutions read them."""
+        weight, filters, name = b.weights(pair.first), b.weights(op), op.outputs[0].name
+        channels, taps_w = len(weight), filters.shape[3]
+        shift, bias = pair.between.added_to(bias_of(b, pair.first)), pair.epilogue.added_to(bias_of(b, op))
+        made = {
+            "expansion": b.constant(expanded.pack_expansion(weight), f"{name}.expansion"),
+            "shifts": bias_row(b, pair.first, shift, channels),
+            "filters": b.constant(pack_filters(filters), f"{name}.filters"),
+            "bias": bias_row(b, op, bias, channels),
+        }
+        depth, row = made["expansion"].shape[1], made["filters"].shape[1]
+        views = [
+            made["expansion"].view(weight.shape, (depth, 1, 1, 1)), made["shifts"].view((channels,), (1,)),
+            made["filters"].view(filters.shape, (row, row, taps_w, 1)), made["bias"].view((channels,), (1,)),
+        ]  # fmt: skip
+        return made, views

@@ -1,0 +1,249 @@
+"""A 1x1 convolution and the depthwise one after it in one launch: where it is done, where not and why, what it computes, and how it is
+chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.conv_cases import excited
+from support.net import Net
+from support.simulated import check_simulated, kinds, lowered
+from support.timer import FakeTimer
+
+from optdnn.config import BuildOptions
+from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.conv import expanded, separable
+from optdnn.lowering.cuda import Prepared, lower_cuda
+from optdnn.optimize import optimize
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.program import Program
+from optdnn.tuning.autotuner import Tuner
+from optdnn.tuning.result import Tuned
+from optdnn.tuning.timing_cache import TimingCache
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the cost model were for one launch everywhere."""
+    monkeypatch.setattr(expanded, "GAIN", 1e9)
+
+
+def block(n: Net, x: Value, depth: int, channels: int, *, activation: str = "Relu", **conv: Any) -> Value:
+    """The first half of a MobileNetV2's block."""
+    y = n.op(activation, n.conv(x, channels, 1, pads=0, bias=conv.get("bias", True)))
+    given = {"kernel": 3, "pads": 1, "bias": True, **conv}
+    return n.op(activation, n.conv(y, channels, group=channels, **given))
+
+
+def plain(
+    n: Net, images: int = 2, depth: int = 16, channels: int = 32, size: tuple[int, int] = (9, 7), **more: Any
+) -> list[Value]:
+    x = n.op("Relu", n.conv(n.input(images, 8, *size), depth, 3, bias=True))
+    return [n.conv(block(n, x, depth, channels, **more), 24, 3)]
+
+
+def squeezed(n: Net, images: int = 2, size: tuple[int, int] = (9, 7)) -> list[Value]:
+    x = n.op("Relu", n.conv(n.input(images, 8, *size), 16, 3, bias=True))
+    y = n.op("Swish", n.conv(x, 32, 1, pads=0, bias=True))
+    return [n.conv(excited(n, y, 32), 16, 1, pads=0)]
+
+
+Build = Callable[[Net], list[Value]]
+NETS: dict[str, Build] = {
+    "3x3": plain,
+    "one image": lambda n: plain(n, 1),
+    "half a step": lambda n: plain(n, depth=24),
+    "channels that fill no block": lambda n: plain(n, channels=40),
+    "stride 2": lambda n: plain(n, size=(15, 12), strides=2),
+    "asymmetric": lambda n: plain(n, pads=[0, 1, 2, 0], strides=2),
+    "5x5, swish": lambda n: plain(n, kernel=5, pads=2, activation="Swish"),
+    "dilated": lambda n: plain(n, pads=2, dilations=2),
+    "no bias": lambda n: plain(n, bias=False),
+}
+
+
+def of(build: Build) -> Graph:
+    n = Net()
+    return n.done(*build(n))
+
+
+def made(program: Program) -> list[Any]:
+    return [s for s in program.steps if s.params["tactic"].startswith("expanded_sm90")]
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.usefixtures("chosen")
+def test_one_launch_gives_what_two_give(name: str) -> None:
+    program = check_simulated(of(NETS[name]))
+    (step,) = made(program)
+    assert step.params["op"]["kind"] == "SeparableConv"
+    assert sum(node.startswith("Conv") for node in step.src) == 2, "both convolutions are named"
+    rows: Any = program.meta["tactics"]
+    (dropped,) = [row for row in rows if row.get("dropped") and row["kind"] == "Conv"]
+    (one,) = [row for row in rows if row["tactic"] == "expanded_sm90"]
+    assert set(dropped["nodes"]) <= set(one["with"])
+
+
+@pytest.mark.usefixtures("chosen")
+def test_in_bf16() -> None:
+    assert made(check_simulated(of(plain), "bf16"))
+
+
+@pytest.mark.parametrize(("size", "images"), [((7, 7), 2), ((40, 36), 1)])
+@pytest.mark.usefixtures("chosen")
+def test_means_are_part_of_it(size: tuple[int, int], images: int) -> None:
+    program = check_simulated(of(lambda n: squeezed(n, images, size)), tolerance=1e-2)
+    (step, *more) = made(program)
+    assert step.params["op"]["kind"] == "ConvSqueeze"
+    assert "GlobalAveragePool" not in kinds(program)
+    assert any("GlobalAveragePool" in name for name in step.src)
+    assert len(more) == (size[0] > 30), "sums of tiles are finished by another launch"
+
+
+def two_readers(n: Net) -> list[Value]:
+    y = n.op("Relu", n.conv(n.conv(n.input(2, 8, 9, 7), 16, 3), 32, 1, pads=0))
+    return [n.conv(n.conv(y, 32, group=32), 24, 3), n.conv(y, 8, 3)]
+
+
+def added(n: Net) -> list[Value]:
+    x = n.op("Relu", n.conv(n.input(2, 8, 9, 7), 32, 3))
+    y = n.conv(n.op("Relu", n.conv(x, 32, 1, pads=0)), 32, group=32)
+    return [n.conv(n.op("Add", y, x), 24, 3)]
+
+
+def added_between(n: Net) -> list[Value]:
+    x = n.op("Relu", n.conv(n.input(2, 8, 9, 7), 32, 3))
+    y = n.op("Relu", n.op("Add", n.conv(x, 32, 1, pads=0), x))
+    return [n.conv(n.conv(y, 32, group=32), 24, 3)]
+
+
+REFUSED: dict[str, tuple[Build, str]] = {
+    "another reader": (two_readers, "has another reader"),
+    "an addition": (added, "more than an activation"),
+    "an addition between": (added_between, "more than an activation"),
+    "many taps": (lambda n: plain(n, kernel=7, pads=3), "49 taps exceed 25"),
+    "a stride and holes": (lambda n: plain(n, pads=2, dilations=2, strides=2), "a stride and holes"),
+    "an odd depth": (lambda n: plain(n, depth=12), "not eights"),
+    "a wide image": (lambda n: plain(n, depth=328), "more than 320"),
+    "no depthwise convolution": (
+        lambda n: [n.conv(n.conv(n.input(2, 8, 9, 7), 16, 1, pads=0), 8, 3)],
+        "not a depthwise",
+    ),
+    "no 1x1 convolution": (
+        lambda n: [n.conv(n.conv(n.input(2, 8, 9, 7), 16, 3), 16, group=16)],
+        "not the result of a 1x1",
+    ),
+}
+
+
+def reasons(program: Program) -> list[str]:
+    rows: Any = program.meta["tactics"]
+    return [r["reason"] for row in rows for r in row.get("refused", []) if r["tactic"] == "expanded_sm90"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.usefixtures("chosen")
+def test_refused_with_its_reason(name: str) -> None:
+    build, reason = REFUSED[name]
+    program = lowered(of(build))
+    assert not made(program)
+    assert any(reason in found for found in reasons(program)), reasons(program)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"precision": "fp32"}, "16-bit floats"), ({"target": "cuda:sm_80", "no_cubins": True}, "sm_80")],
+)
+@pytest.mark.usefixtures("chosen")
+def test_other_machines_and_types_are_refused(options: dict[str, Any], reason: str) -> None:
+    program = lowered(of(plain), **options)
+    assert not made(program)
+    assert any(reason in found for found in reasons(program))
+
+
+@pytest.mark.parametrize("build", [plain, squeezed])
+@pytest.mark.parametrize("faster", [False, True])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_unmeasured_the_cost_model_decides(
+    faster: bool, build: Build, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expanded, "_apart", lambda problem, gpu: (1.0, 1.0) if faster else (1e-9, 1e-9))
+    program = lowered(of(build), row_invariant=invariant)
+    assert bool(made(program)) == faster
+    assert faster or any("other launches are predicted" in r for r in reasons(program))
+
+
+@pytest.mark.parametrize(("each", "told"), [(29e-6, 58.0), (31e-6, 62.0 * expanded.LONGER)])
+def test_long_launches_take_longer_than_predicted(each: float, told: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expanded, "_apart", lambda problem, gpu: (each, each))
+    monkeypatch.setattr(expanded, "GAIN", 0.0)
+    assert any(f"({told:.2f} us" in reason for reason in reasons(lowered(of(plain))))
+
+
+def test_a_launch_with_the_convolution_behind_it_competes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(separable, "_slower", lambda problem, gpu, invariant=False: None)
+    monkeypatch.setattr(expanded, "_apart", lambda problem, gpu: (1.0, 1.0))
+    for saved, taken in ((0.0, True), (2.0, False)):
+        monkeypatch.setattr(separable, "saved", lambda b, op, saved=saved: saved)
+        n = Net()
+        x = n.op("Relu", n.conv(n.input(2, 8, 9, 7), 16, 3, bias=True))
+        program = check_simulated(n.done(n.conv(n.conv(block(n, x, 16, 48), 16, 1, pads=0), 8, 3)))
+        assert bool(made(program)) == taken
+        assert kinds(program).count("SeparableConv") == 1, "one of the two, not both"
+
+
+# ---------------------------------------------------------------- tuning
+
+
+def tuned(seconds: Callable[[str], float], build: Build) -> tuple[Tuned, list[str]]:
+    """What the autotuner makes of a network whose launches take so long, and the tactics of its choices."""
+    options = BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="own")
+    graph = of(build)
+    optimize(graph, options, "cuda:sm_90a")
+    timer = FakeTimer(seconds, lambda tactics: sum(map(seconds, tactics)) * 1e3)
+    found = Tuner(graph, options, of_arch("sm_90a"), timer, TimingCache(), clock=lambda: timer.now).run()
+    assert any(name.startswith("expanded") for _, name in timer.trials), "it was tried"
+    return found, [c.tactic for c in found.choices.values()]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("build", [plain, squeezed])
+@pytest.mark.parametrize(("one", "taken"), [(3.5e-6, True), (4.5e-6, False)])
+def test_the_tuner_counts_the_launch_that_is_dropped(one: float, taken: bool, build: Build) -> None:
+    """Two launches of 2 us each: one of 3.5 us takes longer than the depthwise one alone, and is better."""
+
+    def seconds(name: str) -> float:
+        return one if name.startswith("expanded") else 2e-6
+
+    _, tactics = tuned(seconds, build)
+    assert ("expanded_sm90" in tactics) == taken
+
+
+@pytest.mark.nvrtc
+def test_choices_that_exclude_one_another_leave_a_program() -> None:
+    """Alone, the best for the depthwise convolution is a launch with the one before it, and for the 1x1 convolution behind it a
+    launch with the depthwise one. The one that is planned first stays."""
+
+    def whole(n: Net) -> list[Value]:
+        x = n.op("Relu", n.conv(n.input(2, 8, 14, 14), 16, 3, bias=True))
+        return [n.conv(n.conv(block(n, x, 16, 96), 16, 1, pads=0), 8, 3)]
+
+    def seconds(name: str) -> float:
+        return 1e-6 if name.startswith(("expanded", "separable")) else 4e-6
+
+    found, tactics = tuned(seconds, whole)
+    assert "expanded_sm90" in tactics
+    options = BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="own")
+    graph = of(whole)
+    optimize(graph, options, "cuda:sm_90a")
+    both = {**found.choices}
+    for problem in found.problems:
+        both |= dict.fromkeys(
+            [problem.key], next((c for c in problem.times if c.tactic == "separable_sm90"), problem.best)
+        )
+    assert {"separable_sm90", "expanded_sm90"} <= {c.tactic for c in both.values()}
+    program = lower_cuda(graph, options, of_arch("sm_90a"), {}, prepared=Prepared(choices=both))
+    assert kinds(program).count("SeparableConv") == 1
+    assert all(step.executor == "cuda" for step in program.steps)
