@@ -5,8 +5,8 @@ saves launches and readings of the input, and costs the Split's copy. On a CPU (
 about equal: 0.94 to 1.04 of the separate time in OpenVINO for Inception and attention blocks. So there siblings are merged only
 where a Concat joins the parts again, and no Split is needed.
 
-On GPUs, convolutions of several kernel sizes that a Concat joins (InceptionTime, OmniScaleCNN) get one size, with taps of zeros, where
-their launches take longer than the multiplications by zeros.
+On GPUs, convolutions of several kernel sizes that a Concat joins (InceptionTime, OmniScaleCNN) get one size, with taps of zeros,
+where their launches take longer than the multiplications by zeros.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ def _with_one_kernel(graph: Graph, mine: Member, members: list[Member], precisio
     """The members. Those that a Concat has beside ``mine`` and that differ from it only in kernel size and padding get one kernel
     size, where that pays."""
     concat = graph.sole_user(mine.op.value)
-    shape = graph.type(mine.op.value).shape
-    if concat is None or concat.kind != "Concat" or shape is None or not all(isinstance(d, int) for d in shape):
+    made = graph.type(mine.op.value)
+    if concat is None or concat.kind != "Concat" or not made.is_static:
         return members
     alike = {m.op.value: m for m in members if _but_kernel(m) == _but_kernel(mine)}
     at, run = concat.inputs.index(mine.op.value), list[Member]()
@@ -234,7 +234,7 @@ def _with_one_kernel(graph: Graph, mine: Member, members: list[Member], precisio
         return members
     attrs, weights = wide
     zeros = sum(w.size for w in weights) - sum(m.weight.size for m in run)
-    places = math.prod(d for i, d in enumerate(shape) if i != 1)
+    places = math.prod(made.static_shape) // mine.width
     if zeros * places > (kernels - 1) * LAUNCH_PRODUCTS["16" in precision or "8" in precision]:
         return members
     kind, plain, _, *rest = mine.key

@@ -9,8 +9,8 @@ has such a threshold itself. With it, the suppression reads all boxes, and its r
 
 A loop over classes that takes the best scores of each (SSD) becomes one selection (``passes/rules/class_loops.py``).
 
-Graph networks take the edges that are no loops, and sum over them (``passes/rules/masked_sums.py``), and write weights of those that
-are (``passes/rules/masked_writes.py``).
+Graph networks take the edges that are no loops, and sum over them (``passes/rules/masked_sums.py``), and write weights of those
+that are (``passes/rules/masked_writes.py``).
 """
 
 from __future__ import annotations

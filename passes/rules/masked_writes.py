@@ -23,13 +23,21 @@ def masked_writes(graph: Graph, op: Op) -> Match | Miss | None:
     """A scatter without a reduction, of places and rows that a mask chose."""
     base, places, rows = (operand(op, slot) for slot in range(3))
     count = count_of(graph, places)
-    if op.attrs.reduction != "none" or not op.outputs[0].type.is_static or count is None or count_of(graph, rows) is None:
+    if (
+        op.attrs.reduction != "none"
+        or not op.outputs[0].type.is_static
+        or count is None
+        or count_of(graph, rows) is None
+    ):
         return None
     found = Chosen(graph)
     reason = found.collect([places, rows])
     if reason is not None or not found.masks:
         return None
     dims = graph.type(places).dims
+    coordinates = dims[-1] if op.kind == "ScatterND" else 1
+    if not isinstance(coordinates, int):
+        return None
     axis = 0 if op.kind == "ScatterND" else normalize_axis(op.attrs.axis, len(dims))
     if op.kind == "ScatterElements" and dims[axis] != count:
         return Miss("it writes along another axis than that of the rows which the mask chose")
@@ -41,9 +49,9 @@ def masked_writes(graph: Graph, op: Op) -> Match | Miss | None:
         wide[axis] = 1
         spare = patch.constant(np.zeros(wide, graph.type(base).dtype), "spare")
         longer = patch.add("Concat", [base, spare], ConcatAttrs(axis))
-        beyond = np.zeros(dims[-1] if op.kind == "ScatterND" else (), np.int64)
-        beyond.reshape(-1)[0] = size
-        at = patch.constant(beyond.astype(graph.type(places).dtype), "beyond")
+        beyond = np.zeros(coordinates, graph.type(places).dtype)
+        beyond[0] = size
+        at = patch.constant(beyond, "beyond")
         index = patch.add("Where", [found.mask(patch, places), new[places], at])
         y = patch.add(op.kind, [longer, index, new[rows]], op.attrs)
         return patch.add("Slice", [y, *(integers(patch, [n], "bounds") for n in (0, size, axis))])

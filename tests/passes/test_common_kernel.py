@@ -36,7 +36,9 @@ def branches(*kernels: Any, batch: Any = 2, **options: Any) -> Graph:
 @pytest.mark.parametrize("kernels", [(1, 2, 5), (9, 4, 4, 1), (7, 1)], ids=str)
 @pytest.mark.parametrize("strides", [1, 2, 3])
 def test_kernels_of_several_sizes_become_one(kernels: tuple[int, ...], strides: int) -> None:
-    done, _ = check_pass(FuseSiblings(), branches(*kernels, strides=strides), changes=1, kinds={"Conv": 1}, context=CUDA)
+    done, _ = check_pass(
+        FuseSiblings(), branches(*kernels, strides=strides), changes=1, kinds={"Conv": 1}, context=CUDA
+    )
     (conv,) = done.of_kind("Conv")
     assert done.constant_value(conv.inputs[1]).shape[2] == max(kernels)
     assert len(conv.src) >= len(kernels)
@@ -45,7 +47,9 @@ def test_kernels_of_several_sizes_become_one(kernels: tuple[int, ...], strides: 
 def test_images_and_padding_that_is_not_even() -> None:
     n = Net()
     x = n.input(1, 4, 9, 7)
-    y = joined(n, n.conv(x, 3, (1, 3), pads=(0, 2, 0, 0)), n.conv(x, 5, (3, 1), pads=(1, 0, 1, 0)), n.conv(x, 2, 1, pads=0))
+    y = joined(
+        n, n.conv(x, 3, (1, 3), pads=(0, 2, 0, 0)), n.conv(x, 5, (3, 1), pads=(1, 0, 1, 0)), n.conv(x, 2, 1, pads=0)
+    )
     done, _ = check_pass(FuseSiblings(), n.done(y), changes=1, kinds={"Conv": 1}, context=CUDA)
     (conv,) = done.of_kind("Conv")
     assert done.constant_value(conv.inputs[1]).shape == (10, 4, 3, 3)

@@ -55,7 +55,9 @@ def test_no_row_is_written_on_the_cpu() -> None:
 def test_writes_along_another_axis_are_refused() -> None:
     turned = """at4 = Expand(at1, wide) base10 = Expand(base0, square) z = ScatterElements<axis = 1>(base10, at4, message)
       y = Slice(z, zeros, sizes)"""
-    given = text(turned).replace("int64[2] sizes = {6, 4}", "int64[2] sizes = {6, 4}, int64[2] square = {10, 6}, int64[2] zeros = {0, 0}")
+    given = text(turned).replace(
+        "int64[2] sizes = {6, 4}", "int64[2] sizes = {6, 4}, int64[2] square = {10, 6}, int64[2] zeros = {0, 0}"
+    )
     check_refused(MaskedRows(), given, because="along another axis", rule="masked_writes", context=GPU)
 
 

@@ -74,7 +74,9 @@ def tokens(steep: bool) -> Graph:
     return graph
 
 
-@pytest.mark.parametrize(("steep", "said"), [(True, "no made-up input can judge it"), (False, "differs from the reference")])
+@pytest.mark.parametrize(
+    ("steep", "said"), [(True, "no made-up input can judge it"), (False, "differs from the reference")]
+)
 def test_roundoff_of_networks_that_read_tokens_is_no_error(steep: bool, said: str) -> None:
     graph = tokens(steep)
     wrong, doubts = check(graph, {"fake/1t": Tokens(graph, 0.01)}, {"x": np.zeros(4, np.int64)}, "fp32")  # type: ignore[dict-item]
