@@ -26,6 +26,7 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.class_loops import best_of_classes
+from optdnn.passes.rules.expert_rows import expert_rows
 from optdnn.passes.rules.masked_sums import masked_sums
 from optdnn.passes.rules.masked_writes import masked_writes
 from optdnn.passes.support.facts import RESHAPES, ints, operand
@@ -228,4 +229,4 @@ def _elements(dims: Shape, rows: int) -> int:
 
 class MaskedRows(RulePass):
     name = "masked_rows"
-    rules = (best_of_classes, masked_rows, masked_boxes, masked_sums, masked_writes)
+    rules = (best_of_classes, masked_rows, masked_boxes, masked_sums, masked_writes, expert_rows)
