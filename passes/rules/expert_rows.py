@@ -1,6 +1,7 @@
 """Rows in groups whose sizes depend on data, each group multiplied with its own matrix, become one product.
 
-JetMoE and GraniteMoE sort the rows of a mixture of experts by expert, split them by the number of rows of each, and join the products:
+JetMoE and GraniteMoE sort the rows of a mixture of experts by expert, split them by the number of rows of each, and join the
+products:
 ``Concat(x_0 W_0, x_1 W_1, ...)``. The sizes of the parts depend on data, so no kernel can be planned for them. All rows together
 are as many as before: each is multiplied with all matrices, and the product of its own group is kept.
 """
