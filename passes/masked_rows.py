@@ -11,6 +11,8 @@ A loop over classes that takes the best scores of each (SSD) becomes one selecti
 
 Graph networks take the edges that are no loops, and sum over them (``passes/rules/masked_sums.py``), and write weights of those
 that are (``passes/rules/masked_writes.py``).
+
+Mixtures of experts split rows by the number of rows of each expert (``passes/rules/expert_rows.py``).
 """
 
 from __future__ import annotations
