@@ -155,6 +155,7 @@ RULES: Mapping[str, str] = {
     "masked_boxes": "boxes above a score suppressed among all boxes, by the suppression's own threshold",
     "masked_sums": "sums over selected rows computed over all rows, to which the others add nothing",
     "masked_writes": "selected rows written among all rows, the others to a row that is cut off",
+    "substitution": "forward substitutions of triangular matrices made products",
     "scatter_rows": "rows scattered by their number instead of by that of each of their elements",
     "expert_rows": "products of groups of rows made one product of all rows with all matrices",
     "masked_rows": "operators on selected rows computed for all rows, and chosen by the mask",
