@@ -18,6 +18,9 @@ from optdnn.types import Array
 _SAMPLE = 64
 """Elements of two constants that are compared before a digest of all elements."""
 
+MANY = 4
+"""Equal ops of kinds to keep from which on one launch and a launch for each reader are faster than all of them."""
+
 
 class CommonSubexpressions(Pass):
     """One sweep in topological order: operands are merged before the ops that read them are compared.
@@ -26,7 +29,8 @@ class CommonSubexpressions(Pass):
     are compared in any order.
 
     ``keep`` are kinds that are not merged yet: two equal convolutions with different ops after them are better fused with
-    these than merged into one value with two uses. A second run, after fusion, merges those that are still equal.
+    these than merged into one value with two uses. A second run, after fusion, merges those that are still equal. Where an unrolled
+    loop repeats one (what attention reads in each step of a decoder), ``MANY`` or more are one at once.
     """
 
     name = "cse"
@@ -36,18 +40,32 @@ class CommonSubexpressions(Pass):
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         self._constants(graph, report)
+        while self._sweep(graph, report):
+            pass
+
+    def _sweep(self, graph: Graph, report: PassReport) -> bool:
+        """One sweep. Whether ops of kinds to keep were merged: those after them may be equal now."""
         seen: dict[Hashable, Op] = {}
+        kept: dict[Hashable, list[Op]] = {}
         for visited in graph.order():
-            if visited.kind in STRUCTURAL | self.keep:
+            if visited.kind in STRUCTURAL:
                 continue
             op = graph.op(visited.id)
             operands = list(op.inputs)
             if op.definition.traits.commutative:
                 operands.sort(key=lambda v: (v is None, v))
             key = (op.kind, attribute_key(op.attrs), tuple(operands), len(op.outputs))
+            if op.kind in self.keep:
+                kept.setdefault(key, []).append(op)
+                continue
             first = seen.setdefault(key, op)
             if first is not op:
                 self._merge(graph, op, first, "same_op", report)
+        many = [group for group in kept.values() if len(group) >= MANY]
+        for first, *others in many:
+            for op in others:
+                self._merge(graph, op, first, "same_op", report)
+        return bool(many)
 
     def _constants(self, graph: Graph, report: PassReport) -> None:
         groups: dict[Hashable, list[Op]] = {}

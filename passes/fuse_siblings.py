@@ -4,12 +4,17 @@ The 1x1 branches of an Inception block and the query, key and value projections 
 saves launches and readings of the input, and costs the Split's copy. On a CPU (measured with OpenVINO and ONNX Runtime) both are
 about equal: 0.94 to 1.04 of the separate time in OpenVINO for Inception and attention blocks. So there siblings are merged only
 where a Concat joins the parts again, and no Split is needed.
+
+On GPUs, convolutions of several kernel sizes that a Concat joins (InceptionTime, OmniScaleCNN) get one size, with taps of zeros,
+where their launches take longer than the multiplications by zeros.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -20,6 +25,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.base import FusedAttrs, Stage
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.support.common_kernel import common_kernel
 from optdnn.passes.support.facts import bytes_of, integers, operand
 from optdnn.target_name import TargetName
 from optdnn.types import Array
@@ -27,6 +33,8 @@ from optdnn.types import Array
 LAUNCH_BYTES = 4 << 20
 """Memory traffic that takes as long as one kernel launch: about 1.5 microseconds at 3 TB/s."""
 
+LAUNCH_PRODUCTS = {True: 5e7, False: 1e7}
+"""Multiplications that take as long as one small launch, by whether tensor cores do them in 8 or 16 bits."""
 ALIGNED = 8
 """Parts of a product whose columns are a multiple of this can be read in place: on GPUs the Split is no copy then."""
 
@@ -72,6 +80,8 @@ class MergeSiblings(Rule):
         if isinstance(mine, str):
             return Miss(mine)
         found = _biased_alike([m for m in (_member(graph, u) for u in same_kind) if isinstance(m, Member)])
+        if op.kind == "Conv" and TargetName.parse(context.target).on_gpu:
+            found = _with_one_kernel(graph, mine, found, context.precision)
         (mine,) = [m for m in found if m.op.id == op.id]
         members = [m for m in found if m.key == mine.key]
         if len(members) < 2:
@@ -204,6 +214,39 @@ def _with_bias(member: Member) -> Member:
     key = (kind, replace(attrs, epilogue=(stage,)), *rest[:-2], (None,), rest[-1])
     zeros = np.zeros(member.width, member.weight.dtype)
     return replace(member, key=key, scalars=(None,), channels=(zeros,))
+
+
+def _with_one_kernel(graph: Graph, mine: Member, members: list[Member], precision: str) -> list[Member]:
+    """The members. Those that a Concat has beside ``mine`` and that differ from it only in kernel size and padding get one kernel
+    size, where that pays."""
+    concat = graph.sole_user(mine.op.value)
+    made = graph.type(mine.op.value)
+    if concat is None or concat.kind != "Concat" or not made.is_static:
+        return members
+    alike = {m.op.value: m for m in members if _but_kernel(m) == _but_kernel(mine)}
+    at, run = concat.inputs.index(mine.op.value), list[Member]()
+    for side in (reversed(concat.inputs[:at]), concat.inputs[at:]):
+        beside = list(takewhile(lambda v: v in alike and graph.sole_user(v) == concat, side))
+        run += [alike[v] for v in beside if v is not None]
+    kernels = len({m.key for m in run})
+    wide = common_kernel([(m.op.attrs, m.weight) for m in run]) if kernels > 1 else None
+    if wide is None:
+        return members
+    attrs, weights = wide
+    zeros = sum(w.size for w in weights) - sum(m.weight.size for m in run)
+    places = math.prod(made.static_shape) // mine.width
+    if zeros * places > (kernels - 1) * LAUNCH_PRODUCTS["16" in precision or "8" in precision]:
+        return members
+    kind, plain, _, *rest = mine.key
+    key = (kind, replace(plain, pads=attrs.pads), weights[0].shape[2:], *rest)
+    widened = {m.op.id: replace(m, key=key, weight=w) for m, w in zip(run, weights, strict=True)}
+    return [widened.get(m.op.id, m) for m in members]
+
+
+def _but_kernel(member: Member) -> tuple[Any, ...]:
+    """A convolution's key without what :func:`common_kernel` changes."""
+    kind, plain, _, *rest = member.key
+    return (kind, replace(plain, pads=()), *rest)
 
 
 def _by_channel(array: Array | None, rank: int, axis: int, width: int) -> Array | None:

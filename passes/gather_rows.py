@@ -19,6 +19,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.image_tokens import OF_IMAGES
+from optdnn.passes.rules.scatter_rows import scatter_rows
 from optdnn.passes.support.facts import RESHAPES, channels_from_last, ints, operand, reshaped, shape_of
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
@@ -196,4 +197,4 @@ def _repeats(table: Array, batch: int, count: int) -> bool:
 
 class GatherRows(RulePass):
     name = "gather_rows"
-    rules = (flat_indices, gather_rows)
+    rules = (flat_indices, gather_rows, scatter_rows)

@@ -9,7 +9,10 @@ has such a threshold itself. With it, the suppression reads all boxes, and its r
 
 A loop over classes that takes the best scores of each (SSD) becomes one selection (``passes/rules/class_loops.py``).
 
-Graph networks take the edges that are no loops, and sum over them (``passes/rules/masked_sums.py``).
+Graph networks take the edges that are no loops, and sum over them (``passes/rules/masked_sums.py``), and write weights of those
+that are (``passes/rules/masked_writes.py``).
+
+Mixtures of experts split rows by the number of rows of each expert (``passes/rules/expert_rows.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.class_loops import best_of_classes
+from optdnn.passes.rules.expert_rows import expert_rows
 from optdnn.passes.rules.masked_sums import masked_sums
+from optdnn.passes.rules.masked_writes import masked_writes
 from optdnn.passes.support.facts import RESHAPES, ints, operand
 from optdnn.passes.support.rows import SHAPED, RowOp, by_number, chosen_by, copy_of, row_op, zero
 from optdnn.types import BOOL, Shape, normalize_axis
@@ -226,4 +231,4 @@ def _elements(dims: Shape, rows: int) -> int:
 
 class MaskedRows(RulePass):
     name = "masked_rows"
-    rules = (best_of_classes, masked_rows, masked_boxes, masked_sums)
+    rules = (best_of_classes, masked_rows, masked_boxes, masked_sums, masked_writes, expert_rows)

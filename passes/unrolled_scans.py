@@ -19,6 +19,7 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.substitutions import substitution
 from optdnn.passes.support.facts import RESHAPES, integers, ints, is_filled, operand, producer, reshaped, shape_of
 from optdnn.types import normalize_axis
 
@@ -211,4 +212,4 @@ def _vector(graph: Graph, value: Value | None) -> _Slice | None:
 
 class UnrolledScans(RulePass):
     name = "unrolled_scans"
-    rules = (linear_recurrence, stacked_products)
+    rules = (linear_recurrence, stacked_products, substitution)

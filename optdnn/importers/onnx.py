@@ -6,6 +6,7 @@ Everything that is not supported is reported in one :class:`~optdnn.errors.Unsup
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count
 
 import onnx
 
@@ -81,20 +82,28 @@ def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec]) -> Graph:
             importer.unsupported,
             hint=advice if custom else None,
         )
-    seen: set[str] = set()
-    for v in proto.output:
+    names = _output_names([v.name for v in proto.output])
+    for v, own in zip(proto.output, names, strict=True):
         ref = scope.get(v.name)
-        if ref is None or v.name in seen:
-            raise ModelError(f"{name}: output {v.name!r} is {'listed twice' if ref else 'produced by no node'}")
+        if ref is None:
+            raise ModelError(f"{name}: output {v.name!r} is produced by no node")
         if isinstance(ref, TensorList):
             raise ModelError(
                 f"{name}: output {v.name!r} is a sequence of tensors", hint="make its tensors separate outputs"
             )
-        seen.add(v.name)
-        _check_output(v, graph.add_output(importer.enter(ref), v.name).outputs[0].type, name)
+        _check_output(v, graph.add_output(importer.enter(ref), own).outputs[0].type, name)
     if not proto.output:
         raise ModelError(f"{name} has no outputs", hint="the file is truncated or corrupt")
     return graph
+
+
+def _output_names(listed: Sequence[str]) -> list[str]:
+    """A name for each output: its own, or, where exporters list a value again, that with the next free number (``y.2``)."""
+    names: list[str] = []
+    for name in listed:
+        numbered = (f"{name}.{k}" for k in count(2))
+        names.append(name if name not in names else next(n for n in numbered if n not in names and n not in listed))
+    return names
 
 
 def _check_output(v: onnx.ValueInfoProto, actual: TensorType, model: str) -> None:

@@ -301,14 +301,28 @@ class Graph:
 
         Returns the sorted ids of the ops that changed. Raises ShapeError, naming the op, where its operands contradict.
         """
+        changed, left, late = set[int](), set(start), dict[int, ShapeError]()
+        while left:
+            before = late
+            late = self._infer_again(left, changed)
+            if late and late.keys() == before.keys():
+                op, error = self.op(min(late)), late[min(late)]
+                raise ShapeError(f"{op.kind} {op.name!r}: {error.message}", hint=error.hint) from error
+            left = set(late)
+        return sorted(changed)
+
+    def _infer_again(self, start: Iterable[int], changed: set[int]) -> dict[int, ShapeError]:
+        """One round of :meth:`refresh`. The errors of ops whose operands contradict: another operand may have followed since."""
         inputs = frozenset(self.symbols())
-        stack, changed = sorted(set(start), reverse=True), set()
+        stack, late = sorted(start, reverse=True), dict[int, ShapeError]()
         while stack:
             op = self.op(stack.pop())
+            late.pop(op.id, None)
             try:
                 found = self.infer(op)
             except ShapeError as error:
-                raise ShapeError(f"{op.kind} {op.name!r}: {error.message}", hint=error.hint) from error
+                late[op.id] = error
+                continue
             outputs = []
             for i, out in enumerate(op.outputs):
                 known = _kept(found.values[i]) if i < len(found.values) else None
@@ -319,7 +333,7 @@ class Graph:
                     changed.add(op.id)
                     stack.extend(sorted({u.op for u in self.uses(Value(op.id, i))}, reverse=True))
             self.set_op(replace(op, outputs=tuple(outputs)))
-        return sorted(changed)
+        return late
 
     def remove(self, op_id: int) -> None:
         """Remove an op that nothing uses any more."""

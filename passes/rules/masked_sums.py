@@ -38,9 +38,9 @@ def masked_sums(graph: Graph, op: Op) -> Match | Miss | None:
     reduction = REDUCES.get(op.kind) or op.attrs.reduction
     slots = (0,) if op.kind in REDUCES else (1, 2)
     values = [operand(op, slot) for slot in slots]
-    if reduction == "none" or not op.outputs[0].type.is_static or any(_count(graph, v) is None for v in values):
+    if reduction == "none" or not op.outputs[0].type.is_static or any(count_of(graph, v) is None for v in values):
         return None
-    found = _Chosen(graph)
+    found = Chosen(graph)
     reason = found.collect(values)
     if reason is not None:
         return None if not found.masks else Miss(reason)
@@ -70,13 +70,13 @@ def _neutral(reduction: str, dtype: DType) -> Array:
     return np.array(limits.max if reduction == "min" else limits.min, dtype)
 
 
-def _count(graph: Graph, value: Value) -> Dim | None:
+def count_of(graph: Graph, value: Value) -> Dim | None:
     """The number of a value's rows, where it depends on data: the only size of it that is not known."""
     sizes = [d for d in graph.type(value).shape or () if isinstance(d, Dim)]
     return sizes[0] if len(sizes) == 1 else None
 
 
-class _Chosen:
+class Chosen:
     """The operators that compute rows that masks chose."""
 
     def __init__(self, graph: Graph) -> None:
@@ -107,7 +107,7 @@ class _Chosen:
                 self.leaves[op.id] = chooser
                 self.masks.add(operand(chooser))
             elif op.kind != "Shape":
-                left += [v.op for v in op.inputs if v is not None and _count(self.graph, v) is not None]
+                left += [v.op for v in op.inputs if v is not None and count_of(self.graph, v) is not None]
         for op in self.graph.order():
             if op.id in inside and op.kind != "Shape":
                 reason = self._add(op)
@@ -116,7 +116,7 @@ class _Chosen:
         return None
 
     def _add(self, op: Op) -> str | None:
-        count = _count(self.graph, op.value)
+        count = count_of(self.graph, op.value)
         refusal = f"{op.name} ({op.kind}) does not compute each row from a row that the mask chose"
         if count is None:
             return refusal
@@ -173,7 +173,7 @@ class _Chosen:
         new: dict[Value, Value] = {}
         for op, r in self.made:
             if r is not None:
-                count = _count(self.graph, op.value)
+                count = count_of(self.graph, op.value)
                 assert count is not None
                 made = copy_of(patch, r, new, sum(rows for _, rows in self.parts[count]))
                 new.update({Value(op.id, i): Value(made.id, i) for i in range(len(made.outputs))})
@@ -186,7 +186,7 @@ class _Chosen:
 
     def mask(self, patch: Patch, value: Value) -> Value:
         """Which of all rows are there, with an axis for each axis of ``value``."""
-        count, dims = _count(self.graph, value), self.graph.type(value).dims
+        count, dims = count_of(self.graph, value), self.graph.type(value).dims
         assert count is not None
         flags = []
         for mask, rows in self.parts[count]:

@@ -1,9 +1,14 @@
-"""Places in images: their arithmetic stays in fp32, as at 1,000 pixels fp16 has steps of half a pixel.
+"""Places in images and tables: their arithmetic stays in fp32, as at 1,000 pixels fp16 has steps of half a pixel.
 
 A network computes them from its inputs, from integers and from what a layer predicts. Only the layer rounds.
+
+Places in tables are integers that a network makes of floats: the cells of a grid (Instant-NGP), pixels that are gathered, buckets.
+Besides what computes these floats, their distances from the integers are kept, by which the elements around a place are weighted.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.passes.fuse_pointwise import is_pointwise
@@ -14,6 +19,9 @@ PLACES = {"GridSample": 1}
 """Kind -> the operand that holds places."""
 CARRIES = frozenset({"AffineGrid", "CumSum", "ReduceSum"})
 """Kinds, besides pointwise ones, movement and products of short rows, that compute places of places."""
+INDEXED = frozenset({"Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"})
+"""Kinds whose operand 1 holds places in a table."""
+ROUNDS = frozenset({"Ceil", "Floor", "Mod", "Round"})
 SHORT = 4
 """Most elements of a row by which places are multiplied: homogeneous coordinates."""
 
@@ -25,7 +33,58 @@ def coordinates(graph: Graph) -> dict[int, str]:
         name = op.outputs[0].name
         for i in _chain(graph, op.inputs[PLACES[op.kind]]):
             found.setdefault(i, f"it computes places that {op.kind} {name} reads")
+    return found | _indices(graph)
+
+
+def _indices(graph: Graph) -> dict[int, str]:
+    """As :func:`coordinates`, of operators that compute places in tables, and distances from them."""
+    found: dict[int, str] = {}
+    floats: set[Value] = set()
+    for maker, reader in _roundings(graph):
+        reason = f"it computes places that {reader.kind} {reader.outputs[0].name} reads"
+        found.setdefault(maker.id, reason)
+        for v in maker.inputs:
+            if v is not None and is_float(graph.type(v).dtype):
+                floats.add(v)
+                found.update(dict.fromkeys(_chain(graph, v), reason))
+    floats |= {
+        v
+        for i in found
+        for v in (graph.op(i).value, *graph.op(i).inputs)
+        if v is not None and is_float(graph.type(v).dtype)
+    }
+    for op in graph.ops() if found else ():
+        if op.id not in found and _is_distance(graph, op, floats):
+            found[op.id] = "it computes distances from places in a table"
     return found
+
+
+def _roundings(graph: Graph) -> Iterator[tuple[Op, Op]]:
+    """The operators that make places in tables of floats, each with one that reads such a place."""
+    seen = set[int]()
+    for reader in graph.of_kind(*INDEXED):
+        wanted = [reader.inputs[1]]
+        while wanted:
+            value = wanted.pop()
+            op = None if value is None else graph.op(value)
+            if op is None or op.id in seen or op.kind in STRUCTURAL or is_float(op.outputs[0].type.dtype):
+                continue
+            seen.add(op.id)
+            if is_pointwise(op) and any(v is not None and is_float(graph.type(v).dtype) for v in op.inputs):
+                yield op, reader
+            if is_pointwise(op) or op.definition.traits.movement:
+                wanted += op.inputs
+
+
+def _is_distance(graph: Graph, op: Op, floats: set[Value]) -> bool:
+    """Whether it subtracts numbers of ``floats``, rounded ones and integers from one another."""
+    if not is_pointwise(op) or not is_float(op.outputs[0].type.dtype):
+        return False
+    kinds = {op.kind} if op.kind != "Pointwise" else {s.kind for s in op.attrs.epilogue}
+    read = [v for v in op.inputs if v is not None and graph.constant_value(v) is None]
+    places = [v for v in read if v in floats]
+    integers = [v for v in read if not is_float(graph.type(v).dtype)]
+    return bool("Sub" in kinds and places and (kinds & ROUNDS or len(places) + len(integers) > 1))
 
 
 def _chain(graph: Graph, places: Value | None) -> list[int]:

@@ -25,8 +25,9 @@ def in_registers(graph: Graph, guarded: Guards) -> set[int]:
     """
     pointwise = [i for i in guarded.reasons if i in graph and is_pointwise(graph.op(i))]
     for i in pointwise:
-        _absorb(graph, graph.op(i), i in guarded.saturates)
-    return {i for i in pointwise if graph.op(i).outputs[0].type.dtype in NARROW}
+        if i in graph:  # a cast of the model's own, and another one has absorbed it
+            _absorb(graph, graph.op(i), i in guarded.saturates)
+    return {i for i in pointwise if i in graph and graph.op(i).outputs[0].type.dtype in NARROW}
 
 
 def _absorb(graph: Graph, op: Op, saturates: bool) -> None:

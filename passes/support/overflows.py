@@ -35,6 +35,10 @@ TRIAL_ELEMENTS = 1e7
 """A network is tried up to this many operations, and this many elements of all results together."""
 LONG_TRIAL = 40.0
 """These limits are so many times as high where computed matrices are multiplied by one another without a bound."""
+PRODUCTS = frozenset({"Attention", "Gemm", "MatMul"})
+PRODUCT_FLOPS = 50.0
+"""So many operations of a product of matrices take NumPy no longer than one of another operator. Spectra of long convolutions (S4,
+Hyena) leave fp16's range. Where the limits are higher already, a product's operations count in full."""
 NOT_TRIED = frozenset({"Custom", "If", "Loop", "Scan"})
 """Kinds whose cost is not known."""
 
@@ -80,7 +84,8 @@ def _is_small(graph: Graph) -> bool:
         operands = tuple(None if v is None else graph.type(v) for v in op.inputs)
         known = tuple(graph.known(v) for v in op.inputs)
         call = Call(op.kind, op.attrs, operands, known, len(op.outputs), graph.fresh_symbol)
-        work += flops(op.definition, call, Result(tuple(types)))
+        share = PRODUCT_FLOPS if op.kind in PRODUCTS and most == 1.0 else 1.0
+        work += flops(op.definition, call, Result(tuple(types))) / share
         elements += sum(math.prod(t.static_shape) for t in types)
         if work > TRIAL_FLOPS * most or elements > TRIAL_ELEMENTS * most:
             return False

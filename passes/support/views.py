@@ -120,7 +120,7 @@ def _through(before: Shape, after: Shape, perm: tuple[int, ...]) -> tuple[int, .
         k, n = owner[axis]
         if n == 0:
             order.append(k)
-        elif owner[perm[position - 1]] != (k, n - 1):
+        elif position == 0 or owner[perm[position - 1]] != (k, n - 1):
             return None
     silent = [k for k, (_, right) in enumerate(lined) if not right]  # axes of one element that the Reshape drops
     return tuple(i for k in (*order, *silent) for i in lined[k][0])

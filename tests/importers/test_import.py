@@ -66,7 +66,6 @@ def test_cycle_names_its_nodes():
             r"'x' is produced by a \(Relu\) and by an input",
         ),
         ("g (float[2] x, float[2] x) => (float[2] y) { y = Relu(x) }", "input 'x' is declared twice"),
-        ("g (float[2] x) => (float[2] y, float[2] y) { y = Relu(x) }", "output 'y' is listed twice"),
         ("g (float[2] x) => () { y = Relu(x) }", "has no outputs"),
         (
             "g (float[2] x) => (int64[2] y) { y = Relu(x) }",
@@ -92,6 +91,18 @@ def test_invalid_models(text, message):
         return
     with pytest.raises(ModelError, match=message):
         import_model(model(text))
+
+
+def test_an_output_that_is_listed_again_gets_a_number():
+    """As torch's exporters list a tensor that a module returns twice."""
+    text = "g (float[2] x) => (float[2] y, float[2] y, float[2] z, float[2] y) { y = Relu(x) z = Neg(x) }"
+    m = model(text)
+    m.graph.output[2].name = m.graph.node[1].output[0] = "y.2"
+    outputs = evaluate(import_model(m), {"x": np.array([-1, 2], np.float32)})
+    assert list(outputs) == ["y", "y.3", "y.2", "y.4"]
+    for name in ("y", "y.3", "y.4"):
+        np.testing.assert_array_equal(outputs[name], [0, 2])
+    np.testing.assert_array_equal(outputs["y.2"], [1, -2])
 
 
 def test_absent_required_operand():

@@ -83,3 +83,53 @@ def test_a_plan_that_names_the_operator_is_obeyed() -> None:
     AssignPrecision()(graph, PassContext(target="cuda:sm_90a", plan=PrecisionPlan("fp16", nodes=named)))
     (op,) = graph.of_kind("GridSample")
     assert graph.type(op.inputs[1]).dtype == FP16  # type: ignore[arg-type]
+
+
+GRID = (
+    HEAD
+    + """g (float[900,2] x, float[900] t) => (float[900] y, float[900] z)
+<float many = {800}, float[2] one = {1, 1}, int64[1] last = {1}>
+{ p = Mul(x, many) f = Floor(p) i = Cast<to = 7>(f) a = Gather(t, i) d = Sub(p, f) e = Sub(one, d) w = Mul(e, a)
+  y = ReduceSum<keepdims = 0>(w, last) q = Relu(x) z = ReduceSum<keepdims = 0>(q, last) }"""
+)
+
+
+def test_places_in_a_table_and_distances_from_them_stay_fp32() -> None:
+    assert names(GRID) == {"p", "f", "i", "d"}
+    reasons = coordinates(from_text(GRID)).values()
+    assert set(reasons) == {"it computes places that Gather a reads", "it computes distances from places in a table"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("i = Cast<to = 7>(f)", "i = ArgMax<axis = 1>(p)"),
+        ("a = Gather(t, i)", "a = Cast<to = 1>(i)"),
+    ],
+    ids=["ranked", "not read as a place"],
+)
+def test_other_integers_are_no_places_in_tables(old: str, new: str) -> None:
+    assert names(GRID.replace(old, new)) == set()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_tables_are_read_at_the_right_places(precision: str) -> None:
+    """The table is a ramp of short steps, read between its elements. In fp16, a place of 700 would have steps of a half."""
+    proto = onnx.parser.parse_model(GRID)
+    rng = np.random.default_rng(0)
+    feeds = {"x": rng.random((900, 2)).astype(np.float32), "t": (np.arange(900, dtype=np.float32) % 8)}
+    want = optdnn.build(proto, target="reference").run(feeds)["y"]
+    found = optdnn.build(proto, target="simulate", precision=precision).run(feeds)["y"]
+    np.testing.assert_allclose(found, want, atol=0.02 if precision == "fp16" else 0.15)
+
+
+def test_a_cast_that_another_operator_absorbs() -> None:
+    """The model's own rounding of a distance to 16 bits is a cast that stays fp32 itself."""
+    text = GRID.replace(
+        "d = Sub(p, f)",
+        "h = Cast<to = 10>(p) p2 = Cast<to = 1>(h) i2 = Cast<to = 7>(p2) b = Gather(t, i2) d0 = Sub(p, f) d = Add(d0, b)",
+    )
+    graph = from_text(text)
+    AssignPrecision()(graph, PassContext(target="cuda:sm_90a", plan=PrecisionPlan("fp16")))
+    verify(graph)
+    assert {op.outputs[0].type.dtype for op in graph.of_kind("Gather")} == {FP16}

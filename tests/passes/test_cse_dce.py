@@ -7,9 +7,12 @@ import pytest
 from support.check import check_pass, check_untouched, from_text, sources
 from support.net import Net
 
+from optdnn.ir.graph import Graph
+from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.table import OPDEFS
 from optdnn.ops.unary import LeakyReluAttrs
-from optdnn.passes.cse import CommonSubexpressions, attribute_key
+from optdnn.passes.cse import MANY, CommonSubexpressions, attribute_key
 from optdnn.passes.dce import DeadCode
 
 CSE, DCE = CommonSubexpressions(), DeadCode()
@@ -143,3 +146,23 @@ def test_a_dead_constant_goes_uncounted() -> None:
     after, _ = check_pass(DCE, graph, changes=0)
     assert not after.of_kind("Constant")
     assert sources(after) == {"Relu_1"}
+
+
+def repeated(times: int) -> Graph:
+    """One convolution and activation again and again, as an unrolled loop has it, each with its own addition."""
+    n = Net()
+    x, added = n.input(1, 4, 6, 6), n.input(times, 1, 3, 6, 6, name="added")
+    w = n.random(3, 4, 3, 3)
+    attrs = ConvAttrs((1, 1), (1,) * 4, (1, 1))
+    total = []
+    for k in range(times):
+        mine = n.op("Gather", added, n.const(k, np.int64), attrs=GatherAttrs(0))
+        total.append(n.op("Add", n.op("Relu", n.op("Conv", x, w, attrs=attrs)), mine))
+    return n.done(*total)
+
+
+def test_a_few_equal_convolutions_stay_apart_until_they_are_fused_and_many_are_one() -> None:
+    kept = CommonSubexpressions(keep=frozenset({"Conv"}))
+    check_untouched(kept, repeated(MANY - 1))
+    done, _ = check_pass(kept, repeated(MANY), changes=2 * (MANY - 1))
+    assert (done.kinds()["Conv"], done.kinds()["Relu"], done.kinds()["Add"]) == (1, 1, MANY)

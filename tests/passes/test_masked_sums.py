@@ -103,8 +103,7 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_refused(MaskedRows(), edges(), because="all rows together are too large", context=GPU)
 
 
-def test_rows_that_are_written_are_no_candidates() -> None:
-    check_untouched(MaskedRows(), edges("y = ScatterElements<axis = 0>(none, at, message)"), GPU)
+def test_other_reductions_are_no_candidates() -> None:
     check_untouched(
         MaskedRows(), edges("y = ReduceSum(message, first)", "1,4").replace("Gather(x, source)", "Gather(x, to)"), GPU
     )

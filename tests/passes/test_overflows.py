@@ -148,8 +148,20 @@ def test_linear_attention_is_tried_up_to_a_higher_limit(monkeypatch: pytest.Monk
 def test_a_product_with_probabilities_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     n = Net()
     graph = n.done(n.op("MatMul", n.op("Softmax", n.input(1, 64, 64)), n.input(1, 64, 32)))
-    monkeypatch.setattr(overflows, "TRIAL_FLOPS", 1e4)
+    monkeypatch.setattr(overflows, "TRIAL_FLOPS", 1e3)
     assert largest_values(graph) is None
+
+
+def test_products_are_tried_up_to_a_higher_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spectrum() -> Graph:
+        n = Net()
+        large = n.op("MatMul", n.input(2, 16, 256), n.const(np.full((256, 256), 1e4)), name="large")
+        return n.done(n.op("Mul", large, n.const(1e-4), name="small"))
+
+    monkeypatch.setattr(overflows, "TRIAL_FLOPS", 2 * 2 * 16 * 256 * 256 / 10)
+    assert refused(spectrum()).keys() == {"large", "small"}
+    monkeypatch.setattr(overflows, "PRODUCT_FLOPS", 5.0)
+    assert refused(spectrum()) == {}
 
 
 def test_networks_that_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

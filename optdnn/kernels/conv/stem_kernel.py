@@ -228,10 +228,13 @@ def _words(problem: Problem, rows: int, pitch: int) -> list[int]:
     return found + [found[-1]] * (layout.steps * 8 - len(found))
 
 
-@lru_cache(maxsize=4096)
 def _pitch(problem: Problem, config: Config) -> int:
     """Columns from row to row in shared memory: those of the halo, and what makes fragments read different banks."""
-    rows, columns = halo(problem, config)
+    return _pitch_of(problem, *halo(problem, config))
+
+
+@lru_cache(maxsize=4096)
+def _pitch_of(problem: Problem, rows: int, columns: int) -> int:
     layout = problem.layout
     step = 8 if layout.planes else 8 // layout.together  # 16 bytes
     least = -(-columns // step) * step

@@ -75,19 +75,28 @@ def _is_data(array: Array) -> bool:
 
 
 def nudged_results(graph: Graph, feeds: Mapping[str, Array], nudge: float) -> list[dict[str, Array]]:
-    """The results of ``graph`` in NumPy where each float of the inputs changes by ``nudge`` of itself, up or down; and, where it
-    ranks, those where what is ranked does."""
+    """The results of ``graph`` in NumPy where each float of the inputs changes by ``nudge`` of itself, up or down. Where it ranks,
+    also those where what is ranked does; where no input is a float (tokens), those where each float that an operator reads does."""
     signs = np.random.default_rng(0)
 
     def nudged(x: Array) -> Array:
-        return (x * (1 + nudge * signs.choice((-1, 1), x.shape))).astype(x.dtype) if is_float(x.dtype) else x
+        if not is_float(x.dtype):
+            return x
+        with np.errstate(over="ignore"):  # a mask's largest number stays as it is
+            moved = (x * (1 + nudge * signs.choice((-1, 1), x.shape))).astype(x.dtype)
+        return np.where(np.isfinite(moved), moved, x)
+
+    def read(op: Op, operands: list[Array | None]) -> list[Array | None]:
+        return [None if x is None else nudged(x) for x in operands]
 
     def ranked(op: Op, operands: list[Array | None]) -> list[Array | None]:
-        return [None if x is None else nudged(x) for x in operands] if op.kind in DECIDES else operands
+        return read(op, operands) if op.kind in DECIDES else operands
 
     found = [evaluate(graph, {name: nudged(x) for name, x in feeds.items()})]
     if graph.of_kind(*DECIDES):
         found.append(evaluate(graph, feeds, ranked))
+    if not any(is_float(x.dtype) for x in feeds.values()):
+        found.append(evaluate(graph, feeds, read))
     return found
 
 

@@ -16,12 +16,14 @@ from support.net import Net
 from support.simulated import feeds_of, lowered
 
 from optdnn.ir.graph import Graph
+from optdnn.kernels.index import positions
 from optdnn.ops.attention import TensorScatterAttrs
 from optdnn.ops.gather import ScatterElementsAttrs, ScatterNDAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.launches.plan import parse
 from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.engine import Engine
+from optdnn.runtime.program import Program
 from optdnn.types import FP16, INT64
 
 UNPOOLED = (4096, 8192)
@@ -88,13 +90,17 @@ def test_sums_are_not_written_directly() -> None:
 
 def _written_directly(graph: Graph) -> bool:
     """Whether the launch runs over the updates: a point is an update, not one or several results."""
-    program = lowered(graph, no_cubins=True)
+    points = _points(lowered(graph, no_cubins=True))
+    (updates,) = [graph.type(op.inputs[2]).static_shape for op in graph.of_kind("ScatterND", "ScatterElements")]
+    return bool(points == np.prod(updates))
+
+
+def _points(program: Program) -> int:
+    """Threads of the launch of a scatter."""
     (step,) = [s for s in program.steps if s.params["op"]["kind"].startswith("Scatter")]
     launch = parse(step, program).launch
     assert launch is not None
-    (points,) = struct.unpack_from("<I", launch.parameters, 8 * len(launch.relocations))
-    (updates,) = [graph.type(op.inputs[2]).static_shape for op in graph.of_kind("ScatterND", "ScatterElements")]
-    return bool(points == np.prod(updates))
+    return int(struct.unpack_from("<I", launch.parameters, 8 * len(launch.relocations))[0])
 
 
 @pytest.mark.gpu
@@ -104,6 +110,61 @@ def test_many_updates_on_a_gpu(kind: str) -> None:
     graph, feeds = many(kind)
     found = check_steps(Engine(lowered(graph, "fp16", target="cuda:sm_90a")).context(), feeds)
     assert [e.error for e in found if e.kind.startswith("Scatter")] == [0.0]
+
+
+def meeting(kind: str, reduction: str, dtype: Any, count: int = 300) -> tuple[Graph, dict[str, Any]]:
+    """Updates of which several have one place: rows, pairs of coordinates, a vector, or elements along the first of two axes."""
+    n: Any = Net(dtype)
+    size = 12
+    if kind == "rows":
+        places, x, u, attrs = (count, 1), n.input(size, 24), n.input(count, 24, name="u"), ScatterNDAttrs(reduction)
+    elif kind == "pairs":
+        places, x, u, attrs = (count, 2), n.input(size, size, 3), n.input(count, 3, name="u"), ScatterNDAttrs(reduction)
+    elif kind == "vector":
+        places, x, u, attrs = (count,), n.input(size), n.input(count, name="u"), ScatterElementsAttrs(0, reduction)
+    else:
+        places, x, u, attrs = (
+            (count, 4),
+            n.input(size, 5),
+            n.input(count, 4, name="u"),
+            ScatterElementsAttrs(0, reduction),
+        )
+    op = "ScatterND" if isinstance(attrs, ScatterNDAttrs) else "ScatterElements"
+    graph = n.done(n.op(op, x, n.input(*places, name="i", dtype=INT64), u, attrs=attrs))
+    feeds = feeds_of(graph) | {"i": R.integers(-size, size, places)}
+    if reduction == "mul":  # the products of many numbers near 1
+        feeds["u"] = (1 + 0.01 * R.standard_normal(feeds["u"].shape)).astype(feeds["u"].dtype)
+    return graph, feeds
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("reduction", ["add", "mul", "max", "min"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_warp_reduces_updates_that_meet(kind: str, reduction: str, tmp_path: Path) -> None:
+    graph, feeds = meeting(kind, reduction, np.float32)
+    program = lowered(graph, no_cubins=True)
+    assert _points(program) == 32 * {"rows": 12 * 3, "pairs": 12 * 12 * 3, "vector": 12, "axis": 12 * 5}[kind]
+    assert compare_steps(program, feeds, 1e-5 if reduction in ("add", "mul") else 0.0, tmp_path) >= 1
+
+
+def test_searches_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few updates, updates that replace, and many results whose indices are apart."""
+    alone = 12 * 5
+    assert _points(lowered(meeting("axis", "add", np.float32, count=127)[0], no_cubins=True)) == alone
+    assert _points(lowered(meeting("axis", "none", np.float32)[0], no_cubins=True)) == alone
+    monkeypatch.setattr(positions, "FEW_RESULTS", alone - 1)
+    assert _points(lowered(meeting("axis", "add", np.float32)[0], no_cubins=True)) == alone
+    assert _points(lowered(meeting("vector", "add", np.float32)[0], no_cubins=True)) == 12 * 32
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("reduction", ["add", "mul", "max", "min"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_that_meet_on_a_gpu(kind: str, reduction: str) -> None:
+    graph, feeds = meeting(kind, reduction, FP16, count=20000 if reduction != "mul" else 300)
+    found = check_steps(Engine(lowered(graph, "fp16", target="cuda:sm_90a")).context(), feeds)
+    assert max(e.error for e in found if e.kind.startswith("Scatter")) <= (2e-3 if reduction in ("add", "mul") else 0.0)
 
 
 def network(features: int, axis: int, turned: bool, length: int = 6, count: int = 2) -> Graph:

@@ -17,7 +17,7 @@ from optdnn.lowering.cpu.check import check
 from optdnn.lowering.cpu.trials import TrialLost
 from optdnn.ops.base import Attrs
 from optdnn.ops.table import OPDEFS
-from optdnn.types import FP32, Array, tensor
+from optdnn.types import FP32, INT64, Array, tensor
 
 Spoil = Callable[[dict[str, Array], Mapping[str, Array]], dict[str, Array]]
 
@@ -55,6 +55,33 @@ def test_wrong_results_are_refused() -> None:
     wrong, doubts = judge(steep=False, error=0.1)
     assert doubts == {}
     assert "differs from the reference" in wrong["fake/1t"]
+
+
+class Tokens(Fake):
+    """An engine that differs by ``error`` of the result: its inputs are integers."""
+
+    def run(self, feeds: Mapping[str, Array], *, poison: bool = False) -> dict[str, Array]:
+        return {k: (v * (1 + self.error)).astype(FP32) for k, v in evaluate(self.graph, feeds).items()}
+
+
+def tokens(steep: bool) -> Graph:
+    """``exp(x) - 1`` of embeddings that are almost zero (padding), or about one."""
+    graph = Graph()
+    x = graph.add_input("x", tensor(INT64, 4))
+    table = graph.add_constant(np.full((9, 8), 1e-6 if steep else 1.0, np.float32))
+    e = graph.add("Exp", [graph.add("Gather", [table, x], OPDEFS["Gather"].attrs(axis=0)).value]).value
+    graph.add_output(graph.add("Sub", [e, graph.add_constant(np.array(1, np.float32))]).value, "y")
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("steep", "said"), [(True, "no made-up input can judge it"), (False, "differs from the reference")]
+)
+def test_roundoff_of_networks_that_read_tokens_is_no_error(steep: bool, said: str) -> None:
+    graph = tokens(steep)
+    wrong, doubts = check(graph, {"fake/1t": Tokens(graph, 0.01)}, {"x": np.zeros(4, np.int64)}, "fp32")  # type: ignore[dict-item]
+    assert said in (doubts if steep else wrong)["fake/1t"]
+    assert not (wrong if steep else doubts)
 
 
 class Spoiled(Fake):

@@ -1,0 +1,90 @@
+"""Rows in groups whose sizes depend on data, each group multiplied with its own matrix, become one product.
+
+JetMoE and GraniteMoE sort the rows of a mixture of experts by expert, split them by the number of rows of each, and join the
+products:
+``Concat(x_0 W_0, x_1 W_1, ...)``. The sizes of the parts depend on data, so no kernel can be planned for them. All rows together
+are as many as before: each is multiplied with all matrices, and the product of its own group is kept.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.binary import CastAttrs
+from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
+from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
+from optdnn.ops.index import CumulativeAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.facts import integers, operand, reshaped
+from optdnn.types import INT64, Array
+
+MOST = 128
+"""Groups up to which the products with all matrices are made: their number multiplies the arithmetic."""
+MOST_ELEMENTS = 1 << 28
+"""Most elements of all products."""
+
+
+@rule("expert_rows", {"Concat"})
+def expert_rows(graph: Graph, op: Op) -> Match | Miss | None:
+    """The products of all parts of a Split of rows, joined again in its order."""
+    products = [graph.op(v) for v in op.inputs if v is not None]
+    split = graph.op(operand(products[0])) if products[0].kind in ("Gemm", "MatMul") else None
+    if split is None or split.kind != "Split" or len(split.inputs) != 2 or graph.known(operand(split, 1)) is not None:
+        return None
+    rows = operand(split)
+    dims = graph.type(rows).dims
+    parts = [Value(split.id, i) for i in range(len(split.outputs))]
+    if len(dims) != 2 or split.attrs.axis % 2 or op.attrs.axis % 2 or [p.inputs[0] for p in products] != parts:
+        return None
+    taken = [_matrix(graph, p) for p in products]
+    if not all(isinstance(d, int) for d in dims):
+        return Miss("the number of rows is not known")
+    stacks = [t for t in taken if t is not None]
+    shapes = {(matrix.shape, bias is None) for matrix, bias in stacks}
+    if len(stacks) < len(taken) or len(shapes) > 1:
+        return Miss("its products differ in form, or their matrices are not constant")
+    many, width = len(stacks), stacks[0][0].shape[1]
+    (count, size) = graph.type(rows).static_shape
+    if many > min(MOST, size) or count * many * width > MOST_ELEMENTS:
+        return Miss(f"the products of each row with all {many} matrices would take longer than those of the groups")
+
+    def build(patch: Patch) -> Value:
+        group = _groups(patch, operand(split, 1), count)
+        line = patch.constant(np.concatenate([m for m, _ in stacks], axis=1), "experts")
+        all_products = reshaped(patch, patch.add("MatMul", [rows, line], MatMulAttrs()), (count, many, width))
+        own = patch.add("GatherND", [all_products, reshaped(patch, group, (count, 1))], GatherNDAttrs(1))
+        if stacks[0][1] is None:
+            return own
+        biases = patch.constant(np.stack([b for _, b in stacks if b is not None]), "biases")
+        return patch.add("Add", [own, patch.add("Gather", [biases, group], GatherAttrs(0))])
+
+    return Match((op, *products, split), build)
+
+
+def _matrix(graph: Graph, op: Op) -> tuple[Array, Array | None] | None:
+    """The matrix (in, out) and bias (out) of a product without stages; None where they are not constant or anyone else reads it."""
+    attrs = op.attrs
+    if attrs.prologue or attrs.epilogue or graph.sole_user(op.value) is None or graph.sole_user(operand(op)) is None:
+        return None
+    weight = graph.constant_value(op.input(1))
+    if weight is None or weight.ndim != 2:
+        return None
+    if op.kind == "MatMul":
+        return weight, None
+    bias = graph.constant_value(op.input(2))
+    plain = GemmAttrs(transB=attrs.transB) == attrs and (op.input(2) is None or bias is not None)
+    if not plain:
+        return None
+    matrix = weight.T if attrs.transB else weight
+    return matrix, None if bias is None else np.broadcast_to(bias, (1, matrix.shape[1]))[0]
+
+
+def _groups(patch: Patch, sizes: Value, count: int) -> Value:
+    """The group of each row: how many groups end before it."""
+    ends = patch.add("CumSum", [sizes, patch.constant(np.array(0, np.int64), "axis")], CumulativeAttrs())
+    places = patch.constant(np.arange(count).reshape(count, 1), "places")
+    behind = patch.add("Cast", [patch.add("GreaterOrEqual", [places, ends])], CastAttrs(INT64))
+    return patch.add("ReduceSum", [behind, integers(patch, [1], "axes")], ReduceAttrs(keepdims=False))

@@ -1,0 +1,189 @@
+"""Forward substitution that exporters unroll row by row becomes products of matrices.
+
+Chunks of a gated delta rule (Qwen3-Next, Qwen3.5, OLMo Hybrid: Yang et al., 2024) invert a triangular matrix: for each row i in
+turn, ``T[i, :i] = A[i, :i] + A[i, :i] T[:i, :i]``. With L, the part of A below the diagonal, U the rest and ``S = (I - L)^-1``,
+that is ``T = S (L + L U)`` below the diagonal, and ``S - I`` where U is 0. The inverses S of the blocks along the diagonal double
+in size with two products: ``S + S L_b S``, where L_b has what lies between the two blocks of a pair. That is six rounds for 64
+rows, and as stable as the rows are: each block substitutes the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.fused import plain_attrs
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.passes.base import Match, rule
+from optdnn.passes.support.facts import ints, is_filled, operand
+from optdnn.runtime.reference.run import run_kernel
+from optdnn.types import Array, is_float
+
+LEAST = 8
+"""Rows from which on the rounds are fewer than the rows."""
+MOVES = frozenset({"Concat", "Gather", "Slice", "Squeeze", "Unsqueeze"})
+
+
+@rule("substitution", {"Concat"})
+def substitution(graph: Graph, op: Op) -> Match | None:
+    """All rows of a square matrix but the first one or two, each replaced in turn."""
+    made = op.outputs[0].type
+    if (
+        not made.is_static
+        or not is_float(made.dtype)
+        or len(made.dims) < 2
+        or made.static_shape[-1] != made.static_shape[-2]
+    ):
+        return None
+    size = made.static_shape[-1]
+    if size < LEAST:
+        return None
+    ops, value, row = list[Op](), op.value, size - 1
+    while row:
+        found = _step(graph, value, row)
+        if found is None:
+            break
+        before, inside = found
+        ops += inside
+        value, row = before, row - 1
+    start, lower = value, _is_lower(graph, value, size)
+    if row:
+        return None
+
+    def build(patch: Patch) -> Value:
+        return _substituted(patch, start, size, made.dtype, lower)
+
+    return Match((op, *(o for o in ops if o.id != op.id)), build)
+
+
+def _step(graph: Graph, value: Value, row: int) -> tuple[Value, list[Op]] | None:
+    """The matrix before this row of it was replaced, and the operators that replace it."""
+    shape = graph.type(value).static_shape
+    leaves, ops = _leaves(graph, value, shape)
+    before = next((v for v in leaves if graph.type(v).shape == shape), None)
+    added = next((v for v in leaves if v != before), None)
+    if before is None or added is None or len(leaves) != 2:
+        return None
+    add = graph.op(added)
+    if add.kind != "Add" or graph.type(added).shape != (*shape[:-2], row):
+        return None
+    size = shape[-1]
+    numbers = np.arange(size * size).reshape((*(1,) * (len(shape) - 2), size, size))
+    new = -1 - np.arange(row).reshape((*(1,) * (len(shape) - 2), row))
+    wanted = numbers.copy()
+    wanted[..., row, :row] = new
+    if not _holds(graph, value, {before: numbers, added: new}, wanted):
+        return None
+    for own, summed in (add.inputs, reversed(add.inputs)):
+        assert own is not None
+        assert summed is not None
+        inner = _row_times(graph, summed, before, numbers, row)
+        if inner is not None and _holds(graph, own, {before: numbers}, numbers[..., row, :row]):
+            return before, [*ops, add, *inner]
+    return None
+
+
+def _row_times(graph: Graph, value: Value, before: Value, numbers: Array, row: int) -> list[Op] | None:
+    """The operators of ``before[row, :row] before[:row, :row]``, written as a sum of products; None for anything else."""
+    total = graph.op(value)
+    axes = ints(graph, total.input(1)) if total.kind == "ReduceSum" else None
+    rank = numbers.ndim
+    if axes is None or total.attrs.keepdims or len(axes) != 1 or axes[0] % rank != rank - 2:
+        return None
+    product = graph.op(operand(total))
+    if product.kind != "Mul":
+        return None
+    column, block = numbers[..., row, :row, None], numbers[..., :row, :row]
+    for first, second in (product.inputs, reversed(product.inputs)):
+        assert first is not None
+        assert second is not None
+        if _holds(graph, first, {before: numbers}, column) and _holds(graph, second, {before: numbers}, block):
+            return [total, product]
+    return None
+
+
+def _leaves(graph: Graph, value: Value, shape: tuple[int, ...]) -> tuple[list[Value], list[Op]]:
+    """What a value is moved from, up to values of its own ``shape``, and the operators that move it."""
+    found, ops, wanted, seen = list[Value](), list[Op](), [value], set[Value]()
+    while wanted:
+        v = wanted.pop()
+        op = graph.op(v)
+        if v in seen or graph.constant_value(v) is not None:
+            continue
+        seen.add(v)
+        if op.kind in MOVES and (v == value or graph.type(v).shape != shape):
+            ops.append(op)
+            wanted += [u for u in op.inputs if u is not None]
+        else:
+            found.append(v)
+    return found, ops
+
+
+def _holds(graph: Graph, value: Value, given: Mapping[Value, Array], wanted: Array) -> bool:
+    """Whether a value has the ``wanted`` elements of values whose elements are numbered. Leading axes count as one element."""
+    found = _moved(graph, value, given, 0)
+    return found is not None and found.shape == wanted.shape and bool((found == wanted).all())
+
+
+def _moved(graph: Graph, value: Value, given: Mapping[Value, Array], depth: int) -> Array | None:
+    if value in given:
+        return given[value]
+    constant, op = graph.constant_value(value), graph.op(value)
+    if constant is not None:
+        return constant
+    if op.kind not in MOVES or depth > 8:
+        return None
+    operands: list[Any] = []
+    for v in op.inputs:
+        array = None if v is None else _moved(graph, v, given, depth + 1)
+        if array is None and v is not None:
+            return None
+        operands.append(array)
+    return np.asarray(run_kernel(op.kind, operands, plain_attrs(op.definition, op.attrs))[0])
+
+
+def _is_lower(graph: Graph, value: Value, size: int) -> bool:
+    """Whether a matrix is known to be 0 on the diagonal and above it."""
+    op = graph.op(value)
+    while op.kind == "Neg":
+        op = graph.op(operand(op))
+    if op.kind == "Trilu":
+        above = ints(graph, op.input(1)) or (0,)
+        return not op.attrs.upper and above[0] < 0
+    mask = graph.constant_value(op.inputs[0]) if op.kind == "Where" else None
+    if mask is None or (mask.ndim > 2 and any(n > 1 for n in mask.shape[:-2])):
+        return False
+    chosen = np.broadcast_to(mask.reshape(mask.shape[-2:]), (size, size))[np.triu_indices(size)]
+    return any(is_filled(graph.known(operand(op, slot)), 0) and bool(np.all(chosen == (slot == 1))) for slot in (1, 2))
+
+
+def _substituted(patch: Patch, a: Value, size: int, dtype: Any, lower: bool) -> Value:
+    """The substituted rows below the diagonal, and ``a`` elsewhere. ``lower``: there are zeros."""
+    rows, columns = np.indices((size, size))
+    below = rows > columns
+
+    def choice(mask: Array, one: Value, other: Value) -> Value:
+        return patch.add("Where", [patch.constant(mask, "mask"), one, other])
+
+    def times(one: Value, other: Value) -> Value:
+        return patch.add("MatMul", [one, other], MatMulAttrs())
+
+    zero, eye = patch.constant(np.array(0, dtype), "zero"), patch.constant(np.eye(size, dtype=dtype), "eye")
+    blocks, inverse = 1, eye
+    while blocks < size:
+        pairs = (rows // blocks % 2 == 1) & (columns // blocks == rows // blocks - 1)
+        if blocks == 1:
+            inverse = choice(pairs, a, eye)
+        else:
+            between = times(choice(pairs, a, zero), inverse)
+            inverse = patch.add("Add", [inverse, times(inverse, between)])
+        blocks *= 2
+    if not lower:
+        left = choice(below, a, zero)
+        more = patch.add("Add", [left, times(left, choice(below, zero, a))])
+        inverse = times(inverse, choice(below, more, zero))
+    return choice(below, inverse, a)

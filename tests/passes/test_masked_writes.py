@@ -1,0 +1,66 @@
+"""masked_writes: weights of loops among a graph's edges, written to the loops' nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched, from_text
+from support.simulated import check_simulated
+
+from optdnn.ir.evaluate import evaluate
+from optdnn.passes.base import PassContext
+from optdnn.passes.masked_rows import MaskedRows
+
+GPU = PassContext(target="cuda:sm_90a")
+TEXT = """<ir_version: 10, opset_import: ["": 18]>
+g (float[10,4] w, int64[2,10] edges) => (float[6,4] y)
+<int64 zero = {0}, int64 one = {1}, int64[1] flat = {-1}, int64[2] column = {-1, 1}, int64[2] wide = {1, 4}, float base0 = {2},
+ int64[2] sizes = {6, 4}>
+{ from = Gather(edges, zero) to = Gather(edges, one) mask = Equal(from, to) chosen = NonZero(mask) i = Reshape(chosen, flat)
+  rows = Gather(w, i) message = Exp(rows) at = Gather(from, i) at1 = Reshape(at, column) base = Expand(base0, sizes) WRITE }"""
+ND = "y = ScatterND(base, at1, message)"
+ELEMENTS = "at4 = Expand(at1, wide) y = ScatterElements<axis = 0>(base, at4, message)"
+
+
+def text(write: str = ND) -> str:
+    return TEXT.replace("WRITE", write)
+
+
+@pytest.mark.parametrize(("write", "kind"), [(ND, "ScatterND"), (ELEMENTS, "ScatterElements")])
+def test_rows_are_written_among_all(write: str, kind: str) -> None:
+    done, _ = check_pass(MaskedRows(), text(write), changes=1, rules={"masked_writes": 1}, context=GPU)
+    kinds = done.kinds()
+    assert "NonZero" not in kinds
+    assert (kinds[kind], kinds["Where"], kinds["Slice"]) == (1, 1, 1)
+    assert all(op.outputs[0].type.is_static for op in done.ops())
+
+
+def test_the_last_of_several_rows_for_one_place_stays() -> None:
+    graph = from_text(text())
+    after = graph.copy()
+    MaskedRows()(after, GPU)
+    rng = np.random.default_rng(0)
+    for loops in (0, 5, 10):
+        ends = rng.integers(0, 3, 10)
+        pairs = np.stack([ends, np.where(np.arange(10) < loops, ends, ends + 1)])
+        feeds = {"w": rng.standard_normal((10, 4)).astype(np.float32), "edges": pairs}
+        np.testing.assert_array_equal(evaluate(after, feeds)["y"], evaluate(graph, feeds)["y"])
+
+
+def test_no_row_is_written_on_the_cpu() -> None:
+    program = check_simulated(from_text(text()), "fp32")
+    assert {s.executor for s in program.steps} <= {"cuda", "view"}
+
+
+def test_writes_along_another_axis_are_refused() -> None:
+    turned = """at4 = Expand(at1, wide) base10 = Expand(base0, square) z = ScatterElements<axis = 1>(base10, at4, message)
+      y = Slice(z, zeros, sizes)"""
+    given = text(turned).replace(
+        "int64[2] sizes = {6, 4}", "int64[2] sizes = {6, 4}, int64[2] square = {10, 6}, int64[2] zeros = {0, 0}"
+    )
+    check_refused(MaskedRows(), given, because="along another axis", rule="masked_writes", context=GPU)
+
+
+def test_rows_whose_number_is_known_are_no_candidates() -> None:
+    check_untouched(MaskedRows(), text("at0 = Gather(from, flat) y = ScatterND(base, wrong, w)").replace(
+        "at0 = Gather(from, flat)", "wrong = Reshape(from, column)"), GPU)  # fmt: skip

@@ -1,0 +1,55 @@
+"""support.views: a view simplified as moves are appended is the same as the moves one after the other."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from optdnn.ir.graph import Value
+from optdnn.passes.support.views import Move, View
+from optdnn.types import Array
+
+
+def moved(array: Array, moves: tuple[Move, ...]) -> Array:
+    for move in moves:
+        array = array.reshape(move.shape) if move.perm is None else array.transpose(move.perm)
+    return array
+
+
+def random_shape(rng: np.random.Generator, size: int) -> tuple[int, ...]:
+    """Factors of ``size``, with ones among them, in any order."""
+    left, factors = size, [1] * int(rng.integers(0, 3))
+    while left > 1:
+        factor = int(rng.choice([f for f in range(2, left + 1) if left % f == 0]))
+        factors.append(factor)
+        left //= factor
+    return tuple(int(n) for n in rng.permutation(factors or [1]))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_moves(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(25):
+        size = int(rng.choice([12, 24, 64, 72]))
+        shape = random_shape(rng, size)
+        view, want = View(Value(0, 0), shape), np.arange(size).reshape(shape)
+        for _ in range(int(rng.integers(2, 8))):
+            if rng.random() < 0.5:
+                perm = tuple(int(p) for p in rng.permutation(want.ndim))
+                view, want = view.transpose(perm), want.transpose(perm)
+            else:
+                target = random_shape(rng, size)
+                view, want = view.reshape(target), want.reshape(target)
+            assert view.shape == want.shape
+            np.testing.assert_array_equal(moved(np.arange(size).reshape(shape), view.moves), want)
+
+
+def test_a_second_half_of_an_axis_in_front_is_torn_off() -> None:
+    """ViPTR's windows: the axis that a Reshape split comes apart where its second half is the first axis."""
+    view = View(Value(0, 0), (1, 64, 8)).transpose((0, 2, 1)).reshape((1, 8, 4, 16)).transpose((3, 0, 1, 2))
+    found = moved(np.arange(512).reshape(1, 64, 8), view.moves)
+    assert math.prod(found.shape) == 512
+    want = np.arange(512).reshape(1, 64, 8).transpose(0, 2, 1).reshape(1, 8, 4, 16).transpose(3, 0, 1, 2)
+    np.testing.assert_array_equal(found, want)
