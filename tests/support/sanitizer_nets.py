@@ -14,7 +14,9 @@ from kernels.attention.test_attention_over_a_cache import step  # type: ignore[i
 from kernels.conv import test_conv_bands, test_conv_pool  # type: ignore[import-not-found]
 from kernels.conv.test_conv_scaled import preact  # type: ignore[import-not-found]
 from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]
+from kernels.conv.test_normed_images import NETS as NORMED_IMAGES  # type: ignore[import-not-found]
 from kernels.gemm.test_gemv_pair import excited  # type: ignore[import-not-found]
+from kernels.gemm.test_left_products import NETS as LEFT  # type: ignore[import-not-found]
 from kernels.gemm.test_matmul_mma import NETS as ANY  # type: ignore[import-not-found]
 from kernels.gemm.test_matmul_stacks import NETS as STACKS  # type: ignore[import-not-found]
 from kernels.gemm.test_matmul_tiles import NETS as TILED  # type: ignore[import-not-found]
@@ -193,6 +195,8 @@ def forced(name: str) -> Iterator[None]:
         if name.startswith("norms between products"):
             patch.setattr("optdnn.kernels.gemm.normed.TakesNorm.defer", lambda *given: None)
             patch.setattr("optdnn.kernels.gemm.normed_residual.NormedResidualGemm.defer", lambda *given: None)
+        if name.startswith("norms of images"):
+            patch.setattr("optdnn.kernels.conv.normed.NormedConv.defer", lambda *given: None)
         if name.startswith("stem"):
             from optdnn.kernels.conv.stem import StemConv
             from optdnn.lowering.table import TACTICS
@@ -280,6 +284,9 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         **{f"tiles {precision}": (net(Net, tiles), precision) for precision in ("fp16", "tf32")},
         "stream-K": (stream_k, "fp16"),
         **{f"stacks: {name}": (net(Net, STACKS[name]), "fp16") for name in ("with_epilogue", "transposed")},
+        **{f"stacks, from the left: {name}": (net(Net, LEFT[name]), "fp16") for name in ("row_bias", "gate")},
+        "norms between products, of a stack": (net(Net, LEFT["moments"]), "fp16"),
+        **{f"norms of images: {name}": (net(Net, NORMED_IMAGES[name]), "fp16") for name in ("block", "chain")},
         **{f"stacks fp32: {name}": (net(Net, build), "fp32") for name, build in TILED.items()},
         **{f"stacks tf32: {name}": (net(Net, build), "tf32") for name, build in ANY.items()},
         "pool behind a convolution": (test_conv_pool.net, "fp16"),

@@ -24,6 +24,7 @@ RING_LATENCY = 1200  # cycles from asking for a stage to all of it: S - 1 steps 
 FULL_RING_LATENCY = 1800  # the same where all multiprocessors ask, from which tiles of 64 x 64 for each of them on
 NARROW_TILE, NARROW = 64, 10  # a tile of fewer pixels costs so many cycles more for each that it lacks
 MOST_SUMS = 320  # twice the sums a thread of the tiles that are proposed; the kernel takes up to 320
+IMAGE_FACTOR = 1500  # cycles in which a tile learns the moments of its image
 TURN = 800  # cycles between a tile's last product and the first of its warpgroup's next
 STAGE_ISSUE = {
     "relu": 0.5,
@@ -237,6 +238,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     epilogue = 350 + config.mt * config.bn * (issue(problem) if groups > 1 else 0.8 * issue(problem))
     if config.direct:
         epilogue -= 250
+    if problem.norm is not None and problem.norm.image:
+        epilogue += IMAGE_FACTOR
     if problem.prologue:  # a warp takes a stage, 16 bytes a lane at a time; as many warps as stages, up to four
         change = 250 + pixel_bytes / 16 / 32 * 45
         load = max(load, change / min(4, config.stages))

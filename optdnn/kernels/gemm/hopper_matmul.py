@@ -32,6 +32,8 @@ from optdnn.types import BF16, FP16, Array, Shape
 
 UNIT = 8
 """Elements in 16 bytes, which TMA addresses."""
+LINE = 64
+"""Elements in 128 bytes."""
 SHORT = 16
 """Terms of products with a vector that no tensor core is needed for."""
 REPEATED = 1 << 24
@@ -225,7 +227,7 @@ def _is_one(matrix: Array) -> bool:
 
 
 def _repeated(b: Builder, value: Value | None, stack: Shape) -> TensorView:
-    """The first factor; a constant as a matrix for each of the stack, with rows at multiples of 16 bytes."""
+    """The first factor; a constant as a matrix for each of the stack, with rows at whole lines of L2."""
     matrix = b.graph.constant_value(value)
     if matrix is None:
         return b.source(value)
@@ -234,11 +236,11 @@ def _repeated(b: Builder, value: Value | None, stack: Shape) -> TensorView:
     shape = (*stack, rows, columns)
 
     def make() -> int:
-        made: Array = np.zeros((*stack, rows, up(columns, UNIT)), matrix.dtype)
+        made: Array = np.zeros((*stack, rows, up(columns, LINE)), matrix.dtype)
         made[..., :columns] = matrix
         return b.constant(made, "left").buffer
 
-    return unmade(matrix.dtype, shape, padded_rows(shape), make)
+    return unmade(matrix.dtype, shape, padded_rows(shape, unit=LINE), make)
 
 
 def _leading(x: TensorView) -> TensorView:

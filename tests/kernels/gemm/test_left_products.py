@@ -108,7 +108,7 @@ def test_one_matrix_is_kept_once() -> None:
     n = Net(np.float16)
     program = lowered(n.done(_left(n, n.input(16, 36, 64), 48)))
     (size,) = {b.nbytes for b in program.buffers if b.name.startswith("left")}
-    assert size == 48 * 40 * 2
+    assert size == 48 * 64 * 2, "rows of 36 at whole lines of 128 bytes"
 
 
 def test_a_constant_stack_is_repeated_where_it_has_one_element() -> None:
