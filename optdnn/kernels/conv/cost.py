@@ -191,7 +191,11 @@ def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> floa
     latency = PRODUCT_LATENCY + FULL * math.pow(busy, FULL_POWER)
     whole = latency + max(compute, memory) + 0.2 * min(compute, memory)
     if problem.pixels not in FEW_ROWS:
-        whole += FULL_WAVE * math.pow(_last_wave(tiles * config.split, device.multiprocessors * resident), FULL_WAVE_POWER) * compute
+        whole += (
+            FULL_WAVE
+            * math.pow(_last_wave(tiles * config.split, device.multiprocessors * resident), FULL_WAVE_POWER)
+            * compute
+        )
     if beside and 2 * tiles * config.split > device.multiprocessors and problem.pixels not in FEW_ROWS:
         whole *= LOPSIDED
     if config.sharers > 1:

@@ -111,7 +111,7 @@ class RowNorm:
 
 @dataclass(frozen=True)
 class HeadTurn:
-    """Rotary position embeddings of the first ``channels`` of a result (``conv_turns.cuh``): heads of ``head`` features, the first ``turned``
+    """Rotary position embeddings of the first ``channels`` of a result (``conv_turns.cuh``): heads of ``head`` features. The first ``turned``
     of which make pairs, at ``positions`` that begin anew after so many rows."""
 
     head: int
