@@ -23,6 +23,7 @@ from kernels.gemm.test_matmul_tiles import NETS as TILED  # type: ignore[import-
 from kernels.gemm.test_normed import NETS as NORMED  # type: ignore[import-not-found]
 from kernels.gemm.test_normed_residual import NETS as NORMED_RESIDUALS  # type: ignore[import-not-found]
 from kernels.gemm.test_paired import NETS as PAIRED  # type: ignore[import-not-found]
+from kernels.gemm.test_turned import NETS as TURNED  # type: ignore[import-not-found]
 from kernels.generated_cases import FAMILIES, graph_of  # type: ignore[import-not-found]
 from kernels.index import test_top_rows  # type: ignore[import-not-found]
 from kernels.norm.test_across import mixer  # type: ignore[import-not-found]
@@ -348,6 +349,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
             for name, build in (NORMED | NORMED_RESIDUALS).items()
         },
         **{f"rotary: {name}": (ROTARY[name], "fp16") for name in ROTARIES},
+        **{f"turned heads: {name}": (TURNED[name], "fp16") for name in ("halves", "neighbours of a part", "two tiles")},
         **{f"norms and rotary: {name}": (NORMED_HEADS[name], "fp16") for name in ("a part turns", "tokens, grouped")},
         "top rows": (lambda: test_top_rows.graph(test_top_rows.CASES[0]), "fp32"),
         **{f"sampling {n} tokens": (partial(sampling, n, "fp16"), "fp32") for n in (1003, 32000)},

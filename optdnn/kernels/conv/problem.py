@@ -113,8 +113,8 @@ class RowNorm:
 
 @dataclass(frozen=True)
 class HeadTurn:
-    """Rotary position embeddings of the first ``channels`` of a result (``conv_turns.cuh``): heads of ``head`` features, the first ``turned``
-    of which make pairs, at ``positions`` that begin anew after so many rows."""
+    """Rotary position embeddings of the first ``channels`` of a result (``conv_turns.cuh``). They are heads of ``head`` features, and the
+    first ``turned`` features make pairs. Positions begin anew after ``positions`` rows."""
 
     head: int
     turned: int
