@@ -101,6 +101,11 @@ def test_other_folds_stay(
     check_refused(Canonicalize(), n.done(folded(n, n.input(2, 24, columns), image, (2, 4), **other)), because=because)
 
 
+def test_a_fold_of_nothing_stays() -> None:
+    n = Net()
+    check_refused(Canonicalize(), n.done(folded(n, n.input(0, 24, 6), (6, 8), (2, 4))), because="no constant target")
+
+
 def _unfolded() -> Graph:
     """Transformers' MobileViTV2: patches by gathers, a norm of all of them, and the image by a fold."""
     n = Net()

@@ -105,10 +105,9 @@ class NormedConv(HopperConv):
         if type(maker) not in (HopperConv, NormedConv):
             return f"{found.maker.name} runs by a tactic that gives no moments"
         assert isinstance(maker, HopperConv)
-        if maker.told(b, found.maker) != image(b.source(found.maker.value)):
+        stored = maker.told(b, found.maker) == image(b.source(found.maker.value))
+        if not stored or conv_maps.pitch_of(image(b.source(found.rows))) is None:
             return f"the launch of {found.maker.name} does not store the images that are normalized, pixel by pixel"
-        if not conv_maps.pitch_of(image(b.source(found.rows))):
-            return "its images are not channels-last"
         return scaled_refusal(b, c.feed.weight, found.scale(b))
 
     @staticmethod

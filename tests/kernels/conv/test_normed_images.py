@@ -105,6 +105,14 @@ def test_the_cost_model_takes_it() -> None:
     assert tactics(lowered(n.done(block(n)), no_cubins=True)).count("conv_normed_sm90") == 2
 
 
+def test_the_cost_model_leaves_many_tiles_of_many_images() -> None:
+    n = Net(np.float16)
+    x = _pixelwise(n, n.input(32, 16, 32, 32), 64)
+    program = lowered(n.done(_pixelwise(n, _norm(n, x), 1024)), no_cubins=True)
+    assert "conv_normed_sm90" not in tactics(program)
+    assert any(r.startswith("norm and convolution are predicted to take") for r in reasons(program))
+
+
 def _two_readers(n: Net) -> Value:
     x = _norm(n, _pixelwise(n, n.input(2, 16, 4, 8), 64))
     return n.op("Concat", _pixelwise(n, x, 64), n.op("Relu", x))
