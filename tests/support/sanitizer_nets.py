@@ -23,7 +23,7 @@ from kernels.gemm.test_matmul_tiles import NETS as TILED  # type: ignore[import-
 from kernels.gemm.test_normed import NETS as NORMED  # type: ignore[import-not-found]
 from kernels.gemm.test_normed_residual import NETS as NORMED_RESIDUALS  # type: ignore[import-not-found]
 from kernels.gemm.test_paired import NETS as PAIRED  # type: ignore[import-not-found]
-from kernels.gemm.test_turned import NETS as TURNED  # type: ignore[import-not-found]
+from kernels.gemm.test_turned_heads import NETS as TURNED  # type: ignore[import-not-found]
 from kernels.generated_cases import FAMILIES, graph_of  # type: ignore[import-not-found]
 from kernels.index import test_top_rows  # type: ignore[import-not-found]
 from kernels.norm.test_across import mixer  # type: ignore[import-not-found]

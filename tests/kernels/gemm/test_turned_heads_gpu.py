@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kernels.gemm.test_turned import NETS, layer  # type: ignore[import-not-found]
+from kernels.gemm.test_turned_heads import NETS, layer  # type: ignore[import-not-found]
 from support.needs import why_no_hopper
 from support.simulated import feeds_of, lowered
 
