@@ -292,7 +292,6 @@ static inline void tma_store_4d(const TensorMap* map, u32 source, int a, int b, 
 }
 static inline void tma_store_commit() {}
 template <int PENDING> static void tma_store_wait_read() {}
-static inline uint4 constant_load16(const uint4* from) { return *from; }
 static inline uint4 shared_load16(u32 address) {
     if (address % 16 || address + 16 > SHARED) abort();
     return *reinterpret_cast<const uint4*>(memory + address);

@@ -61,9 +61,9 @@ TOGETHER_PER_CLOCK = 6500.0  # bytes of weights that all multiprocessors load pe
 SHARING_TILES = 11  # tiles of pixels share them; more of them find them in L2
 PIXELS_PART = 0.2  # of the pixels' bytes that count like weights
 FULL, FULL_POWER = 0.462e-6, 5.5  # s, where no multiprocessor is left for the next launch
-# In networks, fitted to 204 timings of 16 of their products of 580 to 4112 rows, each in turns with the others' choices as they are: a last
-# wave that fills all multiprocessors takes so much of its products longer; a tile's last product to the first of the other warpgroup's.
-FULL_WAVE, FULL_WAVE_POWER, TURN_ENDS = 0.2, 16.0, 150.0
+# In networks (204 timings of 16 of their products of 580 to 4112 rows, each in turns, the other choices as they are), a last wave that
+# fills all multiprocessors takes so much of the products longer. With 384 columns or features it does not.
+FULL_WAVE, FULL_WAVE_POWER, FULL_WAVE_LEAST = 0.2, 16.0, 512
 SHARED_LOADS, WEIGHTS_ONCE = 1.045, 0.15
 LOPSIDED = 1.3  # where most multiprocessors would have one block, and two fit one: two begin where the launch before ends first
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
@@ -180,7 +180,7 @@ def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> floa
         together = max(resident * steps * step, first) + finish * (1 + TOGETHER * (resident - 1))
         cycles = rounds * together + (first + finish if rest == 1 else together if rest else 0.0)
     elif config.alternate:
-        cycles = waves * (first + TURN_ENDS) + finish
+        cycles = waves * first + finish
     else:
         cycles = first + finish + (waves - 1) * (steps * step + finish)
     kept = problem.k_steps * config.tile[0] * problem.span if config.stationary else 0
@@ -191,12 +191,10 @@ def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> floa
     busy = min(1.0, tiles * config.split / device.multiprocessors / (resident if beside else 1))
     latency = PRODUCT_LATENCY + FULL * math.pow(busy, FULL_POWER)
     whole = latency + max(compute, memory) + 0.2 * min(compute, memory)
-    if problem.pixels not in FEW_ROWS:
-        whole += (
-            FULL_WAVE
-            * math.pow(_last_wave(tiles * config.split, device.multiprocessors * resident), FULL_WAVE_POWER)
-            * compute
-        )
+    wide = min(problem.channels, problem.k_steps * problem.block) >= FULL_WAVE_LEAST
+    if wide and problem.pixels not in FEW_ROWS:
+        filled = _last_wave(tiles * config.split, device.multiprocessors * resident)
+        whole += FULL_WAVE * math.pow(filled, FULL_WAVE_POWER) * compute
     if beside and 2 * tiles * config.split > device.multiprocessors and problem.pixels not in FEW_ROWS:
         whole *= LOPSIDED
     if config.sharers > 1:

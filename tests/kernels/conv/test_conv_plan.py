@@ -293,7 +293,8 @@ def test_a_name_tells_the_configuration_and_nothing_else_is_one() -> None:
         (3152, 1152, 384, (("bias",),), ["1x1m2n112s5o1b1a", "1x1m2n120s5o1b1a", "1x1m2n128s5o1b1a"]),
         (1232, 512, 2048, ADD, ["1x1m1n80s12o1b1", "1x1m1n80s8o1b1a", "1x1m1n88s11o1b1", "1x1m1n88s8o1b1a"]),
         (197, 3072, 1024, (("bias",),), ["1x1m1n104s8o1b1c1x2", "1x1m1n104s8o1b1ac1x2"]),
-        (2048, 768, 3072, ADD, ["2x1m1n96s7o1b1", "2x1m1n104s6o1b1"]),
+        (2048, 768, 3072, ADD, ["2x1m1n104s6o1b1"]),
+        (2048, 2304, 768, (("bias",),), ["2x1m1n152s5o1b1", "2x1m1n160s5o1b1", "1x1m2n160s4o1b1a"]),
         (257, 768, 3072, ADD, ["1x2m1n72s6k4b1", "1x1m1n56s12k2b1", "1x1m1n72s11k2b1"]),
         (257, 3072, 768, (("bias",), ("gelu",)), ["1x1m1n136s8o1b1c1x2", "1x1m1n136s7o1b1ac1x2"]),
         (197, 384, 1536, ADD, ["1x1m1n40s6k4b1", "1x1m1n40s6k4b2", "1x1m1n40s7k3b2"]),
@@ -330,6 +331,17 @@ def test_convolutions_take_what_was_fast(channels: int, size: int, tiles: list[s
     assert not conv_cost.fills(replace(problem, batch=1), DEVICE)
     assert not conv_cost.fills(replace(problem, dtype="int8"), DEVICE)
     assert str(conv_cost.candidates(problem, DEVICE, 1)[0]) in tiles
+
+
+def test_a_last_wave_that_fills_all_multiprocessors_costs() -> None:
+    """132 blocks of 96 rows took 2.2 us longer in GPT-2 at batch 16 than 120 of 104. In DeiT-S, of 384 features, they do not."""
+    full, left = Config.read("2x1m1n96s7o1b1"), Config.read("2x1m1n104s6o1b1")
+    assert full is not None
+    assert left is not None
+    wide = Problem(2048, 768, (Source(1, 1, 3072),), ADD)
+    assert conv_cost.estimate(wide, full, DEVICE) > 1.05 * conv_cost.estimate(wide, left, DEVICE)
+    narrow = replace(wide, sources=(Source(1, 1, 384),))
+    assert conv_cost.estimate(narrow, full, DEVICE) < 1.05 * conv_cost.estimate(narrow, left, DEVICE)
 
 
 def test_one_wave_of_small_blocks_is_lopsided(monkeypatch: pytest.MonkeyPatch) -> None:

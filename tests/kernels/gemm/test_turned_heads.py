@@ -164,9 +164,7 @@ static void turn() {
     const Params& p = parameters;
     if (threadIdx.x == 0) memcpy(memory, p.tiles, TILES * TILE_ROWS * 128);
     __syncthreads();
-    HeadTurns<TILES, TILE_ROWS> heads;
-    heads.ask(p, 0, FIRST_ROW, threadIdx.x);
-    heads.turn(p, 0, 0, FIRST_ROW, threadIdx.x);
+    turn_heads<TILES, TILE_ROWS>(p, 0, 0, FIRST_ROW, threadIdx.x, [] { __syncthreads(); });
     __syncthreads();
     if (threadIdx.x == 0) memcpy(p.tiles, memory, TILES * TILE_ROWS * 128);
 }

@@ -365,10 +365,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #endif
             }
 #endif
-#if TURNED
-            HeadTurns<MT, BN> heads;
-            heads.ask(p, tile_channel + group_channel, tile_pixel + group_pixel, threadIdx.x % 128);
-#endif
             // Few columns: a product's latency exceeds its work. Two sets of sums, added at the end, keep two products in flight.
             int previous = 0;
             // In turn: the stages before this tile's have been waited for then, so a stage's parity says which of its fills is meant.
@@ -441,8 +437,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #endif
             }
 #if TURNED
-            named_barrier(1 + warp / 4, 128);
-            heads.turn(p, own, tile_channel + group_channel, tile_pixel + group_pixel, threadIdx.x % 128);
+            turn_heads<MT, BN>(p, own, tile_channel + group_channel, tile_pixel + group_pixel, threadIdx.x % 128, [&] { named_barrier(1 + warp / 4, 128); });
 #endif
 #if SCATTER
             named_barrier(1 + warp / 4, 128);

@@ -31,7 +31,7 @@ template <int ROWS, int MOST> struct TurnedTile {
             if (item >= ITEMS) continue;
             const u32 position = u32(first_row + row) % u32(p.positions);
             const uint4* from = p.angles + (size_t(position) * (TURNED / 16) + vector) * 2;
-            const uint4 c = constant_load16(from), s = constant_load16(from + 1);
+            const uint4 c = __ldg(from), s = __ldg(from + 1);
             cosines[i][0] = c.x, cosines[i][1] = c.y, cosines[i][2] = c.z, cosines[i][3] = c.w;
             sines[i][0] = s.x, sines[i][1] = s.y, sines[i][2] = s.z, sines[i][3] = s.w;
         }
@@ -65,39 +65,25 @@ template <int ROWS, int MOST> struct TurnedTile {
     }
 };
 
-// The heads of M_TILES tiles, whose first channel and row these are. The angles of few sums are asked for before the products, so that they are
-// there behind them.
-template <int M_TILES, int ROWS> struct HeadTurns {
-    static constexpr bool FEW = M_TILES * ROWS <= 128;
+// Turns the heads of M_TILES tiles from ``tile`` on, whose first channel and row these are. All threads of a warpgroup; ``wait()`` returns when
+// the tiles are whole. The angles of few sums are asked for before that.
+template <int M_TILES, int ROWS, class Wait>
+DEVICE void turn_heads(const Params& p, u32 tile, int channel, int first_row, int thread, const Wait& wait) {
+    constexpr bool FEW = M_TILES * ROWS <= 128;
     typedef TurnedTile<ROWS, FEW ? 4 : 2> Tile;
-    static constexpr bool AHEAD = FEW && Tile::ITEMS <= Tile::TOGETHER * 128;
-
-    Tile ahead[AHEAD ? M_TILES / TURNED_TILES : 1];
-
-    static __device__ __forceinline__ int inside(int channel) { return HEAD > 64 ? channel % HEAD : 0; }
-    static __device__ __forceinline__ bool turns(const Params& p, int channel) { return channel < p.turned_channels && inside(channel) < TURNED; }
-
-    __device__ __forceinline__ void ask(const Params& p, int channel, int first_row, int thread) {
-        #pragma unroll
-        for (int m = 0; AHEAD && m < M_TILES; m += TURNED_TILES)
-            if (turns(p, channel + m * 64)) ahead[m / TURNED_TILES].load(p, inside(channel + m * 64), first_row, 0, thread);
-    }
-
-    // Turns them. All threads of a warpgroup; the tiles from ``tile`` on are whole.
-    __device__ __forceinline__ void turn(const Params& p, u32 tile, int channel, int first_row, int thread) {
-        #pragma unroll
-        for (int m = 0; m < M_TILES; m += TURNED_TILES) {
-            if (!turns(p, channel + m * 64)) continue;
-            if (AHEAD) {
-                ahead[m / TURNED_TILES].turn(tile + m * ROWS * 128, 0, thread);
-                continue;
-            }
-            #pragma unroll 1
-            for (int begin = 0; begin < Tile::ITEMS; begin += Tile::TOGETHER * 128) {
-                ahead[0].load(p, inside(channel + m * 64), first_row, begin, thread);
-                ahead[0].turn(tile + m * ROWS * 128, begin, thread);
-            }
+    constexpr bool AHEAD = FEW && Tile::ITEMS <= Tile::TOGETHER * 128;
+    #pragma unroll
+    for (int m = 0; m < M_TILES; m += TURNED_TILES) {
+        const int inside = HEAD > 64 ? (channel + m * 64) % HEAD : 0;
+        const bool turns = channel + m * 64 < p.turned_channels && inside < TURNED;
+        Tile heads;
+        if (AHEAD && turns) heads.load(p, inside, first_row, 0, thread);
+        if (m == 0) wait();
+        #pragma unroll 1
+        for (int begin = 0; turns && begin < Tile::ITEMS; begin += Tile::TOGETHER * 128) {
+            if (!AHEAD) heads.load(p, inside, first_row, begin, thread);
+            heads.turn(tile + m * ROWS * 128, begin, thread);
         }
     }
-};
+}
 #endif
