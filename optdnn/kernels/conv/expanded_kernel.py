@@ -172,12 +172,17 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "the patch exceeds a TMA box"
     if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
         return why
-    limit = min(255, 512 // -(-(config.threads // 32) * config.blocks // 4) // 8 * 8)
+    limit = register_limit(config.threads, config.blocks)
     if (found := registers(problem, config)) > limit:
         return f"about {found} registers a thread exceed {limit}"
     if math.prod(tiles(problem, config)) * problem.filtered.batch >= 1 << 31:
         return "more tiles than the kernel counts"
     return None
+
+
+def register_limit(threads: int, blocks: int) -> int:
+    """Registers a thread may have: a multiprocessor's four schedulers divide the warps of its blocks."""
+    return min(255, 512 // -(-(threads // 32) * blocks // 4) // 8 * 8)
 
 
 def registers(problem: Problem, config: Config) -> int:
@@ -334,12 +339,15 @@ def _configs(problem: Problem, device: GpuFacts) -> Iterator[Config]:
 
 def _resident(problem: Problem, config: Config, device: GpuFacts) -> Iterator[Config]:
     """With two stages and as many blocks on a multiprocessor as fit; with one, where more fit then."""
-    most = 0
+    most, needed = 0, registers(problem, config)
+    if needed > register_limit(config.threads, 1):
+        return
     for stages in (2, 1):
-        tried = (replace(config, stages=stages, blocks=n) for n in range(4, most, -1))
-        found = next((c for c in tried if refuse(problem, c, shared=device.shared_per_block) is None), None)
-        if found is not None:
-            most = found.blocks
+        fit = device.shared_per_multiprocessor // (shared_bytes(problem, replace(config, stages=stages)) + 1024)
+        blocks = next((n for n in range(min(4, fit), most, -1) if needed <= register_limit(config.threads, n)), 0)
+        found = replace(config, stages=stages, blocks=blocks)
+        if blocks and refuse(problem, found, shared=device.shared_per_block) is None:
+            most = blocks
             yield found
 
 
