@@ -8,6 +8,7 @@ of the result, as :mod:`optdnn.kernels.conv.depthwise_kernel` makes them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -305,7 +306,17 @@ def _place(problem: Problem, config: Config) -> tuple[float, float, float, float
     issued = loads + products * (pairs + single) + 2 * math.prod(s.kernel) + 30.0
     issued += config.strips * (8 * own + 34 + (14 if f.squeeze else 0))
     multiplied = products * (pairs * TWO_TAPS + single * ONE_TAP)
-    return issued, config.strips * 8 * slow * SPECIAL, multiplied, MATRICES * (loads + 2 * config.strips)
+    shared = MATRICES * (loads * _ways(problem, config) + 2 * config.strips)
+    return issued, config.strips * 8 * slow * SPECIAL, multiplied, shared
+
+
+def _ways(problem: Problem, config: Config) -> int:
+    """How often a bank is met where eight pixels of a strip, rows of a matrix, lie in two rows of the patch: 16 bytes are one of eight."""
+    if config.strip_w > 4:
+        return 1
+    _, wide = patch(problem, config)
+    row = problem.filtered.source.stride[0] * wide
+    return max(Counter((x + y * row) * (config.channels // 8 | 1) % 8 for x in range(4) for y in range(2)).values())
 
 
 def _activation(stages: tuple[render.Stage, ...]) -> tuple[float, float]:
