@@ -226,7 +226,7 @@ def generated(problem: Problem, tile: Mapping[str, int]) -> str:
         "OUT_FLOAT8": 0, "OUT_ZERO": int(problem.zero_point), "INPUT_UNSIGNED": int(problem.dtype == "uint8"),
         "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"), "RELU_BEFORE": int(problem.relu),
     }  # fmt: skip
-    stages = render.paired_epilogue(problem.epilogue)
+    stages = render.epilogue(problem.epilogue)
     if problem.item == 1:
         stages = render.runtime_epilogue(problem.epilogue, problem.out_item == 1)
     return "\n".join([render.constants({**tile, **types}), stages, ""])

@@ -8,6 +8,7 @@ of the result, as :mod:`optdnn.kernels.conv.depthwise_kernel` makes them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -172,12 +173,17 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "the patch exceeds a TMA box"
     if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
         return why
-    limit = min(255, 512 // -(-(config.threads // 32) * config.blocks // 4) // 8 * 8)
+    limit = register_limit(config.threads, config.blocks)
     if (found := registers(problem, config)) > limit:
         return f"about {found} registers a thread exceed {limit}"
     if math.prod(tiles(problem, config)) * problem.filtered.batch >= 1 << 31:
         return "more tiles than the kernel counts"
     return None
+
+
+def register_limit(threads: int, blocks: int) -> int:
+    """Registers a thread may have: a multiprocessor's four schedulers divide the warps of its blocks."""
+    return min(255, 512 // -(-(threads // 32) * blocks // 4) // 8 * 8)
 
 
 def registers(problem: Problem, config: Config) -> int:
@@ -300,7 +306,17 @@ def _place(problem: Problem, config: Config) -> tuple[float, float, float, float
     issued = loads + products * (pairs + single) + 2 * math.prod(s.kernel) + 30.0
     issued += config.strips * (8 * own + 34 + (14 if f.squeeze else 0))
     multiplied = products * (pairs * TWO_TAPS + single * ONE_TAP)
-    return issued, config.strips * 8 * slow * SPECIAL, multiplied, MATRICES * (loads + 2 * config.strips)
+    shared = MATRICES * (loads * _ways(problem, config) + 2 * config.strips)
+    return issued, config.strips * 8 * slow * SPECIAL, multiplied, shared
+
+
+def _ways(problem: Problem, config: Config) -> int:
+    """How often a bank is met where eight pixels of a strip, rows of a matrix, lie in two rows of the patch: 16 bytes are one of eight."""
+    if config.strip_w > 4:
+        return 1
+    _, wide = patch(problem, config)
+    row = problem.filtered.source.stride[0] * wide
+    return max(Counter((x + y * row) * (config.channels // 8 | 1) % 8 for x in range(4) for y in range(2)).values())
 
 
 def _activation(stages: tuple[render.Stage, ...]) -> tuple[float, float]:
@@ -334,12 +350,15 @@ def _configs(problem: Problem, device: GpuFacts) -> Iterator[Config]:
 
 def _resident(problem: Problem, config: Config, device: GpuFacts) -> Iterator[Config]:
     """With two stages and as many blocks on a multiprocessor as fit; with one, where more fit then."""
-    most = 0
+    most, needed = 0, registers(problem, config)
+    if needed > register_limit(config.threads, 1):
+        return
     for stages in (2, 1):
-        tried = (replace(config, stages=stages, blocks=n) for n in range(4, most, -1))
-        found = next((c for c in tried if refuse(problem, c, shared=device.shared_per_block) is None), None)
-        if found is not None:
-            most = found.blocks
+        fit = device.shared_per_multiprocessor // (shared_bytes(problem, replace(config, stages=stages)) + 1024)
+        blocks = next((n for n in range(min(4, fit), most, -1) if needed <= register_limit(config.threads, n)), 0)
+        found = replace(config, stages=stages, blocks=blocks)
+        if blocks and refuse(problem, found, shared=device.shared_per_block) is None:
+            most = blocks
             yield found
 
 

@@ -420,3 +420,11 @@ def test_a_block_that_keeps_its_weights_keeps_its_channel_tile() -> None:
     config = Config(1, 1, 1, 64, 3, stationary=True)
     assert conv.grid_blocks(problem, config, DEVICE) % 7 == 0
     assert conv.grid_blocks(problem, replace(config, stationary=False), DEVICE) == DEVICE.multiprocessors
+
+
+def test_large_tiles_do_two_silus_at_once() -> None:
+    problem = Problem(128, 96, (same(14, 14, 64, (1, 1)),), (("bias",), ("silu",)))
+    for config, paired in ((Config(1, 2, 2, 56, 4), True), (Config(1, 1, 1, 8, 4), False)):
+        text = conv.recipe(problem, config).generated["generated.cuh"]
+        assert ("FINAL_SILU 1" in text) == paired
+        assert ("__expf" in text) != paired

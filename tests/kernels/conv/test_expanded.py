@@ -28,6 +28,7 @@ from optdnn.tuning.timing_cache import TimingCache
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the cost model were for one launch everywhere."""
     monkeypatch.setattr(expanded, "GAIN", 1e9)
+    monkeypatch.setattr(expanded, "LEAST", 0.0)
 
 
 def block(n: Net, x: Value, depth: int, channels: int, *, activation: str = "Relu", **conv: Any) -> Value:
@@ -170,9 +171,14 @@ def test_unmeasured_the_cost_model_decides(
     faster: bool, build: Build, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expanded, "_apart", lambda problem, gpu: (1.0, 1.0) if faster else (1e-9, 1e-9))
+    monkeypatch.setattr(expanded, "LEAST", 0.0)
     program = lowered(of(build), row_invariant=invariant)
     assert bool(made(program)) == faster
     assert faster or any("other launches are predicted" in r for r in reasons(program))
+
+
+def test_short_launches_are_for_tuning() -> None:
+    assert any("only tuning tries one launch for so little" in r for r in reasons(lowered(of(plain))))
 
 
 @pytest.mark.parametrize(("each", "told"), [(29e-6, 58.0), (31e-6, 62.0 * expanded.LONGER)])

@@ -107,13 +107,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
                 const bool inside = to.y + y[i / 2] + o < p.out_h && to.x + x[i / 2] + quad * 2 + i % 2 < p.out_w;
                 float value[8];
                 #pragma unroll
-                for (int c = 0; c < 8; c++) value[c] = epilogue(acc[o][c][i], bias[c], 0.0f);
-#if FINAL_SILU
-                #pragma unroll
-                for (int c = 0; c < 8; c += 2) silu_pair(value[c], value[c + 1]);
-#endif
-                #pragma unroll
-                for (int c = 0; SQUEEZE && c < 8; c++) sum[i / 2][c] += inside ? value[c] : 0.0f;
+                for (int c = 0; c < 8; c++) {
+                    value[c] = epilogue(acc[o][c][i], bias[c], 0.0f);
+                    if (SQUEEZE && inside) sum[i / 2][c] += value[c];
+                }
                 const Packed<8> packed = pack<8>(value);
                 result[o][i / 2][i % 2] = make_uint4(packed.word[0], packed.word[1], packed.word[2], packed.word[3]);
             }

@@ -132,8 +132,7 @@ DEVICE void finish_vector(const Output& p, long long at, long long added, const 
     Vector r = zeros();
     if (HAS_RESIDUAL) r = load_packed<LANES>(reinterpret_cast<const u16*>(p.residual) + added);
     #pragma unroll
-    for (int i = 0; i < LANES; i += 2)
-        finish_two(*p.requantize, acc[i], acc[i + 1], c[i], c[i + 1], element(r, i), element(r, i + 1), y[i], y[i + 1]);
+    for (int i = 0; i < LANES; i++) y[i] = finished(*p.requantize, acc[i], c[i], element(r, i));
     store_packed(reinterpret_cast<u16*>(p.output) + at, pack<LANES>(y));
 #endif
 }
