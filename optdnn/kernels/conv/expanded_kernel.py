@@ -59,7 +59,7 @@ class Problem:
 @dataclass(frozen=True, order=True)
 class Config:
     """``strips`` (one below the other) of 16 output pixels, ``strip_w`` wide, ``grid_x`` x ``grid_y`` of them in a tile; ``channels`` of a
-    block, each 16 of which ``warps`` warps share; ``stages`` patches of the image; ``blocks`` per multiprocessor that registers must
+    block, ``warps`` warps share each 16 of them; ``stages`` patches of the image; ``blocks`` per multiprocessor that registers must
     allow."""
 
     strips: int
