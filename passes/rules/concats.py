@@ -37,6 +37,19 @@ def _joined(graph: Graph, op: Op) -> Op | Miss | None:
     return concat
 
 
+@rule("empty_parts", {"Concat"})
+def empty_parts(graph: Graph, op: Op) -> Match | None:
+    """Parts of no elements are left out of a Concat: heads of which all features turn join what remains of them (Phi-3)."""
+    axis, values = (
+        normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)),
+        [operand(op, k) for k in range(len(op.inputs))],
+    )
+    held = [v for v in values if graph.type(v).dims[axis] != 0]
+    if not held or len(held) == len(values):
+        return None
+    return Match((op,), lambda patch: held[0] if len(held) == 1 else patch.add("Concat", held, op.attrs))
+
+
 @rule("concat_of_split", {"Concat"})
 def concat_of_split(graph: Graph, op: Op) -> Match | None:
     """``concat(a, b, c)``, where a and b are all parts of a Split of x in their order, is ``concat(x, c)`` (C2f of YOLOv8).

@@ -56,6 +56,7 @@ RULES: Mapping[str, str] = {
     "transpose_chain": "Transposes in a row merged",
     "part_of_concat": "slices of a concatenation replaced by the part that they take",
     "interleaved_parts": "values interleaved in front of the transposes around them",
+    "empty_parts": "parts of no elements left out of a concatenation",
     "concat_of_split": "parts joined again replaced by the value that was split",
     "transpose_is_reshape": "Transposes of axes of size 1 written as Reshape",
     "gemm_transpose": "Transposes merged into matrix products",

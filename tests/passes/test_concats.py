@@ -114,6 +114,21 @@ def test_parts_joined_along_another_axis_stay() -> None:
     check_untouched(Canonicalize(), split_and_joined(Net(np.float64), axis=2))
 
 
+@pytest.mark.parametrize(("widths", "left"), [((3, 0), 0), ((0, 3, 5), 2), ((0, 3, 0), 0)])
+def test_parts_of_no_elements_are_left_out(widths: tuple[int, ...], left: int) -> None:
+    n = Net(np.float64)
+    parts = [n.op("Relu", n.input(2, width, 6, name=f"x{k}")) for k, width in enumerate(widths)]
+    graph = n.done(n.op("Exp", n.op("Concat", *parts, attrs=ConcatAttrs(-2))))
+    done, _ = check_pass(Canonicalize(), graph, changes=1, rules={"empty_parts": 1})
+    assert [len(op.inputs) for op in done.of_kind("Concat")] == ([left] if left else [])
+
+
+def test_a_concat_of_no_elements_stays() -> None:
+    n = Net(np.float64)
+    parts = [n.op("Relu", n.input(2, 0, 6, name=f"x{k}")) for k in range(2)]
+    check_untouched(Canonicalize(), n.done(n.op("Concat", *parts, attrs=ConcatAttrs(1))))
+
+
 def joined_and_cut(begin: int, end: int, step: int = 1, axis: int = 1, *, read: bool = False) -> Graph:
     n = Net(np.float64)
     parts = [n.op("Relu", n.input(2, width, 6, name=f"x{width}")) for width in (3, 5)]
