@@ -39,7 +39,7 @@ def _joined(graph: Graph, op: Op) -> Op | Miss | None:
 
 @rule("empty_parts", {"Concat"})
 def empty_parts(graph: Graph, op: Op) -> Match | None:
-    """Parts of no elements are left out of a Concat: heads whose features all turn are joined with the rest of them, which is nothing (Phi-3)."""
+    """Parts of no elements are left out of a Concat: heads whose features all turn are joined with a rest of none (Phi-3)."""
     axis, values = (
         normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)),
         [operand(op, k) for k in range(len(op.inputs))],
