@@ -258,9 +258,9 @@ def channel_row(b: Builder, op: Op, bias: Array | None, ep: Epilogue, size: int,
 def with_moments(kind: str, attrs: dict[str, Any], axis: int = 1, rows: int = 1) -> tuple[str, dict[str, Any]]:
     """The kind and the attributes of a launch that tells the moments of its result's rows as well. ``axis``: that of a row; ``rows``: so
     many have moments together."""
-    own, more = tuple(sorted(attrs)), {} if axis == 1 else {"axis": axis}
-    more |= {} if rows == 1 else {"rows": rows}
-    return "RowMoments", {"of": kind, "own": own, "together": conv_problem.MOMENT_CHANNELS, **more, **attrs}
+    together = {"together": conv_problem.MOMENT_CHANNELS, "axis": axis, "rows": rows}
+    assert not together.keys() & attrs.keys(), "its own attributes would be these"
+    return "RowMoments", {"of": kind, "own": tuple(sorted(attrs)), **together, **attrs}
 
 
 def with_turn(meaning: Meaning, problem: conv_problem.Problem, angles: TensorView) -> Meaning:

@@ -174,7 +174,8 @@ class NormedGemm(TakesNorm, HopperGemm):
         columns, depth = c.out.shape[1], c.feed.x.shape[1]
         weights = operands["weights"].view((columns, depth), (depth, 1))
         sums, bias = (operands[n].view((columns,), (1,)) for n in ("columns", "channel"))
-        kind, attrs = "NormedProduct", {**norm_attrs(problem.norm), "epilogue": plain_stages(c.ep.stages), "beside": ()}
+        attrs = {**norm_attrs(problem.norm), "image": 0, "epilogue": plain_stages(c.ep.stages), "beside": ()}
+        kind = "NormedProduct"
         if told is not None:
             problem, operands["moments"] = replace(problem, moments=True), told
             kind, attrs = hopper_launch.with_moments(kind, attrs)
@@ -210,5 +211,5 @@ class NormedPair(TakesNorm, PairedGemm):
             problem,
             config,
             operands,
-            ("NormedProduct", {**norm_attrs(problem.norm), **self.stages(b, op)}, reads),
+            ("NormedProduct", {**norm_attrs(problem.norm), "image": 0, **self.stages(b, op)}, reads),
         )
