@@ -113,7 +113,9 @@ def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     few = replace(DEVICE, multiprocessors=3)  # so that blocks take several tiles
     launch = expanded.launch(made, config, few)
     text = launch.recipe.generated["generated.cuh"].replace(render.mma(made.filtered.dtype), "")
-    library = emulated.compiled(launch.recipe, launch.function, tmp_path, rendered=_assembly_aside(text))
+    library = emulated.compiled(
+        launch.recipe, launch.function, tmp_path, rendered=_assembly_aside(text), headers=["strips.cuh"]
+    )
     arrays, want = operands(made)
     out, sums = results(made, config)
     held = {key: emulated.aligned(a) for key, a in {**arrays, "output": out, **sums}.items()}

@@ -16,9 +16,10 @@
 // between() and after() (of two neighbouring channels of either convolution, to a pair of 16-bit elements) and multiply().
 #include "taps.cuh"
 #include "generated.cuh"
+#include "strips.cuh"
 
 constexpr int PAIRS = CHANNELS / 16, THREADS = PAIRS * WARPS * 32, STEPS = (DEPTH + 15) / 16;
-constexpr int STRIP_H = 16 / STRIP_W, TAPS = KERNEL_H * KERNEL_W;
+constexpr int TAPS = KERNEL_H * KERNEL_W;
 constexpr int TILE_W = GRID_X * STRIP_W, TILE_H = GRID_Y * STRIPS * STRIP_H;
 constexpr int PATCH_H = (TILE_H - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;
 constexpr int PATCH_W = (TILE_W - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1;
@@ -33,7 +34,6 @@ constexpr u32 PITCH = (CHANNELS / 8 | 1) * 16, PATCH_BYTES = BANDS * 16 * PITCH,
 constexpr int FILTER = (TAPS + 7) / 8 * 8, WORDS = (TAPS + 1) / 2;         // elements of a channel's filter; 32-bit words that count
 // A row of taps is loaded as pairs, and the last one by itself for both groups of eight channels.
 constexpr int TAP_PAIRS = KERNEL_W / 2, LOADS = TAP_PAIRS + KERNEL_W % 2;
-constexpr int ROWS = (STRIPS - 1) * STRIP_H * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;   // of the patch, that a warp's strips see
 
 struct Params {
     TensorMap input;                               // (channel, x, y, n)
@@ -49,15 +49,6 @@ struct Params {
     float mean;                                    // one over the pixels of an image
 };
 
-constexpr __device__ bool meets(int row, int strip) {      // whether a row of the patch meets a tap of the strip's first row
-    const int below = row - strip * STRIP_H * STRIDE_H;
-    return below >= 0 && below % DILATION_H == 0 && below / DILATION_H < KERNEL_H;
-}
-constexpr __device__ bool used(int row) {
-    for (int m = 0; m < STRIPS; m++)
-        if (meets(row, m)) return true;
-    return false;
-}
 
 // Where the expanded patch has a pixel. With a stride of 2, even columns come first, then odd ones: those of a tap lie side by side.
 constexpr int EVEN = STRIDE_W == 2 ? (PATCH_W + 1) / 2 : 0;

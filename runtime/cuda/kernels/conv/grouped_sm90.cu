@@ -8,22 +8,13 @@
 // (KERNEL_H, KERNEL_W, DILATION_H, DILATION_W), MIN_BLOCKS, epilogue() and multiply().
 #include "ptx.cuh"
 #include "generated.cuh"
+#include "strips.cuh"
 #include "tile_walk.cuh"
 
 constexpr int UNITS = KERNEL_W * BAND, PAIRS = (UNITS + 1) / 2;
-constexpr int STRIP_H = 16 / STRIP_W, ROWS = (STRIPS - 1) * STRIP_H * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;
 constexpr int SHARES = CHUNKS / BLOCKS;            // warps that share a slab's channels
 static_assert(CHUNKS % BAND == 0 && BAND % BLOCKS == 0 && WARPS == SHARES * GRID_X * GRID_Y && TILE_N == 1, "a tile of this kernel");
 
-constexpr __device__ bool meets(int row, int strip) {      // whether a row of the patch meets a tap of the strip's first row
-    const int below = row - strip * STRIP_H * STRIDE_H;
-    return below >= 0 && below % DILATION_H == 0 && below / DILATION_H < KERNEL_H;
-}
-constexpr __device__ bool used(int row) {
-    for (int m = 0; m < STRIPS; m++)
-        if (meets(row, m)) return true;
-    return false;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) grouped_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];

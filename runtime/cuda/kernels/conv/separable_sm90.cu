@@ -20,9 +20,10 @@
 // HAS_RESIDUAL, between() (of two neighbouring channels, to a pair of 16-bit elements), epilogue() and wgmma_pixels().
 #include "taps.cuh"
 #include "generated.cuh"
+#include "strips.cuh"
 
 constexpr int WARPS = WARPGROUPS * 4, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 32;
-constexpr int STRIP_H = 16 / STRIP_W, TAPS = KERNEL_H * KERNEL_W;
+constexpr int TAPS = KERNEL_H * KERNEL_W;
 constexpr int TILE_W = GRID_X * STRIP_W, TILE_H = WARPS / GRID_X * STRIPS * STRIP_H;
 constexpr int PATCH_W = (TILE_W - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1;
 constexpr int PATCH_H = (TILE_H - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;
@@ -35,7 +36,6 @@ constexpr u32 STAGE_LOAD = PATCH_H * PATCH_W * SPAN + BN * SPAN + FILTER_BYTES +
 constexpr u32 HEAD_BYTES = 1024;
 // A row of taps is loaded as pairs, and the last one by itself for two groups of eight channels.
 constexpr int PAIRS = KERNEL_W / 2, LOADS = PAIRS + KERNEL_W % 2;
-constexpr int ROWS = (STRIPS - 1) * STRIP_H * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;   // of the patch, that a warp's strips see
 constexpr int STEPS = BK / 16, GROUPS = 2 * BATCH;
 // Sums of a result: products wait for those before them, and a warp with one strip has few chains of them.
 constexpr int CHAINS = STRIPS == 1 ? LOADS : 1;
@@ -56,15 +56,6 @@ struct Params {
     int k_steps, channel_tiles, tiles_x, image_tiles, tiles;
 };
 
-constexpr __device__ bool meets(int row, int strip) {      // whether a row of the patch meets a tap of the strip's first row
-    const int below = row - strip * STRIP_H * STRIDE_H;
-    return below >= 0 && below % DILATION_H == 0 && below / DILATION_H < KERNEL_H;
-}
-constexpr __device__ bool used(int row) {
-    for (int m = 0; m < STRIPS; m++)
-        if (meets(row, m)) return true;
-    return false;
-}
 
 struct Order {                                     // the rows that meet a tap
     int row[ROWS], count;
