@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 from support.needs import why_no_hopper
 from support.net import Net
+from support.one_config import only
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Value
-from optdnn.kernels.conv import hopper_launch, implicit_gemm
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.normed import NormedConv
 from optdnn.kernels.conv.problem import Problem, RowNorm, Source
-from optdnn.kernels.tactic import Offer
 from optdnn.ops.norm import GroupNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
@@ -213,17 +212,6 @@ CONFIGS = (
 )  # fmt: skip
 
 
-def _only(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
-    """Let this configuration be the choice of every launch that it can run."""
-    offers = hopper_launch.HopperTactic.offers
-
-    def only(self: Any, problem: Any, gpu: Any) -> Any:
-        one = implicit_gemm.refuse(problem, config) is None and (problem.dense or not config.stores_directly)
-        return [Offer(config, 1e-6)] if one else offers(self, problem, gpu)
-
-    monkeypatch.setattr(hopper_launch.HopperTactic, "offers", only)
-
-
 def _built(name: str, precision: str = "fp16") -> tuple[Graph, Program]:
     n = Net()
     graph = n.done(NETS[name](n))
@@ -234,7 +222,7 @@ def _built(name: str, precision: str = "fp16") -> tuple[Graph, Program]:
 @pytest.mark.usefixtures("wanted")
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_kernels_compile_without_spills(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    _only(monkeypatch, config)
+    only(monkeypatch, config)
     _, program = _built("block")
     found = 0
     for kernel in program.kernels:
@@ -256,7 +244,7 @@ def test_kernels_compile_without_spills(config: Config, monkeypatch: pytest.Monk
 def test_each_configuration_on_a_gpu(
     name: str, config: Config, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _only(monkeypatch, config)
+    only(monkeypatch, config)
     graph, program = _built(name, precision)
     context: Any = Engine(program).context()
     feeds = feeds_of(graph)

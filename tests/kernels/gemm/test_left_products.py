@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from support.needs import why_no_hopper
 from support.net import Net
+from support.one_config import only
 from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Value
-from optdnn.kernels.conv import hopper_launch, implicit_gemm
+from optdnn.kernels.conv import implicit_gemm
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.normed import NormedGemm
-from optdnn.kernels.tactic import Offer
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.runtime.cuda.compile import nvrtc
@@ -168,24 +168,13 @@ CONFIGS = (
 )  # fmt: skip
 
 
-def _only(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
-    """Let this configuration be the choice of every launch that it can run."""
-    offers = hopper_launch.HopperTactic.offers
-
-    def only(self: Any, problem: Any, gpu: Any) -> Any:
-        one = implicit_gemm.refuse(problem, config) is None and (problem.dense or not config.stores_directly)
-        return [Offer(config, 1e-6)] if one else offers(self, problem, gpu)
-
-    monkeypatch.setattr(hopper_launch.HopperTactic, "offers", only)
-
-
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("wanted")
 @pytest.mark.parametrize("name", ["large", "moments", "gate"])
 @pytest.mark.parametrize("config", [None, *CONFIGS[:-1]], ids=str)
 def test_kernels_compile_without_spills(name: str, config: Config | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if config is not None:
-        _only(monkeypatch, config)
+        only(monkeypatch, config)
     n = Net(np.float16)
     program = lowered(n.done(NETS[name](n)), target="cuda:sm_90a", no_cubins=True)
     for kernel in program.kernels:
@@ -205,7 +194,7 @@ def test_each_configuration_on_a_gpu(
     name: str, config: Config | None, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if config is not None:
-        _only(monkeypatch, config)
+        only(monkeypatch, config)
     n = Net()
     graph = n.done(NETS[name](n))
     context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()

@@ -9,14 +9,13 @@ from kernels.gemm.test_normed import NETS, _norm  # type: ignore[import-not-foun
 from kernels.gemm.test_normed_residual import NETS as RESIDUALS  # type: ignore[import-not-found]
 from support.needs import why_no_hopper
 from support.net import Net
+from support.one_config import only
 from support.simulated import feeds_of, lowered
 
 from optdnn.ir.graph import Value
-from optdnn.kernels.conv import hopper_launch, implicit_gemm
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.gemm.normed import NormedGemm, NormedPair
 from optdnn.kernels.gemm.normed_residual import NormedResidualGemm
-from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.trials.check import check_arena, check_steps
 from optdnn.runtime.engine import Engine
 
@@ -60,13 +59,7 @@ ALL = {**NETS, **RESIDUALS, "large": large, "large_residual": large_residual}
 def test_each_configuration(name: str, config: Config, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for tactic in (NormedGemm, NormedPair, NormedResidualGemm):
         monkeypatch.setattr(tactic, "defer", lambda self, b, op: None)
-    offers = hopper_launch.HopperTactic.offers
-
-    def only(self: Any, problem: Any, gpu: Any) -> Any:
-        one = implicit_gemm.refuse(problem, config) is None and (problem.dense or not config.stores_directly)
-        return [Offer(config, 1e-6)] if one else offers(self, problem, gpu)
-
-    monkeypatch.setattr(hopper_launch.HopperTactic, "offers", only)
+    only(monkeypatch, config)
     n = Net()
     graph = n.done(ALL[name](n))
     context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from kernels.gemm.test_turned_heads import NETS, layer  # type: ignore[import-not-found]
 from support.needs import why_no_hopper
+from support.one_config import only
 from support.simulated import feeds_of, lowered
 
-from optdnn.kernels.conv import hopper_launch, implicit_gemm
 from optdnn.kernels.conv.implicit_gemm import Config
-from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.trials.check import check_arena, check_steps
 from optdnn.runtime.engine import Engine
 
@@ -34,13 +33,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, r
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("name", ALL)
 def test_each_configuration(name: str, config: Config, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    offers = hopper_launch.HopperTactic.offers
-
-    def only(self: Any, problem: Any, gpu: Any) -> Any:
-        one = implicit_gemm.refuse(problem, config) is None and (problem.dense or not config.stores_directly)
-        return [Offer(config, 1e-6)] if one else offers(self, problem, gpu)
-
-    monkeypatch.setattr(hopper_launch.HopperTactic, "offers", only)
+    only(monkeypatch, config)
     graph = ALL[name]()
     context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
     feeds = feeds_of(graph)
