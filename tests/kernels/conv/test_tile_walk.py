@@ -77,7 +77,7 @@ def result_and_means(family: Any, problem: Any, config: Any, folder: Path) -> tu
     made = family.launch(problem, config, HOPPER)
     text = made.recipe.generated["generated.cuh"].replace(render.mma(problem.dtype), "")
     rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
-    headers = [name for name in ("tile_walk.cuh", "vectors.cuh") if name in made.recipe.sources()]
+    headers = [name for name in ("tile_walk.cuh", "vectors.cuh", "strips.cuh") if name in made.recipe.sources()]
     library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=headers)
     bands = getattr(problem, "bands", s.channels)
     inside = s.channels // bands
