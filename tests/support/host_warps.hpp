@@ -257,6 +257,16 @@ static inline void tma_load_2d(u32 target, const TensorMap* map, u32 barrier, in
     b.bytes -= int(width * height * 2);
     settle(b);
 }
+static inline void tma_store_2d(const TensorMap* map, u32 source, int x, int y) {
+    struct { u8* to; long long columns, rows, pitch, width, height; } m;
+    memcpy(&m, map->opaque, sizeof m);
+    if (source % 1024 || m.width != 64) abort();
+    for (int r = 0; r < m.height; r++)
+        for (int c = 0; c < m.width; c++) {
+            const u32 at = source + r * 128 + c * 2;
+            if (y + r < m.rows && x + c < m.columns) memcpy(m.to + (y + r) * m.pitch + (x + c) * 2, memory + (at ^ (at >> 7 & 7) << 4), 2);
+        }
+}
 // Boxes of up to four axes: address, sizes, strides, box, swizzle. What lies outside arrives as zeros, and is not stored.
 struct Map4 { u8* from; long long size[4], stride[3], box[4], swizzle; };
 template <class Visit> static void visit_box(const TensorMap* map, u32 shared, const int (&corner)[4], const Visit& visit) {
@@ -330,6 +340,24 @@ template <int N> static void wgmma_pixels(float (&d)[N], const u32 (&a)[4], u64 
         d[i] = (accumulate ? d[i] : 0) + total;
     }
 }
+// Both operands in shared memory, rows of 64 of K.
+template <int N> static void wgmma_step(float (&d)[N], u64 a, u64 b, int accumulate) {
+    const unsigned lane = threadIdx.x % 32;
+    const auto element = [](u64 matrix, unsigned row, unsigned k) {
+        const u32 at = u32(matrix << 4) + row * 128 + k * 2;
+        u16 bits;
+        memcpy(&bits, memory + (at ^ (at >> 7 & 7) << 4), 2);
+        return unpack1(bits);
+    };
+    for (int i = 0; i < N; i++) {
+        const unsigned row = threadIdx.x / 32 % 4 * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        float total = 0;
+        for (unsigned k = 0; k < 16; k++) total += element(a, row, k) * element(b, column, k);
+        d[i] = (accumulate ? d[i] : 0) + total;
+    }
+}
+template <int> static void give_registers() {}
+template <int> static void take_registers() {}
 static inline void grid_dependency_wait() {}
 static inline void grid_launch_dependents() {}
 template <int WHOLE> static void copy_or_zeros(u32 target, const void* source, int bytes) {
@@ -426,6 +454,19 @@ static void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
     const u32 words[4] = {a, b, c, d};
     const unsigned lane = threadIdx.x % 32;
     for (unsigned i = 0; i < 4; i++) memcpy(memory + shown(8 * i + lane / 4)[0] + lane % 4 * 4, &words[i], 4);
+    meet(WARP);
+}
+
+static void stmatrix_x4_trans(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    if (address % 16 || address + 16 > SHARED) abort();
+    show(&address, 1);
+    const u32 words[4] = {a, b, c, d};
+    const unsigned lane = threadIdx.x % 32;
+    for (unsigned i = 0; i < 4; i++)
+        for (unsigned j = 0; j < 2; j++) {             // two neighbours of column lane / 4
+            const u16 bits = u16(words[i] >> 16 * j);
+            memcpy(memory + shown(8 * i + lane % 4 * 2 + j)[0] + lane / 4 * 2, &bits, 2);
+        }
     meet(WARP);
 }
 

@@ -114,6 +114,10 @@ DEVICE bool elect_one() {
     return elected;
 }
 
+// Registers of each thread of a warpgroup, some of which others take. In a branch of its own, by all of its warps.
+template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+
 // ---- mbarrier ------------------------------------------------------------------------------------------------------
 
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {

@@ -1,0 +1,281 @@
+"""Plans of two 1x1 convolutions in one launch (``chained_sm90.cu``). NHWC, 16-bit.
+
+``middle[p, c] = round(first(sum over k of a[c, k] * in[p, k], added[p, c]))`` and
+``out[p, o] = second(sum over c of b[o, c] * middle[p, c], added_last[p, o])`` for each pixel ``p``; ``first`` and ``second`` are stages. The
+last convolution of a bottleneck and the first one of the next are such (He et al., "Deep Residual Learning", 2016), and so is a
+perceptron with one hidden layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from optdnn.errors import InternalError
+from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, STAGE_ISSUE
+from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.cuda.launches.plan import TensorMap
+from optdnn.types import Array
+
+CHUNK = 64
+"""Channels of wgmma's tile, and of a row of shared memory."""
+_HEAD_BYTES = 1024
+MOST_OUT_TILES = 4
+"""Sums of so many tiles of output channels fit a thread's registers."""
+
+
+@dataclass(frozen=True)
+class Pitches:
+    """Elements from a pixel to the next of each tensor."""
+
+    image: int
+    middle: int
+    output: int
+    added: int = 0
+    added_last: int = 0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``batch`` images of ``size`` (height, width), ``depth`` channels each, to ``middle`` and then ``channels`` channels. ``stored``:
+    whether the middle result is stored. ``pitches`` (None): without gaps."""
+
+    batch: int
+    size: tuple[int, int]
+    depth: int
+    middle: int
+    channels: int
+    first: tuple[render.Stage, ...] = (("bias",),)
+    second: tuple[render.Stage, ...] = (("bias",),)
+    stored: bool = True
+    dtype: str = "float16"
+    pitches: Pitches | None = None
+
+    @property
+    def pixels(self) -> int:
+        """Rows of both products."""
+        return self.batch * math.prod(self.size)
+
+    @property
+    def chunks(self) -> int:
+        """Of the middle channels."""
+        return -(-self.middle // CHUNK)
+
+    @property
+    def depth_blocks(self) -> int:
+        """Of the image's channels."""
+        return -(-self.depth // CHUNK)
+
+    @property
+    def out_tiles(self) -> int:
+        """Of the output channels."""
+        return -(-self.channels // CHUNK)
+
+    @property
+    def row_bytes(self) -> int:
+        """Least global traffic of a pixel."""
+        added = self.middle * render.uses_residual(self.first) + self.channels * render.uses_residual(self.second)
+        return 2 * (self.depth + self.middle * self.stored + self.channels + added)
+
+    @property
+    def bytes(self) -> int:
+        """Least global traffic: each tensor once."""
+        return self.pixels * self.row_bytes + 2 * self.middle * (self.depth + self.channels)
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``groups`` warpgroups of ``columns`` pixels each; ``images`` and ``buffers`` of each; a ring of ``stages`` chunks of weights (0: all
+    stay)."""
+
+    groups: int
+    columns: int
+    images: int
+    buffers: int
+    stages: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.groups * 128 + 128
+
+    def __str__(self) -> str:
+        return f"chain{self.groups}x{self.columns}i{self.images}b{self.buffers}s{self.stages}"
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block: barriers, weights, images, buffers."""
+    rows = config.columns * CHUNK * 2
+    weights = (config.stages or problem.chunks) * chunk_bytes(problem)
+    return _HEAD_BYTES + weights + config.groups * rows * (config.images * problem.depth_blocks + config.buffers)
+
+
+def chunk_bytes(problem: Problem) -> int:
+    """Weights of 64 middle channels."""
+    return (problem.depth_blocks + problem.out_tiles) * CHUNK * CHUNK * 2
+
+
+def tiles(problem: Problem, config: Config) -> int:
+    """Tiles of all pixels."""
+    return -(-problem.pixels // (config.groups * config.columns))
+
+
+def no_kernel(problem: Problem) -> str | None:
+    """Why the kernel has no form for the problem, or None."""
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"it is for 16-bit floats, not {problem.dtype}"
+    for stages in (problem.first, problem.second):
+        if stages[:1] != (("bias",),) or render.SCALE_SHIFT in stages:
+            return "a bias comes first, and is all that depends on a channel"
+    if any(n % 8 for n in (problem.depth, problem.middle, problem.channels)):
+        return "its channels do not come in eights"
+    if problem.out_tiles > MOST_OUT_TILES:
+        return f"{problem.channels} channels of the result exceed {MOST_OUT_TILES * CHUNK}"
+    if problem.pixels < 1:
+        return "it is empty"
+    return None
+
+
+REGISTERS = {1: 255, 2: 232, 3: 160}
+"""Of a thread that multiplies, by the warpgroups of a block."""
+OTHER_REGISTERS = 40
+"""What a thread needs beside its sums."""
+
+
+def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if (why := no_kernel(problem)) is not None:
+        return why
+    if config.groups not in REGISTERS or config.columns % 16 or not 16 <= config.columns <= 256:
+        return "not a tile of this kernel"
+    if config.buffers < 2 or config.images < 1 or config.stages == 1:
+        return "too few buffers: a chunk's is handed back while the next one is at work"
+    sums = (1 + problem.out_tiles) * config.columns // 2
+    if sums + OTHER_REGISTERS > REGISTERS[config.groups]:
+        return f"{sums} sums a thread exceed its registers"
+    if (config.stages or problem.chunks) * 2 + config.groups * 2 * (config.images + config.buffers) > _HEAD_BYTES // 8:
+        return "more barriers than the kernel has room for"
+    if (why := no_room(shared_bytes(problem, config), shared, 1)) is not None:
+        return why
+    if problem.pixels >= 1 << 31:
+        return "more pixels than the kernel counts"
+    return None
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
+    """What to compile. Numbers of pixels and of middle channels are parameters, but for weights that stay in shared memory. ``checked``: a
+    wait that never ends traps."""
+    defines = {
+        "GROUPS": config.groups, "BN": config.columns, "DEPTH_BLOCKS": problem.depth_blocks,
+        "OUT_TILES": problem.out_tiles, "IMAGES": config.images, "BUFFERS": config.buffers,
+        "WEIGHT_STAGES": config.stages or problem.chunks, "STATIONARY": int(not config.stages),
+        "ADDED": int(render.uses_residual(problem.first)), "ADDED_LAST": int(render.uses_residual(problem.second)),
+        "STORED": int(problem.stored),
+    }  # fmt: skip
+    parts = [
+        render.constants(defines), render.epilogue(problem.first, "first_result"),
+        render.epilogue(problem.second, "second_result"), render.wgmma(config.columns, problem.dtype), "",
+    ]  # fmt: skip
+    options = template_options(problem.dtype, checked=checked)
+    return Recipe("chained_sm90.cu", arch, {"generated.cuh": "\n".join(parts)}, options)
+
+
+def pack_weights(weight: Array) -> Array:
+    """``[channels, inputs, 1, 1]`` -> ``[channels, inputs to a multiple of 8]``, zero-filled: TMA addresses 16 bytes. Keeps the dtype."""
+    if weight.shape[2:] != (1, 1):
+        raise InternalError("a 1x1 convolution has one tap")
+    packed = np.zeros((len(weight), -(-weight.shape[1] // 8) * 8), weight.dtype)
+    packed[:, : weight.shape[1]] = weight[:, :, 0, 0]
+    return packed
+
+
+def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
+    """The launch: a grid that fills ``gpu``. Operands: ``input``, ``output``, and where they are ``middle``, ``added`` and ``added_last``
+    (channels-last); ``first`` and ``second`` (packed weights), ``first_bias`` and ``second_bias`` (fp32, whole chunks)."""
+    p, box = problem, (CHUNK, config.columns)
+    pitches = p.pitches or Pitches(p.depth, p.middle, p.channels, p.middle, p.channels)
+
+    def rows(name: str, channels: int, pitch: int) -> TensorMap[str]:
+        return tensor_map(name, p.dtype, (channels, p.pixels), (pitch * 2,), box, CHUNK * 2)
+
+    def matrix(name: str, depth: int, channels: int) -> TensorMap[str]:
+        return tensor_map(name, p.dtype, (depth, channels), (depth * 2,), (CHUNK, CHUNK), CHUNK * 2)
+
+    image = rows("input", p.depth, pitches.image)
+    added, added_last = render.uses_residual(p.first), render.uses_residual(p.second)
+    parameters = Parameters().tensor_map(
+        matrix("first", p.depth, p.middle),
+        matrix("second", p.middle, p.channels),
+        image,
+        rows("added", p.middle, pitches.added) if added else image,
+        rows("middle", p.middle, pitches.middle) if p.stored else image,
+        rows("added_last", p.channels, pitches.added_last) if added_last else image,
+        rows("output", p.channels, pitches.output),
+    )
+    count = tiles(p, config)
+    parameters.pointer("first_bias", "second_bias").i32(p.chunks, count)
+    return parameters.launch(
+        recipe(p, config, gpu.arch), "chained_sm90", min(count, gpu.multiprocessors), config.threads, shared=shared_bytes(p, config)
+    )  # fmt: skip
+
+
+MULTIPLIED = 2048.0  # products of a multiprocessor in a cycle
+OPERANDS = 110.0  # bytes of operands in shared memory in a cycle
+CHUNK_WAIT = 700.0  # cycles of a chunk in which a warpgroup waits: for its products' first results, its buffer, its other warps
+L2 = 60.0  # bytes of weights in a cycle and multiprocessor
+FIRST = 2500.0  # cycles from the launch to a block's first product, and from its last one to the end
+
+
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch. Not fitted to timings yet."""
+    rows, blocks = config.groups * config.columns, problem.depth_blocks + problem.out_tiles
+    products = blocks * CHUNK * CHUNK * problem.chunks  # of a pixel
+    tensor = rows * products / MULTIPLIED
+    # Each product of 64 x columns x 16 reads both operands.
+    reads = problem.chunks * blocks * config.groups * (CHUNK + config.columns) * CHUNK * 2 / OPERANDS
+    own = [3.0 + sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in s) for s in (problem.first, problem.second)]
+    issued = config.columns / 2 * (own[0] * problem.chunks + own[1] * problem.out_tiles)  # of a thread, and its scheduler's warp
+    alone = tensor / config.groups + issued + CHUNK_WAIT * (problem.chunks + problem.out_tiles)
+    weights = 0.0 if not config.stages else problem.chunks * chunk_bytes(problem) / L2
+    memory = rows * problem.row_bytes / (MEMORY / device.multiprocessors / CLOCK)
+    count = tiles(problem, config)
+    waves = -(-count // device.multiprocessors) if count < 8 * device.multiprocessors else count / device.multiprocessors + 0.4
+    tile = max(tensor, reads, alone, issued * config.groups, weights)
+    busy = min(1.0, count / device.multiprocessors)  # few blocks share the memory's bandwidth
+    cycles = FIRST + waves * max(tile, memory * busy)
+    return LATENCY + cycles / CLOCK + 0.1 * min(tile, memory) * waves / CLOCK
+
+
+def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
+    """The configurations to time, best predicted first; at most two of one tile. Empty when the kernel cannot run the problem."""
+    if no_kernel(problem) is not None or device.capability[0] != 9:
+        return []
+    found = [(estimate(problem, c, device), c) for c in _configs(problem, device)]
+    return varied(found, lambda c: (c.groups, c.columns), limit)
+
+
+def _configs(problem: Problem, device: GpuFacts) -> Iterator[Config]:
+    for groups, columns in product((2, 3, 1), (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)):
+        tile = Config(groups, columns, 1, 2)
+        if columns > 16 and groups * (columns - 16) >= problem.pixels:
+            continue
+        fitting = [
+            c
+            for stages, images, buffers in product((0, 4, 3, 2), (2, 1), (4, 3, 2))
+            if refuse(problem, c := replace(tile, images=images, buffers=buffers, stages=stages), shared=device.shared_per_block) is None
+        ]
+        # All weights in shared memory, else deeper buffers first: what is added must be on its way.
+        yield from sorted(fitting, key=lambda c: (c.stages > 0, -min(c.buffers, 3), -c.images, -c.stages))[:2]
+
+
+def with_batch(problem: Problem, batch: int) -> Problem:
+    """The same for another number of images."""
+    return replace(problem, batch=batch)

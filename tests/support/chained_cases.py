@@ -1,0 +1,93 @@
+"""Two 1x1 convolutions in one launch: cases that try one thing each, with a configuration. The GPU tests run them, the compile tests
+compile them, and small ones run on the processor."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from optdnn.kernels.conv import chained_kernel as chained
+from optdnn.kernels.conv.chained_kernel import Config, Pitches, Problem
+from optdnn.runtime.cuda.compile.render import Stage, uses_residual
+
+BIAS: tuple[Stage, ...] = (("bias",),)
+RELU: tuple[Stage, ...] = (("bias",), ("relu",))
+ADD_RELU: tuple[Stage, ...] = (("bias",), ("add",), ("relu",))
+ADD: tuple[Stage, ...] = (("bias",), ("add",))
+SILU: tuple[Stage, ...] = (("bias",), ("silu",))
+
+CASES: dict[str, tuple[Problem, Config]] = {
+    "one chunk": (Problem(1, (4, 4), 64, 64, 64, RELU, RELU), Config(1, 16, 1, 2)),
+    "bottlenecks": (Problem(2, (7, 5), 64, 256, 64, ADD_RELU, RELU), Config(2, 16, 2, 3)),
+    "wider behind": (Problem(2, (6, 6), 64, 128, 128, ADD_RELU, RELU), Config(2, 32, 1, 2)),
+    "a ring of weights": (Problem(3, (6, 6), 128, 320, 128, ADD_RELU, RELU), Config(2, 16, 1, 2, 2)),
+    "a perceptron": (Problem(2, (5, 5), 96, 384, 96, SILU, ADD, stored=False), Config(1, 32, 2, 2, 3)),
+    "nothing added": (Problem(2, (5, 5), 40, 72, 24, RELU, BIAS), Config(3, 16, 1, 2)),
+    "three warpgroups": (Problem(1, (12, 12), 64, 192, 64, ADD_RELU, ADD), Config(3, 32, 2, 2, 2)),
+    "four tiles": (Problem(1, (5, 5), 64, 128, 256, ADD_RELU, RELU), Config(1, 16, 1, 4)),
+    "pitches": (
+        Problem(2, (5, 5), 40, 72, 24, ADD_RELU, ADD, pitches=Pitches(48, 88, 64, 72, 32)), Config(2, 16, 2, 2)
+    ),
+    "bf16": (Problem(1, (6, 6), 64, 128, 64, ADD_RELU, RELU, dtype="bfloat16"), Config(2, 16, 1, 2)),
+    "ResNet, first stage": (Problem(8, (56, 56), 64, 256, 64, ADD_RELU, RELU), Config(2, 128, 2, 3)),
+    "ResNet, second stage": (Problem(8, (28, 28), 128, 512, 128, ADD_RELU, RELU), Config(2, 128, 1, 3, 2)),
+    "ResNet, third stage": (Problem(8, (14, 14), 256, 1024, 256, ADD_RELU, RELU), Config(2, 64, 1, 2, 2)),
+    "ResNet, to the second stage": (Problem(8, (56, 56), 64, 256, 128, ADD_RELU, RELU), Config(2, 128, 1, 2)),
+}  # fmt: skip
+
+
+def operands(p: Problem, seed: int = 0) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """The kernel's operands, and both results in fp32 by the definition."""
+    rng = np.random.default_rng(seed)
+    dtype = np.dtype(ml_dtypes.bfloat16 if p.dtype == "bfloat16" else np.float16)
+    pitches = p.pitches or Pitches(p.depth, p.middle, p.channels, p.middle, p.channels)
+
+    def rows(channels: int, pitch: int) -> np.ndarray:
+        made = np.full((p.pixels, pitch), np.nan, dtype)
+        made[:, :channels] = rng.standard_normal((p.pixels, channels)).astype(dtype)
+        return made
+
+    def matrix(channels: int, depth: int) -> np.ndarray:
+        return (rng.standard_normal((channels, depth, 1, 1)) / depth**0.5).astype(dtype)
+
+    x, first, second = rows(p.depth, pitches.image), matrix(p.middle, p.depth), matrix(p.channels, p.middle)
+    added, added_last = rows(p.middle, pitches.added or p.middle), rows(p.channels, pitches.added_last or p.channels)
+    bias, bias_last = (rng.standard_normal(-(-n // 64) * 64).astype(np.float32) for n in (p.middle, p.channels))
+
+    def layer(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, added: np.ndarray, stages: tuple[Stage, ...]) -> np.ndarray:
+        y = x.astype(np.float32) @ weight[:, :, 0, 0].astype(np.float32).T
+        return _stages(y, stages, bias[: len(weight)], added[:, : len(weight)].astype(np.float32))
+
+    middle = layer(x[:, : p.depth], first, bias, added, p.first)
+    want = layer(middle.astype(dtype), second, bias_last, added_last, p.second)
+    made = {
+        "input": x, "first": chained.pack_weights(first), "second": chained.pack_weights(second),
+        "first_bias": bias, "second_bias": bias_last,
+    }  # fmt: skip
+    made |= {"added": added} if uses_residual(p.first) else {}
+    made |= {"added_last": added_last} if uses_residual(p.second) else {}
+    return made, middle, want
+
+
+def places(p: Problem) -> dict[str, np.ndarray]:
+    """Where the results go, filled with NaN."""
+    dtype = np.dtype(ml_dtypes.bfloat16 if p.dtype == "bfloat16" else np.float16)
+    pitches = p.pitches or Pitches(p.depth, p.middle, p.channels)
+    made = {"output": np.full((p.pixels, pitches.output), np.nan, dtype)}
+    return made | ({"middle": np.full((p.pixels, pitches.middle), np.nan, dtype)} if p.stored else {})
+
+
+def _stages(x: np.ndarray, stages: tuple[Stage, ...], bias: np.ndarray, added: np.ndarray) -> np.ndarray:
+    for name, *_ in stages:
+        match name:
+            case "bias":
+                x = x + bias
+            case "add":
+                x = x + added
+            case "relu":
+                x = np.maximum(x, 0)
+            case "silu":
+                x = x / (1 + np.exp(-x))
+            case _:
+                raise KeyError(name)
+    return x
