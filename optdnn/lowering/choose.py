@@ -162,6 +162,8 @@ def _facts(b: Builder, op: Op, among: frozenset[int] = frozenset()) -> list[Plai
 
 def _reader(op: Op) -> str:
     """The facts of a neighbour that reads the result."""
+    if op.kind == "Conv":
+        return f"{op.kind} {op.attrs!r} {op.outputs[0].type}"
     return f"{op.kind} {op.attrs!r}" if op.kind in ("MaxPool", "Pointwise") else op.kind
 
 

@@ -9,6 +9,7 @@ from optdnn.kernels.attention.general import GeneralAttention
 from optdnn.kernels.attention.hopper import HopperAttention
 from optdnn.kernels.attention.steps import AttentionSteps
 from optdnn.kernels.conv.blocks import BlockConv
+from optdnn.kernels.conv.chained import Chained
 from optdnn.kernels.conv.depthwise import HalfDepthwise, Int8Depthwise
 from optdnn.kernels.conv.direct import Depthwise, DirectConv, DirectConvTranspose
 from optdnn.kernels.conv.expanded import Expanded
@@ -82,6 +83,7 @@ from optdnn.ops.table import OPDEFS
 _OWN: dict[str, tuple[Tactic, ...]] = {
     "Conv": (
         PooledConv(),
+        Chained(),
         Separable(),
         Expanded(),
         PooledPair(),

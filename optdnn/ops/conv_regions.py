@@ -252,6 +252,12 @@ def _infer_separable(call: Call) -> Result:
     return infer_as(call, "Conv", a.second, (*between, *call.types[a.operands :]))
 
 
+def _infer_chained(call: Call) -> Result:
+    a: SeparableConvAttrs = call.attrs
+    between = infer_as(call, "Conv", a.first, call.types[: a.operands]).types
+    return Result((*between, *infer_as(call, "Conv", a.second, (*between, *call.types[a.operands :])).types))
+
+
 def _infer_excitation_gate(call: Call) -> Result:
     a: SeparableConvAttrs = call.attrs
     x = call.type(0)
@@ -294,6 +300,7 @@ _TOL = Tol(rtol=1e-5, atol=3e-6)
 
 DEFS: tuple[OpDef, ...] = (
     region("BlocksToSpace", _infer_blocks_to_space, BlocksToSpaceAttrs, cost=free, tol=EXACT, traits=_MOVES, arity=1),
+    region("ChainedConv", _infer_chained, SeparableConvAttrs, tol=_TOL),
     region("ConvBlocks", _infer_conv_blocks, ConvBlocksAttrs, tol=_TOL, arity=3),
     region("ConvSqueeze", _infer_conv_squeeze, ConvSqueezeAttrs, tol=_TOL),
     region("ConvSum", _infer_conv_sum, ConvSumAttrs, tol=_TOL),

@@ -34,6 +34,11 @@ def _separable_conv(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any
     return 2 * math.prod(out) * math.prod(shapes[attrs["operands"]][1:])
 
 
+def _chained_conv(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    """Two convolutions of the same pixels."""
+    return 2 * out[0] * math.prod(out[2:]) * (math.prod(shapes[1]) + math.prod(shapes[attrs["operands"]]))
+
+
 def _conv_transpose(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
     return 2 * math.prod(shapes[0]) * math.prod(shapes[1][1:])
 
@@ -105,6 +110,7 @@ def _normed_product(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any
 PRODUCTS: dict[str, Products] = {
     "Attention": _attention,
     "CachedAttention": _cached_attention,
+    "ChainedConv": _chained_conv,
     "ChannelAttention": _attention,
     "ChannelResults": lambda shapes, out, attrs: _between_channels(shapes[1]),
     "ChannelSums": lambda shapes, out, attrs: _between_channels(shapes[0]),

@@ -138,9 +138,15 @@ def separable_conv(run: Run, *given: Array | None, operands: int, through: str, 
 
     Then another (``second_...``) of the result and the other operands.
     """
+    return chained_conv(run, *given, operands=operands, through=through, **attrs)[1:]
+
+
+def chained_conv(run: Run, *given: Array | None, operands: int, through: str, **attrs: Any) -> tuple[Array, ...]:
+    """:func:`separable_conv`, with the first convolution's result, rounded to the type ``through``, before the second one's."""
     (between,) = run("Conv", given[:operands], prefixed(attrs, "first_"))
     (rounded,) = cast(between, through)
-    return run("Conv", [rounded.astype(np.float32), *given[operands:]], prefixed(attrs, "second_"))
+    middle = rounded.astype(np.float32)
+    return middle, *run("Conv", [middle, *given[operands:]], prefixed(attrs, "second_"))
 
 
 def excitation_gate(run: Run, x: Array, *given: Array | None, through: str, **attrs: Any) -> tuple[Array, ...]:
@@ -194,6 +200,7 @@ KERNELS: dict[str, Kernel] = {
 }
 
 COMPOSED: dict[str, ComposedKernel] = {
+    "ChainedConv": chained_conv,
     "ConvBlocks": conv_blocks,
     "ConvSqueeze": conv_squeeze,
     "ConvSum": conv_sum,
