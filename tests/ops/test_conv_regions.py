@@ -152,6 +152,26 @@ def test_separable_conv() -> None:
     assert np.array_equal(y, conv(POINT, between, w, bias))
 
 
+def test_chained_conv() -> None:
+    x, w, first_bias, second, bias = random(2, 4, 6, 5), random(16, 4, 1, 1), random(16), random(8, 16, 1, 1), random(8)
+    attrs = SeparableConvAttrs(POINT, POINT, "float16")
+    middle, y = results("ChainedConv", attrs, [x, w, first_bias, second, bias], outputs=2)
+    want = conv(POINT, x, w, first_bias).astype(np.float16).astype(np.float32)
+    assert np.array_equal(middle, want)
+    assert np.array_equal(y, conv(POINT, want, second, bias))
+    call = Call(
+        "ChainedConv",
+        attrs,
+        tuple(TensorType(FP32, a.shape) for a in (x, w, first_bias, second, bias)),
+        (None,) * 5,
+        2,
+        None,
+    )  # type: ignore[arg-type]
+    definition = OPDEFS["ChainedConv"]
+    assert definition.cost is not None
+    assert definition.cost(call, definition.infer(call)).flops == 2 * 60 * (4 * 16 + 16 * 8)
+
+
 def test_excitation_gate() -> None:
     x, w, first_bias, second, bias = random(2, 8, 6, 6), random(4, 8, 1, 1), random(4), random(16, 4, 1, 1), random(16)
     (y,) = results("ExcitationGate", SeparableConvAttrs(POINT, POINT, "float16"), [x, w, first_bias, second, bias])

@@ -1,5 +1,5 @@
-"""Two 1x1 convolutions in one launch: cases that try one thing each, with a configuration. The GPU tests run them, the compile tests
-compile them, and small ones run on the processor."""
+"""Two 1x1 convolutions in one launch: cases that try one thing each, with a configuration. The GPU tests run them, the compile
+tests compile them, and small ones run on the processor."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def operands(p: Problem, seed: int = 0) -> tuple[dict[str, np.ndarray], np.ndarr
     added, added_last = rows(p.middle, pitches.added or p.middle), rows(p.channels, pitches.added_last or p.channels)
     bias, bias_last = (rng.standard_normal(-(-n // 64) * 64).astype(np.float32) for n in (p.middle, p.channels))
 
-    def layer(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, added: np.ndarray, stages: tuple[Stage, ...]) -> np.ndarray:
+    def layer(
+        x: np.ndarray, weight: np.ndarray, bias: np.ndarray, added: np.ndarray, stages: tuple[Stage, ...]
+    ) -> np.ndarray:
         y = x.astype(np.float32) @ weight[:, :, 0, 0].astype(np.float32).T
         return _stages(y, stages, bias[: len(weight)], added[:, : len(weight)].astype(np.float32))
 

@@ -40,7 +40,9 @@ def pointwise_behind(graph: Graph, op: Op) -> Op | None:
     """The 1x1 convolution that reads the result of another one, which others may read as well; None where there is not exactly one."""
     if not is_pointwise(graph, op):
         return None
-    readers = [u for u in graph.users(op.value) if u.kind == "Conv" and u.inputs[0] == op.value and is_pointwise(graph, u)]
+    readers = [
+        u for u in graph.users(op.value) if u.kind == "Conv" and u.inputs[0] == op.value and is_pointwise(graph, u)
+    ]
     return readers[0] if len(readers) == 1 else None
 
 
@@ -76,6 +78,9 @@ class Chained(Tactic):
     """Two 1x1 convolutions of 16-bit images, on Hopper."""
 
     name = "chained_sm90"
+    conditional = (
+        True  # on what the second one adds: its place in the graph's order is no part of the first one's signature
+    )
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if not b.arch.startswith("sm_90"):
@@ -96,8 +101,6 @@ class Chained(Tactic):
         added = second_ep.residual
         if added is not None and added not in b.place:
             return f"what {second.name} adds is computed later"
-        if added is not None and added == op.value:
-            return f"{second.name} adds what it reads"
         if (why := chained.no_kernel(pair.problem)) is not None:
             return why
         if pair.problem.channels > pair.problem.middle:
@@ -157,9 +160,7 @@ class Chained(Tactic):
         stored = op.value in b.reserved or [second] != list(b.graph.users(op.value))
         first_stages, second_stages = ((("bias",), *ep.rendered) for ep in eps)
         dtype = map_dtype(op.outputs[0].type.dtype)
-        problem = chained.Problem(
-            n, (h, w), depth, middle, channels, first_stages, second_stages, stored, dtype
-        )
+        problem = chained.Problem(n, (h, w), depth, middle, channels, first_stages, second_stages, stored, dtype)
         return _Pair(second, eps, problem)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
@@ -198,7 +199,9 @@ class Chained(Tactic):
             made[name] = b.constant(_packed(b, weight), f"{label}.weights")
             made[f"{name}_bias"] = bias_row(b, conv, ep.added_to(bias_of(b, conv)), up(len(weight), chained.CHUNK))
             row = made[name].shape[1]
-            views.append([made[name].view(weight.shape, (row, 1, 1, 1)), made[f"{name}_bias"].view((len(weight),), (1,))])
+            views.append(
+                [made[name].view(weight.shape, (row, 1, 1, 1)), made[f"{name}_bias"].view((len(weight),), (1,))]
+            )
         return made, (views[0], views[1])
 
 

@@ -229,7 +229,9 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
 
 MULTIPLIED = 2048.0  # products of a multiprocessor in a cycle
 OPERANDS = 110.0  # bytes of operands in shared memory in a cycle
-CHUNK_WAIT = 700.0  # cycles of a chunk in which a warpgroup waits: for its products' first results, its buffer, its other warps
+CHUNK_WAIT = (
+    700.0  # cycles of a chunk in which a warpgroup waits: for its products' first results, its buffer, its other warps
+)
 L2 = 60.0  # bytes of weights in a cycle and multiprocessor
 FIRST = 2500.0  # cycles from the launch to a block's first product, and from its last one to the end
 
@@ -242,12 +244,18 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     # Each product of 64 x columns x 16 reads both operands.
     reads = problem.chunks * blocks * config.groups * (CHUNK + config.columns) * CHUNK * 2 / OPERANDS
     own = [3.0 + sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in s) for s in (problem.first, problem.second)]
-    issued = config.columns / 2 * (own[0] * problem.chunks + own[1] * problem.out_tiles)  # of a thread, and its scheduler's warp
+    issued = (
+        config.columns / 2 * (own[0] * problem.chunks + own[1] * problem.out_tiles)
+    )  # of a thread, and its scheduler's warp
     alone = tensor / config.groups + issued + CHUNK_WAIT * (problem.chunks + problem.out_tiles)
     weights = 0.0 if not config.stages else problem.chunks * chunk_bytes(problem) / L2
     memory = rows * problem.row_bytes / (MEMORY / device.multiprocessors / CLOCK)
     count = tiles(problem, config)
-    waves = -(-count // device.multiprocessors) if count < 8 * device.multiprocessors else count / device.multiprocessors + 0.4
+    waves = (
+        -(-count // device.multiprocessors)
+        if count < 8 * device.multiprocessors
+        else count / device.multiprocessors + 0.4
+    )
     tile = max(tensor, reads, alone, issued * config.groups, weights)
     busy = min(1.0, count / device.multiprocessors)  # few blocks share the memory's bandwidth
     cycles = FIRST + waves * max(tile, memory * busy)
@@ -270,7 +278,12 @@ def _configs(problem: Problem, device: GpuFacts) -> Iterator[Config]:
         fitting = [
             c
             for stages, images, buffers in product((0, 4, 3, 2), (2, 1), (4, 3, 2))
-            if refuse(problem, c := replace(tile, images=images, buffers=buffers, stages=stages), shared=device.shared_per_block) is None
+            if refuse(
+                problem,
+                c := replace(tile, images=images, buffers=buffers, stages=stages),
+                shared=device.shared_per_block,
+            )
+            is None
         ]
         # All weights in shared memory, else deeper buffers first: what is added must be on its way.
         yield from sorted(fitting, key=lambda c: (c.stages > 0, -min(c.buffers, 3), -c.images, -c.stages))[:2]
