@@ -9,7 +9,7 @@ from optdnn.kernels.attention.general import GeneralAttention
 from optdnn.kernels.attention.hopper import HopperAttention
 from optdnn.kernels.attention.steps import AttentionSteps
 from optdnn.kernels.conv.blocks import BlockConv
-from optdnn.kernels.conv.chained import Chained
+from optdnn.kernels.conv.chained import ChainedConv
 from optdnn.kernels.conv.depthwise import HalfDepthwise, Int8Depthwise
 from optdnn.kernels.conv.direct import Depthwise, DirectConv, DirectConvTranspose
 from optdnn.kernels.conv.expanded import Expanded
@@ -25,6 +25,7 @@ from optdnn.kernels.conv.transpose import GeneralConvTranspose, HopperConvTransp
 from optdnn.kernels.conv.unfold import Unfold
 from optdnn.kernels.conv.volume import VolumeConv
 from optdnn.kernels.conv.volume_stem import VolumeStem
+from optdnn.kernels.gemm.chained import ChainedGemm
 from optdnn.kernels.gemm.gemv import Gemv
 from optdnn.kernels.gemm.gemv_pair import GemvPair, PooledPair
 from optdnn.kernels.gemm.hopper import HopperGemm
@@ -83,7 +84,7 @@ from optdnn.ops.table import OPDEFS
 _OWN: dict[str, tuple[Tactic, ...]] = {
     "Conv": (
         PooledConv(),
-        Chained(),
+        ChainedConv(),
         Separable(),
         Expanded(),
         PooledPair(),
@@ -108,6 +109,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "MatMul": (
         RowProduct(),
         Gemv(),
+        ChainedGemm(),
         NormedPair(),
         PairedGemm(),
         NormedTurnedGemm(),
@@ -125,6 +127,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Gemm": (
         RowProduct(),
         Gemv(),
+        ChainedGemm(),
         NormedPair(),
         PairedGemm(),
         NormedTurnedGemm(),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from optdnn.kernels.conv import chained_kernel as chained
 from optdnn.kernels.conv.chained_kernel import Config, Pitches, Problem
 from optdnn.runtime.cuda.compile.render import Stage, uses_residual
 
@@ -48,7 +47,7 @@ def operands(p: Problem, seed: int = 0) -> tuple[dict[str, np.ndarray], np.ndarr
         return made
 
     def matrix(channels: int, depth: int) -> np.ndarray:
-        return (rng.standard_normal((channels, depth, 1, 1)) / depth**0.5).astype(dtype)
+        return (rng.standard_normal((channels, depth)) / depth**0.5).astype(dtype)
 
     x, first, second = rows(p.depth, pitches.image), matrix(p.middle, p.depth), matrix(p.channels, p.middle)
     added, added_last = rows(p.middle, pitches.added or p.middle), rows(p.channels, pitches.added_last or p.channels)
@@ -57,13 +56,13 @@ def operands(p: Problem, seed: int = 0) -> tuple[dict[str, np.ndarray], np.ndarr
     def layer(
         x: np.ndarray, weight: np.ndarray, bias: np.ndarray, added: np.ndarray, stages: tuple[Stage, ...]
     ) -> np.ndarray:
-        y = x.astype(np.float32) @ weight[:, :, 0, 0].astype(np.float32).T
+        y = x.astype(np.float32) @ weight.astype(np.float32).T
         return _stages(y, stages, bias[: len(weight)], added[:, : len(weight)].astype(np.float32))
 
     middle = layer(x[:, : p.depth], first, bias, added, p.first)
     want = layer(middle.astype(dtype), second, bias_last, added_last, p.second)
     made = {
-        "input": x, "first": chained.pack_weights(first), "second": chained.pack_weights(second),
+        "input": x, "first": first, "second": second,
         "first_bias": bias, "second_bias": bias_last,
     }  # fmt: skip
     made |= {"added": added} if uses_residual(p.first) else {}

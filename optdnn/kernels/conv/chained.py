@@ -1,18 +1,21 @@
-"""Two 1x1 convolutions, one after the other, in one launch: the second one finds the first one's result in shared memory.
+"""Two 1x1 convolutions, or products with matrices, one after the other, in one launch: the second one finds the first one's result in
+shared memory.
 
 The last convolution of a bottleneck adds the residual, and its result is wide. The first one of the next bottleneck reads it, and so
 does the addition after that. So the launch stores both results, but nothing reads the wide one for the second convolution. Where that is
 all that reads it (a perceptron with one hidden layer), it is not stored.
 
-The launch is emitted at the first convolution.
+The launch is emitted at the first of them.
 """
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -36,16 +39,6 @@ GAIN = 0.95
 """One launch has to promise at most this fraction of what two take."""
 
 
-def pointwise_behind(graph: Graph, op: Op) -> Op | None:
-    """The 1x1 convolution that reads the result of another one, which others may read as well; None where there is not exactly one."""
-    if not is_pointwise(graph, op):
-        return None
-    readers = [
-        u for u in graph.users(op.value) if u.kind == "Conv" and u.inputs[0] == op.value and is_pointwise(graph, u)
-    ]
-    return readers[0] if len(readers) == 1 else None
-
-
 @lru_cache(maxsize=1024)
 def _offers(problem: chained.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The kernel's configurations, the best predicted first. All of them sum a result in the same order."""
@@ -67,40 +60,75 @@ def _apart(problem: chained.Problem, gpu: GpuFacts) -> float:
 
 @dataclass(frozen=True)
 class _Pair:
-    """The two convolutions as the kernel has them."""
+    """The two operators as the kernel has them."""
 
     second: Op
     epilogues: tuple[Epilogue, Epilogue]
     problem: chained.Problem
 
 
-class Chained(Tactic):
-    """Two 1x1 convolutions of 16-bit images, on Hopper."""
+class ChainedProducts(Tactic):
+    """Two products of 16-bit rows with constant matrices on Hopper, of which the second one reads the result of the first."""
 
     name = "chained_sm90"
     conditional = (
         True  # on what the second one adds: its place in the graph's order is no part of the first one's signature
     )
+    axis: ClassVar[int]
+    """The axis of the channels."""
+
+    @staticmethod
+    @abstractmethod
+    def behind(graph: Graph, op: Op) -> Op | None:
+        """The product of the result, which others may read as well; None where there is not exactly one."""
+
+    @abstractmethod
+    def unfit(self, b: Builder, op: Op, second: Op) -> str | None:
+        """Why other launches are for these operators, or the kernel does not know them; None where it does."""
+
+    @staticmethod
+    @abstractmethod
+    def image(b: Builder, op: Op, value: Value) -> TensorView | None:
+        """Pixels of an operand, as channels-last NCHW, where they lie or as a copy that is still to be made; None where they are no such."""
+
+    @staticmethod
+    @abstractmethod
+    def placed(b: Builder, value: Value) -> TensorView | None:
+        """Where a result will lie, as :meth:`image`."""
+
+    @staticmethod
+    @abstractmethod
+    def factors(b: Builder, op: Op) -> tuple[Array, Array | None]:
+        """The matrix (channels, depth), and the row that is added."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if not b.arch.startswith("sm_90"):
             return f"it needs Hopper's wgmma and TMA (sm_90a), not {b.arch}"
-        if not is_pointwise(b.graph, op):
-            return "it is not a 1x1 convolution of an image with constant weights"
-        second = pointwise_behind(b.graph, op)
+        second, dtype = self.behind(b.graph, op), op.outputs[0].type.dtype
         if second is None:
-            return "no 1x1 convolution, or more than one, reads its result"
-        if (why := self._other_tensors(b, op, second)) is not None:
+            return "it is no 1x1 convolution or product with a matrix whose result exactly one other such operator multiplies"
+        if dtype not in (FP16, BF16) or second.outputs[0].type.dtype != dtype:
+            return "it is for 16-bit floats"
+        if 0 in op.outputs[0].type.static_shape:
+            return "it is empty"
+        if (why := self.unfit(b, op, second)) is not None:
             return why
         pair = self._pair(b, op, second)
-        first_ep, second_ep = pair.epilogues
-        if first_ep.rest or second_ep.rest:
-            return "what follows one of the convolutions is more than its launch can do"
-        if first_ep.residual is not None and HopperConv().added(b, op, first_ep) is not None:
-            return "the convolution that is added is a part of its launch"
-        added = second_ep.residual
+        if any(ep.rest for ep in pair.epilogues):
+            return "what follows one of the products is more than its launch can do"
+        added = pair.epilogues[1].residual
         if added is not None and added not in b.place:
             return f"what {second.name} adds is computed later"
+        if any(
+            self.image(b, op, v) is None
+            for v in (op.inputs[0], *(ep.residual for ep in pair.epilogues))
+            if v is not None
+        ):
+            return "an operand's rows do not lie at one pitch"
+        for value in (op.value, second.value):
+            out = self.placed(b, value)
+            if out is None or not conv_maps.storable(b, out):
+                return f"{b.graph.output(value).name} has no rows of channels that the kernel can write"
         if (why := chained.no_kernel(pair.problem)) is not None:
             return why
         if pair.problem.channels > pair.problem.middle:
@@ -109,32 +137,13 @@ class Chained(Tactic):
             return "no tile of the kernel fits it"
         return _slower(replace(pair.problem, batch=MANY) if b.row_invariant else pair.problem, b.gpu)
 
-    @staticmethod
-    def _other_tensors(b: Builder, op: Op, second: Op) -> str | None:
-        """Why the convolutions are not of images that the kernel knows, or None."""
-        dtype = op.outputs[0].type.dtype
-        if dtype not in (FP16, BF16) or second.outputs[0].type.dtype != dtype:
-            return "it is for 16-bit floats"
-        for conv in (op, second):
-            if conv.attrs.prologue:
-                kinds = ", ".join(s.kind for s in conv.attrs.prologue)
-                return f"{kinds} stands before {conv.name}"
-            if conv.input(2) is not None and bias_of(b, conv) is None:
-                return "a bias is not constant"
-        if 0 in op.outputs[0].type.static_shape:
-            return "it is empty"
-        for value in (op.value, second.value):
-            if not _storable(b, value):
-                return f"{b.graph.output(value).name} does not lie in channels-last order"
-        return None
-
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The 1x1 convolution after it."""
-        second = pointwise_behind(graph, op)
+        """The product after it."""
+        second = self.behind(graph, op)
         return [] if second is None else [second]
 
     def region(self, b: Builder, op: Op) -> Region:
-        """Both convolutions."""
+        """Both products."""
         return Region(op, after=(self._of(b, op).second,))
 
     def place(self, b: Builder, op: Op) -> None:
@@ -148,70 +157,120 @@ class Chained(Tactic):
         return _offers(self._of(b, op).problem, b.gpu)
 
     def _of(self, b: Builder, op: Op) -> _Pair:
-        second = pointwise_behind(b.graph, op)
+        second = self.behind(b.graph, op)
         assert second is not None
         return self._pair(b, op, second)
 
-    @staticmethod
-    def _pair(b: Builder, op: Op, second: Op) -> _Pair:
-        n, depth, h, w = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
-        middle, channels = (o.outputs[0].type.static_shape[1] for o in (op, second))
-        eps = plan_epilogue(b.graph, op, channel_axis=1), plan_epilogue(b.graph, second, channel_axis=1)
+    def _pair(self, b: Builder, op: Op, second: Op) -> _Pair:
+        assert op.inputs[0] is not None
+        types = b.graph.type(op.inputs[0]), op.outputs[0].type, second.outputs[0].type
+        depth, middle, channels = (t.static_shape[self.axis] for t in types)
+        first_ep, second_ep = (plan_epilogue(b.graph, x, channel_axis=self.axis) for x in (op, second))
         stored = op.value in b.reserved or [second] != list(b.graph.users(op.value))
-        first_stages, second_stages = ((("bias",), *ep.rendered) for ep in eps)
-        dtype = map_dtype(op.outputs[0].type.dtype)
-        problem = chained.Problem(n, (h, w), depth, middle, channels, first_stages, second_stages, stored, dtype)
-        return _Pair(second, eps, problem)
+        sizes = list(types[1].static_shape)
+        del sizes[self.axis]
+        # An image's height and width, or rows.
+        size = (sizes[1], sizes[2]) if self.axis == 1 else (1, 1)
+        stages = [(("bias",), *ep.rendered) for ep in (first_ep, second_ep)]
+        problem = chained.Problem(
+            math.prod(sizes) // math.prod(size),
+            size,
+            depth,
+            middle,
+            channels,
+            *stages,
+            stored,
+            map_dtype(types[1].dtype),
+        )
+        return _Pair(second, (first_ep, second_ep), problem)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         pair = self._of(b, op)
         second, (first_ep, second_ep), problem = pair.second, pair.epilogues, pair.problem
-        x = b.made(with_pitch(b, op, b.operand(op.inputs[0])))  # type: ignore[arg-type]
-        added, added_last = (
-            None if ep.residual is None else b.made(with_pitch(b, op, b.operand(ep.residual), added=True))
-            for ep in pair.epilogues
+        assert op.inputs[0] is not None
+        x, added, added_last = (
+            None if v is None else b.made(_known(self.image(b, op, v)))
+            for v in (op.inputs[0], first_ep.residual, second_ep.residual)
         )
-        middle, out = b.target(op.value) if problem.stored else None, b.target(second.value)
+        for value in (op.value, second.value)[not problem.stored :]:
+            b.target(value)
+        middle = _known(self.placed(b, op.value)) if problem.stored else None
+        out = _known(self.placed(b, second.value))
         at = [0 if t is None else conv_maps.pitch_of(t) or 0 for t in (x, middle, out, added, added_last)]
         problem = replace(problem, pitches=chained.Pitches(*at))
         named = {"input": x, "output": out, "middle": middle, "added": added, "added_last": added_last}
         constants, (first_reads, second_reads) = self._constants(b, op, pair)
         tail, last_tail = stage_operands(b, first_ep, added), stage_operands(b, second_ep, added_last)
-        geometry = conv_maps.POINTWISE
-        attrs = {f"first_{k}": v for k, v in conv_attrs(geometry, 1, first_ep.stages).items()}
-        attrs |= {f"second_{k}": v for k, v in conv_attrs(geometry, 1, second_ep.stages).items()}
-        attrs |= {"through": problem.dtype, "operands": 3 + len(tail)}
+        attrs: dict[str, Any] = {"through": problem.dtype, "operands": 3 + len(tail)}
+        for prefix, ep in (("first", first_ep), ("second", second_ep)):
+            attrs |= {f"{prefix}_{k}": v for k, v in conv_attrs(conv_maps.POINTWISE, 1, ep.stages).items()}
         reads: list[TensorView | None] = [x, *first_reads, *tail, *second_reads, *last_tail]
         kind, writes = ("ChainedConv", [middle, out]) if middle is not None else ("SeparableConv", [out])
         operands = {**constants, **{name: t for name, t in named.items() if t is not None}}
         made = chained.launch(problem, config, b.gpu)
         b.emit(replace(op, src=op.src | second.src), made, operands, kind, attrs, reads, writes)
 
-    @staticmethod
     def _constants(
-        b: Builder, op: Op, pair: _Pair
+        self, b: Builder, op: Op, pair: _Pair
     ) -> tuple[dict[str, TensorView], tuple[list[TensorView], list[TensorView]]]:
-        """The constants by the kernel's names; and weights and bias as each convolution reads them."""
+        """The constants by the kernel's names; and weights and bias as the meaning of each product reads them."""
         made: dict[str, TensorView] = {}
         views: list[list[TensorView]] = []
-        for name, conv, ep in zip(("first", "second"), (op, pair.second), pair.epilogues, strict=True):
-            weight, label = b.weights(conv), conv.outputs[0].name
-            made[name] = b.constant(_packed(b, weight), f"{label}.weights")
-            made[f"{name}_bias"] = bias_row(b, conv, ep.added_to(bias_of(b, conv)), up(len(weight), chained.CHUNK))
-            row = made[name].shape[1]
+        for name, product, ep in zip(("first", "second"), (op, pair.second), pair.epilogues, strict=True):
+            (weight, bias), label = self.factors(b, product), product.outputs[0].name
+            (channels, depth), wide = weight.shape, up(len(weight), chained.CHUNK)
+            made[name] = b.constant(np.ascontiguousarray(weight), f"{label}.weights")
+            made[f"{name}_bias"] = bias_row(b, product, ep.added_to(bias), wide)
             views.append(
-                [made[name].view(weight.shape, (row, 1, 1, 1)), made[f"{name}_bias"].view((len(weight),), (1,))]
+                [
+                    made[name].view((channels, depth, 1, 1), (depth, 1, 1, 1)),
+                    made[f"{name}_bias"].view((channels,), (1,)),
+                ]
             )
         return made, (views[0], views[1])
 
 
-def _packed(b: Builder, weight: Array) -> Array:
-    return b.kept.once(("chained",), [weight], lambda: chained.pack_weights(weight))
+class ChainedConv(ChainedProducts):
+    """Two 1x1 convolutions of images."""
+
+    axis = 1
+
+    @staticmethod
+    def behind(graph: Graph, op: Op) -> Op | None:
+        if not is_pointwise(graph, op):
+            return None
+        readers = (u for u in graph.users(op.value) if u.kind == "Conv" and u.inputs[0] == op.value)
+        found = [u for u in readers if is_pointwise(graph, u)]
+        return found[0] if len(found) == 1 else None
+
+    def unfit(self, b: Builder, op: Op, second: Op) -> str | None:
+        for conv in (op, second):
+            if conv.attrs.prologue:
+                kinds = ", ".join(s.kind for s in conv.attrs.prologue)
+                return f"{kinds} stands before {conv.name}"
+            if conv.input(2) is not None and bias_of(b, conv) is None:
+                return "a bias is not constant"
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        if ep.residual is not None and HopperConv().added(b, op, ep) is not None:
+            return "the convolution that is added is a part of its launch"
+        return None
+
+    @staticmethod
+    def image(b: Builder, op: Op, value: Value) -> TensorView:
+        return with_pitch(b, op, b.operand(value), added=value != op.inputs[0])
+
+    @staticmethod
+    def placed(b: Builder, value: Value) -> TensorView:
+        return b.result(value)
+
+    @staticmethod
+    def factors(b: Builder, op: Op) -> tuple[Array, Array | None]:
+        return b.weights(op)[:, :, 0, 0], bias_of(b, op)
 
 
-def _storable(b: Builder, value: Value) -> bool:
-    """Whether the kernel writes a result where it will lie."""
-    return conv_maps.storable(b, b.result(value))
+def _known(x: TensorView | None) -> TensorView:
+    assert x is not None
+    return x
 
 
 def _slower(problem: chained.Problem, gpu: GpuFacts) -> str | None:

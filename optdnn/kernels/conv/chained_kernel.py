@@ -13,9 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-import numpy as np
-
-from optdnn.errors import InternalError
 from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, STAGE_ISSUE
 from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
 from optdnn.kernels.ranking import varied
@@ -23,7 +20,6 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import TensorMap
-from optdnn.types import Array
 
 CHUNK = 64
 """Channels of wgmma's tile, and of a row of shared memory."""
@@ -188,18 +184,9 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     return Recipe("chained_sm90.cu", arch, {"generated.cuh": "\n".join(parts)}, options)
 
 
-def pack_weights(weight: Array) -> Array:
-    """``[channels, inputs, 1, 1]`` -> ``[channels, inputs to a multiple of 8]``, zero-filled: TMA addresses 16 bytes. Keeps the dtype."""
-    if weight.shape[2:] != (1, 1):
-        raise InternalError("a 1x1 convolution has one tap")
-    packed = np.zeros((len(weight), -(-weight.shape[1] // 8) * 8), weight.dtype)
-    packed[:, : weight.shape[1]] = weight[:, :, 0, 0]
-    return packed
-
-
 def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
     """The launch: a grid that fills ``gpu``. Operands: ``input``, ``output``, and where they are ``middle``, ``added`` and ``added_last``
-    (channels-last); ``first`` and ``second`` (packed weights), ``first_bias`` and ``second_bias`` (fp32, whole chunks)."""
+    (channels-last); ``first`` and ``second`` (matrices: [channels, inputs]), ``first_bias`` and ``second_bias`` (fp32, whole chunks)."""
     p, box = problem, (CHUNK, config.columns)
     pitches = p.pitches or Pitches(p.depth, p.middle, p.channels, p.middle, p.channels)
 

@@ -14,7 +14,6 @@ from support.chained_cases import ADD_RELU, CASES, RELU, operands, places
 from support.host import COMPILER, WHY_NOT
 from support.needs import why_no_hopper
 
-from optdnn.errors import InternalError
 from optdnn.kernels.conv import chained_kernel as chained
 from optdnn.kernels.conv.chained_kernel import Config, Problem
 from optdnn.runtime.cuda.allocator import fill
@@ -70,15 +69,6 @@ def test_candidates_can_run_and_are_ranked(batch: int) -> None:
         assert seconds[0] > made.bytes / 4.8e12
     assert chained.candidates(replace(P, dtype="int8"), DEVICE) == []
     assert chained.candidates(P, of_arch("sm_80")) == []
-
-
-def test_packing() -> None:
-    packed = chained.pack_weights(np.ones((24, 20, 1, 1), np.float16))
-    assert packed.shape == (24, 24)
-    assert packed[:, :20].all()
-    assert not packed[:, 20:].any()
-    with pytest.raises(InternalError, match="one tap"):
-        chained.pack_weights(np.ones((4, 2, 3, 3), np.float16))
 
 
 SMALL = [name for name in CASES if not name.startswith("ResNet")]
