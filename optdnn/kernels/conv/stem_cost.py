@@ -32,10 +32,20 @@ STAGE_ISSUE = {
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
-    s, layout, warps, sms = problem.source, problem.layout, math.prod(config.warps), device.multiprocessors
     across, down = tiles(problem, config)
     count = problem.batch * across * down * -(-problem.channels // (config.columns * 8))
-    at_once, (rows, columns) = resident(problem, config, device), halo(problem, config)
+    blocks = min(count, device.multiprocessors * resident(problem, config, device))
+    turns = math.ceil(count / blocks) if count < 3 * blocks else count / blocks
+    return seconds(problem, config, device, resident(problem, config, device), (count, turns, 1), problem.bytes)
+
+
+def seconds(
+    problem: Problem, config: Config, device: GpuFacts, at_once: int, work: tuple[int, float, int], moved: int
+) -> float:
+    """Predicted seconds of a launch with ``at_once`` blocks on a multiprocessor. ``work``: tiles in all, those of a multiprocessor's
+    place one after the other, and blocks there; ``moved``: bytes of global memory."""
+    s, layout, warps, sms = problem.source, problem.layout, math.prod(config.warps), device.multiprocessors
+    (count, turns, starts), (rows, columns) = work, halo(problem, config)
     sets, pixels = (1 if layout.planes else s.channels), rows * columns * s.channels
     # What a warp issues for a tile: its share of the pixels, fragments and products, results.
     kept = 2 * layout.steps * config.n <= KEPT_REGISTERS
@@ -48,19 +58,19 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     fragments = layout.steps * (4 * config.m + (0 if kept else 2 * config.n))
     busy = _joint(products * warps * MMA, (fragments * warps + pixels / 32) * WAVE, issued * warps / 4 * ISSUE)
     # What a block takes for a tile by itself: loads, barriers and K steps wait.
-    turns = max(1.0, warps / 4)
-    mma, load = config.m * config.n * 4 * MMA * turns, fragments / layout.steps * warps * WAVE
+    crowd = max(1.0, warps / 4)
+    mma, load = config.m * config.n * 4 * MMA * crowd, fragments / layout.steps * warps * WAVE
     step = max(STEP, mma, load) + min(mma, load) / math.ceil(warps / 4)  # a warp alone does one, then the other
-    alone = (AHEAD if config.ahead else WAIT) + layout.steps * step + (staged + stored) * turns * ISSUE + 465
-    blocks = min(count, sms * at_once)
+    alone = (AHEAD if config.ahead else WAIT) + layout.steps * step + (staged + stored) * crowd * ISSUE + 465
     tile = _joint(alone, min(at_once, math.ceil(count / sms)) * busy)
     weights = config.columns * 8 * layout.steps * 2  # chunks of 16 bytes
     beside = min(at_once, max(1.0, count / sms))
     start = START + max(weights / config.threads * 10, beside * weights * 1.25)
-    compute = start + (math.ceil(count / blocks) if count < 3 * blocks else count / blocks) * tile
+    compute = start * starts + turns * tile
     # What blocks read of the image, halos and all, comes from L2, where the result goes, too.
-    l2 = count * pixels * KINDS[problem.image][1] + problem.bytes + blocks * weights * 16
-    return LAUNCH + _joint(compute / CLOCK, problem.bytes / MEMORY, l2 / L2)
+    blocks = min(count, sms * at_once) * starts
+    l2 = count * pixels * KINDS[problem.image][1] + moved + blocks * weights * 16
+    return LAUNCH + _joint(compute / CLOCK, moved / MEMORY, l2 / L2)
 
 
 def _joint(*times: float) -> float:

@@ -7,7 +7,7 @@ w[o, c, r, s])``, channels-last, in 16 bits; the padding is zeros of the normali
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -258,11 +258,11 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return (
         columns * (layout.steps * 32 + 16)
         + columns * 4
-        + _image_bytes(problem, config) * (1 + _buffered(problem, config))
+        + _image_bytes(problem, config) * (1 + buffered(problem, config))
     )
 
 
-def _buffered(problem: Problem, config: Config) -> bool:
+def buffered(problem: Problem, config: Config) -> bool:
     """Whether the pixels of two tiles are in shared memory."""
     return config.ahead and problem.copied
 
@@ -285,13 +285,18 @@ def registers(problem: Problem, config: Config) -> int:
     vectors = (
         rounds * -(-vector * KINDS[problem.image][1] // 4) * (1 if problem.layout.planes else problem.source.channels)
     )
-    held = (rounds if _buffered(problem, config) else vectors) + 3 * max(0, rounds - 4)  # and the places of chunks
+    held = (rounds if buffered(problem, config) else vectors) + 3 * max(0, rounds - 4)  # and the places of chunks
     sums = 4 * config.m * config.n
     return 40 + table + weights + (sums + held + 8 * config.m if config.ahead else max(sums + 8 * config.m, held))
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile. Sizes of images and tensors are parameters."""
+    return recipe_with(problem, config, "conv_stem.cu", arch, {})
+
+
+def recipe_with(problem: Problem, config: Config, template: str, arch: str, more: Mapping[str, int]) -> Recipe:
+    """The recipe of a template on ``stem.cuh``, with ``more`` constants."""
     s, layout = problem.source, problem.layout
     rows, columns = halo(problem, config)
     pitch, (kind, item) = _pitch(problem, config), KINDS[problem.image]
@@ -305,15 +310,16 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "ROW_STEP": pitch * together, "COLUMN_STEP": together, "FIRST_WORD": first, "K_STEPS": layout.steps,
         "KEPT_REGISTERS": KEPT_REGISTERS, "IMAGE_KIND": kind, "IMAGE_ITEM": item, "NORMALIZE": int(problem.normalize),
         "HAS_RESIDUAL": int(problem.residual), "FACTOR_KIND": KINDS[problem.dtype][0],
-        "BUFFERED": int(_buffered(problem, config)), "IMAGE_BYTES": _image_bytes(problem, config),
+        "BUFFERED": int(buffered(problem, config)), "IMAGE_BYTES": _image_bytes(problem, config),
         "FINAL_RELU": int(problem.epilogue[-1] == ("relu",)), **({} if s.depth is None else {"FRAMES": s.depth.taps}),
+        **more,
     }  # fmt: skip
     # The sums begin with the bias, and the rounding of results does a last ReLU.
     stages = problem.epilogue[1 : -1 if defines["FINAL_RELU"] else None]
     text = "\n".join(
         [render.constants(defines), _table(_words(problem, rows, pitch)), render.paired_epilogue(stages), ""]
     )
-    return Recipe("conv_stem.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
+    return Recipe(template, arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
 def _table(words: Sequence[int]) -> str:
@@ -376,18 +382,28 @@ def launch(
 ) -> Launch:  # fmt: skip
     """The launch. Operands: ``image``, ``weights`` (packed), ``bias`` (fp32 [channels]), ``residual``, ``output``; ``pitch``:
     elements from pixel to pixel of the result; ``normalization``: factors and shifts of the channels (empty: 1, 0)."""
-    s, (out_h, out_w), (across, down) = problem.source, problem.out_size, tiles(problem, config)
-    factors, shifts = normalization
+    across, down = tiles(problem, config)
     count = problem.batch * across * down
-    residual = "residual" if problem.residual else None
-    parameters = Parameters().pointer("image", "weights", residual, "bias", "output").i64(problem.strides[0])
-    parameters.i32(*problem.strides[1:], s.height, s.width, out_h, out_w, across, down, problem.batch)
     blocks = min(count, gpu.multiprocessors * resident(problem, config, gpu))
-    parameters.i32(blocks % across, blocks // across % down, blocks // across // down)
-    parameters.i32(-s.padding[0], -(s.padding[1] + problem.phase), problem.channels, pitch, residual_pitch)
-    parameters.f32(*[*factors, *[1.0] * CHANNELS][:CHANNELS], *[*shifts, *[0.0] * CHANNELS][:CHANNELS])
+    steps = (blocks % across, blocks // across % down, blocks // across // down)
+    made = parameters(problem, (across, down, problem.batch), steps, pitch, residual_pitch, normalization)
+    grid, shared = (blocks, -(-problem.channels // (config.columns * 8)), 1), shared_bytes(problem, config)
+    return made.launch(recipe(problem, config, gpu.arch), "conv_stem", grid, config.threads, shared=shared)
+
+
+def parameters(
+    problem: Problem, tiles_: tuple[int, int, int], steps: tuple[int, int, int], pitch: int, residual_pitch: int,
+    normalization: tuple[Sequence[float], Sequence[float]], skipped_rows: int = 0,
+) -> Parameters:  # fmt: skip
+    """The parameter block of ``stem.cuh``. ``tiles_``: along columns, rows and images; ``steps``: from a block's tile to its next;
+    ``skipped_rows``: of the image, before the first tile's first window."""
+    s, (out_h, out_w), (factors, shifts) = problem.source, problem.out_size, normalization
+    residual = "residual" if problem.residual else None
+    made = Parameters().pointer("image", "weights", residual, "bias", "output").i64(problem.strides[0])
+    made.i32(*problem.strides[1:], s.height, s.width, out_h, out_w, *tiles_, *steps)
+    made.i32(skipped_rows - s.padding[0], -(s.padding[1] + problem.phase), problem.channels, pitch, residual_pitch)
+    made.f32(*[*factors, *[1.0] * CHANNELS][:CHANNELS], *[*shifts, *[0.0] * CHANNELS][:CHANNELS])
     if s.depth is not None:
         d = s.depth
-        parameters.i32(problem.frame, d.size, d.out, d.stride, d.first, d.dilation)
-    grid, shared = (blocks, -(-problem.channels // (config.columns * 8)), 1), shared_bytes(problem, config)
-    return parameters.launch(recipe(problem, config, gpu.arch), "conv_stem", grid, config.threads, shared=shared)
+        made.i32(problem.frame, d.size, d.out, d.stride, d.first, d.dilation)
+    return made

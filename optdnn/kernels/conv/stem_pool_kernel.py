@@ -1,0 +1,157 @@
+"""Plans of the convolution of an image in its given layout and the max pool behind it (``conv_stem_pool.cu``): see
+:mod:`optdnn.kernels.conv.stem_kernel`. Windows of the pool are 2 x 2 or 3 x 3, with a stride of 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from optdnn.kernels.conv import stem_cost
+from optdnn.kernels.conv import stem_kernel as stem
+from optdnn.kernels.conv.stem_kernel import Config
+from optdnn.kernels.launch import Launch
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+MOST_COLUMNS = 256
+"""The widest result of the convolution: a tile is as wide."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``conv``: the convolution; the pool's ``window`` (rows and columns, of a stride of 2), its padding ``top`` and ``left``, and the
+    ``size`` of its result."""
+
+    conv: stem.Problem
+    window: int
+    top: int
+    left: int
+    size: tuple[int, int]
+
+    @property
+    def bytes(self) -> int:
+        """Least global traffic: each tensor once."""
+        c = self.conv
+        return c.bytes - 2 * c.batch * c.channels * (math.prod(c.out_size) - math.prod(self.size))
+
+
+def no_kernel(problem: Problem) -> str | None:
+    """Why no configuration can run the problem, or None."""
+    p = problem
+    if (why := stem.no_kernel(p.conv)) is not None:
+        return why
+    if p.conv.residual or p.conv.source.depth is not None:
+        return "nothing is added to the result, and it is no volume"
+    if p.window not in (2, 3) or max(p.top, p.left) > (p.window == 3):
+        return f"windows of {p.window} x {p.window} with a padding of {max(p.top, p.left)} are none of 2 x 2 or 3 x 3"
+    if p.conv.out_size[1] > MOST_COLUMNS:
+        return f"{p.conv.out_size[1]} columns exceed a tile's {MOST_COLUMNS}"
+    for n, size, pad in zip(p.size, p.conv.out_size, (p.top, p.left), strict=True):
+        if n < 1 or (n - 1) * 2 - pad >= size:
+            return "a window lies wholly in the padding"
+    return None
+
+
+def refuse(problem: Problem, config: Config, shared: int = stem.SHARED) -> str | None:
+    """Why the configuration cannot run the problem, or None. ``shared``: bytes that a block can have."""
+    if (why := no_kernel(problem)) is not None:
+        return why
+    if config.tile_h != 2 or config.tile_w < problem.conv.out_size[1] or config.tile_w % (8 * config.m):
+        return "its tile is not two whole rows"
+    if (why := stem.refuse(problem.conv, config, shared)) is not None:
+        return why
+    if registers(problem, config) > 255:
+        return "its sums and inputs do not fit the registers of a thread"
+    if (needed := shared_bytes(problem, config)) > shared:
+        return f"{needed} bytes of shared memory exceed {shared}"
+    return None
+
+
+def registers(problem: Problem, config: Config) -> int:
+    """About how many registers a thread needs: the row before stays in some."""
+    return stem.registers(problem.conv, config) + config.m * config.n * (problem.window == 3)
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block: as of the convolution, and the largest elements of two tiles' columns."""
+    return stem.shared_bytes(problem.conv, config) + 2 * config.tile_w * (config.columns * 16 + 16)
+
+
+def resident(problem: Problem, config: Config, device: GpuFacts) -> int:
+    """Blocks on a multiprocessor, by shared memory and registers."""
+    shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
+    return max(1, min(shared, stem.blocks_by_registers(problem.conv, config)))
+
+
+def band(problem: Problem, config: Config, device: GpuFacts) -> int:
+    """Rows of the pooled image that a block takes: those with which the blocks end first. Each block's first window may want a tile
+    more."""
+    p, high = problem, problem.size[0]
+    slots = device.multiprocessors * resident(p, config, device)
+    blocks = p.conv.batch * -(-p.conv.channels // (config.columns * 8))
+
+    def tiles(rows: int) -> int:
+        return -(-blocks * -(-high // rows) // slots) * (rows + (p.window == 3))
+
+    return min(range(1, high + 1), key=lambda rows: (tiles(rows), -rows))
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile. Sizes of images and tensors are parameters."""
+    more = {"POOL": problem.window, "POOL_TOP": problem.top, "POOL_LEFT": problem.left}
+    return stem.recipe_with(problem.conv, config, "conv_stem_pool.cu", arch, more)
+
+
+def launch(
+    problem: Problem, config: Config, gpu: GpuFacts, pitch: int,
+    normalization: tuple[Sequence[float], Sequence[float]] = ((), ()),
+) -> Launch:  # fmt: skip
+    """The launch. Operands and ``normalization`` as of :func:`optdnn.kernels.conv.stem_kernel.launch`, without a residual; ``pitch``:
+    elements from pixel to pixel of the pooled result."""
+    p, conv = problem, problem.conv
+    rows = band(p, config, gpu)
+    bands = -(-p.size[0] // rows)
+    # Of windows of three rows, the first tile begins behind the padding of the pool, and with the second row.
+    skipped = (1 - p.top) * conv.source.stride[0] if p.window == 3 else 0
+    made = stem.parameters(conv, (1, p.size[0], conv.batch), (0, 1, 0), pitch, 0, normalization, skipped)
+    made.i32(*p.size, rows, bands)
+    grid = (conv.batch * bands, -(-conv.channels // (config.columns * 8)), 1)
+    return made.launch(
+        recipe(p, config, gpu.arch), "conv_stem_pool", grid, config.threads, shared=shared_bytes(p, config)
+    )
+
+
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch: by the model of the convolution alone. Not fitted to timings yet."""
+    p, rows = problem, band(problem, config, device)
+    blocks = p.conv.batch * -(-p.size[0] // rows) * -(-p.conv.channels // (config.columns * 8))
+    tiles = rows + (p.window == 3)
+    turns = -(-blocks // (device.multiprocessors * resident(p, config, device)))
+    return stem_cost.seconds(
+        p.conv, config, device, resident(p, config, device), (blocks * tiles, turns * tiles, turns), p.bytes
+    )
+
+
+def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
+    """The configurations to time, best predicted first."""
+    if no_kernel(problem) is not None:
+        return []
+    found = [(estimate(problem, c, device), c) for c in _configs(problem)]
+    return varied(found, lambda c: (c.m, c.columns), limit)
+
+
+def _configs(problem: Problem) -> Iterator[Config]:
+    eights, wide = problem.conv.channels // 8, -(-problem.conv.out_size[1] // 8)
+    columns = sorted(
+        {eights // k for k in range(1, eights + 1) if eights % k == 0 and eights // k <= 8} | {min(eights, 8)}
+    )
+    for m, each, parts, ahead in product((1, 2, 4), columns[-3:], (1, 2, 4), (False, True)):
+        if each % parts:
+            continue
+        config = Config(2, -(-wide // m) * m * 8, m, each // parts, each, ahead)
+        if refuse(problem, config) is None:
+            yield config
