@@ -21,6 +21,7 @@ from optdnn.kernels.conv.normed import NormedConv
 from optdnn.kernels.conv.pooled import PooledConv
 from optdnn.kernels.conv.separable import Separable
 from optdnn.kernels.conv.stem import StemConv
+from optdnn.kernels.conv.stem_pool import PooledStem
 from optdnn.kernels.conv.transpose import GeneralConvTranspose, HopperConvTranspose, TiledConvTranspose
 from optdnn.kernels.conv.unfold import Unfold
 from optdnn.kernels.conv.volume import VolumeConv
@@ -91,6 +92,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         GemvPair(),
         BlockConv(),
         VolumeStem(),
+        PooledStem(),
         StemConv(),
         VolumeConv(),
         NormedConv(),

@@ -86,8 +86,20 @@ class ImageConvAttrs(ConvGeometry):
     @property
     def conv(self) -> ConvAttrs:
         """The attributes of the convolution."""
-        own = without(attrs_dict(self), "factors", "shifts", "dtype")
+        own = without(attrs_dict(self), "factors", "shifts", "dtype", "window", "begins", "size")
         return ConvAttrs(**own)
+
+
+@dataclass(frozen=True)
+class PooledImageConvAttrs(ImageConvAttrs):
+    """Also the largest of windows of ``window`` x ``window``, two apart, of which the first ``begins`` before the image.
+
+    ``size``: rows and columns of the result.
+    """
+
+    window: int = 2
+    begins: tuple[int, int] = (0, 0)
+    size: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True)
@@ -221,6 +233,12 @@ def _infer_image_conv(call: Call) -> Result:
     return infer_as(call, "Conv", call.attrs.conv, (x, *call.types[1:]))
 
 
+def _infer_pooled_image(call: Call) -> Result:
+    (y,) = _infer_image_conv(call).types
+    require_rank(y, 4, "PooledImageConv result")
+    return Result((y.with_shape((*y.dims[:2], *call.attrs.size)),))
+
+
 def _infer_conv_sum(call: Call) -> Result:
     a: ConvSumAttrs = call.attrs
     require_length(a.sources, 2, "ConvSum sources")
@@ -308,6 +326,7 @@ DEFS: tuple[OpDef, ...] = (
     region("ExcitationGate", _infer_excitation_gate, SeparableConvAttrs, tol=_TOL),
     region("MeanProduct", _infer_mean_product, ConvAttrs, tol=_TOL, arity=3),
     region("PooledConv", _infer_pooled, ConvAttrs, tol=_TOL, arity=3),
+    region("PooledImageConv", _infer_pooled_image, PooledImageConvAttrs, tol=_TOL, arity=3),
     region("QuantizedBlocks", _infer_quantized_blocks, QuantizedBlocksAttrs, tol=EXACT),
     region("SeparableConv", _infer_separable, SeparableConvAttrs, tol=_TOL),
     region("SpaceToDepthImage", _infer_space_to_depth, SpaceToDepthImageAttrs, cost=free, traits=_MOVES),

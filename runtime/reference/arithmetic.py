@@ -136,6 +136,7 @@ PRODUCTS: dict[str, Products] = {
     "PackedMatMul": _matmul,
     "PeriodicAttention": _attention,
     "PooledConv": _conv(1, per_result=4),
+    "PooledImageConv": _conv(1, per_result=4),
     "QLinearConv": _conv(3),
     "QLinearMatMul": _matmul,
     "Quantized": _quantized,

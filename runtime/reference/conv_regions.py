@@ -128,6 +128,32 @@ def pooled_conv(run: Run, *operands: Array | None, **attrs: Any) -> tuple[Array,
     return (y[:, :, : h // 2 * 2, : w // 2 * 2].reshape(n, c, h // 2, 2, w // 2, 2).max(axis=(3, 5)),)
 
 
+def pooled_image_conv(
+    x: Array,
+    w: Array,
+    bias: Array | None = None,
+    *,
+    window: int,
+    begins: tuple[int, int],
+    size: tuple[int, int],
+    **attrs: Any,
+) -> tuple[Array, ...]:
+    """:func:`image_conv`, then the largest of ``size`` windows, two apart, of which the first ``begins`` before the image."""
+    (y,) = image_conv(x, w, bias, **attrs)
+    (top, left), (rows, columns) = begins, size
+    far = ((rows - 1) * 2 + window, (columns - 1) * 2 + window)
+    padded = np.full(
+        (*y.shape[:2], *(max(f, n + p) for f, n, p in zip(far, y.shape[2:], begins, strict=True))), -np.inf, y.dtype
+    )
+    padded[:, :, top : top + y.shape[2], left : left + y.shape[3]] = y
+    taps = [
+        padded[:, :, r : r + rows * 2 - 1 : 2, c : c + columns * 2 - 1 : 2]
+        for r in range(window)
+        for c in range(window)
+    ]
+    return (np.maximum.reduce(taps),)
+
+
 def mean_product(run: Run, x: Array, *rest: Array | None, **attrs: Any) -> tuple[Array, ...]:
     """The means over an image's pixels, as one pixel, then a 1 x 1 convolution. Engines of older versions have it."""
     return run("Conv", [x.mean((2, 3), keepdims=True, dtype=np.float32), *rest], attrs)
@@ -194,6 +220,7 @@ def squeeze_finish(sums: Array, *, pixels: int, **attrs: Any) -> tuple[Array, ..
 KERNELS: dict[str, Kernel] = {
     "BlocksToSpace": blocks_to_space,
     "ImageConv": image_conv,
+    "PooledImageConv": pooled_image_conv,
     "QuantizedBlocks": quantized_blocks,
     "SpaceToDepthImage": space_to_depth,
     "SqueezeFinish": squeeze_finish,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from optdnn.ir.epilogue import plan_epilogue
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv import maps as conv_maps
@@ -97,40 +97,47 @@ class StemConv(Tactic):
         return stem_offers(self._problem(b, op), b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        weight: Array | None = b.graph.constant_value(op.inputs[1])
-        affine = channel_affine(b, op)
-        assert weight is not None
-        assert affine is not None
-        weight, strides, pads, dilations = planar(weight, op.attrs)
-        problem = self._problem(b, op)
-        ep = plan_epilogue(b.graph, op, channel_axis=1)
-        channels, wide = weight.shape[0], problem.channels
-        x, target = b.made(self._source(b, op)), b.target(op.value)
+        problem, ep, wide = (
+            self._problem(b, op),
+            plan_epilogue(b.graph, op, channel_axis=1),
+            self._problem(b, op).channels,
+        )
+        target = b.target(op.value)
         between = b.made(result_place(b, op, ep, target, conv_maps.storable_whole(b, image(target)), wide))
         out = image(between)
         residual = None
         if ep.residual is not None:
             residual = b.made(with_pitch(b, op, image(b.operand(ep.residual)), added=True))
-        packed = b.constant(stem.pack_weights(problem, weight), f"{op.outputs[0].name}.weights")
-        bias = bias_row(b, op, ep.added_to(bias_of(b, op)), wide)
-        operands = {"image": x, "weights": packed, "bias": bias, "output": out}
+        operands, attrs, reads = self._described(b, op, problem, ep)
+        operands["output"] = out
         if residual is not None:
             operands["residual"] = residual
-        steps, at = stem.weight_view(problem)
-        attrs = {"factors": affine.factors, "shifts": affine.shifts, "dtype": map_dtype(target.dtype)}
-        attrs |= conv_attrs(self._meant(b, op, (strides, pads, dilations)), 1, ep.stages)
         made = stem.launch(
             problem, config, b.gpu, conv_maps.pitch_of(out) or wide,
-            (conv_maps.pitch_of(residual) or 0) if residual is not None else 0, (affine.factors, affine.shifts),
+            (conv_maps.pitch_of(residual) or 0) if residual is not None else 0, (attrs["factors"], attrs["shifts"]),
         )  # fmt: skip
-        reads = [
-            x,
-            packed.view(self._weight_shape(b, op, weight), steps, at),
-            bias.view((channels,), (1,)),
-            *stage_operands(b, ep, residual),
-        ]
+        reads += stage_operands(b, ep, residual)
         b.emit(op, made, operands, "ImageConv", attrs, reads, [self._written(b, op, out)])
         finish(b, op, ep, between, target)
+
+    def _described(
+        self, b: Builder, op: Op, problem: stem.Problem, ep: Epilogue
+    ) -> tuple[dict[str, TensorView], dict[str, Any], list[TensorView | None]]:
+        """The image and the constants by the kernel's names; the attributes of the meaning, and what it reads of these."""
+        weight: Array | None = b.graph.constant_value(op.inputs[1])
+        affine = channel_affine(b, op)
+        assert weight is not None
+        assert affine is not None
+        weight, *geometry = planar(weight, op.attrs)
+        x = b.made(self._source(b, op))
+        packed = b.constant(stem.pack_weights(problem, weight), f"{op.outputs[0].name}.weights")
+        bias = bias_row(b, op, ep.added_to(bias_of(b, op)), problem.channels)
+        steps, at = stem.weight_view(problem)
+        attrs = {"factors": affine.factors, "shifts": affine.shifts, "dtype": map_dtype(op.outputs[0].type.dtype)}
+        attrs |= conv_attrs(self._meant(b, op, tuple(geometry)), 1, ep.stages)
+        shape = self._weight_shape(b, op, weight)
+        reads: list[TensorView | None] = [x, packed.view(shape, steps, at), bias.view((len(weight),), (1,))]
+        return {"image": x, "weights": packed, "bias": bias}, attrs, reads
 
     def _meant(self, b: Builder, op: Op, geometry: Any) -> Any:
         """Strides, pads and dilations of what the launch means."""

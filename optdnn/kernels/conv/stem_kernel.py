@@ -158,13 +158,13 @@ class Config:
         return f"stem{self.tile_h}x{self.tile_w}m{self.m}n{self.n}c{self.columns}{'a' if self.ahead else ''}"
 
 
-def refuse(problem: Problem, config: Config, shared: int = SHARED) -> str | None:
-    """Why the configuration cannot run the problem, or None. ``shared``: bytes that a block can have."""
+def refuse(problem: Problem, config: Config, shared: int = SHARED, threads: int = 256) -> str | None:
+    """Why the configuration cannot run the problem, or None. ``shared``, ``threads``: bytes and threads that a block can have."""
     if (why := no_kernel(problem)) is not None:
         return why
     if config.tile_w % 8 or config.tile_h * config.tile_w % (16 * config.m) or config.columns % config.n:
         return "not a tile of this kernel"
-    if not 32 <= config.threads <= 256:
+    if not 32 <= config.threads <= threads:
         return f"{config.threads} threads are not a block of this kernel"
     if config.m * config.n > 32:
         return "more than 128 sums a thread"

@@ -20,6 +20,9 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 MOST_COLUMNS = 256
 """The widest result of the convolution: a tile is as wide."""
 
+MOST_THREADS = 512
+"""Of a block: all columns of an image's row are its own."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -60,11 +63,17 @@ def refuse(problem: Problem, config: Config, shared: int = stem.SHARED) -> str |
     """Why the configuration cannot run the problem, or None. ``shared``: bytes that a block can have."""
     if (why := no_kernel(problem)) is not None:
         return why
-    if config.tile_h != 2 or config.tile_w < problem.conv.out_size[1] or config.tile_w % (8 * config.m):
-        return "its tile is not two whole rows"
-    if (why := stem.refuse(problem.conv, config, shared)) is not None:
+    pairs = config.tile_h // 2
+    if (
+        config.tile_h % 2
+        or config.tile_w < problem.conv.out_size[1]
+        or config.m % pairs
+        or config.tile_w % (8 * config.m // pairs)
+    ):
+        return "its tile is not of whole rows, two by two, of which a warp has the same columns"
+    if (why := stem.refuse(problem.conv, config, shared, MOST_THREADS)) is not None:
         return why
-    if registers(problem, config) > 255:
+    if registers(problem, config) > min(255, 65536 // (-(-config.threads // 128) * 128)):
         return "its sums and inputs do not fit the registers of a thread"
     if (needed := shared_bytes(problem, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
@@ -73,12 +82,12 @@ def refuse(problem: Problem, config: Config, shared: int = stem.SHARED) -> str |
 
 def registers(problem: Problem, config: Config) -> int:
     """About how many registers a thread needs: the row before stays in some."""
-    return stem.registers(problem.conv, config) + config.m * config.n * (problem.window == 3)
+    return stem.registers(problem.conv, config) + 2 * config.m // config.tile_h * config.n * (problem.window == 3)
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: as of the convolution, and the largest elements of two tiles' columns."""
-    return stem.shared_bytes(problem.conv, config) + 2 * config.tile_w * (config.columns * 16 + 16)
+    """Dynamic shared memory of a block: as of the convolution, and the largest elements of a tile's columns."""
+    return stem.shared_bytes(problem.conv, config) + config.tile_h // 2 * config.tile_w * (config.columns * 16 + 16)
 
 
 def resident(problem: Problem, config: Config, device: GpuFacts) -> int:
@@ -87,17 +96,32 @@ def resident(problem: Problem, config: Config, device: GpuFacts) -> int:
     return max(1, min(shared, stem.blocks_by_registers(problem.conv, config)))
 
 
+def tiles(problem: Problem, config: Config) -> int:
+    """Of an image."""
+    return -(-problem.size[0] // (config.tile_h // 2))
+
+
 def band(problem: Problem, config: Config, device: GpuFacts) -> int:
-    """Rows of the pooled image that a block takes: those with which the blocks end first. Each block's first window may want a tile
-    more."""
-    p, high = problem, problem.size[0]
-    slots = device.multiprocessors * resident(p, config, device)
-    blocks = p.conv.batch * -(-p.conv.channels // (config.columns * 8))
+    """Tiles of an image that a block takes: so many that the blocks end first."""
+    slots = device.multiprocessors * resident(problem, config, device)
+    most = tiles(problem, config)
 
-    def tiles(rows: int) -> int:
-        return -(-blocks * -(-high // rows) // slots) * (rows + (p.window == 3))
+    def turns(count: int) -> int:
+        return -(-problem.conv.batch * -(-most // count) * _parts(problem, config) // slots) * _walked(
+            problem, config, count
+        )
 
-    return min(range(1, high + 1), key=lambda rows: (tiles(rows), -rows))
+    return min(range(1, most + 1), key=lambda count: (turns(count), -count))
+
+
+def _parts(problem: Problem, config: Config) -> int:
+    """Blocks that share a tile's channels."""
+    return -(-problem.conv.channels // (config.columns * 8))
+
+
+def _walked(problem: Problem, config: Config, count: int) -> int:
+    """Tiles that a block multiplies for ``count``: its first windows of three rows want a row of the one before, unless it is padding."""
+    return count + (problem.window == 3 and (problem.top == 0 or count < tiles(problem, config)))
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
@@ -113,13 +137,13 @@ def launch(
     """The launch. Operands and ``normalization`` as of :func:`optdnn.kernels.conv.stem_kernel.launch`, without a residual; ``pitch``:
     elements from pixel to pixel of the pooled result."""
     p, conv = problem, problem.conv
-    rows = band(p, config, gpu)
-    bands = -(-p.size[0] // rows)
+    count, whole = band(p, config, gpu), tiles(p, config)
+    bands = -(-whole // count)
     # Of windows of three rows, the first tile begins behind the padding of the pool, and with the second row.
     skipped = (1 - p.top) * conv.source.stride[0] if p.window == 3 else 0
-    made = stem.parameters(conv, (1, p.size[0], conv.batch), (0, 1, 0), pitch, 0, normalization, skipped)
-    made.i32(*p.size, rows, bands)
-    grid = (conv.batch * bands, -(-conv.channels // (config.columns * 8)), 1)
+    made = stem.parameters(conv, (1, whole, conv.batch), (0, 1, 0), pitch, 0, normalization, skipped)
+    made.i32(*p.size, count, bands)
+    grid = (conv.batch * bands, _parts(p, config), 1)
     return made.launch(
         recipe(p, config, gpu.arch), "conv_stem_pool", grid, config.threads, shared=shared_bytes(p, config)
     )
@@ -127,13 +151,11 @@ def launch(
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch: by the model of the convolution alone. Not fitted to timings yet."""
-    p, rows = problem, band(problem, config, device)
-    blocks = p.conv.batch * -(-p.size[0] // rows) * -(-p.conv.channels // (config.columns * 8))
-    tiles = rows + (p.window == 3)
+    p, count = problem, band(problem, config, device)
+    blocks, walked = p.conv.batch * -(-tiles(p, config) // count) * _parts(p, config), _walked(p, config, count)
     turns = -(-blocks // (device.multiprocessors * resident(p, config, device)))
-    return stem_cost.seconds(
-        p.conv, config, device, resident(p, config, device), (blocks * tiles, turns * tiles, turns), p.bytes
-    )
+    work = (blocks * walked, turns * walked, turns)
+    return stem_cost.seconds(p.conv, config, device, resident(p, config, device), work, p.bytes)
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
@@ -149,9 +171,9 @@ def _configs(problem: Problem) -> Iterator[Config]:
     columns = sorted(
         {eights // k for k in range(1, eights + 1) if eights % k == 0 and eights // k <= 8} | {min(eights, 8)}
     )
-    for m, each, parts, ahead in product((1, 2, 4), columns[-3:], (1, 2, 4), (False, True)):
+    for pairs, runs, each, parts, ahead in product((1, 2, 4), (1, 2, 4), columns[-3:], (1, 2, 4), (False, True)):
         if each % parts:
             continue
-        config = Config(2, -(-wide // m) * m * 8, m, each // parts, each, ahead)
+        config = Config(2 * pairs, -(-wide // runs) * runs * 8, pairs * runs, each // parts, each, ahead)
         if refuse(problem, config) is None:
             yield config

@@ -79,7 +79,7 @@ def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
     if m.kind in GATHERS and out is not None and (data := m.reads[0]) is not None:
         moved -= max(0, _distinct(data) - _distinct(out)) * dtype(data).itemsize
     first = next((v for v in m.reads if v is not None), out)
-    if m.kind == "ImageConv":
+    if m.kind in ("ImageConv", "PooledImageConv"):
         first = out  # whose factors are of the result's type
     kind = dtype(first) if first is not None else FP32
     shapes = [() if v is None else v.shape for v in m.reads]

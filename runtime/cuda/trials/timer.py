@@ -39,9 +39,9 @@ TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 1e-4, "fp64": 1e-9}
 """Largest error of a result, as a fraction of its largest magnitude. The one of fp32 is that of a long sum. Products of factors
 rounded to tf32 are beyond it, unless the step's meaning rounds them, too."""
 BATCHWISE = frozenset({
-    "Conv", "ConvSum", "ChainedConv", "PooledConv", "SeparableConv", "ExcitationGate", "ConvTranspose", "MaxPool", "AveragePool",
-    "LpPool", "GlobalAveragePool", "GlobalMaxPool", "SpaceToDepthImage", "BlocksToSpace", "ConvBlocks", "ImageConv",
-    "LayerNormalization", "RMSNormalization", "Softmax", "LogSoftmax",
+    "Conv", "ConvSum", "ChainedConv", "PooledConv", "PooledImageConv", "SeparableConv", "ExcitationGate", "ConvTranspose",
+    "MaxPool", "AveragePool", "LpPool", "GlobalAveragePool", "GlobalMaxPool", "SpaceToDepthImage", "BlocksToSpace",
+    "ConvBlocks", "ImageConv", "LayerNormalization", "RMSNormalization", "Softmax", "LogSoftmax",
 })  # fmt: skip
 """Kinds of two axes or more whose results along axis 0 depend on the same places of their operands only."""
 SAMPLE = 500_000

@@ -56,8 +56,10 @@ CASES: dict[str, tuple[Problem, Config]] = {
     "blocks of channels, bytes": (
         with_pool(problem(1, RESNET, 72, "uint8", normalize=True, epilogue=(("bias",), ("silu",)))), Config(2, 24, 1, 3, 3)
     ),
+    "pairs of rows": (with_pool(problem(2, RESNET, 64, "float16", epilogue=RELU)), Config(4, 32, 4, 8, 8)),
+    "four pairs, ahead": (with_pool(problem(1, RESNET, 32, "float16", epilogue=RELU)), Config(8, 24, 4, 2, 4, True)),
     "bf16": (with_pool(problem(2, RESNET, 64, "bfloat16", dtype="bfloat16", epilogue=RELU)), Config(2, 32, 2, 4, 8)),
-    "many": (with_pool(problem(64, LARGE, 64, "float16", epilogue=RELU)), Config(2, 112, 2, 8, 8, True)),
+    "many": (with_pool(problem(64, LARGE, 64, "float16", epilogue=RELU)), Config(4, 112, 2, 8, 8, True)),
     "wide": (with_pool(problem(2, LARGE, 64, epilogue=RELU)), Config(2, 112, 2, 8, 8)),
 }  # fmt: skip
 SMALL = [name for name in CASES if name not in ("many", "wide")]
@@ -79,10 +81,10 @@ def test_cases_can_run(name: str) -> None:
         (replace(P, window=2), C, "with a padding of 1"),
         (with_pool(problem(1, Source(40, 600, 3, (7, 7), (2, 2), (3, 3, 3, 3)), 64)), C, "300 columns exceed"),
         (replace(P, size=(12, 12)), C, "wholly in the padding"),
-        (P, replace(C, tile_h=4), "two whole rows"),
-        (P, replace(C, tile_w=16), "two whole rows"),
+        (P, replace(C, tile_h=3), "whole rows, two by two"),
+        (P, replace(C, tile_w=16), "whole rows, two by two"),
         (P, replace(C, columns=9), "not a tile"),
-        (CASES["many"][0], replace(CASES["many"][1], m=7, n=4), "registers"),
+        (CASES["many"][0], replace(CASES["many"][1], tile_h=8, m=8, n=4), "registers"),
     ],
 )
 def test_refused(made: Problem, config: Config, reason: str) -> None:

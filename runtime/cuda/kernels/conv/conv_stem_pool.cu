@@ -1,17 +1,18 @@
 // A first convolution (conv_stem.cu) and the max pool of its result, by windows of POOL x POOL with a stride of 2: the result before pooling,
 // the largest tensor of many networks, is never stored.
 //
-// A block goes down a band of rows of one image. A tile is two rows of the convolution, as wide as the image; an m16 tile has the same eight
-// columns of both. So the largest element under the two, or three, rows of a window are a thread's own: windows of three rows begin with
-// the second row of the tile before, which stays in registers. These go through shared memory, where threads take the largest of
-// neighbouring columns.
+// A block goes down a band of tiles of one image. A tile is PAIRS times two rows of the convolution, as wide as the image; an m16 tile has the
+// same eight columns of two rows, and a warp those of all pairs. So the largest elements under the two, or three, rows of a window are a
+// thread's own: windows of three rows begin with the second row of the pair before, which stays in registers. These go through shared
+// memory, where threads take the largest of neighbouring columns.
 //
 // generated.cuh: see stem.cuh; also POOL (2 or 3), POOL_TOP and POOL_LEFT, the padding (0 or 1; of 2 x 2, 0).
 #include "stem.cuh"
 
-static_assert(TILE_H == 2 && !HAS_RESIDUAL && !FRAMES && (POOL == 3 || POOL_TOP + POOL_LEFT == 0), "a form of this kernel");
+constexpr int PAIRS = TILE_H / 2, RUNS = M_TILES / PAIRS;      // of a tile's rows; times eight columns of a warp
+static_assert(TILE_H % 2 == 0 && M_TILES % PAIRS == 0 && !HAS_RESIDUAL && !FRAMES && (POOL == 3 || POOL_TOP + POOL_LEFT == 0), "a form of this kernel");
 constexpr int FIRST = POOL == 3 ? 1 - POOL_TOP : 0;          // row of the convolution at which the first tile begins
-constexpr u32 COLUMN_BYTES = BLOCK_N * 2 + 16, POOL_BYTES = TILE_W * COLUMN_BYTES;       // an odd number of 16-byte chunks, where channels come in sixteens
+constexpr u32 COLUMN_BYTES = BLOCK_N * 2 + 16;     // an odd number of 16-byte chunks, where channels come in sixteens
 constexpr u32 POOL_AT = IMAGE_AT + IMAGE_BYTES * (1 + BUFFERED), EIGHTS = BLOCK_N / 8;
 #if defined(DTYPE_BF16)
 constexpr u32 LOWEST = 0xff80ff80u;
@@ -21,20 +22,22 @@ constexpr u32 LOWEST = 0xfc00fc00u;
 
 DEVICE uint4 larger(uint4 a, uint4 b) { return make_uint4(larger(a.x, b.x), larger(a.y, b.y), larger(a.z, b.z), larger(a.w, b.w)); }
 
-// The largest of neighbouring columns of a row, whose rows are done, to the pooled image.
-DEVICE void pool_columns(const Params& p, const u8* columns, int image, int y) {
-    const int first = blockIdx.y * BLOCK_N;
-    u16* to = p.output + ((long long)image * p.pooled_h + y) * p.pooled_w * p.pitch + first;
-    for (int i = threadIdx.x; i < p.pooled_w * int(EIGHTS); i += THREADS) {
-        const int x = i / EIGHTS, eight = i % EIGHTS, column = 2 * x - POOL_LEFT;
+// The largest of neighbouring columns of a tile, whose rows are done, to the pooled image.
+DEVICE void pool_columns(const Params& p, const u8* columns, const Tile& tile) {
+    const int first = blockIdx.y * BLOCK_N, each = p.pooled_w * int(EIGHTS);
+    for (int i = threadIdx.x; i < PAIRS * each; i += THREADS) {
+        const int pair = PAIRS > 1 ? i / each : 0, y = tile.y * PAIRS + pair, x = (i - pair * each) / EIGHTS, eight = i % EIGHTS;
+        const int column = 2 * x - POOL_LEFT;
+        if (y >= p.pooled_h || first + eight * 8 >= p.channels) continue;
         uint4 best;
         #pragma unroll
         for (int j = 0; j < POOL; j++) {           // what lies outside: the nearest inside again
-            const int at = min(max(column + j, 0), p.out_w - 1);
+            const int at = pair * TILE_W + min(max(column + j, 0), p.out_w - 1);
             const uint4 v = *reinterpret_cast<const uint4*>(columns + at * COLUMN_BYTES + eight * 16);
             best = j ? larger(best, v) : v;
         }
-        if (first + eight * 8 < p.channels) *reinterpret_cast<uint4*>(to + (long long)x * p.pitch + eight * 8) = best;
+        u16* to = p.output + (((long long)tile.image * p.pooled_h + y) * p.pooled_w + x) * p.pitch + first + eight * 8;
+        *reinterpret_cast<uint4*>(to) = best;
     }
 }
 
@@ -49,8 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem_pool
     Words at;
     #pragma unroll
     for (int i = 0; i < M_TILES * 2; i++) {
-        const int y = i % 2, x = (warp_m * M_TILES + i / 2) * 8 + g;
-        at.rows[i / 2][y] = IMAGE_AT + ((y * STRIDE_H * ROW_STEP + x * STRIDE_W * COLUMN_STEP) / 2 + FIRST_WORD + t) * 4;
+        const int y = i / 2 / RUNS * 2 + i % 2, x = (warp_m * RUNS + i / 2 % RUNS) * 8 + g;
+        at.rows[i / 2][i % 2] = IMAGE_AT + ((y * STRIDE_H * ROW_STEP + x * STRIDE_W * COLUMN_STEP) / 2 + FIRST_WORD + t) * 4;
     }
     #pragma unroll
     for (int k = 0; k < K_STEPS * 2; k++) at.offsets[k / 2][k % 2] = word_offset(k, t) * 4;
@@ -59,12 +62,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem_pool
     u32 b_at = base + b_row * WEIGHT_ROW + lane / 8 % 2 * 16;
     const Places places = places_of(p);
 
-    const int first_row = blockIdx.x % p.bands * p.band, end_row = min(first_row + p.band, p.pooled_h);
+    const int begin = blockIdx.x % p.bands * p.band, end = min(begin + p.band, p.tiles_y);
     // A band's first window of three rows wants the row before, unless it is padding.
-    Tile tile = {0, first_row - (POOL == 3 && (first_row > 0 || POOL_TOP == 0)), int(blockIdx.x / p.bands)};
+    Tile tile = {0, begin - (POOL == 3 && (begin > 0 || POOL_TOP == 0)), int(blockIdx.x / p.bands)};
     grid_dependency_wait();
     Chunk held[ROUNDS];
-    int buffer = 0, columns = 0;                   // offsets of the tile's pixels, and of its largest elements: two tiles' are there
+    int buffer = 0;                                // offset of the tile's pixels: of BUFFERED, two tiles' are there
     if constexpr (BUFFERED) {
         copy_pixels(p, base + IMAGE_AT, tile, places);
     } else {
@@ -79,13 +82,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem_pool
         #pragma unroll
         for (int k = 0; k < K_STEPS; k++) load_b(b_at + k * 32, kept[k]);
     }
-    u32 row_before[M_TILES][N_TILES];
+    u32 row_before[RUNS][N_TILES];
     #pragma unroll
-    for (int i = 0; i < M_TILES * N_TILES; i++) row_before[i / N_TILES][i % N_TILES] = LOWEST;
+    for (int i = 0; i < RUNS * N_TILES; i++) row_before[i / N_TILES][i % N_TILES] = LOWEST;
+    u8* const own = shared + POOL_AT + (warp_m * RUNS * 8 + g) * COLUMN_BYTES + warp_n * N_TILES * 16;
 
     while (true) {
         const Tile next = {0, tile.y + 1, tile.image};
-        const bool more = next.y < end_row, whole = tile.y >= first_row;
+        const bool more = next.y < end;
         if constexpr (BUFFERED) {
             if (more) copy_pixels(p, base + IMAGE_AT + (buffer ^ IMAGE_BYTES), next, places);
         } else if (AHEAD && more) {
@@ -96,21 +100,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem_pool
         u32 weights_at = b_at;
         if (!KEEP) asm volatile("" : "+r"(weights_at));                                // read anew for each tile
         multiply_tile(shared + buffer, at, weights_at, kept, start, acc);
-
-        const int row = tile.y * 2 + FIRST;
-        const bool real[2] = {row >= 0 && row < p.out_h, row + 1 >= 0 && row + 1 < p.out_h};
-        u8* const own = shared + POOL_AT + columns;
+        if constexpr (BUFFERED) {
+            copies_landed();
+            buffer ^= IMAGE_BYTES;
+        } else {
+            if (!AHEAD && more) fetch(p, next, places, held);
+        }
+        __syncthreads();                           // the pixels have been read, and the columns of the tile before
         #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
+            const int run = m % RUNS, row = tile.y * TILE_H + m / RUNS * 2 + FIRST;
+            const bool upper = row >= 0 && row < p.out_h, lower = row + 1 >= 0 && row + 1 < p.out_h;
             u32 best[N_TILES];
             #pragma unroll
             for (int n = 0; n < N_TILES; n++) {
                 const float(&v)[4] = acc[m][n];
-                const u32 low = real[1] ? finish_pair(v[2], v[3], 0u) : LOWEST;
-                best[n] = larger(real[0] ? finish_pair(v[0], v[1], 0u) : LOWEST, low);
-                if (POOL == 3) best[n] = larger(best[n], row_before[m][n]), row_before[m][n] = low;
+                const u32 second = lower ? finish_pair(v[2], v[3], 0u) : LOWEST;
+                best[n] = larger(upper ? finish_pair(v[0], v[1], 0u) : LOWEST, second);
+                if (POOL == 3) best[n] = larger(best[n], row_before[run][n]), row_before[run][n] = second;
             }
-            u8* const column = own + ((warp_m * M_TILES + m) * 8 + g) * COLUMN_BYTES + warp_n * N_TILES * 16;
+            u8* const column = own + (m / RUNS * TILE_W + run * 8) * COLUMN_BYTES;
             #pragma unroll
             for (int n = 0; n < N_TILES; n++) {
                 constexpr int LAST = N_TILES - 1;
@@ -122,20 +131,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem_pool
                 else *reinterpret_cast<u32*>(to) = best[n];
             }
         }
-        if (more) {
-            if constexpr (BUFFERED) {
-                copies_landed();
-                buffer ^= IMAGE_BYTES;
-            } else {
-                if (!AHEAD) fetch(p, next, places, held);
-                __syncthreads();                   // the pixels have been read
-                put(p, shared + IMAGE_AT, next, places, held);
-            }
+        if constexpr (!BUFFERED) {
+            if (more) put(p, shared + IMAGE_AT, next, places, held);
         }
         __syncthreads();
-        if (whole) pool_columns(p, own, tile.image, tile.y);
+        if (tile.y >= begin) pool_columns(p, shared + POOL_AT, tile);
         if (!more) break;
-        columns ^= POOL_BYTES;
         tile = next;
     }
 }

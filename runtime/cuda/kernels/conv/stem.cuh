@@ -33,7 +33,7 @@ struct Params {
     int frame_pitch, frames, out_frames, frame_stride, first_frame, frame_dilation;
 #endif
 #if POOL
-    int pooled_h, pooled_w, band, bands;           // rows and columns of the pooled image; rows of a block, blocks of an image
+    int pooled_h, pooled_w, band, bands;           // rows and columns of the pooled image; tiles of a block, blocks of an image
 #endif
 };
 

@@ -1,0 +1,125 @@
+"""A network's first convolution and the max pool behind it, in one launch: the result before pooling is never stored (ResNet, DenseNet).
+
+The launch is emitted at the convolution; the pool finds its result placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from optdnn.ir.epilogue import plan_epilogue
+from optdnn.ir.graph import Graph, Op
+from optdnn.kernels.builder import Builder, channels_last, unmade, up
+from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv import stem_pool_kernel as stem_pool
+from optdnn.kernels.conv.fused import stage_operands
+from optdnn.kernels.conv.pooled import OVERLAP, max_pool_behind
+from optdnn.kernels.conv.stem import StemConv, stem_offers
+from optdnn.kernels.pool.max_pool import predicted
+from optdnn.kernels.pool.window import pads_of
+from optdnn.kernels.tactic import Offer, Region
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+GAIN = 0.97
+"""One launch has to promise at most this fraction of what two take."""
+
+
+@lru_cache(maxsize=1024)
+def _offers(problem: stem_pool.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    """Each configuration sums in the same order."""
+    return tuple(Offer(c, stem_pool.estimate(problem, c, gpu)) for c in stem_pool.candidates(problem, gpu))
+
+
+class PooledStem(StemConv):
+    """A first convolution, of 16-bit factors, where the sole reader is a max pool of windows of 2 x 2 or 3 x 3 with a stride of 2."""
+
+    name = "conv_stem_pool"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        pool = max_pool_behind(b.graph, op)
+        if pool is None:
+            return "no max pool is the only reader of the result"
+        if (why := super().refuse(b, op)) is not None:
+            return why
+        a = pool.attrs
+        square = tuple(a.kernel_shape) in ((2, 2), (3, 3)) and tuple(a.strides) == (2, 2)
+        if len(pool.outputs) > 1 or not square or any(d != 1 for d in a.dilations):
+            return "the pool after it has other windows than 2 x 2 or 3 x 3, with a stride of 2, or gives indices"
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        if ep.rest or ep.residual is not None:
+            return "something else than constants is added to its result"
+        if not conv_maps.storable_whole(b, b.result(pool.value)):
+            return "the pool's result does not lie in channels-last order"
+        problem = self._pooled(b, op, pool)
+        if (why := stem_pool.no_kernel(problem)) is not None:
+            return why
+        if not _offers(problem, b.gpu):
+            return "no tile of the kernel fits it"
+        return self._slower(b, op, pool, problem)
+
+    def _slower(self, b: Builder, op: Op, pool: Op, problem: stem_pool.Problem) -> str | None:
+        """Why two launches are better, as far as the cost models know, or None."""
+        x, out = (
+            unmade(t.dtype, t.static_shape, channels_last(t.static_shape, up(t.static_shape[1], 8)))
+            for t in (op.outputs[0].type, pool.outputs[0].type)
+        )
+        a = pool.attrs
+        two = (stem_offers(problem.conv, b.gpu)[0].seconds or 0.0) - OVERLAP
+        two += predicted(x, out, a.kernel_shape, a.strides, b.gpu)
+        one = _offers(problem, b.gpu)[0].seconds or 0.0
+        if one <= GAIN * two:
+            return None
+        return f"two launches are predicted to be as fast ({two * 1e6:.2f} us; one: {one * 1e6:.2f} us)"
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """Decided by :meth:`refuse`."""
+        return None
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The pool after it."""
+        pool = max_pool_behind(graph, op)
+        return [] if pool is None else [pool]
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The convolution and the pool."""
+        return Region(op, after=(self._pool(b, op),))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """The pool's result; the convolution's own is not stored."""
+        b.target(self._pool(b, op).value)
+
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        return _offers(self._pooled(b, op, self._pool(b, op)), b.gpu)
+
+    @staticmethod
+    def _pool(b: Builder, op: Op) -> Op:
+        pool = max_pool_behind(b.graph, op)
+        assert pool is not None
+        return pool
+
+    def _pooled(self, b: Builder, op: Op, pool: Op) -> stem_pool.Problem:
+        conv, window = self._problem(b, op), pool.attrs.kernel_shape[0]
+        top, left = pads_of(pool, op.outputs[0].type.static_shape, pool.attrs.kernel_shape)[:2]
+        _, _, high, wide = pool.outputs[0].type.static_shape
+        return stem_pool.Problem(conv, window, top, left, (high, wide))
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        pool, ep = self._pool(b, op), plan_epilogue(b.graph, op, channel_axis=1)
+        problem, out = self._pooled(b, op, pool), b.target(pool.value)
+        operands, attrs, reads = self._described(b, op, problem.conv, ep)
+        pitch = conv_maps.pitch_of(out) or problem.conv.channels
+        made = stem_pool.launch(problem, config, b.gpu, pitch, (attrs["factors"], attrs["shifts"]))
+        attrs |= {"window": problem.window, "begins": (problem.top, problem.left), "size": problem.size}
+        joint = replace(op, src=op.src | pool.src)
+        b.emit(
+            joint,
+            made,
+            {**operands, "output": out},
+            "PooledImageConv",
+            attrs,
+            [*reads, *stage_operands(b, ep, None)],
+            [out],
+        )

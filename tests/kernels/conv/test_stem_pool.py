@@ -1,0 +1,114 @@
+"""A first convolution and the max pool behind it in one launch: where it is done, where not and why, and what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from kernels.conv.test_stem import normalized, picture
+from support.net import Net
+from support.simulated import check_simulated, kinds, lowered
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.conv.stem_pool import PooledStem
+from optdnn.runtime.program import Program
+
+Build = Callable[[Net], list[Value]]
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the cost model were for one launch everywhere."""
+    monkeypatch.setattr(PooledStem, "_slower", lambda *given: None)
+
+
+def stem(n: Net, channels: int = 16, kernel: int = 7, **more: Any) -> Value:
+    given = {"pads": kernel // 2, "strides": 2, "bias": True, **more}
+    return n.op("Relu", n.conv(n.input(2, 3, 34, 30), channels, kernel, **given))
+
+
+def behind(n: Net, x: Value) -> list[Value]:
+    return [n.conv(x, 8, 3)]
+
+
+NETS: dict[str, Build] = {
+    "ResNet": lambda n: behind(n, n.max_pool(stem(n), 3, pads=1)),
+    "no padding, upwards": lambda n: behind(n, n.max_pool(stem(n, 24), 3, ceil_mode=True)),
+    "2x2": lambda n: behind(n, n.max_pool(stem(n, kernel=5), 2)),
+    "odd channels": lambda n: behind(n, n.max_pool(stem(n, 20), 3, pads=1)),
+    "bytes": lambda n: behind(
+        n, n.max_pool(n.op("Relu", n.conv(normalized(n, picture(n, (22, 18))), 16, 5, strides=2, pads=2)), 3, pads=1)
+    ),
+    "an output": lambda n: [n.max_pool(stem(n), 3, pads=1)],
+}
+
+
+def of(build: Build) -> Graph:
+    n = Net()
+    return n.done(*build(n))
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.usefixtures("chosen")
+def test_one_launch_gives_what_two_give(name: str) -> None:
+    program = check_simulated(of(NETS[name]))
+    assert kinds(program).count("PooledImageConv") == 1
+    assert not {"MaxPool", "ImageConv"} & set(kinds(program))
+    (step,) = [s for s in program.steps if s.params["op"]["kind"] == "PooledImageConv"]
+    assert {node.split("_")[0] for node in step.src} >= {"Conv", "MaxPool"}
+
+
+@pytest.mark.usefixtures("chosen")
+def test_in_bf16() -> None:
+    assert "PooledImageConv" in kinds(check_simulated(of(NETS["ResNet"]), "bf16"))
+
+
+def two_readers(n: Net) -> list[Value]:
+    x = stem(n)
+    return [*behind(n, n.max_pool(x, 3, pads=1)), n.op("GlobalAveragePool", x)]
+
+
+def added(n: Net) -> list[Value]:
+    x = n.conv(n.input(2, 3, 34, 30), 16, 3, bias=True)
+    return behind(n, n.max_pool(n.op("Relu", n.op("Add", x, n.input(2, 16, 34, 30, name="r"))), 3, pads=1))
+
+
+REFUSED: dict[str, tuple[Build, str]] = {
+    "no pool": (lambda n: behind(n, stem(n)), "no max pool is the only reader"),
+    "another reader": (two_readers, "no max pool is the only reader"),
+    "many channels": (
+        lambda n: behind(n, n.max_pool(n.op("Relu", n.conv(n.input(2, 8, 20, 20), 16, 3)), 3, pads=1)),
+        "images of up to 4 channels",
+    ),
+    "other windows": (lambda n: behind(n, n.max_pool(stem(n), 3, pads=1, strides=1)), "other windows than"),
+    "an addition": (added, "something else than constants is added"),
+    "a wide image": (
+        lambda n: behind(n, n.max_pool(n.op("Relu", n.conv(n.input(1, 3, 12, 300), 16, 3)), 3, pads=1)),
+        "300 columns exceed",
+    ),
+}
+
+
+def reasons(program: Program) -> list[str]:
+    rows: Any = program.meta["tactics"]
+    return [r["reason"] for row in rows for r in row.get("refused", []) if r["tactic"] == "conv_stem_pool"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.usefixtures("chosen")
+def test_refused_with_its_reason(name: str) -> None:
+    build, reason = REFUSED[name]
+    program = lowered(of(build))
+    assert "PooledImageConv" not in kinds(program)
+    assert any(reason in found for found in reasons(program)), reasons(program)
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_the_cost_model_decides(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optdnn.kernels.conv import stem_pool
+
+    monkeypatch.setattr(stem_pool, "predicted", lambda *given: 1.0 if faster else 0.0)
+    program = lowered(of(NETS["ResNet"]))
+    assert ("PooledImageConv" in kinds(program)) == faster
+    assert faster or any("two launches are predicted" in r for r in reasons(program))
