@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Problem, Config]] = {
     "pairs of rows": (with_pool(problem(2, RESNET, 64, "float16", epilogue=RELU)), Config(4, 32, 4, 8, 8)),
     "four pairs, ahead": (with_pool(problem(1, RESNET, 32, "float16", epilogue=RELU)), Config(8, 24, 4, 2, 4, True)),
     "bf16": (with_pool(problem(2, RESNET, 64, "bfloat16", dtype="bfloat16", epilogue=RELU)), Config(2, 32, 2, 4, 8)),
-    "many": (with_pool(problem(64, LARGE, 64, "float16", epilogue=RELU)), Config(4, 112, 2, 8, 8, True)),
+    "many": (with_pool(problem(64, LARGE, 64, "float16", epilogue=RELU)), Config(2, 112, 2, 8, 8, True)),
     "wide": (with_pool(problem(2, LARGE, 64, epilogue=RELU)), Config(2, 112, 2, 8, 8)),
 }  # fmt: skip
 SMALL = [name for name in CASES if name not in ("many", "wide")]
