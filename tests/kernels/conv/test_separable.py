@@ -156,7 +156,7 @@ def mixed_apart(n: Net) -> list[Value]:
 REFUSED: dict[str, tuple[Build, str]] = {
     "another reader": (two_readers, "has another reader (GlobalAveragePool"),
     "an output": (an_output, "has another reader"),
-    "squeeze-and-excitation": (excited, "stands between"),
+    "squeeze-and-excitation": (excited, "stands before"),
     "an addition between": (added_before, "more than an activation"),
     "a shortcut's convolution": (shortcut, "is a part of its launch"),
     "groups": (grouped, "not the result of a depthwise convolution"),

@@ -118,7 +118,7 @@ def unknown_bias(n: Net) -> list[Value]:
 
 REFUSED: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
     "images": (images, "not a 1x1 convolution of one pixel"),
-    "one alone": (lambda n: [n.conv(pixels(n), 24, 1, pads=0)], "not the result of such a convolution"),
+    "one alone": (lambda n: [n.conv(pixels(n), 24, 1, pads=0)], "not the result of a 1x1 convolution of one pixel"),
     "another reader": (two_readers, "has another reader"),
     "an addition": (added, "more than an activation"),
     "odd sizes": (
