@@ -180,43 +180,10 @@ def emit_window(
     ``writes`` is the result as its meaning has it, where ``out`` is another view of it.
     """
     x5, y5 = spatial3(x), spatial3(out)
-    tx, ty = CPP[x.dtype], CPP[out.dtype]
-    opening, closing = taps(window, transposed=transposed)
-    count = math.prod(window.kernel)
-    if parts.apart is not None and count <= MOST_APART and window.kernel[2] <= TOGETHER:
-        inside = "\n    " + together(window, parts.apart)
-    else:
-        inside = f"""{opening}
-            const {CPP[x.dtype]}* at = x + id * p.xs[2] + ih * p.xs[3] + iw * p.xs[4];
-            {parts.tap}
-        {closing}"""
     used = sorted({a for s in stages for a in s.args if a is not None and a > 0})
     extra = {a: p for a in used if (p := operands[a]) is not None}
     finish = finishing(stages, extra, len(operands), out)
-    # The stages have a scope of their own: their names (v0, r0, …) may be those of loads.
-    if vec > 1:
-        each = f"for (int j = 0; j < {vec}; j++) {{ {parts.end} {finish} r.lane[j] = stored; }}"
-        store = f"Pack<{ty}, {vec}> r;\n    {each}\n    r.store(y);"
-    else:
-        store = f"{{ const int j = 0; {parts.end} {finish} *y = stored; }}"
-    fields = [f"const {CPP[t.dtype]}* a{i};" for i, t in enumerate(parts.arguments)]
-    fields += [f"const {CPP[p.dtype]}* e{a};" for a, p in extra.items()]
-    fields += ["int size_d, size_h, size_w; u32 count; i64 xs[5], ys[5];"]
-    fields += [f"i64 es{a}[5];" for a in extra] + ([f"i64 m[{len(parts.numbers)}];"] if parts.numbers else [])
-    text = f"""struct Params {{ const {tx}* x; {ty}* y; {" ".join(fields)} }};
-
-extern "C" __global__ void __launch_bounds__({THREADS}) window(const __grid_constant__ Params p) {{
-    launch_dependents();
-    const u32 index = blockIdx.x * {THREADS} + threadIdx.x;
-    {position(y5, vec)}
-    wait_for_predecessor();
-    if (index >= p.count) return;
-    const {tx}* x = p.x + n * p.xs[0];
-    {parts.start}{inside}
-    {ty}* y = p.y + n * p.ys[0] + c * p.ys[1] + d * p.ys[2] + h * p.ys[3] + w * p.ys[4];
-    {store}
-}}
-"""
+    text = _kernel(window, x, out, parts, extra, finish, vec, transposed)
     count = y5.size // vec
     if not count:
         return
@@ -232,6 +199,46 @@ extern "C" __global__ void __launch_bounds__({THREADS}) window(const __grid_cons
     parameters.i64(*parts.numbers)
     launch = parameters.generated(b.arch, text, "window", -(-count // THREADS), THREADS)
     b.emit(op, launch, placed, kind, attrs, reads, [writes or out])
+
+
+def _kernel(
+    window: Window, x: TensorView, out: TensorView, parts: Rendered, extra: dict[int, TensorView], finish: str, vec: int,
+    transposed: bool,
+) -> str:  # fmt: skip
+    """The kernel's text. ``extra``: what the stages read, by slot; ``finish``: C++ of the stages (:func:`finishing`)."""
+    tx, ty = CPP[x.dtype], CPP[out.dtype]
+    opening, closing = taps(window, transposed=transposed)
+    if parts.apart is not None and math.prod(window.kernel) <= MOST_APART and window.kernel[2] <= TOGETHER:
+        inside = "\n    " + together(window, parts.apart)
+    else:
+        inside = f"""{opening}
+            const {tx}* at = x + id * p.xs[2] + ih * p.xs[3] + iw * p.xs[4];
+            {parts.tap}
+        {closing}"""
+    # The stages have a scope of their own: their names (v0, r0, …) may be those of loads.
+    if vec > 1:
+        each = f"for (int j = 0; j < {vec}; j++) {{ {parts.end} {finish} r.lane[j] = stored; }}"
+        store = f"Pack<{ty}, {vec}> r;\n    {each}\n    r.store(y);"
+    else:
+        store = f"{{ const int j = 0; {parts.end} {finish} *y = stored; }}"
+    fields = [f"const {CPP[t.dtype]}* a{i};" for i, t in enumerate(parts.arguments)]
+    fields += [f"const {CPP[p.dtype]}* e{a};" for a, p in extra.items()]
+    fields += ["int size_d, size_h, size_w; u32 count; i64 xs[5], ys[5];"]
+    fields += [f"i64 es{a}[5];" for a in extra] + ([f"i64 m[{len(parts.numbers)}];"] if parts.numbers else [])
+    return f"""struct Params {{ const {tx}* x; {ty}* y; {" ".join(fields)} }};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) window(const __grid_constant__ Params p) {{
+    launch_dependents();
+    const u32 index = blockIdx.x * {THREADS} + threadIdx.x;
+    {position(spatial3(out), vec)}
+    wait_for_predecessor();
+    if (index >= p.count) return;
+    const {tx}* x = p.x + n * p.xs[0];
+    {parts.start}{inside}
+    {ty}* y = p.y + n * p.ys[0] + c * p.ys[1] + d * p.ys[2] + h * p.ys[3] + w * p.ys[4];
+    {store}
+}}
+"""
 
 
 def finishing(stages: Sequence[Stage], extra: dict[int, TensorView], slots: int, out: TensorView) -> str:
