@@ -1,9 +1,9 @@
 """Values in channels-last order are chosen for the whole network at once, with conversions where the order changes.
 
-Tensor cores read channels as the innermost axis: a convolution in plain order pays for two conversions inside the library.
-Other operators run in either order, or exist in plain order only. The choice of an order for each op with the least total cost is
-a minimum cut: plain order on the source's side, channels-last on the sink's, an arc for each value that would be converted. One
-conversion serves all users that need it.
+Tensor cores read channels as the innermost axis: a convolution in plain order pays for two conversions inside the library. Other
+operators run in either order, or exist in plain order only. Each op gets an order so that the total cost is least. This is a
+minimum cut: ops in plain order are on the source's side, those in channels-last order on the sink's, and an arc stands for each
+value that would be converted. One conversion serves all users that need it.
 
 Axes stay in ONNX's logical order; only :attr:`TensorType.layout` changes. So this pass belongs to a target's pipeline, and no
 later pass may rewrite by type only.

@@ -1,8 +1,8 @@
 """Programs for ranges of shapes on targets whose programs are for fixed ones: one plan per shape.
 
 A plan is what a build with that shape fixed gives, so at the optimum nothing is lost to being dynamic. Plans for the optima
-are made with the engine, and the largest shape is planned to know its arena; the engine also holds its model (as data), from
-which the plan for another shape is made when such an input is first seen.
+are made with the engine. The largest shape is planned as well, to know its arena. The engine also holds its model as data: the plan
+for another shape is made from it when such an input is first seen.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from support import emulated
 from support.host import COMPILER, WHY_NOT
 from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, kinds, lowered
+from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals
 from support.sweep import sweep
 
 from optdnn.config import BuildOptions
@@ -84,8 +84,7 @@ def test_one_launch_gives_what_two_give(name: str, precision: str) -> None:
 
 
 def reasons(program: Program, name: str = "gemv_pair_sm90") -> list[str]:
-    rows: Any = program.meta["tactics"]
-    return [r["reason"] for row in rows for r in row.get("refused", []) if r["tactic"] == name]
+    return refusals(program, name)
 
 
 def pixels(n: Net, channels: int = 64) -> Value:

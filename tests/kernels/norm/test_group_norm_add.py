@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, lowered
+from support.simulated import check_simulated, feeds_of, lowered, refusals
 from support.sweep import sweep
 
 from optdnn.config import BuildOptions
@@ -86,8 +86,7 @@ def test_one_launch_gives_what_two_give(name: str, precision: str) -> None:
 
 
 def reasons(program: Program) -> list[str]:
-    rows: Any = program.meta["tactics"]
-    return [r["reason"] for row in rows for r in row.get("refused", []) if r["tactic"] == "group_norm_add"]
+    return refusals(program, "group_norm_add")
 
 
 def two_readers(n: Net, x: Value) -> list[Value]:
