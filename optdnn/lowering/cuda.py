@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.config import BuildOptions
+from optdnn.custom import CustomOp
 from optdnn.dim import DimLike
 from optdnn.dim_text import lone
 from optdnn.errors import UnsupportedError, UnsupportedNode, UsageError
@@ -125,7 +126,7 @@ def lower_cuda(
     program = with_step_times(with_ahead(emitted.program, gpu, seconds), gpu, seconds, measured)
     program = on_lanes(program, gpu, seconds, options, streams)
     if not TargetName.parse(options.target).simulated and not options.no_cubins:
-        program = _compiled(program, say, prepared.cubins)
+        program = _compiled(program, say, prepared.cubins, options.custom_ops)
     return placed(program)
 
 
@@ -278,15 +279,17 @@ def _borders(b: Builder) -> tuple[list[tuple[TensorSpec, int]], list[tuple[Tenso
     return inputs, outputs
 
 
-def _compiled(program: Program, say: Callable[[str], None], ready: Mapping[CubinKey, Array]) -> Program:
+def _compiled(
+    program: Program, say: Callable[[str], None], ready: Mapping[CubinKey, Array], custom_ops: Sequence[CustomOp]
+) -> Program:
     """The program with the cubins of all kernels as blobs. Cubins that are not ``ready`` are compiled."""
     from optdnn.runtime.cuda.compile.nvrtc import KernelCache, version
-    from optdnn.runtime.cuda.compile.recipes import recipe_of
+    from optdnn.runtime.cuda.compile.recipes import compile_kernels
 
     kernels = {cubin_key(k): k for k in program.kernels}
-    missing = {key: recipe_of(k) for key, k in kernels.items() if key not in ready}
+    missing = {key: k for key, k in kernels.items() if key not in ready}
     say(f"compile {len(missing)} kernels")
-    compiled = KernelCache().get_many(list(missing.values()), workers=min(16, usable_cores())) if missing else []
+    compiled = compile_kernels(list(missing.values()), KernelCache(), min(16, usable_cores()), custom_ops)
     cubins = {**ready, **{key: np.frombuffer(c, np.uint8) for key, c in zip(missing, compiled, strict=True)}}
     number = {key: len(program.blobs) + i for i, key in enumerate(kernels)}
     if missing:
