@@ -46,7 +46,7 @@ def test_it_measures_at_the_sizes_of_the_build(cli: Cli, on_cpu: dict[str, Path]
     code, out, err = cli("bench", on_cpu["onnxruntime"], *QUICK)
     assert code == 0
     assert "inputs x [1, 32, 8] (N=1, L=32)" in out
-    assert "random inputs: x fp32[1, 32, 8]" in err
+    assert "random inputs (seed 0): x: fp32[1, 32, 8]" in err
     report = json.loads(cli("bench", on_cpu["onnxruntime"], *QUICK, "--json", "--size", "L=5").out)
     assert (report["sizes"], report["inputs"], report["outputs"]) == (
         {"N": 1, "L": 5},
