@@ -56,7 +56,7 @@ MEASURING, DETAIL = "Measuring", "Detail"
     type=click.FloatRange(min=0, min_open=True),
     metavar="S",
     group=MEASURING,
-    help="Seconds to measure (3).",
+    help="Seconds to measure.  [default: 3]",
 )
 @option("--iterations", type=click.IntRange(min=1), metavar="N", group=MEASURING,
         help="Runs to measure (of each stream), instead of a duration.")  # fmt: skip

@@ -104,6 +104,13 @@ def test_run_says_where_inputs_are_random(cli: Cli, engine: Path, tmp_path: Path
     assert not np.array_equal(results[0], results[2])
 
 
+def test_piped_tables_have_no_padding(cli: Cli, model: Path, engine: Path) -> None:
+    for words in (("inspect", engine), ("inspect", model), ("run", engine), ("check", model, "--target", "reference")):
+        out = cli(*words).out
+        assert out
+        assert [line for line in out.splitlines() if line != line.rstrip()] == []
+
+
 def test_run_takes_an_array_without_a_name_for_the_only_input(cli: Cli, engine: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((4, 3, 8, 8), np.float32))
     code, out, err = cli("run", engine, "--input", tmp_path / "x.npy")
