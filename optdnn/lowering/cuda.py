@@ -32,6 +32,7 @@ from optdnn.lowering.host import HostSide, summary
 from optdnn.lowering.l2_prefetch import with_ahead
 from optdnn.lowering.lane_choice import LaneChoice, on_lanes
 from optdnn.lowering.lanes import LATENCY
+from optdnn.lowering.likely_shapes import sizes_needed
 from optdnn.lowering.schedule import group_steps, keep_inputs_on_host
 from optdnn.lowering.sites import NoKernel, Planner, Visit, emit_plan, no_visit
 from optdnn.lowering.step_times import with_step_times
@@ -141,7 +142,7 @@ def emit_program(
 ) -> Emitted:
     """The launches of an optimized graph. ``constants`` are shared with other programs. Raises as :func:`lower_cuda`."""
     selection = Selection.of(options, choices)
-    _need_static(graph)
+    _need_static(graph, options.target)
     to_host: dict[int, str] = {}
     while True:
         planned = plan(graph, options, gpu, selection, visit, constants, to_host)
@@ -225,19 +226,18 @@ def _finish_outputs(b: Builder, host: HostSide, outputs: list[tuple[TensorSpec, 
             b.move(op, x, TensorView(i, 0, x.shape, row_major(x.shape), x.dtype))
 
 
-def _need_static(graph: Graph) -> None:
+def _need_static(graph: Graph, target: str) -> None:
     """Raise UsageError if an input's shape is not fixed."""
     for i in graph.inputs:
         out = graph.op(i).outputs[0]
-        # Only free symbols count: sizes that are computed from symbols are fixed with them.
-        names = [name for d in out.type.shape or () if (name := lone(d)) is not None]
-        if out.type.shape is None or names:
-            one, some = (example(out.type.shape or (), n) for n in ("1", "1..8..32"))
-            shape = f"--shape {out.name}={one}, or {some} for a range" if names else f"--shape {out.name}=1x3x224x224"
+        if out.type.shape is None:
             raise UsageError(
-                f"input {out.name!r} has dimensions that are not fixed ({', '.join(names) or 'unknown rank'})",
-                hint=f"an engine for a GPU needs sizes, or ranges of sizes (MIN..OPT..MAX): {shape}",
+                f"input {out.name!r} has dimensions that are not fixed (unknown rank)",
+                hint=f"an engine for a GPU needs sizes: --shape {out.name}=1x3x224x224",
             )
+        # Only free symbols count: sizes that are computed from symbols are fixed with them.
+        if any(lone(d) is not None for d in out.type.shape):
+            raise sizes_needed(graph, target)
 
 
 def example(shape: Sequence[DimLike], symbolic: str | Callable[[str], str]) -> str:
