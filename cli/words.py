@@ -24,7 +24,7 @@ def precision_text(precision: str, meta: Mapping[str, Any]) -> str:
     runs: Mapping[str, int] = meta.get("precision", {}).get("runs", {})
     eight = [p for p in _EIGHT_BITS if p in runs] or (["int8"] if kinds.keys() & _ON_INTEGERS else [])
     if not eight:
-        return f"{precision}, between the model's own Q/DQ"
+        return f"{precision} (the Q/DQ of the model stay)"
     return f"{' and '.join(eight)} (Q/DQ of the model), {precision} elsewhere"
 
 

@@ -144,7 +144,7 @@ def test_the_words_for_a_precision() -> None:
     quantized = {"passes": [{"kinds_before": {"QuantizeLinear": 2, "Conv": 1}}]}
     assert precision_text("fp32", {}) == "fp32"
     assert precision_text("int8+fp16", quantized) == "int8+fp16"
-    assert precision_text("fp32", quantized) == "fp32, between the model's own Q/DQ"
+    assert precision_text("fp32", quantized) == "fp32 (the Q/DQ of the model stay)"
     assert precision_text("fp16", {**quantized, "precision": {"runs": {"fp8": 3}}}).startswith(
         "fp8 (Q/DQ of the model)"
     )

@@ -82,6 +82,8 @@ def test_what_is_misspelt_gets_a_suggestion(cli: Cli, argv: list[str], meant: st
         "--shapes=x:1x3",
         "--useDLACore=0",
         "--noTF32",
+        "--fp16",
+        "--best",
         "--versionCompatible",
         "--sparsity=enable",
     ],
