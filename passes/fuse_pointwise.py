@@ -9,7 +9,7 @@ element. On GPUs that is done where it costs less than a launch. Types may diffe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,11 +81,17 @@ class FuseGroup(Rule):
 
     name = "pointwise"
 
+    def __init__(self, most: int = MAX_STAGES, joins: Callable[[Graph, Op], bool] = lambda graph, one: True):
+        self.most = most
+        """Stages of one Pointwise op."""
+        self.joins = joins
+        """Whether an op may join the group of its readers."""
+
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        return _group(graph, op, context.on_gpu)
+        return _group(graph, op, context.on_gpu, self)
 
 
-def _group(graph: Graph, op: Op, on_gpu: bool) -> Match | Miss | None:
+def _group(graph: Graph, op: Op, on_gpu: bool, rule: FuseGroup) -> Match | Miss | None:
     if not is_pointwise(op) or op.outputs[0].known is not None:
         return None
     group, refusals = {op.id: op}, dict[int, str]()
@@ -94,7 +100,9 @@ def _group(graph: Graph, op: Op, on_gpu: bool) -> Match | Miss | None:
         one = waiting.pop(0)
         if one.id in group:
             continue
-        reason = _refuse(graph, op, one, group, on_gpu)
+        if not rule.joins(graph, one):
+            continue
+        reason = _refuse(graph, op, one, group, on_gpu, rule.most)
         if reason is not None:
             refusals[one.id] = reason
             continue
@@ -116,7 +124,7 @@ def _group(graph: Graph, op: Op, on_gpu: bool) -> Match | Miss | None:
     return Match(ops, build, op.value)
 
 
-def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool) -> str | None:
+def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool, most: int) -> str | None:
     result, inner = sink.outputs[0].type, one.outputs[0].type
     for user in graph.users(one.value):
         if user.kind == "Output":
@@ -131,8 +139,8 @@ def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool)
             "it would be computed again for each element"
         )
     steps = _collect(graph, [*group.values(), one])
-    if len(steps) > MAX_STAGES:
-        return f"with {one.name} it would have {len(steps)} stages, more than {MAX_STAGES}"
+    if len(steps) > most:
+        return f"with {one.name} it would have {len(steps)} stages, more than {most}"
     read = sum((array := graph.constant_value(v)) is None or array.size > 1 for v in outside(steps))
     if read > MAX_OPERANDS:
         return f"with {one.name} it would read {read} tensors, more than {MAX_OPERANDS}"
@@ -202,5 +210,5 @@ class FusePointwise(RulePass):
     """Sinks first: each group is grown from its last op."""
 
     name = "fuse_pointwise"
-    rules = (FuseGroup(),)
+    rules: Sequence[Rule] = (FuseGroup(),)
     sinks_first = True

@@ -191,6 +191,7 @@ RULES: Mapping[str, str] = {
     "transpose_integers": "quantized weights transposed once",
     "recentre": "integers centered on zero",
     "quantized_product": "products computed on integers",
+    "integer_product": "sums of integers computed on tensor cores",
     "quantized_mean": "pools computed on integers",
     "quantize_stages": "QuantizeLinears fused with the operators before them",
     "dequantize_stages": "DequantizeLinears fused into one kernel",
