@@ -82,6 +82,7 @@ RULES: Mapping[str, str] = {
     "split_rows": "products split by rows over several devices",
     "split_batch": "batches split over several devices",
     "split_product": "products of gated units made two products",
+    "outer_product": "products of one term written as multiplications",
     "loop_of_bags": "loops over embedding bags made one gather and one reduction",
     "concat_of_bags": "reductions of runs of rows made one reduction",
     "pad_heads": "attention heads padded to a multiple of 8 features",
