@@ -13,6 +13,7 @@ RULES: Mapping[str, str] = {
     "same_constant": "equal constants kept once",
     "same_op": "equal computations kept once",
     "no_op": "operators without effect removed",
+    "best_rows": "the best of the scores above a threshold taken of all scores",
     "best_of_classes": "loops that select the best scores of each class made one selection",
     "sum_of_groups": "sums over groups of channels made sums of slices",
     "mean_of_groups": "means of sums over groups of channels made means of all channels",
