@@ -117,7 +117,7 @@ def _group(graph: Graph, op: Op, on_gpu: bool, rule: FuseGroup) -> Match | Miss 
 
     def build(patch: Patch) -> Value:
         steps = _collect(graph, ops)
-        first = first_operand(graph, steps, op)
+        first = first_operand(graph, steps, op, on_gpu)
         assert first is not None
         return patch.add("Pointwise", *body(steps, first))
 
@@ -144,7 +144,7 @@ def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool,
     read = sum((array := graph.constant_value(v)) is None or array.size > 1 for v in outside(steps))
     if read > MAX_OPERANDS:
         return f"with {one.name} it would read {read} tensors, more than {MAX_OPERANDS}"
-    if first_operand(graph, steps, sink) is None:
+    if first_operand(graph, steps, sink, on_gpu) is None:
         return f"with {one.name} no operand has the result's shape {show_shape(result.shape)}"
     return None
 
@@ -199,11 +199,24 @@ def outside(steps: Sequence[OpenStage]) -> list[Value]:
     return list(dict.fromkeys(a for s in steps for a in s.args if isinstance(a, Value)))
 
 
-def first_operand(graph: Graph, steps: Sequence[OpenStage], op: Op) -> Value | None:
-    """The operand that becomes register 0: it has the shape of the result of ``op``; a computed one before a constant."""
-    full = [v for v in outside(steps) if graph.type(v).shape == op.outputs[0].type.shape]
-    computed = [v for v in full if graph.constant_value(v) is None]
-    return next(iter(computed or full), None)
+def first_operand(graph: Graph, steps: Sequence[OpenStage], op: Op, on_gpu: bool) -> Value | None:
+    """The operand that becomes register 0: it has the shape of the result of ``op``; a computed one before a constant.
+
+    Kernels of GPUs broadcast this operand, too: where none has the result's shape (an outer product), the one that is repeated
+    along the fewest axes begins.
+    """
+    shape = op.outputs[0].type.dims
+    values = outside(steps)
+    full = [v for v in values if graph.type(v).shape == op.outputs[0].type.shape]
+    computed = [v for v in values if graph.constant_value(v) is None]
+    found = next(iter([v for v in full if v in computed] or full), None)
+    if found is not None or not on_gpu:
+        return found
+
+    def kept(v: Value) -> int:
+        return sum(a == b for a, b in zip(reversed(graph.type(v).dims), reversed(shape), strict=False))
+
+    return max(computed, key=kept, default=None)
 
 
 class FusePointwise(RulePass):

@@ -103,9 +103,16 @@ def odd(n: Net, x: Value) -> list[Value]:
     return [n.conv(n.op("Tanh", n.op("Add", norm(n, n.conv(x, 36)), x)), 8)]
 
 
+def repeated(n: Net, x: Value) -> list[Value]:
+    """One normalized image is added to each of two."""
+    one = n.conv(n.input(1, 8, 9, 7, name="one"), 32)
+    return [n.conv(n.op("Tanh", n.op("Add", norm(n, one), n.op("Softmax", x))), 8)]
+
+
 REFUSED: dict[str, tuple[Callable[[Net, Value], list[Value]], str]] = {
     "another reader": (two_readers, "not the sum of a group normalization"),
     "another norm": (of_rows, "not the sum of a group normalization"),
+    "repeated": (repeated, "not the sum of a group normalization"),
     "odd channels": (odd, "whole vectors of channels"),
 }
 
