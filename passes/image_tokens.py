@@ -270,12 +270,14 @@ def _read_as_image(graph: Graph, value: Value) -> bool:
 
 def _reads_image(graph: Graph, op: Op, value: Value, within: int = _BETWEEN) -> bool:
     """Whether a user of ``value`` works on images, puts one beside it, or makes tokens of one; or a reader of its result does,
-    ``within`` so many activations and parts."""
+    ``within`` so many activations, parts, and pointwise operators on constants (a BatchNormalization before an activation)."""
     if op.kind in OF_IMAGES | NORMS or _turns(op):
         return True
     if op.kind in ("Add", "Concat") and any(v is not None and v != value and _is_image(graph, v) for v in op.inputs):
         return True
-    if within and op.kind in PARTS | ACTIVATIONS:
+    others = [graph.constant_value(v) for v in op.inputs if v is not None and v != value]
+    scaled = op.kind not in STRUCTURAL and op.definition.traits.pointwise and all(c is not None for c in others)
+    if within and (scaled or op.kind in PARTS | ACTIVATIONS):
         results = [Value(op.id, port) for port in range(len(op.outputs))]
         return any(_reads_image(graph, user, y, within - 1) for y in results for user in graph.users(y))
     user = graph.sole_user(op.value) if op.kind in RESHAPES else None

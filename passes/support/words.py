@@ -93,6 +93,7 @@ RULES: Mapping[str, str] = {
     "consecutive_rows": "gathers of neighbouring rows made slices",
     "scaled_view": "numbers that scale a view of a product put into its constant",
     "shifted_columns": "gathers of relative positions made views of a product",
+    "padded_shift": "padding that shifts the rows of a product made a view of it",
     "heads_outside": "products with a constant matrix for each head made one product for each head",
     "linear_recurrence": "unrolled linear recurrences computed for all steps at once",
     "stacked_products": "products of each step made one stack of products",

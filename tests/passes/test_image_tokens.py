@@ -245,6 +245,18 @@ def test_what_becomes_an_image_behind_an_activation_and_a_concatenation() -> Non
     check_pass(ImageTokens(), n.done(n.conv(both, 4)), changes=2, rules={"tokens_to_image": 2})
 
 
+def test_what_becomes_an_image_behind_a_scale_and_a_shift_per_channel() -> None:
+    n = Net(np.float64)
+    image = to_image(n, n.input(2, 20, 8), 0, 8, 4, 5)
+    y = n.op("Add", n.op("Mul", image, n.random(8, 1, 1)), n.random(8, 1, 1))
+    rules = {"tokens_to_image": 1}
+    check_pass(ImageTokens(), n.done(n.conv(n.op("Relu", y), 4)), changes=1, rules=rules)
+    n = Net(np.float64)
+    image = to_image(n, n.input(2, 20, 8), 0, 8, 4, 5)
+    y = n.op("Mul", image, n.input(2, 8, 4, 5, name="gate"))
+    check_refused(ImageTokens(), n.done(n.conv(y, 4)), because="nothing that works on images reads it")
+
+
 def test_on_a_gpu_heads_of_an_image_are_views() -> None:
     program = check_simulated(cascaded(Net(), 2), "fp16")
     inputs, last = ["Copy", "Copy"], ["Conv", "Pointwise"]  # all parts of the Concat are written in place
