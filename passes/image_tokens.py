@@ -18,6 +18,7 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.gates import gated_rows
 from optdnn.passes.support.facts import (
     RESHAPES,
     channels_from_last,
@@ -337,4 +338,5 @@ class ImageTokens(RulePass):
         moved_pixels,
         activate_image,
         channel_attention,
+        gated_rows,
     )

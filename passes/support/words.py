@@ -46,6 +46,8 @@ RULES: Mapping[str, str] = {
     "gemm_scalars": "alpha and beta of Gemm moved into weights and bias",
     "known_compress": "selections by a known mask written as Gather",
     "select_is_where": "selections by a mask written as Where",
+    "gated_residual": "values added to their product with a gate multiplied once",
+    "gated_rows": "products of gated pixels made convolutions of their image",
     # shapes and layout
     "constant_target": "computed shapes replaced by known ones",
     "input_target": "shapes of inner values taken from the inputs",
