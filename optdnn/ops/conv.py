@@ -81,7 +81,8 @@ def resolved_transpose(attrs: ConvTransposeAttrs, x: TensorType, w: TensorType) 
 def of_one_channel(weight: Shape) -> bool:
     """Whether weights of this shape are one filter of one channel and few taps (ECA-Net): most of a tensor core's tile would be
     empty."""
-    return weight[:2] == (1, 1) and all(isinstance(n, int) for n in weight) and math.prod(weight) <= FEW_TAPS  # type: ignore[arg-type]
+    sizes = [n for n in weight if isinstance(n, int)]
+    return weight[:2] == (1, 1) and len(sizes) == len(weight) and math.prod(sizes) <= FEW_TAPS
 
 
 def _operands(call: Call) -> tuple[TensorType, TensorType]:
