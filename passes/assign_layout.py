@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from optdnn.errors import InternalError
 from optdnn.ir.cut import minimum_cut
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Use, Value
+from optdnn.ops.conv import of_one_channel
 from optdnn.ops.layout import LayoutAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
-from optdnn.passes.support.facts import bytes_of, channels_from_last, channels_to_last, operand, set_operand
+from optdnn.passes.support.facts import bytes_of, channels_from_last, channels_to_last, operand, set_operand, shape_of
 
 CHANNELS_LAST = {3: "nwc", 4: "nhwc", 5: "ndhwc"}
 """Rank -> name of the channels-last layout."""
@@ -139,6 +140,8 @@ def _sides(graph: Graph, op: Op) -> Sides:
         if to_last and from_last:  # of three axes: one side stays plain, or it would move what it need not
             to_last = not (from_last := _feeds_convolution(graph, op))
         return Sides(own if to_last else _PLAIN, own if from_last else _PLAIN)
+    if op.kind == "Conv" and (weight := shape_of(graph, operand(op, 1))) is not None and of_one_channel(weight):
+        return Sides(_PLAIN, _PLAIN)  # no tensor core computes it: its pixels need no gaps between them
     first, rank = op.input(0), op.outputs[0].type.rank
     pointwise = op.definition.traits.pointwise
     free = first is not None and (pointwise or op.kind in PREFER or op.kind in EITHER)

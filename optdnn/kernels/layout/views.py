@@ -71,7 +71,8 @@ def order_read(b: Builder, value: Value) -> tuple[int, ...] | None:
         found = found and seen_by(op, found)
     if found is not None:
         return None
-    found = unmade(t.dtype, chain[-1].outputs[0].type.static_shape)
+    last = chain[-1].outputs[0].type
+    found = unmade(t.dtype, last.static_shape, b.strides_for(last))
     for op in reversed(chain):
         before = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
         back = np.argsort(_permutation(op)).tolist() if op.kind == "Transpose" else None
