@@ -5,14 +5,15 @@ from __future__ import annotations
 import io
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from optdnn.cli.common import parse_sizes, remark, shape_text
-from optdnn.errors import InputError, UsageError
+from optdnn.errors import InputError, RunError, UsageError
 from optdnn.runtime.file.archive import check_archive
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.types import Array, TensorSpec
@@ -24,17 +25,18 @@ _BROKEN = (
 """The errors of NumPy and zipfile for a broken file."""
 
 
-def read_inputs(texts: Sequence[str]) -> dict[str, Array]:
+def read_inputs(texts: Sequence[str], *, bare: bool = False) -> dict[str, Array]:
     """The arrays of ``--input`` options: "NAME=FILE.npy", "FILE.npz", "NAME=FILE.npz". Raises UsageError or InputError.
 
     An .npz gives each of its arrays to the input of that name; with NAME, only the one of that name, or its only one.
+    ``bare`` takes one FILE.npy without NAME, under the name "" (:func:`typed` finds the input).
     """
     feeds: dict[str, Array] = {}
     for text in texts:
         name, _, file = text.rpartition("=")
         arrays = _load(Path(file))
         if "" in arrays:
-            if not name:
+            if not name and not bare:
                 raise UsageError(f"--input {text!r} needs the input's name: NAME={file}")
             arrays = {name: arrays[""]}
         elif name:
@@ -74,7 +76,17 @@ def _load(path: Path) -> dict[str, Array]:
 
 
 def typed(feeds: Mapping[str, Array], inputs: Sequence[TensorSpec]) -> dict[str, Array]:
-    """``feeds`` where raw bytes have become the dtype of the input that they are for, when it has their size."""
+    """``feeds`` where raw bytes have become the dtype of the input that they are for, when it has their size.
+
+    An array without a name is for the only input. Raises UsageError if there are several.
+    """
+    if "" in feeds and len(inputs) != 1:
+        raise UsageError(
+            f"a file of --input needs the input's name: NAME=FILE.npy; the inputs are {', '.join(s.name for s in inputs)}"
+        )
+    if "" in feeds and inputs[0].name in feeds:
+        raise UsageError(f"input {inputs[0].name!r} is given twice")
+    feeds = {name or inputs[0].name: a for name, a in feeds.items()}
     dtypes = {s.name: s.dtype for s in inputs}
     return {
         name: a.view(dtypes[name]) if a.dtype.kind == "V" and a.dtype.itemsize == _size(dtypes.get(name)) else a
@@ -82,20 +94,41 @@ def typed(feeds: Mapping[str, Array], inputs: Sequence[TensorSpec]) -> dict[str,
     }
 
 
-def feeds_of(engine: Any, inputs: Sequence[str], sizes: Sequence[str]) -> dict[str, Any]:
-    """The inputs of ``--input`` and ``--size``, and random ones for the rest, which a remark names."""
+def feeds_of(
+    engine: Any, inputs: Sequence[str], sizes: Sequence[str], seed: int = 0
+) -> tuple[dict[str, Any], list[str]]:
+    """The inputs of ``--input`` and ``--size``, and random ones for the rest, which a remark names. Gives all, and the random
+    ones' names. Raises UsageError for a size that an array contradicts."""
     from optdnn.runtime.contexts.feeds import random_feeds
 
-    given = typed(read_inputs(inputs), engine.inputs)
-    missing = [s for s in engine.inputs if s.name not in given]
-    if not missing:
-        return given
+    specs: Sequence[TensorSpec] = engine.inputs
+    given = typed(read_inputs(inputs, bare=True), specs)
+    asked = parse_sizes(sizes)
+    for spec in (s for s in specs if s.name in given):
+        for d, n in zip(spec.shape, given[spec.name].shape, strict=False):
+            if isinstance(d, str) and asked.get(d, n) != n:
+                raise UsageError(f"--size {d}={asked[d]}: input {spec.name!r} has {d} = {n}", hint="leave --size out")
+    missing = [s for s in specs if s.name not in given]
+    if given.keys() - {s.name for s in specs}:  # the run tells what is wrong
+        return given, []
     made = random_feeds(
-        engine.inputs, sizes=parse_sizes(sizes), profiles=engine.profiles, given=given, typical=engine.meta.get("sizes")
+        specs, seed=seed, sizes=asked, profiles=engine.profiles, given=given, typical=engine.meta.get("sizes")
     )
-    shown = (f"{s.name} {shape_text(s.dtype, made[s.name].shape)}" for s in missing)
-    remark(f"random inputs: {', '.join(shown)}")
-    return {**made, **given}
+    if missing:
+        shown = (f"{s.name}: {shape_text(s.dtype, made[s.name].shape)}" for s in missing)
+        remark(f"random inputs (seed {seed}): {', '.join(shown)}")
+    return {**made, **given}, [s.name for s in missing]
+
+
+@contextmanager
+def on_random(names: Sequence[str]) -> Iterator[None]:
+    """An error of a run on random inputs with these names says that they may be the reason."""
+    try:
+        yield
+    except RunError as error:
+        if names and error.hint is None:
+            error.hint = f"the random inputs ({', '.join(names)}) may not fit the network: give --input NAME=FILE"
+        raise
 
 
 def _size(dtype: np.dtype[Any] | None) -> int:

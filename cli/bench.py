@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from optdnn.cli.arrays import feeds_of
+from optdnn.cli.arrays import feeds_of, on_random
 from optdnn.cli.bench_tables import show_energy, show_gpu, show_layers, show_steps
 from optdnn.cli.common import (
     command_line,
@@ -56,7 +56,7 @@ MEASURING, DETAIL = "Measuring", "Detail"
     type=click.FloatRange(min=0, min_open=True),
     metavar="S",
     group=MEASURING,
-    help="Seconds to measure (3).",
+    help="Seconds to measure.  [default: 3]",
 )
 @option("--iterations", type=click.IntRange(min=1), metavar="N", group=MEASURING,
         help="Runs to measure (of each stream), instead of a duration.")  # fmt: skip
@@ -100,12 +100,13 @@ def command(
     check_outputs({"html": html})
     threads = _threads_each(threads, instances)
     loaded = [optdnn.load(engine, threads=threads) for _ in range(instances)]
-    feeds = feeds_of(loaded[0], inputs, sizes)
+    feeds, made = feeds_of(loaded[0], inputs, sizes)
     if trace:
         _trace(loaded[0], feeds)
         return
     measuring["profile"] |= html is not None
-    report = measured(loaded, feeds, engine.name, **measuring)
+    with on_random(made):
+        report = measured(loaded, feeds, engine.name, **measuring)
     if html is not None:
         _write_html(html, engine, loaded[0].program_for(feeds), report)
     if not give_json(report, json_file):

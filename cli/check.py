@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -13,10 +13,6 @@ from optdnn.cli.build_options import CHECK_LACKS, build_options, make_options
 from optdnn.cli.common import give_json, print_host, refuse_engine, stdout, table
 from optdnn.cli.options import FILE, Command, json_option
 from optdnn.config import BuildOptions
-from optdnn.errors import UsageError
-
-if TYPE_CHECKING:
-    from optdnn.ir.graph import Graph
 
 
 @click.command("check", cls=Command)
@@ -45,6 +41,7 @@ def findings(model: Path, options: BuildOptions) -> dict[str, Any]:
     from optdnn.importers.asked import asked_model
     from optdnn.importers.onnx import import_model
     from optdnn.importers.values import size_inputs
+    from optdnn.lowering.likely_shapes import sizes_needed, suggest_shapes
     from optdnn.optimize import optimize
     from optdnn.target_name import TargetName
 
@@ -56,10 +53,7 @@ def findings(model: Path, options: BuildOptions) -> dict[str, Any]:
     inputs = [f"{out.name}: {out.type}" for out in (graph.op(i).outputs[0] for i in graph.inputs)]
     suggested = suggest_shapes(graph)
     if suggested and on_gpu and not graph.profiles:
-        raise UsageError(
-            f"an engine for {target} needs sizes, or ranges of them (MIN..OPT..MAX); not fixed are {_symbols(graph)}",
-            hint=f"a range that may fit: {' '.join(f'--shape {s}' for s in suggested)}",
-        )
+        raise sizes_needed(graph, target)
     if graph.profiles and on_gpu:
         from optdnn.shapes.plans import optimum
 
@@ -84,51 +78,6 @@ def findings(model: Path, options: BuildOptions) -> dict[str, Any]:
         facts["host"] = lower_cuda(graph, replace(options, no_cubins=True), facts_for(name), {}).meta["host"]
         facts["size_inputs"] = sizes
     return facts
-
-
-LIKELY = ((1, 8, 32), (1, 128, 512))
-"""Ranges of a batch (the first axis), and of any other dimension: positions of a sequence."""
-
-
-def suggest_shapes(graph: Graph) -> list[str]:
-    """Values of --shape that give each free symbolic dimension a range that the network takes; none where all are known.
-
-    Of an image's height and width little is known: a range begins at the least size, doubled from 1, at which the network leaves
-    something of every tensor.
-    """
-    from optdnn.lowering.cpu.library import typical_sizes
-
-    if graph.profiles:
-        return []
-    typical = typical_sizes(graph)
-    found = []
-    for i in graph.inputs:
-        out = graph.op(i).outputs[0]
-        dims = out.type.shape or ()
-        texts = [str(d) if isinstance(d, int) else _range(str(d), axis, dims, typical) for axis, d in enumerate(dims)]
-        if any(not isinstance(d, int) for d in dims):
-            found.append(f"{out.name}={'x'.join(texts)}")
-    return found
-
-
-def _range(name: str, axis: int, dims: Any, typical: Mapping[str, int]) -> str:
-    if name not in typical:
-        return "?"  # it follows from others
-    if axis == 0:
-        low, likely, high = LIKELY[0]
-    elif len(dims) >= 4 and axis >= 2:  # an image
-        least = typical[name]
-        low, likely, high = least, max(least, 224), max(2 * least, 512)
-    else:
-        low, likely, high = LIKELY[1]
-        if typical[name] > 32:  # 32 left nothing of some tensor
-            low, likely, high = typical[name], 2 * typical[name], 4 * typical[name]
-    return f"{low}..{likely}..{high}"
-
-
-def _symbols(graph: Graph) -> str:
-    dims = (d for i in graph.inputs for d in graph.op(i).outputs[0].type.shape or ())
-    return ", ".join(dict.fromkeys(str(d) for d in dims if not isinstance(d, int)))
 
 
 def _show(facts: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optdnn.errors import EngineError, UsageError, printable, printable_json
-from optdnn.report.words import figure, first_of
+from optdnn.report.words import counted, figure, first_of
 
 
 class PlainConsole(Console):
@@ -38,6 +38,10 @@ class PlainConsole(Console):
         self._width, self._height = size
 
     def print(self, *objects: Any, **options: Any) -> None:
+        if not self.is_terminal and any(isinstance(o, Table) for o in objects):  # rich pads all lines of a table
+            with self.capture() as captured:
+                super().print(*objects, **options)
+            objects = ("\n".join(line.rstrip() for line in captured.get().splitlines()),)
         super().print(*(printable(o) if isinstance(o, str) else o for o in objects), **options)
 
 
@@ -204,7 +208,7 @@ def print_host(host: Mapping[str, Any], target: str) -> None:
     total = sum(c["bytes"] for c in copies)
     stdout.print(
         f"\n{coverage['device']} of {coverage['operators']} operators run on {target}, {coverage['host']} on the CPU: "
-        f"{len(copies)} copies of {total} bytes and {host['cuts']} cuts of the CUDA graph, about "
+        f"{counted(len(copies), 'copy', 'copies')} of {total} bytes and {counted(host['cuts'], 'cut')} of the CUDA graph, about "
         f"{host['estimated_us'] / 1e3:.2f} ms a run in all (sizes that depend on data count as 1)"
     )
 

@@ -231,7 +231,7 @@ def _compared(
     """The report of the comparison, and the subject's network for a page; ``options`` are those of the build."""
     from optdnn.compare.comparison import Subject, build_subject, compare, drawn, load_subject
 
-    given = read_inputs(asked.inputs)
+    given = read_inputs(asked.inputs, bare=True)
     with temporary_folder() as folder, progress(f"compare {file.name}") as say:
         if engine:
             data = {k: options[k] for k in ("calib", "calibrator", "calib_cache", "labels", "images")}

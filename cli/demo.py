@@ -29,7 +29,9 @@ Say = Callable[[str], None]
 
 
 @click.command("demo", cls=Command)
-@option("--threads", type=click.IntRange(min=1), metavar="N", help="Threads of each candidate (all usable cores).")
+@option(
+    "--threads", type=click.IntRange(min=1), metavar="N", help="Threads of each candidate.  [default: all usable cores]"
+)
 @output_option(f"The HTML report of the comparison (extra report).  [default: {REPORT}, in this folder]")
 @json_option
 def command(threads: int | None, output: Path | None, json_file: Path | None) -> None:

@@ -15,9 +15,6 @@ OTHER_WORDS: Mapping[str, str] = {
     "--device": "--target",
     "--provider": "--target",
     "--dtype": "--precision",
-    "--fp16": "--precision",
-    "--bf16": "--precision",
-    "--int8": "--precision",
     "--out": "--output",
     "--save": "--output",
     "--inputs": "--input",
@@ -30,8 +27,6 @@ OTHER_WORDS: Mapping[str, str] = {
     "--optimize": "--opt-level",
     # trtexec
     "--saveengine": "--output",
-    "--fp8": "--precision",
-    "--best": "--precision",
     "--timingcachefile": "--timing-cache",
     "--builderoptimizationlevel": "--opt-level",
     "--tacticsources": "--tactics",
@@ -59,6 +54,8 @@ ADVICE: Mapping[str, str] = {
         ("--minshapes", "--optshapes", "--maxshapes"), "optdnn build takes all three: --shape x=1..8..32x3x224x224"
     ),
     "--shapes": "optdnn build takes --shape x=1x3x224x224; run and bench take --size N=8",
+    **{f"--{p}": f"optdnn build takes --precision {p}" for p in ("fp16", "bf16", "int8", "fp8")},
+    "--best": "optdnn build takes --precision auto",
     "--stronglytyped": "Leave it out: types of the model other than fp32 are kept",
     "--avgruns": "Leave it out: optdnn bench shows the percentiles of all runs",
     "--skipinference": "Leave it out: a build measures the engine only with --bench",

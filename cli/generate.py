@@ -10,7 +10,7 @@ import click
 
 from optdnn.cli.build_options import load_options
 from optdnn.cli.common import give_json, remark
-from optdnn.cli.options import FILE, Command, engine_argument, json_option, option, seed_option
+from optdnn.cli.options import FILE, Command, engine_argument, json_option, option
 from optdnn.errors import UsageError, printable
 
 CHOICE, PROMPT = "Choice of tokens", "Prompt"
@@ -26,7 +26,7 @@ CHOICE, PROMPT = "Choice of tokens", "Prompt"
 @option("--max-new-tokens", "-n", type=click.IntRange(min=1), default=64, show_default=True, group=CHOICE, metavar="N",
         help="The most tokens to generate.")  # fmt: skip
 @option("--stop", multiple=True, type=click.IntRange(min=0), group=CHOICE, metavar="TOKEN",
-        help="End with this token; may be repeated.")  # fmt: skip
+        help="End with this token. Repeat.")  # fmt: skip
 @option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, group=CHOICE, metavar="T",
         help="0 takes the most probable token.")  # fmt: skip
 @option(
@@ -39,7 +39,7 @@ CHOICE, PROMPT = "Choice of tokens", "Prompt"
 )
 @option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, group=CHOICE, metavar="P",
         help="Draw from the most probable tokens that have this share.")  # fmt: skip
-@seed_option
+@option("--seed", type=click.IntRange(min=0), default=0, show_default=True, group=CHOICE, help="Seed of the draws.")
 @option(
     "--capacity", type=click.IntRange(min=1), metavar="N", help="Positions of caches whose size the engine leaves open."
 )
@@ -64,12 +64,17 @@ def command(
     found: list[int] = []
     begin = time.perf_counter()
     chosen: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    for token in generator.stream(tokens, max_new_tokens=max_new_tokens, stop_tokens=stop, **chosen):
-        if not found:
-            first = time.perf_counter()
-        found.append(token)
-        if show:
-            click.echo(printable(text.push(token)) if text is not None else f"{token} ", nl=False)
+    try:
+        for token in generator.stream(tokens, max_new_tokens=max_new_tokens, stop_tokens=stop, **chosen):
+            if not found:
+                first = time.perf_counter()
+            found.append(token)
+            if show:
+                click.echo(printable(text.push(token)) if text is not None else f"{token} ", nl=False)
+    except BaseException:
+        if found and show:
+            click.echo()  # the error gets a line of its own
+        raise
     end = time.perf_counter()
     if show:
         click.echo(printable(text.end()) if text is not None else "")

@@ -135,7 +135,8 @@ json_option = option(
 
 input_option = option(
     "--input", "inputs", multiple=True, group="Inputs", metavar="[NAME=]FILE",
-    help="NAME=FILE.npy, or an .npz of named arrays; NAME=FILE.npz takes one. Random where not given. Repeat.",
+    help="FILE.npy (NAME= where there are several inputs), or an .npz of named arrays; NAME=FILE.npz takes one. "
+    "Random where not given. Repeat.",
 )  # fmt: skip
 
 size_option = option(

@@ -55,7 +55,7 @@ def command(
     if wanted and tool not in (None, nsight.NCU):
         raise UsageError(f"--step is counted by ncu, not by {tool}")
     loaded = optdnn.load(engine)
-    feeds = feeds_of(loaded, inputs, sizes)
+    feeds, _ = feeds_of(loaded, inputs, sizes)
     context = loaded.context()
     on_gpu = cuda_context(context, feeds)
     chosen = tool or default_tool(bool(wanted), on_gpu is not None)
@@ -66,7 +66,9 @@ def command(
     else:
         suffix = nsight.SUFFIX[chosen]
         if on_gpu is None:
-            raise UsageError(f"{chosen} profiles engines of target cuda; this one is for {loaded.target}")
+            raise UsageError(
+                f"{chosen} profiles engines of target cuda; this one is for {loaded.target}", hint="take --tool trace"
+            )
         if report.suffix != suffix:
             raise UsageError(f"{chosen} writes files whose names end in {suffix}, not {report}")
         again = [*_options("--input", inputs), *_options("--size", sizes)]

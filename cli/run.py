@@ -8,9 +8,9 @@ from typing import Any
 import click
 import numpy as np
 
-from optdnn.cli.arrays import read_inputs, typed, write_outputs
+from optdnn.cli.arrays import feeds_of, on_random, write_outputs
 from optdnn.cli.build_options import load_options
-from optdnn.cli.common import give_json, parse_sizes, remark, shape_text, stdout, table
+from optdnn.cli.common import give_json, stdout, table
 from optdnn.cli.options import (
     Command,
     engine_argument,
@@ -48,7 +48,6 @@ def command(
     classes of each are printed; with --json, as one line of JSON per picture.
     """
     import optdnn
-    from optdnn.runtime.contexts.feeds import random_feeds
 
     if output is not None:
         check_writable(output)
@@ -57,21 +56,13 @@ def command(
     if pictures is not None:
         run_pictures(loaded, *pictures, output, json_file)
         return
-    feeds = typed(read_inputs(inputs), loaded.inputs)
-    missing = [s for s in loaded.inputs if s.name not in feeds]
-    if missing and feeds.keys() <= {s.name for s in loaded.inputs}:  # else the run tells what is wrong
-        typical: Any = loaded.meta.get("sizes")
-        made = random_feeds(
-            loaded.inputs, seed=seed, sizes=parse_sizes(sizes), profiles=loaded.profiles, given=feeds, typical=typical
-        )
-        shown = (f"{s.name}: {shape_text(s.dtype, made[s.name].shape)}" for s in missing)
-        remark(f"random inputs (seed {seed}): {', '.join(shown)}")
-        feeds = {**made, **feeds}
-    results = loaded.run(feeds)
+    feeds, made = feeds_of(loaded, inputs, sizes, seed)
+    with on_random(made):
+        results = loaded.run(feeds)
     facts = {
         n: {"dtype": dtype_name(a.dtype), "shape": list(a.shape), **_finite(_range(a))} for n, a in results.items()
     }
-    report = {"outputs": facts, "random_inputs": [s.name for s in missing], "seed": seed}
+    report = {"outputs": facts, "random_inputs": made, "seed": seed}
     if not give_json(report, json_file):
         rows = [
             [n, dtype_name(a.dtype), list(a.shape), *(f"{x:.5g}" for x in _range(a).values())]

@@ -11,7 +11,7 @@ from optdnn.cli.bench_tables import show_cliffs
 from optdnn.cli.common import print_host, print_tuning, remark, stdout, table, warn
 from optdnn.cli.precision import show_auto
 from optdnn.cli.words import precision_text, runs_on
-from optdnn.report.words import first_of
+from optdnn.report.words import counted, first_of
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.target_name import GPUS, TargetName
 
@@ -24,7 +24,10 @@ def show(build: Any, report: Mapping[str, Any], *, model: Path, output: Path, ve
         _passes(build.passes)
     engine = build.engine
     rows = [
-        ["model", f"{model}: {_count(build.passes, 'kinds_before')} operators, {len(build.graph)} in the engine"],
+        [
+            "model",
+            f"{model}: {counted(_count(build.passes, 'kinds_before'), 'operator')}, {len(build.graph)} in the engine",
+        ],
         ["inputs", ", ".join(map(str, engine.inputs)) + _profiles(engine)],
         ["outputs", ", ".join(map(str, engine.outputs))],
         ["engine", f"{output} ({_bytes(output.stat().st_size)}), target {engine.target}"],

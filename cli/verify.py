@@ -66,7 +66,7 @@ def command(
 
     wanted = list(signers([] if signed_by is None else [signed_by]))
     loaded = optdnn.load(engine, threads=threads, signed_by=signed_by, **loading)
-    given = typed(read_inputs(inputs), loaded.inputs)
+    given = typed(read_inputs(inputs, bare=True), loaded.inputs)
     with progress(f"verify {engine.name}") as say:
         found = verify(loaded, model, given, sizes=parse_sizes(sizes), seed=seed, tolerance=tolerance, progress=say)
     report = found.to_plain() | {"engine": str(engine), "signed_by": wanted}

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from optdnn.report.words import counted
+
 LIBRARY_NAMES = {"openvino": "OpenVINO", "onnxruntime": "ONNX Runtime"}
 _ON_INTEGERS = frozenset({"QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "DynamicQuantizeLinear"})
 _EIGHT_BITS = ("int8", "fp8")
@@ -22,7 +24,7 @@ def precision_text(precision: str, meta: Mapping[str, Any]) -> str:
     runs: Mapping[str, int] = meta.get("precision", {}).get("runs", {})
     eight = [p for p in _EIGHT_BITS if p in runs] or (["int8"] if kinds.keys() & _ON_INTEGERS else [])
     if not eight:
-        return f"{precision}, between the model's own Q/DQ"
+        return f"{precision} (the Q/DQ of the model stay)"
     return f"{' and '.join(eight)} (Q/DQ of the model), {precision} elsewhere"
 
 
@@ -33,14 +35,14 @@ def runs_on(program: Any) -> str:
     for executor, n in Counter(step.executor for step in steps).items():
         if executor in LIBRARY_NAMES:
             tactic = meta.get("tactic", {})
-            threads = f", {_counted(tactic['threads'], 'thread')}" if tactic.get("library") == executor else ""
+            threads = f", {counted(tactic['threads'], 'thread')}" if tactic.get("library") == executor else ""
             found.append(LIBRARY_NAMES[executor] + (f" ({n} parts{threads})" if n > 1 else threads))
         elif executor == "reference":
-            found.append(_counted(n, "NumPy kernel"))
+            found.append(counted(n, "NumPy kernel"))
         elif executor == "cuda":
-            found.append(_counted(n, "GPU kernel") + _families(steps))
+            found.append(counted(n, "GPU kernel") + _families(steps))
         elif executor == "copy":
-            found.append(_counted(n, "copy", "copies"))
+            found.append(counted(n, "copy", "copies"))
         else:
             found.append(f"{n} {executor}")
     return " + ".join(found) or "nothing: the outputs are constants"
@@ -52,9 +54,5 @@ def _families(steps: Sequence[Any]) -> str:
     families = Counter(tactic.partition(" ")[0] for tactic in sorted(t for t in tactics if isinstance(t, str)))
     most = families.most_common(4)
     others = len(tactics) - sum(n for _, n in most)
-    rest = f", {_counted(others, 'other')}" if others else ""
+    rest = f", {counted(others, 'other')}" if others else ""
     return f" ({', '.join(f'{n} {name}' for name, n in most)}{rest})" if most else ""
-
-
-def _counted(n: int, one: str, many: str | None = None) -> str:
-    return f"{n} {one if n == 1 else many or one + 's'}"

@@ -125,7 +125,7 @@ def _meaning(option: click.Option) -> str:
     text = mark + " ".join((option.help or "").split())
     shown = option.show_default
     default = shown if isinstance(shown, str) else option.default if shown and not option.is_flag else None
-    again = " May be given several times." if option.multiple else ""
+    again = " Repeat." if option.multiple and "epeat" not in text else ""
     return f"{text}{again}" + (f" Default: `{default}`." if default is not None else "")
 
 

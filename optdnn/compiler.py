@@ -383,7 +383,7 @@ def rebuilt(
         if held is None:
             raise UsageError(
                 "the engine does not hold its model: all weights are needed",
-                hint="give the model: engine.refit(weights, model=PATH), or build with refit=True (--refit)",
+                hint="give the model (optdnn refit ENGINE MODEL, model= in Python), or build with --refit (refit=True)",
             )
         base = with_weights(held, weights or {})
         merged = with_adapters(base, adapters or {})

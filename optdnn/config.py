@@ -8,8 +8,11 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import numpy as np
 
 from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import UsageError, did_you_mean
@@ -291,6 +294,8 @@ def _precisions(name: str, table: Any) -> dict[str, str]:
 def _candidates(name: str, given: Any) -> tuple[str, ...] | None:
     if given is None:
         return None
+    if not isinstance(given, Iterable):
+        raise UsageError(f"candidates must be a list of precisions, not {given!r}")
     names = given.split(",") if isinstance(given, str) else list(given)
     for one in names:
         _among("candidate", one, PRECISIONS)
@@ -321,6 +326,24 @@ def _integer(name: str, value: Any) -> int | None:
         return None if value is None and name not in ("opt_level", "devices") else operator.index(value)
     except TypeError:
         raise UsageError(f"{name} must be an integer, not {value!r}") from None
+
+
+def _text(name: str, value: Any) -> str | None:
+    if not isinstance(value, str) and not (value is None and name == "stop_after"):
+        raise UsageError(f"{name} must be text, not {value!r}")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise UsageError(f"{name} must be True or False, not {value!r}")
+    return bool(value)
+
+
+def _number(name: str, value: Any) -> Any:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+        raise UsageError(f"{name} must be a number, not {value!r}")
+    return value
 
 
 def _sample(name: str, given: Any) -> str | None:
@@ -358,6 +381,11 @@ def _specs(name: str, given: Any) -> dict[str, Any]:
 _NORMAL: Mapping[str, Callable[[str, Any], Any]] = {
     "custom_ops": _custom_ops,
     **dict.fromkeys(("timing_cache", "dump", "emit_onnx", "calib_cache", "lock", "locked"), _path),
+    **dict.fromkeys(("target", "precision", "tactics", "stop_after"), _text),
+    **dict.fromkeys(
+        ("debug", "no_cubins", "row_invariant", "nearest_tactics", "strict", "strict_precision", "refit"), _flag
+    ),
+    **dict.fromkeys(("budget", "max_drop"), _number),
     "shapes": lambda name, given: input_shapes(given),
     "values": _values,
     "sample": _sample,

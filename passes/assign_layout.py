@@ -1,9 +1,9 @@
 """Values in channels-last order are chosen for the whole network at once, with conversions where the order changes.
 
-Tensor cores read channels as the innermost axis: a convolution in plain order pays for two conversions inside the library.
-Other operators run in either order, or exist in plain order only. The choice of an order for each op with the least total cost is
-a minimum cut: plain order on the source's side, channels-last on the sink's, an arc for each value that would be converted. One
-conversion serves all users that need it.
+Tensor cores read channels as the innermost axis: a convolution in plain order pays for two conversions inside the library. Other
+operators run in either order, or exist in plain order only. Each op gets an order so that the total cost is least. This is a
+minimum cut: ops in plain order are on the source's side, those in channels-last order on the sink's, and an arc stands for each
+value that would be converted. One conversion serves all users that need it.
 
 Axes stay in ONNX's logical order; only :attr:`TensorType.layout` changes. So this pass belongs to a target's pipeline, and no
 later pass may rewrite by type only.
@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from optdnn.errors import InternalError
 from optdnn.ir.cut import minimum_cut
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Use, Value
+from optdnn.ops.conv import of_one_channel
 from optdnn.ops.layout import LayoutAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
-from optdnn.passes.support.facts import bytes_of, channels_from_last, channels_to_last, operand, set_operand
+from optdnn.passes.support.facts import bytes_of, channels_from_last, channels_to_last, operand, set_operand, shape_of
 
 CHANNELS_LAST = {3: "nwc", 4: "nhwc", 5: "ndhwc"}
 """Rank -> name of the channels-last layout."""
@@ -139,6 +140,8 @@ def _sides(graph: Graph, op: Op) -> Sides:
         if to_last and from_last:  # of three axes: one side stays plain, or it would move what it need not
             to_last = not (from_last := _feeds_convolution(graph, op))
         return Sides(own if to_last else _PLAIN, own if from_last else _PLAIN)
+    if op.kind == "Conv" and (weight := shape_of(graph, operand(op, 1))) is not None and of_one_channel(weight):
+        return Sides(_PLAIN, _PLAIN)  # no tensor core computes it: its pixels need no gaps between them
     first, rank = op.input(0), op.outputs[0].type.rank
     pointwise = op.definition.traits.pointwise
     free = first is not None and (pointwise or op.kind in PREFER or op.kind in EITHER)

@@ -1,16 +1,16 @@
 """The one approximation: each op in the precision that the plan asks for.
 
-First integers: Q and DQ around ops that are to run in int8 or fp8, on every target (:mod:`optdnn.passes.support.quantize`);
-and weights that are to be packed numbers of 4 or 8 bits (:mod:`optdnn.passes.support.packed_products`).
-Then floating point: an op's fp32 operands become 16 bits wide where it is to run in fp16 or bf16. Casts are placed between ops
-of different precision, one per value and type. On the CPU this is only for mixtures of float precisions: a library that runs
-the whole network in one precision rounds by itself.
+First quantization: ops that are to run in int8 or fp8 get QuantizeLinear and DequantizeLinear around them, on every target
+(:mod:`optdnn.passes.support.quantize`), and weights become packed numbers of 4 or 8 bits where the plan asks for it
+(:mod:`optdnn.passes.support.packed_products`). Then floating point: an op's fp32 operands become 16 bits wide where it is to run
+in fp16 or bf16. Casts are placed between ops of different precision, one per value and type. On the CPU this is only for mixtures
+of float precisions: a library that runs the whole network in one precision rounds by itself.
 
 Constants are rounded once. A finite one never becomes infinite: masks of -1e9 or -3.4e38 saturate. Nor does a single number
 become zero. Parameters that a kernel reads in fp32 anyway stay fp32: biases of convolutions, statistics of batch normalization,
 scales. Sums, statistics and exponentials are fp32 inside of the kernels. Values that decide indices stay fp32
 (:mod:`optdnn.passes.support.decisions`), and so do ops that depend on a constant beyond fp16
-(:mod:`optdnn.passes.support.guards`): pointwise ones read and store fp16 where they can, and convert in registers.
+(:mod:`optdnn.passes.support.guards`). Pointwise ops among these read and store fp16 where they can, and convert in registers.
 """
 
 from __future__ import annotations

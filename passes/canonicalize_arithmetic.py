@@ -15,6 +15,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.canonicalize import Canonicalize
+from optdnn.passes.rules.gates import gated_residual
 from optdnn.passes.rules.scale import (
     div_is_mul,
     gemm_scalars,
@@ -170,6 +171,7 @@ class CanonicalizeArithmetic(RulePass):
         powers,
         bound_is_clip,
         merge_clips,
+        gated_residual,
         gemm_scalars,
         spatial_reduction,
         activation_before_pool,

@@ -15,7 +15,7 @@ from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.fuse_norm import FusedNorm, LayerNorm, NormRule, RMSNorm, norm_parameters, per_channel
-from optdnn.passes.support.facts import NORMS, channels_from_last, channels_to_last, operand, producer
+from optdnn.passes.support.facts import NORMS, RESHAPES, channels_from_last, channels_to_last, operand, producer
 from optdnn.passes.support.stages import ACTIVATIONS
 from optdnn.types import Array
 
@@ -60,6 +60,23 @@ class RMSNormOfChannels(RMSNorm):
     options = _of_channels
 
 
+@rule("behind_norm_of_pixel", RESHAPES)
+def behind_norm_of_pixel(graph: Graph, op: Op) -> Match | None:
+    """An activation behind a norm and a Reshape moves in front of the Reshape (GCNet normalizes the channels of one pixel)."""
+    norm, user = producer(graph, op.inputs[0], NORMS, alone=True), graph.sole_user(op.value)
+    if norm is None or user is None or user.kind not in ACTIVATIONS or user.inputs[0] != op.value:
+        return None
+    constants = [graph.constant_value(v) for v in user.inputs[1:] if v is not None]
+    if any(c is None or _is_array(c) for c in constants):
+        return None
+
+    def build(patch: Patch) -> Value:
+        made = patch.add(user.kind, [norm.value, *user.inputs[1:]], user.attrs, src=user.src)
+        return patch.add(op.kind, [made, *op.inputs[1:]], op.attrs, src=op.src)
+
+    return Match((user, op), build)
+
+
 @rule("behind_channel_norm", {"Transpose"})
 def behind_channel_norm(graph: Graph, op: Op) -> Match | None:
     """What reads a norm of channels moves in front of the transposition behind it: the kernels of norms take it along.
@@ -102,5 +119,5 @@ def _is_array(array: Array) -> bool:
 
 class ChannelNorms(RulePass):
     name = "channel_norms"
-    rules = (LayerNormOfChannels(), RMSNormOfChannels(), behind_channel_norm)
+    rules = (LayerNormOfChannels(), RMSNormOfChannels(), behind_channel_norm, behind_norm_of_pixel)
     sinks_first = True

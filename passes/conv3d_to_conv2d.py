@@ -2,8 +2,8 @@
 
 Depth becomes an axis where it costs nothing. Filters of one frame see each frame as an image: the frames join the batch. Filters
 of one pixel (the temporal half of R(2+1)D, Tran et al., 2018) see depth as rows and all of a frame as columns. Filters over all
-three axes (C3D, I3D, R3D) see the frames under their taps as channels of one image, so that a whole convolution stays one sum,
-rounded once, with one epilogue; its operand is copied once for each tap, in one launch.
+three axes (C3D, I3D, R3D) see the frames under their taps as channels of one image. So a whole convolution stays one sum,
+rounded once, with one epilogue. Its operand is copied once for each tap, in one launch.
 
 Transposed convolutions whose frames do not overlap (U-Nets over volumes grow so) become one for each tap along depth. Their frames
 take turns, and kernels write them where they belong.

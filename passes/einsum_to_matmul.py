@@ -2,7 +2,8 @@
 
 Operands are contracted from the left, two at a time. Labels that both operands have are the product's batch where the result or a
 later operand needs them, and are summed by the product elsewhere; the other labels are its rows and columns. A reshape around
-the product joins several labels of one sort to one axis. Labels of one operand that nothing else names are summed before.
+the product joins several labels of one sort to one axis. Operands between which nothing is summed are multiplied, which pointwise
+kernels do without copies. Labels of one operand that nothing else names are summed before.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def _shaped(patch: Patch, value: Value, shape: Sequence[int]) -> Value:
 
 
 def _product(patch: Patch, a: Term, b: Term, wanted: set[str], sizes: dict[str, int], result: Sequence[str]) -> Term:
-    """Two operands as one product of matrices, its batch in front, in the order that the result has."""
+    """Two operands as one product of matrices, its batch in front, in the order that the result has; as a multiplication where
+    nothing is summed."""
     batch = [x for x in a.labels if x in b.labels and x in wanted]
     batch.sort(key=lambda x: result.index(x) if x in result else len(result))
     inner = [x for x in a.labels if x in b.labels and x not in wanted]
@@ -97,6 +99,13 @@ def _product(patch: Patch, a: Term, b: Term, wanted: set[str], sizes: dict[str, 
         return math.prod(sizes[x] for x in labels)
 
     lead = [sizes[x] for x in batch]
+    if not inner:
+        left = _shaped(
+            patch, _ordered(patch, a, [*batch, *rows]), [*lead, *(sizes[x] for x in rows), *[1] * len(columns)]
+        )
+        right = _ordered(patch, b, [*batch, *columns])
+        right = _shaped(patch, right, [*lead, *[1] * len(rows), *(sizes[x] for x in columns)])
+        return Term(patch.add("Mul", [left, right]), (*batch, *rows, *columns))
     left = _shaped(patch, _ordered(patch, a, [*batch, *rows, *inner]), [*lead, extent(rows), extent(inner)])
     right = _shaped(patch, _ordered(patch, b, [*batch, *inner, *columns]), [*lead, extent(inner), extent(columns)])
     value = patch.add("MatMul", [left, right], MatMulAttrs())

@@ -1,10 +1,10 @@
 """Ops whose results are known when the network is built become constants.
 
-Two sources: operands that are all constants, and values that inference already knows (a shape computation over static
-dimensions: ``Shape -> Gather -> Concat -> Reshape`` leaves a Reshape by a constant). Arithmetic runs in float64 and is
+An op is folded if all operands are constants, or if inference already knows its value. (Of a shape computation over static
+dimensions, ``Shape -> Gather -> Concat -> Reshape``, a Reshape by a constant is left.) Arithmetic runs in float64 and is
 rounded once, at the end of a chain of folded ops, except where the user's own Cast rounds in between. An op that is not continuous
-(a cast to integers, a comparison) decides as the network would in its own types: a value on the edge, as in T5's buckets of
-distances, must not fall to the other side because it was computed more exactly.
+(a cast to integers, a comparison) is computed in the network's own types. Otherwise a value on the edge, as in T5's buckets of
+distances, could fall to the other side because it was computed more exactly.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ from optdnn.types import DTYPES, FP64, Array, is_float
 class FoldConstants(Pass):
     """One sweep in topological order; the shapes that folding an op reveals reach the ops after it.
 
-    Refused: results over ``PassContext.fold_limit_bytes`` that are larger than their operands (a filled or expanded
-    tensor is cheaper to compute than to store), positions of random numbers over ``DRAWN_LIMIT``, weights that can stay packed,
-    and operands that the operator itself rejects (an index out of range stays a failure at run time). The DequantizeLinear of
-    constant weights stays where its user reads another one: it marks the weights as integers.
+    These are not folded:
+
+    - Results over ``PassContext.fold_limit_bytes`` that are larger than their operands: a filled or expanded tensor is cheaper to
+      compute than to store.
+    - Positions of random numbers over ``DRAWN_LIMIT``.
+    - Weights that can stay packed.
+    - Ops that reject their operands: an index out of range stays a failure at run time.
+    - The DequantizeLinear of constant weights whose user reads another DequantizeLinear: it marks the weights as integers.
     """
 
     name = "fold_constants"

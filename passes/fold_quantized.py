@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, channel_vector, plan_epilogue
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops import requantize
 from optdnn.ops.conv import ConvAttrs, resolved
@@ -23,12 +23,19 @@ from optdnn.ops.fused import PointwiseAttrs
 from optdnn.ops.quantized import QuantizedConvAttrs, QuantizedMeanAttrs, RequantizeAttrs
 from optdnn.ops.requantize import QuantParams, Scaling
 from optdnn.passes.base import Match, Miss, Pass, PassContext, PassReport, Rule, RulePass, rule
+from optdnn.passes.fuse_pointwise import FuseGroup, FusePointwise
+from optdnn.passes.integers import WEIGHTED
+from optdnn.passes.rules.integer_products import integer_product
 from optdnn.passes.rules.quantized_stages import dequantize_stages, quantize_stages
 from optdnn.passes.support.facts import operand, producer, scalar
+from optdnn.passes.support.integer_sums import SUMS
 from optdnn.passes.support.precision import multiplies
 from optdnn.types import DTYPES, Array, is_float
 
 EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")
+PRODUCTS = frozenset({"QuantizedConv", "QuantizedMatMul"})
+MAX_STAGES = 32
+"""Stages of one Pointwise op with conversions, which have up to five each, one after another."""
 
 
 def quant_params(graph: Graph, op: Op, stored: Value) -> QuantParams | None:
@@ -262,18 +269,32 @@ class _Sweep(RulePass):
         self.rules = rules
 
 
+class _Joined(FusePointwise):
+    """A value that only floats read is rounded in their launch; one that its own kernel can round is left to that."""
+
+    rules = (FuseGroup(MAX_STAGES, lambda graph, one: not _stored_narrow(graph, one)),)
+
+
+def _stored_narrow(graph: Graph, one: Op) -> bool:
+    """Whether a pointwise op of 8 bits reads the result of a kernel that is no product and no pointwise one."""
+    made = graph.op(operand(one))
+    pointwise = made.kind in STRUCTURAL or made.definition.traits.pointwise
+    return one.outputs[0].type.dtype.itemsize == 1 and not pointwise and made.kind not in WEIGHTED | PRODUCTS
+
+
 class FoldQuantized(Pass):
     """Products first; conversions become stages only when no other rule can absorb them any more. Only for GPUs."""
 
     name = "fold_quantized"
     sweeps = (
-        _Sweep(QuantizedProduct(), quantized_mean),
+        _Sweep(QuantizedProduct(), quantized_mean, integer_product),
         _Sweep(quantize_stages),
         _Sweep(dequantize_stages),
+        _Joined(),
     )
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
-        quantized = graph.kinds().keys() & {"DequantizeLinear", "QuantizeLinear"}
+        quantized = graph.kinds().keys() & {"DequantizeLinear", "QuantizeLinear", *SUMS}
         if context.on_gpu and multiplies(context.target, "int8") and quantized:
             for sweep in self.sweeps:
                 sweep.run(graph, context, report)

@@ -1,16 +1,19 @@
 """Attention that exporters write out becomes one op: ``softmax(scale * q k^T + mask) v`` per batch and head.
 
-The rule matches the computation in many forms: the scale on q, on k, on both or on the scores, also one for each head or query
-(Swin V2); any number of masks and position biases (T5, Swin, DeBERTa's disentangled terms), added at any grouping of the leading
-axes (Swin adds its window's mask in five dimensions) or written as a Where; heads as a separate axis or merged with the
-batch; keys and values repeated for groups of queries (Llama); softcap (Gemma 2); softmax in a wider type; PyTorch's guard
-against rows without keys (``where(isnan(p), 0, p)``). Reshapes and transposes of heads stay outside as views of the operands and
-the result. A constant mask that hides the future, or what lies outside of a window, becomes ``is_causal`` and
-``left_window_size`` or ``right_window_size``; a mask of zeros disappears. Rotary embeddings and
-projections stay in front of the op.
+The rule matches the computation in many forms:
 
-A query whose every key is masked by -inf gives zeros, as ONNX Attention has it; without the guard, its decomposition gives NaN.
-A constant mask that does so keeps the decomposition. The rule assumes that a computed mask leaves every query a key.
+- The scale is on q, on k, on both, or on the scores. It may differ for each head or query (Swin V2).
+- Any number of masks and position biases is added (T5, Swin, DeBERTa's disentangled terms), or written as a Where. They may
+  group the leading axes differently: Swin adds its window's mask in five dimensions.
+- Heads are a separate axis, or merged with the batch. Keys and values may be repeated for groups of queries (Llama).
+- Softcap (Gemma 2), softmax in a wider type, PyTorch's guard against rows without keys (``where(isnan(p), 0, p)``).
+
+Reshapes and transposes of heads stay outside as views of the operands and the result, and so do rotary embeddings and projections.
+A constant mask that hides the future, or keys outside of a window, becomes ``is_causal`` and ``left_window_size`` or
+``right_window_size``. A mask of zeros disappears.
+
+If all keys of a query are masked by -inf, ONNX's Attention gives zeros. Without the guard, the decomposition gives NaN, so
+an attention with such a constant mask is not fused. Of a computed mask, the rule assumes that every query keeps a key.
 Scaled dot-product attention: Vaswani et al. (2017); grouped queries: Ainslie et al. (2023).
 """
 

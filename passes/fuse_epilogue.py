@@ -2,11 +2,11 @@
 
 The result of the anchor (Conv, ConvTranspose, Gemm, MatMul) must be read only by the absorbed op, and the stage must keep
 its dtype and shape. No cycle can arise: the other operands of the absorbed op depend on the anchor only through the absorbed op
-itself. With ``norms_add``, two kinds of Add stay apart for the normalization that reads the sum, since its kernel adds them and
-those of the anchors do not: one vector per image, and rows that repeat (position embeddings).
+itself. With ``norms_add``, two kinds of Add are left to the normalization that reads the sum: one vector per image, and rows that
+repeat (position embeddings). Its kernel adds them; those of the anchors do not.
 
-An Add of two results that could both absorb it goes to the later one (the longer path from the inputs, then the larger
-id): the other result is ready by then, and is an operand like any other.
+Where both results of an Add could absorb it, the later one does (the longer path from the inputs, then the larger id). The other
+result is ready by then, and is an operand like any other.
 """
 
 from __future__ import annotations

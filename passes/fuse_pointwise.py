@@ -9,7 +9,7 @@ element. On GPUs that is done where it costs less than a launch. Types may diffe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,11 +81,17 @@ class FuseGroup(Rule):
 
     name = "pointwise"
 
+    def __init__(self, most: int = MAX_STAGES, joins: Callable[[Graph, Op], bool] = lambda graph, one: True):
+        self.most = most
+        """Stages of one Pointwise op."""
+        self.joins = joins
+        """Whether an op may join the group of its readers."""
+
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        return _group(graph, op, context.on_gpu)
+        return _group(graph, op, context.on_gpu, self)
 
 
-def _group(graph: Graph, op: Op, on_gpu: bool) -> Match | Miss | None:
+def _group(graph: Graph, op: Op, on_gpu: bool, rule: FuseGroup) -> Match | Miss | None:
     if not is_pointwise(op) or op.outputs[0].known is not None:
         return None
     group, refusals = {op.id: op}, dict[int, str]()
@@ -94,7 +100,9 @@ def _group(graph: Graph, op: Op, on_gpu: bool) -> Match | Miss | None:
         one = waiting.pop(0)
         if one.id in group:
             continue
-        reason = _refuse(graph, op, one, group, on_gpu)
+        if not rule.joins(graph, one):
+            continue
+        reason = _refuse(graph, op, one, group, on_gpu, rule.most)
         if reason is not None:
             refusals[one.id] = reason
             continue
@@ -109,14 +117,14 @@ def _group(graph: Graph, op: Op, on_gpu: bool) -> Match | Miss | None:
 
     def build(patch: Patch) -> Value:
         steps = _collect(graph, ops)
-        first = first_operand(graph, steps, op)
+        first = first_operand(graph, steps, op, on_gpu)
         assert first is not None
         return patch.add("Pointwise", *body(steps, first))
 
     return Match(ops, build, op.value)
 
 
-def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool) -> str | None:
+def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool, most: int) -> str | None:
     result, inner = sink.outputs[0].type, one.outputs[0].type
     for user in graph.users(one.value):
         if user.kind == "Output":
@@ -131,12 +139,12 @@ def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool)
             "it would be computed again for each element"
         )
     steps = _collect(graph, [*group.values(), one])
-    if len(steps) > MAX_STAGES:
-        return f"with {one.name} it would have {len(steps)} stages, more than {MAX_STAGES}"
+    if len(steps) > most:
+        return f"with {one.name} it would have {len(steps)} stages, more than {most}"
     read = sum((array := graph.constant_value(v)) is None or array.size > 1 for v in outside(steps))
     if read > MAX_OPERANDS:
         return f"with {one.name} it would read {read} tensors, more than {MAX_OPERANDS}"
-    if first_operand(graph, steps, sink) is None:
+    if first_operand(graph, steps, sink, on_gpu) is None:
         return f"with {one.name} no operand has the result's shape {show_shape(result.shape)}"
     return None
 
@@ -191,16 +199,29 @@ def outside(steps: Sequence[OpenStage]) -> list[Value]:
     return list(dict.fromkeys(a for s in steps for a in s.args if isinstance(a, Value)))
 
 
-def first_operand(graph: Graph, steps: Sequence[OpenStage], op: Op) -> Value | None:
-    """The operand that becomes register 0: it has the shape of the result of ``op``; a computed one before a constant."""
-    full = [v for v in outside(steps) if graph.type(v).shape == op.outputs[0].type.shape]
-    computed = [v for v in full if graph.constant_value(v) is None]
-    return next(iter(computed or full), None)
+def first_operand(graph: Graph, steps: Sequence[OpenStage], op: Op, on_gpu: bool) -> Value | None:
+    """The operand that becomes register 0: it has the shape of the result of ``op``; a computed one before a constant.
+
+    Kernels of GPUs broadcast this operand, too: where none has the result's shape (an outer product), the one that is repeated
+    along the fewest axes begins.
+    """
+    shape = op.outputs[0].type.dims
+    values = outside(steps)
+    full = [v for v in values if graph.type(v).shape == op.outputs[0].type.shape]
+    computed = [v for v in values if graph.constant_value(v) is None]
+    found = next(iter([v for v in full if v in computed] or full), None)
+    if found is not None or not on_gpu:
+        return found
+
+    def kept(v: Value) -> int:
+        return sum(a == b for a, b in zip(reversed(graph.type(v).dims), reversed(shape), strict=False))
+
+    return max(computed, key=kept, default=None)
 
 
 class FusePointwise(RulePass):
     """Sinks first: each group is grown from its last op."""
 
     name = "fuse_pointwise"
-    rules = (FuseGroup(),)
+    rules: Sequence[Rule] = (FuseGroup(),)
     sinks_first = True

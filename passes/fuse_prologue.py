@@ -1,7 +1,7 @@
 """Scales and shifts per channel of the input of a convolution or matrix product become stages of its prologue.
 
-They come from BatchNormalizations that could not be folded (in DenseNet and the pre-activation ResNet an activation is in
-between, or the value before is shared) and from the channel gate of squeeze-and-excitation. A prologue is applied as operand 0
+They come from the channel gate of squeeze-and-excitation, and from BatchNormalizations that could not be folded: in DenseNet and
+pre-activation ResNets an activation is in between, or the value before is shared. A prologue is applied as operand 0
 is read, before padding. Runs after fuse_epilogue: a stage is cheaper in the epilogue of the producer.
 """
 

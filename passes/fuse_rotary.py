@@ -1,10 +1,10 @@
 """Rotary position embeddings that exporters write out become one op (Su et al., "RoFormer", 2021).
 
-``x * cos + rotate(x) * sin``: ``rotate`` puts the negated second half of each head before the first, and cosines and sines hold
-the same numbers in both halves (GPT-NeoX, Llama); or it exchanges neighbours and negates the second of each pair, and cosines
-and sines repeat each number (RoFormer, GPT-J, Flux). Where only the first numbers of each head are turned (GPT-NeoX, Phi) and
-the rest is concatenated after them, the op absorbs the Concat as well. Rows in front of those that turn (class tokens of
-EVA-02, DINOv3) turn by an angle of zero.
+The formula is ``x * cos + rotate(x) * sin``, in two forms. In GPT-NeoX and Llama, ``rotate`` puts the negated second half of each
+head before the first half, and cosines and sines are equal in both halves. In RoFormer, GPT-J and Flux, it exchanges neighbours
+and negates the second of each pair, and cosines and sines repeat each number. Where only the first numbers of each head are
+turned (GPT-NeoX, Phi) and the rest is concatenated after them, the op absorbs the Concat as well. Rows in front of those that
+turn (class tokens of EVA-02, DINOv3) turn by an angle of zero.
 
 The op's positions come after its heads. Where they come before them (GPT-J, Gemma 3n), it stands between two Transposes, which
 usually merge with those of the attention.

@@ -18,6 +18,7 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.gates import gated_rows
 from optdnn.passes.support.facts import (
     RESHAPES,
     channels_from_last,
@@ -101,7 +102,7 @@ def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
         return None
     if perm is None or perm[channels.stop - 1] != len(perm) - 1:
         return None
-    if perm == channels_to_last(len(perm)) and _is_image(graph, tokens):
+    if perm == channels_to_last(len(perm)) and is_image(graph, tokens):
         return Miss("its rows are an image already")  # `channel_attention` writes this form
     if not _read_as_image(graph, root.value):
         return Miss("nothing that works on images reads it")
@@ -152,7 +153,7 @@ def moved_pixels(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
         return None
     if min(len(before), len(middle), len(after)) < 4 or not before[:2] == middle[:2] == after[:2]:
         return None
-    if not (_is_image(graph, image) and _read_as_image(graph, root.value)):
+    if not (is_image(graph, image) and _read_as_image(graph, root.value)):
         return Miss("nothing that works on images makes it, or reads it")
     rows = (before[0], *before[2:], before[1])
     split = reshape_target(rows, (middle[0], *middle[2:], middle[1]))
@@ -221,7 +222,7 @@ def _of_channels(graph: Graph, value: Value) -> Op | None:
     if op.kind not in RESHAPES or graph.sole_user(op.value) is None or after is None or len(after) != 4:
         return None
     image = operand(op)
-    return op if _channels(shape_of(graph, image), after) == range(1, 3) and _is_image(graph, image) else None
+    return op if _channels(shape_of(graph, image), after) == range(1, 3) and is_image(graph, image) else None
 
 
 def _rows_of_tokens(graph: Graph, flat: Op) -> tuple[Shape, Shape]:
@@ -236,7 +237,7 @@ def _turned(graph: Graph, flat: Op, perm: tuple[int, ...] | None) -> range | Non
     channels = _channels(shape_of(graph, image), flat.outputs[0].type.shape)
     if perm is None or channels is None or perm[-1] != channels.stop - 1:
         return None
-    return channels if _is_image(graph, image) else None
+    return channels if is_image(graph, image) else None
 
 
 def _channels(image: Shape | None, tokens: Shape | None) -> range | None:
@@ -270,12 +271,14 @@ def _read_as_image(graph: Graph, value: Value) -> bool:
 
 def _reads_image(graph: Graph, op: Op, value: Value, within: int = _BETWEEN) -> bool:
     """Whether a user of ``value`` works on images, puts one beside it, or makes tokens of one; or a reader of its result does,
-    ``within`` so many activations and parts."""
+    ``within`` so many activations, parts, and pointwise operators on constants (a BatchNormalization before an activation)."""
     if op.kind in OF_IMAGES | NORMS or _turns(op):
         return True
-    if op.kind in ("Add", "Concat") and any(v is not None and v != value and _is_image(graph, v) for v in op.inputs):
+    if op.kind in ("Add", "Concat") and any(v is not None and v != value and is_image(graph, v) for v in op.inputs):
         return True
-    if within and op.kind in PARTS | ACTIVATIONS:
+    others = [graph.constant_value(v) for v in op.inputs if v is not None and v != value]
+    scaled = op.kind not in STRUCTURAL and op.definition.traits.pointwise and all(c is not None for c in others)
+    if within and (scaled or op.kind in PARTS | ACTIVATIONS):
         results = [Value(op.id, port) for port in range(len(op.outputs))]
         return any(_reads_image(graph, user, y, within - 1) for y in results for user in graph.users(y))
     user = graph.sole_user(op.value) if op.kind in RESHAPES else None
@@ -310,7 +313,7 @@ def _turns(op: Op) -> bool:
     return op.attrs.perm in (channels_from_last(rank), channels_to_last(rank))
 
 
-def _is_image(graph: Graph, value: Value, within: int = _BETWEEN - 1) -> bool:
+def is_image(graph: Graph, value: Value, within: int = _BETWEEN - 1) -> bool:
     """Whether an operator of images makes it, or one of the operands of ``within`` pointwise operators and norms before it."""
     op = graph.op(value)
     if op.kind in OF_IMAGES or _turns(op):
@@ -322,7 +325,7 @@ def _is_image(graph: Graph, value: Value, within: int = _BETWEEN - 1) -> bool:
         sources += [v for v in op.inputs[1:] if v is not None and graph.type(v).dims == dims]
     elif op.kind not in NORMS | PARTS:
         return False
-    return any(_is_image(graph, v, within - 1) for v in sources)
+    return any(is_image(graph, v, within - 1) for v in sources)
 
 
 class ImageTokens(RulePass):
@@ -335,4 +338,5 @@ class ImageTokens(RulePass):
         moved_pixels,
         activate_image,
         channel_attention,
+        gated_rows,
     )

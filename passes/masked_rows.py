@@ -7,7 +7,8 @@ Detectors send each region of interest to the level of its size: for each level,
 Detectors that suppress boxes inside of the graph (YOLO) first take the boxes whose scores exceed a threshold. The suppression
 has such a threshold itself. With it, the suppression reads all boxes, and its results are their numbers among all boxes.
 
-A loop over classes that takes the best scores of each (SSD) becomes one selection (``passes/rules/class_loops.py``).
+A loop over classes that takes the best scores of each (SSD) becomes one selection (``passes/rules/class_loops.py``), and the
+best of the scores above a threshold (RetinaNet) become the best of all (``passes/rules/best_rows.py``).
 
 Graph networks take the edges that are no loops, and sum over them (``passes/rules/masked_sums.py``), and write weights of those
 that are (``passes/rules/masked_writes.py``).
@@ -27,6 +28,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.best_rows import best_rows
 from optdnn.passes.rules.class_loops import best_of_classes
 from optdnn.passes.rules.expert_rows import expert_rows
 from optdnn.passes.rules.masked_sums import masked_sums
@@ -231,4 +233,4 @@ def _elements(dims: Shape, rows: int) -> int:
 
 class MaskedRows(RulePass):
     name = "masked_rows"
-    rules = (best_of_classes, masked_rows, masked_boxes, masked_sums, masked_writes, expert_rows)
+    rules = (best_of_classes, best_rows, masked_rows, masked_boxes, masked_sums, masked_writes, expert_rows)

@@ -12,6 +12,7 @@ value.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -32,6 +33,8 @@ from optdnn.types import INT64
 
 WORK = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "PackedMatMul", "RoiAlign"})
 """Kinds that are worth it."""
+MANY = 16
+"""Operators on the same rows that are worth it together: each would be a step on the CPU."""
 MOST_BYTES = 1 << 30
 """Most bytes of a padded result."""
 
@@ -74,6 +77,8 @@ def _counts(graph: Graph) -> Iterator[Dim]:
         count = _count_of(graph, op)
         if count is not None:
             yield count
+    all_counts = Counter(_count_of(graph, op) for op in graph.ops() if not op.outputs[0].type.is_static)
+    yield from (count for count, many in all_counts.items() if count is not None and many >= MANY)
 
 
 def _count_of(graph: Graph, op: Op) -> Dim | None:
@@ -180,7 +185,8 @@ def _connected(graph: Graph, members: Sequence[RowOp]) -> list[RowOp]:
             if v is not None and rows is not None and v.op in links
         )
     workers = {r.op.id for r in members if r.op.kind in WORK or any(_fills_up(r.graph, u) for u in _pads_of(r))}
-    kept = {i for group in nx.connected_components(links) if group & workers for i in group}
+    groups = nx.connected_components(links)
+    kept = {i for group in groups if group & workers or len(group) >= MANY for i in group}
     return [r for r in members if r.op.id in kept]
 
 
@@ -195,11 +201,16 @@ def _build(patch: Patch, part: _Part) -> None:
     axis = given[first].axis
     shapes = part.shapes()
     asked = frozenset().union(*(op.src for op in shapes))
-    number = patch.add("Shape", [first], ShapeAttrs(axis, axis + 1), src=asked)
-    sources = {per: _sources(patch, number, per, most) for per in sorted({rows.per for rows in given.values()})}
+    whole = {v: x for v, rows in given.items() if (x := _whole(part.graph, v, rows, most)) is not None}
+    if first in whole:
+        number = operand(part.graph.op(first), 2)
+    else:
+        number = patch.add("Shape", [first], ShapeAttrs(axis, axis + 1), src=asked)
+    cut = {rows.per for v, rows in given.items() if v not in whole}
+    sources = {per: _sources(patch, number, per, most) for per in sorted(cut)}
     new: dict[Value, Value] = {}
     for value, rows in given.items():
-        new[value] = _padded(patch, value, rows, sources[rows.per])
+        new[value] = whole[value] if value in whole else _padded(patch, value, rows, sources[rows.per])
     for r in part.ops:
         operands = dict(new)
         indices = r.op.input(1)
@@ -225,6 +236,17 @@ def _sources(patch: Patch, number: Value, per: int, most: int) -> Value:
         "Max", [_times(patch, number, Rows(0, per)), patch.constant(np.array([1], np.int64), "one")], src=()
     )
     return patch.add("Mod", [patch.constant(np.arange(most * per), "places"), there], ModAttrs(), src=())
+
+
+def _whole(graph: Graph, value: Value, rows: Rows, most: int) -> Value | None:
+    """The tensor of ``most`` rows that a value is the first rows of."""
+    cut = graph.op(value)
+    if cut.kind != "Slice" or len(cut.inputs) != 4:
+        return None
+    starts, axes = (graph.constant_value(cut.inputs[slot]) for slot in (1, 3))
+    if starts is None or axes is None or (starts.tolist(), axes.tolist()) != ([0], [rows.axis]):
+        return None
+    return operand(cut) if graph.type(operand(cut)).dims[rows.axis] == most * rows.per else None
 
 
 def _padded(patch: Patch, value: Value, rows: Rows, source: Value) -> Value:

@@ -39,6 +39,7 @@ from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
 from optdnn.passes.joined_tables import JoinedTables
 from optdnn.passes.masked_rows import MaskedRows
+from optdnn.passes.outer_products import OuterProducts
 from optdnn.passes.pack_weights import PackWeights
 from optdnn.passes.pad_heads import PadHeads
 from optdnn.passes.pad_rows import PadRows
@@ -140,6 +141,7 @@ O2_GPU: tuple[Pass, ...] = (
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
     WindowProducts(),  # before the transposes that it adds are merged
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
+    OuterProducts(),  # behind all that looks for products; before their factors merge with other arithmetic
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
     JoinedTables(),  # when no views are between the rows and their Concat; before gathers are looked at
     GatherRows(),  # when no views can be merged any more

@@ -6,6 +6,7 @@ each product, GatherElements takes, for query i and key j, the column of i - j. 
 - ``split_leading``: the axis of B * H is B and H again, through all operators up to the Reshapes that merged them.
 - ``shifted_columns``: columns that move by one with each row are a view of the product. With N columns, column ``c + j - i`` of
   row i lies at ``i * (N - 1) + c + j`` of the flat rows: a Reshape to rows of N - 1. Only columns that are taken are computed.
+- ``padded_shift``: the same view, where exporters pad, flatten and cut the rows (BoTNet, HaloNet).
 - ``consecutive_rows`` and ``scaled_view`` (:mod:`optdnn.passes.rules.scaled_views`): neighbouring columns are a Slice, and the
   scale of such a view is part of the constant.
 - ``heads_outside``: a product with a constant matrix for each head, the same for all of the batch, is H products of B * M rows.
@@ -20,17 +21,23 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.fused import plain_attrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.scaled_views import consecutive_rows, scaled_view
 from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, shape_of
+from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import Array
 
 _MOST = 64
 """Operators between a Reshape and those that it cancels."""
 _ALIGNED = 8
 """Columns in 16 bytes: where there are enough, rows of a product are a multiple of it."""
+_CUTS = RESHAPES | {"Pad", "Slice"}
+_LINKS = 8
+_PLACES = 1 << 22
+"""Elements of a product whose places are followed through Pads and Slices."""
 Made = Callable[[Patch], Value]
 """Adds a value to a patch."""
 
@@ -176,24 +183,99 @@ def shifted_columns(graph: Graph, op: Op) -> Match | Miss | None:
     rows, columns = (int(n) for n in found.shape)
     step = 1 if columns < 2 else int(found[0, 1] - found[0, 0])
     wanted = found[0, 0] + step * (np.arange(columns) - np.arange(rows)[:, None])
-    if rows < 2 or abs(step) != 1 or not np.array_equal(found, wanted) or found.min() < 0:
+    if (
+        rows < 2
+        or abs(step) != 1
+        or not np.array_equal(found, wanted)
+        or found.min() < 0
+        or found.max() >= weight.shape[-1]
+    ):
         return Miss("its indices do not move by one with each row and column")
-    first = int(found[-1, 0])  # of the last row; columns are taken in the order of j - i
-    count = rows + columns - 1
-    spare = -count % _ALIGNED
-    taken = first + step * np.arange(count + spare)
-    if taken.min() < 0 or taken.max() >= weight.shape[-1]:
-        taken = taken[:count]
-    cut = np.ascontiguousarray(weight[..., taken])
+    taken = int(found[-1, 0]) + step * np.arange(
+        rows + columns - 1
+    )  # from the last row's first one on, in the order of j - i
+    stack = tuple(int(n) for n in shape[:-2] if isinstance(n, int))
+    return Match(
+        (op, product), lambda patch: _shifted(patch, operand(product), weight[..., taken], (*stack, rows, columns))
+    )
+
+
+def _shifted(patch: Patch, x: Value, matrix: Array, shape: tuple[int, ...]) -> Value:
+    """Columns ``rows - 1 + j - i`` of ``x @ matrix``, for row i and column j of ``shape`` (…, rows, columns)."""
+    *stack, rows, columns = shape
+    spare = [(0, 0)] * (matrix.ndim - 1) + [(0, -matrix.shape[-1] % _ALIGNED)]
+    y = patch.add("MatMul", [x, patch.constant(np.pad(matrix, spare), "positions")], MatMulAttrs())
+    pitch = matrix.shape[-1] + spare[-1][1] - 1
+    flat = _sliced(patch, reshaped(patch, y, (*stack, rows * (pitch + 1))), rows - 1, rows - 1 + rows * pitch)
+    return _sliced(patch, reshaped(patch, flat, (*stack, rows, pitch)), 0, columns)
+
+
+@rule("padded_shift", {"Slice"})
+def padded_shift(graph: Graph, op: Op) -> Match | Miss | None:
+    """Rows of a product that are padded, flattened and cut, so that columns move by one with each row, as such a view.
+
+    ``x @ W`` with 2 n - 1 columns gets another column, all rows together n - 1 more elements; rows of 2 n - 1 of these, without
+    their first n - 1 elements, hold each query's bias for all keys (attention of images: Bello et al., 2019)."""
+    chain, product = _cut_rows(graph, op)
+    if product is None or not any(o.kind == "Pad" for o in chain):
+        return None
+    whole, weight = shape_of(graph, product.value), _matrix(graph, operand(product, 1))
+    if weight is None:
+        return Miss(f"what {product.name} multiplies by is not constant")
+    if whole is None or any(not isinstance(n, int) for n in whole) or np.prod(whole, dtype=np.int64) > _PLACES:  # type: ignore[arg-type]
+        return Miss(f"{product.name} has no known shape, or too many elements")
+    found = _places(graph, chain, np.arange(np.prod(whole, dtype=np.int64)).reshape(whole))  # type: ignore[arg-type]
+    count, width = int(whole[-2]), int(whole[-1])  # type: ignore[arg-type]
+    if found is None or found.ndim < 2 or found.shape[-2] != count or found.size % (count * found.shape[-1]):
+        return Miss("its rows are not those of the product")
+    columns = int(found.shape[-1])
+    first = int(found.flat[0])
+    moved = first + np.arange(columns) + np.arange(count)[:, None] * (width - 1)
+    stacks = np.arange(found.size // (count * columns))[:, None, None] * (count * width)
+    if found.size // columns != np.prod(whole[:-1], dtype=np.int64) or not np.array_equal(  # type: ignore[arg-type]
+        found.reshape(-1, count, columns), moved + stacks
+    ):
+        return Miss("its columns do not move by one with each row, or are padding")
+    if not count - 1 <= first <= width - columns:
+        return Miss("its columns come from neighbouring rows")
+    cut = weight[..., first - count + 1 : first + columns]
 
     def build(patch: Patch) -> Value:
-        y = patch.add("MatMul", [product.inputs[0], patch.constant(cut, "positions")], MatMulAttrs())
-        stack = tuple(int(n) for n in shape[:-2] if isinstance(n, int))
-        pitch = len(taken) - 1
-        flat = _sliced(patch, reshaped(patch, y, (*stack, rows * len(taken))), rows - 1, rows - 1 + rows * pitch)
-        return _sliced(patch, reshaped(patch, flat, (*stack, rows, pitch)), 0, columns)
+        stack = tuple(int(n) for n in whole[:-2])  # type: ignore[arg-type]
+        return reshaped(patch, _shifted(patch, operand(product), cut, (*stack, count, columns)), found.shape)
 
-    return Match((op, product), build)
+    return Match((op, *chain[1:], product), build)
+
+
+def _cut_rows(graph: Graph, op: Op) -> tuple[list[Op], Op | None]:
+    """The Slices, Reshapes and Pads from ``op`` up to a plain product that only they read."""
+    chain: list[Op] = [op]
+    source = graph.op(operand(op))
+    while source.kind in _CUTS and graph.sole_user(source.value) is not None and len(chain) < _LINKS:
+        chain.append(source)
+        source = graph.op(operand(source))
+    plain = source.kind == "MatMul" and not (source.attrs.prologue or source.attrs.epilogue)
+    return chain, source if plain and graph.sole_user(source.value) is not None else None
+
+
+def _places(graph: Graph, chain: list[Op], numbers: Array) -> Array | None:
+    """``numbers`` through the operators ``chain``, the last one first; -1 where they pad. None where that is not known."""
+    for op in reversed(chain):
+        if op.kind in RESHAPES:
+            shape = op.outputs[0].type.shape
+            if shape is None or any(not isinstance(n, int) for n in shape):
+                return None
+            numbers = numbers.reshape(shape)  # type: ignore[arg-type]
+            continue
+        given = [None if v is None else graph.constant_value(v) for v in op.inputs[1:]]
+        if any(g is None and v is not None for g, v in zip(given, op.inputs[1:], strict=True)):
+            return None
+        if op.kind == "Pad":
+            if op.attrs.mode != "constant":
+                return None
+            given[1:2] = [np.asarray(-1, numbers.dtype)]
+        (numbers,) = run_kernel(op.kind, [numbers, *given], plain_attrs(op.definition, op.attrs))
+    return numbers
 
 
 def _sliced(patch: Patch, x: Value, start: int, end: int) -> Value:
@@ -244,4 +326,4 @@ def _is_gathered(graph: Graph, op: Op) -> bool:
 class RelativePositions(RulePass):
     name = "relative_positions"
     sinks_first = True  # an axis is split before gathers become slices
-    rules = (split_leading, shifted_columns, heads_outside, consecutive_rows, scaled_view)
+    rules = (split_leading, shifted_columns, padded_shift, heads_outside, consecutive_rows, scaled_view)

@@ -17,7 +17,18 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.channel_shuffles import PRECISIONS
-from optdnn.passes.support.facts import integers, ints, operand, producer
+from optdnn.passes.image_tokens import is_image
+from optdnn.passes.support.facts import (
+    RESHAPES,
+    channels_to_last,
+    exchange_last,
+    integers,
+    ints,
+    operand,
+    producer,
+    reshape_target,
+    reshaped,
+)
 from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import normalize_axis
 
@@ -105,6 +116,32 @@ def _operands(graph: Graph, product: Op) -> tuple[Value, Value] | None:
     return None
 
 
+@rule("summed_pixels", {"MatMul"})
+def summed_pixels(graph: Graph, op: Op) -> Match | Miss | None:
+    """``(B, 1, C, P) (B, 1, P, 1)`` of an image that a Reshape flattened is ``(B, 1, 1, P) (B, 1, P, C)``: its pixels are the rows.
+
+    GCNet (Cao et al., 2019) sums up its context so."""
+    flat = producer(graph, op.inputs[0], RESHAPES)
+    dims, weights = graph.type(operand(op)).dims, operand(op, 1)
+    image = () if flat is None else graph.type(operand(flat)).dims
+    if flat is None or len(image) != 4 or len(dims) not in (3, 4) or op.attrs.prologue or op.attrs.epilogue:
+        return None
+    lead, (channels, positions) = dims[:-2], dims[-2:]
+    if lead != (image[0], 1)[: len(lead)] or channels != image[1] or graph.type(weights).dims != (*lead, positions, 1):
+        return None
+    target = reshape_target((image[0], *image[2:], channels), (*lead, positions, channels))
+    if target is None or not is_image(graph, operand(flat)):
+        return Miss("no operator of images makes what it sums up, or no constant target can express its shape")
+    exchange = TransposeAttrs(exchange_last(len(dims)))
+
+    def build(patch: Patch) -> Value:
+        rows = reshaped(patch, patch.add("Transpose", [operand(flat)], TransposeAttrs(channels_to_last(4))), target)
+        y = patch.add("MatMul", [patch.add("Transpose", [weights], exchange), rows], op.attrs)
+        return patch.add("Transpose", [y], exchange)
+
+    return Match((op,), build)
+
+
 class SeparableAttention(RulePass):
     name = "separable_attention"
-    rules = (aligned_parts, WeightedSum())
+    rules = (aligned_parts, WeightedSum(), summed_pixels)

@@ -1,8 +1,8 @@
 """Fourier transforms and adaptive pools become products with constant matrices, and transforms of frames convolutions.
 
 A DFT of n numbers is a product with a matrix of cosines and sines. Tensor cores compute it faster than a GPU sums it number by
-number, and up to some thousand points the matrix is small. The pairs (real, imaginary) of a complex signal are further rows of the
-matrix, those of the spectrum further columns; where only one of them is read, the columns of the other one are left out.
+number, and up to some thousand points the matrix is small. A complex signal takes two rows of the matrix for each number
+(real and imaginary part), a complex spectrum two columns. If only one part of the spectrum is read, the other has no columns.
 An axis with many others behind it is multiplied from the left, so that two transforms in a row need no copies between them.
 """
 

@@ -214,16 +214,21 @@ class Engine:
         )
 
     def __repr__(self) -> str:
-        head = f"Engine({self.target}, {self.precision}, {len(self.program.steps)} steps"
+        head = f"Engine({self.target}, {self.precision}, {_steps(self.program)}"
         return f"{head}: {show(self.inputs)} -> {show(self.outputs)})"
 
     def _repr_html_(self) -> str:
         """For notebooks."""
-        head = f"Engine: {self.target}, {self.precision}, {len(self.program.steps)} steps"
+        head = f"Engine: {self.target}, {self.precision}, {_steps(self.program)}"
         ports = [("input", s) for s in self.inputs] + [("output", s) for s in self.outputs]
         return table(
             [(kind, s.name, dtype_name(s.dtype), list(s.shape)) for kind, s in ports], (head, "name", "type", "shape")
         )
+
+
+def _steps(program: Program) -> str:
+    n = len(program.steps)
+    return f"{n} step{'s' * (n != 1)}"
 
 
 def open_engine(program: Program, options: LoadOptions) -> Runner:
@@ -305,7 +310,7 @@ def load(
         there = 1 if program.ranks is None else program.ranks.world
         if devices is not None and devices != there:
             raise RankError(
-                f"the engine is for {there} devices, not for {devices}",
+                f"the engine is for {there} device{'s' * (there != 1)}, not for {devices}",
                 hint=f"build it with --devices {devices}",
             )
         if target_of(program).family == "cuda" and not simulate:

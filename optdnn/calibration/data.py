@@ -50,10 +50,13 @@ class CalibrationData:
 def open_data(source: Any, inputs: Sequence[TensorSpec], images: Pictures | None = None) -> CalibrationData:
     """Calibration data for a network with these inputs.
 
-    ``source``: a path to an .npz (an array per input, samples along the first axis; further arrays are left alone), an .npy
-    (for a network of one input) or a folder of pictures (``images`` describes how they are prepared); an array or a mapping of
-    arrays likewise; or an iterable of feeds, each a mapping from input names to arrays of the network's shapes (or an array
-    for its only input), or a function that makes one. An iterator is copied to temporary files.
+    ``source`` is one of these:
+
+    - a path to an .npz (an array per input, samples along the first axis; further arrays are left alone), to an .npy (for a network
+      of one input), or to a folder of pictures (``images`` describes how they are prepared);
+    - an array, or a mapping of arrays, likewise;
+    - an iterable of feeds, or a function that makes one. A feed maps input names to arrays of the network's shapes, or is an
+      array for the only input. An iterator is copied to temporary files.
 
     Raises UsageError for a source that cannot be read or is empty, InputError for one that does not fit the inputs.
     """

@@ -1,8 +1,8 @@
 """The checks of a compiled network on the machine that runs it.
 
-A check works on one program (of an engine for several shapes: the plan for these shapes) and one set of inputs. What decides is
-either equality to the bit, or a distance compared with the one that another input makes: a comparison that an engine with
-another result would pass as well proves nothing, and is reported as "not checked".
+A check works on one program (of an engine for several shapes: the plan for these shapes) and one set of inputs. Results are
+either equal to the bit, or their distance is compared with the one that another input makes. If an engine with another result would
+pass as well, the comparison proves nothing, and is reported as "not checked".
 """
 
 from __future__ import annotations

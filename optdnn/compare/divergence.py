@@ -1,10 +1,12 @@
 """Where an optimized network and the model it came from part: value by value, in ONNX names.
 
-Passes keep the names of the values that remain, so each of these can be compared. Three evaluations are compared with one
-another: the model as imported, in NumPy and float64 (what is right); the optimized network likewise (what the passes
-changed: they are exact, but folded constants are rounded once to the model's own precision); and the optimized network on
-its target, with all its values exposed as outputs (what the target's arithmetic changed). Exposing a value keeps a library
-from fusing over it, so a fault within a library's own fusion does not show here but only in the outputs.
+Passes keep the names of the values that remain, so each of these can be compared. There are three evaluations:
+
+- the model as imported, in NumPy and float64: what is right;
+- the optimized network, in NumPy and float64: what the passes changed. They are exact, but folded constants are rounded once to the
+  model's own precision;
+- the optimized network on its target, with all its values exposed as outputs: what the target's arithmetic changed. A library does
+  not fuse over an exposed value, so a fault within its own fusion shows only in the outputs.
 
 Two engines of one model (other targets, other precisions) are compared in the same way, for each value that both
 still have: what one computes against what the other does, each compared with the model.

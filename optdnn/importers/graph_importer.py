@@ -8,19 +8,18 @@ where it is known to run once, else it becomes a body. Everything unsupported is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import onnx
 from onnx import AttributeProto
 
-from optdnn.dim import Dim
 from optdnn.errors import ModelError, ShapeError, UnsupportedNode
 from optdnn.importers.draws import REFUSED, is_random
-from optdnn.importers.emitter import Emitter, Weight, fits
+from optdnn.importers.emitter import Weight
 from optdnn.importers.functions import default_attributes, definition, resolved, schema_defaults, too_deep
-from optdnn.importers.inputs import known_type, refusal
+from optdnn.importers.inputs import known_type
 from optdnn.importers.model import Model, domain_of, read_opsets
 from optdnn.importers.nodes import (
     NO_SUCH_OPERATOR,
@@ -34,14 +33,13 @@ from optdnn.importers.nodes import (
     unique_names,
     variadic_outputs,
 )
-from optdnn.importers.scope import UNKNOWN, InnerScope, Scope
-from optdnn.importers.sequence_loops import looked_up, nodes_of, stacking
+from optdnn.importers.scope import UNKNOWN, Scope
+from optdnn.importers.subgraph import Consequence, NodesImporter, Place, Subgraph
 from optdnn.importers.tensors import sparse_to_array, to_array
-from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import Graph, Value
-from optdnn.limits import FUNCTION_NESTING, INLINED_NODES, NODES, SUBGRAPH_NESTING, Limit
-from optdnn.ops.base import Body, Unsupported
-from optdnn.ops.exchange import FromOnnx, NodeSpec, Stacking
+from optdnn.limits import FUNCTION_NESTING, INLINED_NODES, NODES, Limit
+from optdnn.ops.base import Unsupported
+from optdnn.ops.exchange import FromOnnx, NodeSpec
 from optdnn.ops.legacy import FIRST_MODERN, modernize
 from optdnn.ops.sequences import IMPORTERS as SEQUENCES
 from optdnn.ops.sequences import TensorList
@@ -64,38 +62,17 @@ REFUSED_DOMAINS = {
 """Domain -> why its operators are not taken, and what to do."""
 
 
-class Consequence(Unsupported):
-    """A part of a subgraph is not supported; it has been reported."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """The context of nodes: the values that they see by name, the opsets, the attributes of the call of the function that holds
-    them, the prefix of their names, and how deep they are inlined."""
-
-    scope: Scope
-    opsets: Mapping[str, int]
-    bound: Mapping[str, tuple[int, Any]]
-    prefix: str = ""
-    depth: int = 0
-
-
-class GraphImporter(Emitter):
+class GraphImporter(NodesImporter):
     """Imports one graph: the model's, or that of a body inside of it."""
 
     def __init__(self, model: Model, custom: Mapping[str, FromOnnx]):
         super().__init__(Graph(model.proto.graph.name or "graph"))
         self.model, self.custom = model, custom
-        self.unsupported: list[UnsupportedNode] = []
-        self.taken: set[str] = set()
         self._hints: dict[str, onnx.TypeProto] | None = None
         self._live: set[int] | None = None
-        self.count = 0
-        self.inlined = 0
         self._alive = True
 
     def weights(self, proto: onnx.GraphProto, scope: Scope) -> None:
-        """Take the initializers of a graph, or of a body, into ``scope``."""
         for t in proto.initializer:
             self._weight(scope, t.name, partial(self._tensor, t))
         for s in proto.sparse_initializer:
@@ -119,10 +96,6 @@ class GraphImporter(Emitter):
         wanted: Sequence[str],
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        """Import ``nodes`` (of the graph, or of a function that is inlined); their results go to ``place.scope``.
-
-        ``wanted`` are the values that are read from outside; ``labels`` gives the names of a call's results outside of it.
-        """
         self.count += len(nodes)
         self._check_count(self.count, NODES, "nodes")
         if labels is not None:
@@ -288,13 +261,7 @@ class GraphImporter(Emitter):
             refs.append(UNKNOWN if declared is None else self.graph.add_input(out, declared))
         return refs
 
-    # ------------------------------------------------------------------ subgraphs
-
     def nested(self, lift: Callable[[Weight], Value]) -> GraphImporter:
-        """An importer of a body: its graph is its own, messages, names and symbols are shared.
-
-        ``lift`` makes an input of a constant that is too large for a body.
-        """
         inner = GraphImporter(self.model, self.custom)
         inner.graph.share_symbols(self.graph)
         inner.unsupported, inner.taken = self.unsupported, self.taken
@@ -338,123 +305,3 @@ class GraphImporter(Emitter):
 
     def _sparse(self, t: onnx.SparseTensorProto) -> Array:
         return sparse_to_array(t, self.model.external, self.model.name)
-
-
-class Subgraph:
-    """Implements ``ops.base.Subgraph`` for one GraphProto at its place in the model."""
-
-    def __init__(
-        self,
-        importer: GraphImporter,
-        proto: onnx.GraphProto,
-        name: str,
-        place: Place,
-        tables: Mapping[str, Array] | None = None,
-    ):
-        """``tables``: values inside of a Loop's body that are known for each iteration, on the first axis."""
-        self.importer, self.proto, self.name, self.place, self.tables = importer, proto, name, place, tables or {}
-        self.seen: Scope = {}
-        self.inputs, self.outputs = len(proto.input), len(proto.output)
-
-    def fresh(self) -> Dim:
-        return self.importer.graph.fresh_symbol("varying")
-
-    def inline(self, inputs: Sequence[Any]) -> list[Any]:
-        """Inlines it: its nodes become nodes of the surrounding graph. Returns the refs of its outputs."""
-        importer, outputs = self.importer, self.importer.outputs_at_hand
-        scope = InnerScope(self.place.scope, self._own(), lambda ref: ref)
-        for v, ref in zip(self.proto.input, inputs, strict=True):
-            scope[v.name] = ref
-        wanted = [v.name for v in self.proto.output]
-        labels = {x: y for x, y in zip(wanted, outputs, strict=False) if y and x not in self.place.scope}
-        with importer.apart():
-            self._run(importer, scope, wanted, labels)
-        return [self._output(scope, x) for x in wanted]
-
-    def build(self, types: Sequence[TensorType]) -> tuple[Body, list[Any]]:
-        """A body whose formal inputs have these types, and the outer refs that it captures, in the order of its inputs.
-
-        ``seen`` holds the values inside of it then.
-        """
-        captured: list[Any] = []
-
-        def lift(ref: Any) -> Value:
-            captured.append(ref)
-            name = self.importer.graph.output(ref).name if isinstance(ref, Value) else ref.name
-            return inner.graph.add_input(inner.graph.fresh_name(name), self.importer.type(ref))
-
-        def capture(ref: Any) -> Any:
-            """An outer value inside: a small constant is repeated there, anything else becomes an input."""
-            if ref is None or ref is UNKNOWN:
-                return ref
-            if isinstance(ref, TensorList):
-                return TensorList(map(capture, ref))
-            known = self.importer.value(ref)
-            if known is not None and known.dtype != object and fits(known):
-                return inner.const(known)
-            return lift(ref)
-
-        inner = self.importer.nested(lift)
-        scope = InnerScope(self.place.scope, self._own(), capture)
-        if len(types) != self.inputs:
-            raise ModelError(f"its subgraph has {self.inputs} inputs, {len(types)} are fed")
-        for v, t in zip(self.proto.input, types, strict=True):
-            if reason := refusal(v.type, untyped=True):
-                raise Unsupported(reason)
-            scope[v.name] = inner.graph.add_input(v.name, t)
-        for x, table in self.tables.items():
-            scope[x] = looked_up(inner, table, scope[self.proto.input[0].name])
-        self.seen = scope
-        wanted = [v.name for v in self.proto.output]
-        taken = set(self.importer.taken)
-        self._run(inner, scope, wanted, {})
-        found = [self._output(scope, x) for x in wanted]
-        if any(isinstance(ref, TensorList) for ref in found):
-            raise Unsupported("its subgraph yields a sequence of tensors")
-        refs = [inner.enter(ref) for ref in found]
-        for x, ref in zip(wanted, refs, strict=True):
-            inner.graph.add_output(ref, inner.graph.fresh_name(x))
-        # A body may be built again, with other types: the same names are free for it.
-        self.importer.taken.intersection_update(taken)
-        self.importer.count, self.importer.inlined = inner.count, inner.inlined
-        return GraphBody(inner.graph), captured
-
-    def stacking(self, operands: Sequence[Any]) -> Stacking | None:
-        reported = len(self.importer.unsupported)
-        try:
-            return stacking(self, operands, self.importer)
-        except (Unsupported, ShapeError):  # a size that is known only where the iterations are written out
-            del self.importer.unsupported[reported:]
-            return None
-
-    def variant(self, proto: onnx.GraphProto, tables: Mapping[str, Array]) -> Subgraph:
-        """Another subgraph at the same place."""
-        return Subgraph(self.importer, proto, self.name, self.place, tables)
-
-    def repeats(self, trips: int, most: int) -> bool:
-        return trips * nodes_of(self.proto) <= min(most, INLINED_NODES.value - self.importer.inlined)
-
-    def _own(self) -> set[str]:
-        """Names of the values that its nodes produce."""
-        return {x for n in self.proto.node for x in n.output if x}
-
-    def _run(self, importer: GraphImporter, scope: Scope, wanted: Sequence[str], labels: Mapping[str, str]) -> None:
-        if self.place.depth >= SUBGRAPH_NESTING.value:
-            deep = f"subgraphs are more than {SUBGRAPH_NESTING.value} deep in one another"
-            raise ModelError(deep, hint=SUBGRAPH_NESTING.hint)
-        local: Scope = {}
-        importer.weights(self.proto, local)
-        scope.update(local)
-        place = replace(self.place, scope=scope, prefix=f"{self.name}/", depth=self.place.depth + 1)
-        importer.nodes(self.proto.node, place, wanted, labels)
-
-    def _output(self, scope: Scope, name: str) -> Any:
-        try:
-            ref = scope[name]
-        except KeyError:
-            raise ModelError(f"its subgraph does not produce its output {name!r}") from None
-        if ref is None:
-            raise Unsupported(f"its subgraph yields {name!r}, an optional value that is absent")
-        if ref is UNKNOWN:
-            raise Consequence
-        return ref

@@ -172,6 +172,8 @@ def _text(data: bytes, name: str) -> str:
 NO_SUCH_OPERATOR = "ONNX has no such operator"
 ONCE_EXPERIMENTAL = frozenset({"MeanVarianceNormalization", "ThresholdedRelu"})
 """Operators that are found in files of opsets before their own: they were experimental then, without a schema."""
+FUSED_EARLIER = {"LayerNormalization": 17}
+"""Operators that ONNX Runtime's optimizers write into files of any opset, with their meaning of this one."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def schema(op_type: str, domain: str, opset: int) -> Schema | str | None:
     """The schema; a text saying why the operator does not exist at this opset; None for domains ONNX does not define."""
     if domain not in ("", "ai.onnx.ml"):
         return None
-    found = onnx_protos.schema(op_type, domain, opset)
+    found = onnx_protos.schema(op_type, domain, opset if domain else max(opset, FUSED_EARLIER.get(op_type, 0)))
     if found is None:
         schemas = onnx.defs.get_all_schemas_with_history()
         since = [s.since_version for s in schemas if (s.name, s.domain) == (op_type, domain)]

@@ -2,8 +2,8 @@
 
 Devices: ``REFERENCE`` evaluates the imported graph in NumPy, without any pass: what the operators mean. ``CPU`` builds an
 engine for the cpu target, ``CUDA`` one for this machine's GPU, ``SIMULATE`` runs a GPU's program in NumPy. Engines for GPUs are
-of fixed sizes: one is built for each set of sizes that a model is run with, and for values of shape inputs (axes,
-shapes, pads), at its first run; what has no kernel runs on the CPU.
+of fixed sizes: one is built at the first run with each set of sizes, and with each set of values of shape inputs (axes, shapes,
+pads). Operators without a kernel run on the CPU.
 
     import onnx, optdnn.integrations.onnx_backend
     rep = optdnn.integrations.onnx_backend.prepare(onnx.load("model.onnx"), device="CPU")

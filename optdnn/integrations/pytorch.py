@@ -58,29 +58,12 @@ def from_torch(
     exported = isinstance(module, torch.export.ExportedProgram)
     if exported:
         module = module.module()
-    if not isinstance(module, torch.nn.Module) or isinstance(module, torch.jit.ScriptModule):
-        raise UsageError(
-            f"from_torch takes a torch.nn.Module, not {type(module).__name__}", hint=_instead(torch, module)
-        )
-    if module.training and not exported:  # an exported program has the mode that it was exported in
-        raise UsageError(
-            "the module is in training mode", hint="call module.eval() first: dropout and statistics differ"
-        )
+    _check_module(torch, module, exported)
     if exporter not in EXPORTERS:
         raise UsageError(f"exporter {exporter!r} is not one of {', '.join(EXPORTERS)}")
     args = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     keywords = dict(kwargs or {})
-    if (foreign := next((a for a in args if isinstance(a, np.ndarray)), None)) is not None:
-        raise UsageError(
-            f"an example input is a NumPy array {list(foreign.shape)}", hint="give tensors: torch.from_numpy(array)"
-        )
-    if nested := next(
-        (k for k, v in keywords.items() if isinstance(v, (tuple, list, Mapping)) and _tensors(torch, v)), None
-    ):
-        raise UsageError(
-            f"the keyword argument {nested!r} holds tensors in a {type(keywords[nested]).__name__}",
-            hint="call the module by one of your own whose forward takes each of them",
-        )
+    _check_example(torch, args, keywords)
     named = [k for k, v in keywords.items() if isinstance(v, torch.Tensor)]
     names = list(input_names) if input_names is not None else [*_parameters(module, len(args)), *named]
     if len(names) != len(args) + len(named):
@@ -98,6 +81,33 @@ def from_torch(
         path = Path(folder) / "model.onnx"
         _export(torch, module, args, keywords, path, names, output_names, open_axes, dynamic_shapes, opset, exporter)
         return build_engine(path, shapes=wanted, **build)
+
+
+def _check_module(torch: Any, module: Any, exported: bool) -> None:
+    """Raises UsageError for what is no module, and for one in training mode."""
+    if not isinstance(module, torch.nn.Module) or isinstance(module, torch.jit.ScriptModule):
+        raise UsageError(
+            f"from_torch takes a torch.nn.Module, not {type(module).__name__}", hint=_instead(torch, module)
+        )
+    if module.training and not exported:  # an exported program has the mode that it was exported in
+        raise UsageError(
+            "the module is in training mode", hint="call module.eval() first: dropout and statistics differ"
+        )
+
+
+def _check_example(torch: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    """Raises UsageError for arrays instead of tensors, and for tensors inside of a keyword argument."""
+    if (foreign := next((a for a in args if isinstance(a, np.ndarray)), None)) is not None:
+        raise UsageError(
+            f"an example input is a NumPy array {list(foreign.shape)}", hint="give tensors: torch.from_numpy(array)"
+        )
+    if nested := next(
+        (k for k, v in keywords.items() if isinstance(v, (tuple, list, Mapping)) and _tensors(torch, v)), None
+    ):
+        raise UsageError(
+            f"the keyword argument {nested!r} holds tensors in a {type(keywords[nested]).__name__}",
+            hint="call the module by one of your own whose forward takes each of them",
+        )
 
 
 def _torch() -> Any:

@@ -10,9 +10,10 @@ from optdnn.ops.table import OPDEFS
 def verify(graph: Graph) -> None:
     """Raise InternalError at the first broken invariant.
 
-    Checked: no cycle; each edge mirrors an operand; kinds exist and attributes are of the kind's class; operands exist;
-    value names are unique; stored types equal what inference gives from the operands (a stored type may be sharper);
-    inputs and outputs are listed once each; computing ops are reachable from an output or have a use.
+    - There is no cycle, and each edge mirrors an operand.
+    - Kinds exist, and attributes are of the kind's class. Operands exist. Value names are unique.
+    - Stored types equal those that inference gives from the operands, or are sharper.
+    - Inputs and outputs are listed once each. Computing ops are reachable from an output, or have a use.
     """
     order = graph.order()
     names: dict[str, str] = {}

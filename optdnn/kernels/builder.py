@@ -118,11 +118,12 @@ def up(n: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Move:
-    """A copy of ``source`` to ``target``, on behalf of ``op``: a view that has to be written out."""
+    """A copy on behalf of ``op``: a view that has to be written out. Several ``sources`` lie side by side along ``axis`` of ``target``."""
 
     op: Op
-    source: TensorView
+    sources: tuple[TensorView, ...]
     target: TensorView
+    axis: int = 0
 
 
 @dataclass
@@ -290,7 +291,11 @@ class Builder:
 
     def move(self, op: Op, source: TensorView, target: TensorView) -> None:
         """Record that ``source`` has to be copied to ``target``."""
-        self.plan.append(Move(op, source, target))
+        self.plan.append(Move(op, (source,), target))
+
+    def join(self, op: Op, sources: Sequence[TensorView], target: TensorView, axis: int) -> None:
+        """Record that ``sources`` have to be copied to ``target``, side by side along ``axis``."""
+        self.plan.append(Move(op, tuple(sources), target, axis))
 
     # ---------------------------------------------------------------- steps
 

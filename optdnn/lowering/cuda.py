@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.config import BuildOptions
+from optdnn.custom import CustomOp
 from optdnn.dim import DimLike
 from optdnn.dim_text import lone
 from optdnn.errors import UnsupportedError, UnsupportedNode, UsageError
@@ -31,6 +32,7 @@ from optdnn.lowering.host import HostSide, summary
 from optdnn.lowering.l2_prefetch import with_ahead
 from optdnn.lowering.lane_choice import LaneChoice, on_lanes
 from optdnn.lowering.lanes import LATENCY
+from optdnn.lowering.likely_shapes import sizes_needed
 from optdnn.lowering.schedule import group_steps, keep_inputs_on_host
 from optdnn.lowering.sites import NoKernel, Planner, Visit, emit_plan, no_visit
 from optdnn.lowering.step_times import with_step_times
@@ -125,7 +127,7 @@ def lower_cuda(
     program = with_step_times(with_ahead(emitted.program, gpu, seconds), gpu, seconds, measured)
     program = on_lanes(program, gpu, seconds, options, streams)
     if not TargetName.parse(options.target).simulated and not options.no_cubins:
-        program = _compiled(program, say, prepared.cubins)
+        program = _compiled(program, say, prepared.cubins, options.custom_ops)
     return placed(program)
 
 
@@ -140,7 +142,7 @@ def emit_program(
 ) -> Emitted:
     """The launches of an optimized graph. ``constants`` are shared with other programs. Raises as :func:`lower_cuda`."""
     selection = Selection.of(options, choices)
-    _need_static(graph)
+    _need_static(graph, options.target)
     to_host: dict[int, str] = {}
     while True:
         planned = plan(graph, options, gpu, selection, visit, constants, to_host)
@@ -224,19 +226,18 @@ def _finish_outputs(b: Builder, host: HostSide, outputs: list[tuple[TensorSpec, 
             b.move(op, x, TensorView(i, 0, x.shape, row_major(x.shape), x.dtype))
 
 
-def _need_static(graph: Graph) -> None:
+def _need_static(graph: Graph, target: str) -> None:
     """Raise UsageError if an input's shape is not fixed."""
     for i in graph.inputs:
         out = graph.op(i).outputs[0]
-        # Only free symbols count: sizes that are computed from symbols are fixed with them.
-        names = [name for d in out.type.shape or () if (name := lone(d)) is not None]
-        if out.type.shape is None or names:
-            one, some = (example(out.type.shape or (), n) for n in ("1", "1..8..32"))
-            shape = f"--shape {out.name}={one}, or {some} for a range" if names else f"--shape {out.name}=1x3x224x224"
+        if out.type.shape is None:
             raise UsageError(
-                f"input {out.name!r} has dimensions that are not fixed ({', '.join(names) or 'unknown rank'})",
-                hint=f"an engine for a GPU needs sizes, or ranges of sizes (MIN..OPT..MAX): {shape}",
+                f"input {out.name!r} has dimensions that are not fixed (unknown rank)",
+                hint=f"an engine for a GPU needs sizes: --shape {out.name}=1x3x224x224",
             )
+        # Only free symbols count: sizes that are computed from symbols are fixed with them.
+        if any(lone(d) is not None for d in out.type.shape):
+            raise sizes_needed(graph, target)
 
 
 def example(shape: Sequence[DimLike], symbolic: str | Callable[[str], str]) -> str:
@@ -278,15 +279,17 @@ def _borders(b: Builder) -> tuple[list[tuple[TensorSpec, int]], list[tuple[Tenso
     return inputs, outputs
 
 
-def _compiled(program: Program, say: Callable[[str], None], ready: Mapping[CubinKey, Array]) -> Program:
+def _compiled(
+    program: Program, say: Callable[[str], None], ready: Mapping[CubinKey, Array], custom_ops: Sequence[CustomOp]
+) -> Program:
     """The program with the cubins of all kernels as blobs. Cubins that are not ``ready`` are compiled."""
     from optdnn.runtime.cuda.compile.nvrtc import KernelCache, version
-    from optdnn.runtime.cuda.compile.recipes import recipe_of
+    from optdnn.runtime.cuda.compile.recipes import compile_kernels
 
     kernels = {cubin_key(k): k for k in program.kernels}
-    missing = {key: recipe_of(k) for key, k in kernels.items() if key not in ready}
+    missing = {key: k for key, k in kernels.items() if key not in ready}
     say(f"compile {len(missing)} kernels")
-    compiled = KernelCache().get_many(list(missing.values()), workers=min(16, usable_cores())) if missing else []
+    compiled = compile_kernels(list(missing.values()), KernelCache(), min(16, usable_cores()), custom_ops)
     cubins = {**ready, **{key: np.frombuffer(c, np.uint8) for key, c in zip(missing, compiled, strict=True)}}
     number = {key: len(program.blobs) + i for i, key in enumerate(kernels)}
     if missing:

@@ -16,8 +16,8 @@ from optdnn.errors import UnsupportedError
 from optdnn.ir.graph import STRUCTURAL, Op, Value
 from optdnn.kernels.builder import Builder, Move
 from optdnn.kernels.layout.concats import plan_concats
+from optdnn.kernels.layout.moves import emit_move
 from optdnn.kernels.layout.views import VIEWS
-from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.lowering.assemble import SITE
 from optdnn.lowering.choose import (
     Decision,
@@ -132,7 +132,7 @@ def emit_plan(b: Builder) -> list[Decision]:
         if isinstance(entry, Step):
             b.steps.append(entry)
         elif isinstance(entry, Move):
-            copy(b, entry.op, entry.source, entry.target)
+            emit_move(b, entry)
             b.credit(first, "copy")
         elif entry.dropped:
             decisions.append(dropped_decision(entry))

@@ -48,4 +48,8 @@ def _off_the_gpu(step: Step, program: Program) -> float:
         return round(copy_us(buffer.nbytes or 0), 1)
     host: Any = program.meta["host"]
     src = set(step.src)
-    return round(sum(float(o["us"]) for o in host["operators"] if src & set(o["nodes"])), 1)
+    rows = [o for o in host["operators"] if src & set(o["nodes"])]
+    own = [
+        o for o in rows if o["kind"] == step.params.get("kind") and set(o["nodes"]) == src
+    ]  # several may come from one node
+    return round(sum(float(o["us"]) for o in own[:1] or rows), 1)

@@ -16,6 +16,7 @@ from optdnn.ops.contrib_images import IMAGES
 from optdnn.ops.contrib_quantized import QUANTIZED
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
 from optdnn.ops.restate import MICROSOFT, as_standard, needs
+from optdnn.types import FP32
 
 
 def _scalar(e: Emit, like: Ref, value: float) -> Any:
@@ -95,6 +96,16 @@ def _rms(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return (emit(e, "RMSNormalization", *needs(node, 0, 1), axis=axis, epsilon=epsilon),)
 
 
+def _statistics(e: Emit, x: Ref, layer: bool, epsilon: float) -> tuple[Ref, Ref]:
+    """The mean of each row, and the reciprocal of its deviation (from 0, of a norm without means), in fp32."""
+    wide, last = emit(e, "Cast", x, to=FP32), np.array([-1])
+    mean = emit(e, "ReduceMean", wide, last, keepdims=True)
+    apart = emit(e, "Sub", wide, mean) if layer else wide
+    square = emit(e, "ReduceMean", emit(e, "Mul", apart, apart), last, keepdims=True)
+    deviation = emit(e, "Sqrt", emit(e, "Add", square, np.array(epsilon, np.float32)))
+    return mean, emit(e, "Reciprocal", deviation)
+
+
 def _skip_norm(kind: str) -> FromOnnx:
     """Skip(Simplified)LayerNormalization: of x + skip (+ bias); output 3 is that sum."""
 
@@ -105,11 +116,11 @@ def _skip_norm(kind: str) -> FromOnnx:
         total = emit(e, "Add", x, skip)
         if bias is not None:
             total = emit(e, "Add", total, bias)
-        if any(node.outputs[1:3]):
-            raise Unsupported("the statistics outputs")
         operands = [total, scale, *([] if shift is None else [shift])]
-        y = emit(e, kind, *operands, axis=-1, epsilon=float(node.get("epsilon", 1e-12 if layer else 1e-5)))
-        return (y, None, None, total)[: len(node.outputs)]
+        epsilon = float(node.get("epsilon", 1e-12 if layer else 1e-5))
+        y = emit(e, kind, *operands, axis=-1, epsilon=epsilon)
+        statistics = _statistics(e, total, layer, epsilon) if any(node.outputs[1:3]) else (None, None)
+        return (y, *statistics, total)[: len(node.outputs)]
 
     return from_onnx
 

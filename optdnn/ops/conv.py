@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from optdnn.ops.fused import fused_flops, product_flops, with_stages
 from optdnn.ops.window import check_window, read_window
 from optdnn.runtime.reference.conv import transpose_pads
 from optdnn.runtime.reference.window import output_sizes, resolve_pads
-from optdnn.types import TensorType, is_float
+from optdnn.types import Shape, TensorType, is_float
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class ConvTransposeAttrs(FusedAttrs):
     auto_pad: str = "NOTSET"
 
 
+FEW_TAPS = 49
+"""Taps of a filter that a thread adds up by itself."""
+
+
 def resolved(attrs: ConvAttrs, x: TensorType, w: TensorType) -> ConvAttrs:
     """``attrs`` with ``auto_pad`` turned into pads where the sizes in the operands' types allow it."""
     pads = resolve_pads(attrs.auto_pad, attrs.pads, x.dims[2:], w.dims[2:], attrs.strides, attrs.dilations)
@@ -71,6 +76,13 @@ def resolved_transpose(attrs: ConvTransposeAttrs, x: TensorType, w: TensorType) 
         return attrs
     pads, output_padding = _split(totals, attrs.output_padding, attrs.auto_pad)
     return replace(attrs, pads=pads, output_padding=output_padding, output_shape=(), auto_pad="NOTSET")
+
+
+def of_one_channel(weight: Shape) -> bool:
+    """Whether weights of this shape are one filter of one channel and few taps (ECA-Net): most of a tensor core's tile would be
+    empty."""
+    sizes = [n for n in weight if isinstance(n, int)]
+    return weight[:2] == (1, 1) and len(sizes) == len(weight) and math.prod(sizes) <= FEW_TAPS
 
 
 def _operands(call: Call) -> tuple[TensorType, TensorType]:

@@ -1,9 +1,10 @@
 """What an operator is: one :class:`OpDef` holds everything anyone needs to know about it.
 
-``OpDef.infer`` gives output types (and, for small integer tensors, output *values*, symbolic ones included), ``kernel``
-is its NumPy meaning (in ``runtime.reference``), ``onnx`` maps each ONNX operator that imports as this kind to its import
-function, ``to_onnx`` writes it back, ``cost`` counts arithmetic, ``tol`` is the tolerance of comparisons and ``traits``
-are the facts that passes ask for.
+- ``infer`` gives output types and, for small integer tensors, output *values*, symbolic ones included.
+- ``kernel`` is its NumPy meaning (in ``runtime.reference``).
+- ``onnx`` maps each ONNX operator that imports as this kind to its import function; ``to_onnx`` writes it back.
+- ``cost`` counts arithmetic, ``tol`` is the tolerance of comparisons.
+- ``traits`` are the facts that passes ask for.
 
 Conventions
 -----------

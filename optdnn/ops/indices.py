@@ -1,8 +1,8 @@
 """Indices that are known before a run: do they lie inside of the operand that they address?
 
 Gather, GatherElements, GatherND, ScatterElements and ScatterND read or write at positions that operand 1 gives. Libraries do not
-always check these, so an index that is known to be outside is an error of the model on every target (:func:`refuse_outside`), and
-whoever hands such an operator to a library can ask whether all positions are proven to be inside (:func:`all_inside`).
+always check these. So an index that is known to be outside is an error of the model on every target (:func:`refuse_outside`).
+Before such an operator goes to a library, :func:`all_inside` tells whether all positions are proven to be inside.
 """
 
 from __future__ import annotations

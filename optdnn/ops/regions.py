@@ -18,10 +18,8 @@ from optdnn.ops.base import (
     Attrs,
     Call,
     Cost,
-    FusedAttrs,
     NestedAttrs,
     Result,
-    Stage,
     Tol,
     Traits,
     attrs_dict,
@@ -29,7 +27,6 @@ from optdnn.ops.base import (
 )
 from optdnn.ops.checks import agree, elements, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
-from optdnn.ops.fused import with_stages
 from optdnn.ops.held import (
     CACHED_ATTENTION,
     CHANNEL_ATTENTION,
@@ -65,64 +62,10 @@ class FramesAttrs(Attrs):
 
 
 @dataclass(frozen=True)
-class TiledPackedMatMulAttrs(FusedAttrs):
-    """Like :class:`optdnn.ops.packed_layout.PackedMatMulAttrs`, with ``N`` outputs and a scale for each row.
-
-    Weights, scales and zero points lie in tiles (:func:`optdnn.runtime.reference.packed.numbers_of_tiles`).
-    """
-
-    code: str
-    K: int
-    N: int
-    block_size: int
-
-
-@dataclass(frozen=True)
-class PackedRowProductAttrs(Attrs):
-    """Like :class:`RowProductAttrs`, with weights as in :class:`TiledPackedMatMulAttrs`."""
-
-    code: str
-    K: int
-    N: int
-    block_size: int
-    epilogue: tuple[Stage, ...]
-    beside: tuple[Stage, ...] = ()
-    epsilon: float = 1e-5
-
-
-@dataclass(frozen=True)
-class UnpackedTilesAttrs(Attrs):
-    """See the fields of :class:`TiledPackedMatMulAttrs`."""
-
-    code: str
-    K: int
-    N: int
-    block_size: int
-
-
-@dataclass(frozen=True)
 class ZerosAttrs(Attrs):
     """The shape of the result."""
 
     shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class PairedProductAttrs(Attrs):
-    """Stages of two products. ``beside``: the second one's. ``epilogue``: the first one's, which read the second as operand 1."""
-
-    epilogue: tuple[Stage, ...]
-    beside: tuple[Stage, ...]
-
-
-@dataclass(frozen=True)
-class RowProductAttrs(Attrs):
-    """``epilogue``: stages of the product, which read operand 1: the second product, after its stages ``beside``, or the residual.
-    ``epsilon``: of the norm in front, where operand 1 is its scale."""
-
-    epilogue: tuple[Stage, ...]
-    beside: tuple[Stage, ...] = ()
-    epsilon: float = 1e-5
 
 
 @dataclass(frozen=True)
@@ -229,21 +172,6 @@ class TurnedHeadsAttrs(HeldAttrs):
     interleaved: bool
 
 
-@dataclass(frozen=True)
-class NormedProductAttrs(Attrs):
-    """``mean``: whether the mean is taken away (a layer norm); else the norm is by the mean square.
-
-    ``epilogue``: stages of the product, which read a second product of the rows, after its stages ``beside``, as operand 1.
-    ``image``: rows that are normalized together, by the moments of equal groups of them; 0: each row by its own.
-    """
-
-    mean: bool
-    epsilon: float
-    epilogue: tuple[Stage, ...] = ()
-    beside: tuple[Stage, ...] = ()
-    image: int = 0
-
-
 def without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """All entries except the named ones."""
     return {name: value for name, value in given.items() if name not in names}
@@ -271,27 +199,6 @@ def _infer_rotary_pair(call: Call) -> Result:
     x, cos, sin, y = call.types
     first, second = (infer_as(call, "RotaryEmbedding", call.attrs, (t, cos, sin)) for t in (x, y))
     return Result((*first.types, *second.types))
-
-
-def _infer_paired_product(call: Call) -> Result:
-    x, weights, others = call.type(0), call.type(1), call.type(3)
-    require_rank(x, 2, "PairedProduct rows")
-    require_rank(weights, 3, "PairedProduct weights")
-    agree(x.dims[1], weights.dims[2], f"PairedProduct weights {weights} do not fit rows {x}")
-    for a, b in zip(weights.dims, others.dims, strict=True):
-        agree(a, b, f"PairedProduct weights {weights} and {others} differ")
-    return Result((x.with_shape((x.dims[0], weights.dims[0] * weights.dims[1])),))
-
-
-def _infer_row_product(call: Call) -> Result:
-    x, weights = call.type(0), call.type(2)
-    require_rank(x, 2, "RowProduct rows")
-    require_rank(weights, 2, "RowProduct weights")
-    agree(x.dims[1], weights.dims[1], f"RowProduct weights {weights} do not fit rows {x}")
-    if call.has(4):
-        for a, b in zip(weights.dims, call.type(4).dims, strict=True):
-            agree(a, b, f"RowProduct weights {weights} and {call.type(4)} differ")
-    return Result((x.with_shape((x.dims[0], weights.dims[0])),))
 
 
 def _infer_dynamic_scale(call: Call) -> Result:
@@ -371,46 +278,6 @@ def _infer_turned_heads(call: Call) -> Result:
     return Result((y,))
 
 
-def _infer_normed_product(call: Call) -> Result:
-    x, moments, weights = call.type(0), call.type(1), call.type(2)
-    require_rank(x, 2, "NormedProduct rows")
-    require_rank(moments, 3, "NormedProduct moments")
-    *columns, depth = weights.dims
-    agree(x.dims[1], depth, f"NormedProduct weights {weights} do not fit rows {x}")
-    if call.attrs.image:
-        agree(x.dims[0] % call.attrs.image, 0, f"NormedProduct rows {x} are not whole images of {call.attrs.image}")
-        agree(
-            moments.dims[1] % (x.dims[0] // call.attrs.image),
-            0,
-            f"NormedProduct moments {moments} are not of images of {x}",
-        )
-    else:
-        agree(x.dims[0], moments.dims[1], f"NormedProduct moments {moments} are not of rows {x}")
-    if call.has(5):
-        for a, b in zip(weights.dims, call.type(5).dims, strict=True):
-            agree(a, b, f"NormedProduct weights {weights} and {call.type(5)} differ")
-    return Result((x.with_shape((x.dims[0], math.prod(columns))),))
-
-
-def _infer_tiled_product(call: Call) -> Result:
-    x, a = call.type(0), call.attrs
-    require_rank(call.type(1), 3, "TiledPackedMatMul weights")
-    agree(x.dims[-1], a.K, f"TiledPackedMatMul of {x}: its rows are not K={a.K} wide")
-    return Result((x.with_shape((*x.dims[:-1], a.N)),))
-
-
-def _infer_packed_rows(call: Call) -> Result:
-    x, a = call.type(0), call.attrs
-    require_rank(call.type(2), 3, "PackedRowProduct weights")
-    agree(x.dims[-1], a.K, f"PackedRowProduct of {x}: its rows are not K={a.K} wide")
-    return Result((x.with_shape((*x.dims[:-1], a.N)),))
-
-
-def _infer_unpacked(call: Call) -> Result:
-    require_rank(call.type(0), 3, "UnpackedTiles")
-    return Result((TensorType(FP32, (call.attrs.N, call.attrs.K)),))
-
-
 # ---------------------------------------------------------------- definitions
 
 
@@ -437,18 +304,12 @@ DEFS: tuple[OpDef, ...] = (
     region("Frames", _infer_frames, FramesAttrs, cost=free, tol=EXACT, traits=_MOVES),
     region("MaskedSoftmax", same_type, cost=per_element(5)),
     PERIODIC_ATTENTION,
-    region("PackedRowProduct", _infer_packed_rows, PackedRowProductAttrs, tol=_SUMS),
-    region("PairedProduct", _infer_paired_product, PairedProductAttrs, tol=Tol(rtol=1e-5, atol=3e-6)),
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),
     region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=_SUMS),
-    region("NormedProduct", _infer_normed_product, NormedProductAttrs, tol=_SUMS),
     region("RowMoments", _infer_row_moments, RowMomentsAttrs, tol=_SUMS),
-    region("RowProduct", _infer_row_product, RowProductAttrs, tol=Tol(rtol=1e-5, atol=3e-6)),
     region("ResizedPicture", _infer_resized_picture, ResizedPictureAttrs, cost=_cost_resized, tol=Tol(1e-5, 1e-4)),
     region("RotaryPair", _infer_rotary_pair, RotaryAttrs, cost=_cost_rotary_pair),
     region("TurnedHeads", _infer_turned_heads, TurnedHeadsAttrs, tol=_SUMS),
     region("StackedRNN", _infer_stacked, StackedRNNAttrs, tol=_SUMS),
-    region("TiledPackedMatMul", with_stages(_infer_tiled_product), TiledPackedMatMulAttrs, tol=_SUMS, arity=4),
-    region("UnpackedTiles", _infer_unpacked, UnpackedTilesAttrs, cost=per_element(2)),
     region("Zeros", _infer_zeros, ZerosAttrs, cost=free, tol=EXACT),
 )

@@ -24,6 +24,7 @@ from optdnn.ops import (
     norm_regions,
     packed,
     pool,
+    product_regions,
     quant,
     quantized,
     reduce,
@@ -73,7 +74,12 @@ FAMILIES: dict[str, tuple[OpDef, ...]] = {
     "decision trees": trees.DEFS,
     "custom (the user's)": custom.DEFS,
     "support vectors (our own)": classic.DEFS,
-    "regions of lowered programs (our own)": (*regions.DEFS, *conv_regions.DEFS, *norm_regions.DEFS),
+    "regions of lowered programs (our own)": (
+        *regions.DEFS,
+        *conv_regions.DEFS,
+        *norm_regions.DEFS,
+        *product_regions.DEFS,
+    ),
 }
 """Family -> its kinds."""
 

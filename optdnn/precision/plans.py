@@ -260,8 +260,10 @@ class Space:
         return PrecisionPlan("fp32", nodes, self.beside if packed else "fp32")
 
     def realizable(self, assignment: Assignment, problem: Problem, calibration: Calibration | None) -> dict[str, str]:
-        """The assignment that the pass really makes: an op that cannot be int8 at its place (an Add, one of whose operands
-        stays float), or packed (its weights are another product's floats), gets the fastest float precision of its neighbours."""
+        """The assignment that the pass really makes.
+
+        Some ops cannot be int8 (an Add with an operand that stays float) or packed (another product reads their weights as floats).
+        They get the fastest float precision of their neighbours."""
         found = dict(assignment)
         for _ in range(2):
             plan, asked = self.plan(found), PrecisionLog()

@@ -1,7 +1,7 @@
 """How much each op at each precision disturbs the network: its own error by the oracle, carried on to the outputs.
 
-An op's error is found by letting the pass itself assign the precision to that op alone, cut out of the network with its real
-operands, and evaluating what the pass made of it in NumPy: casts, scales, rounded weights, saturation, all as they will be.
+To find an op's error, the op is cut out of the network with its real operands. The pass itself assigns the precision to it, and the
+result is evaluated in NumPy: casts, scales, rounded weights and saturation are as they will be.
 :class:`~optdnn.precision.inject.Injector` then carries the difference through the rest of the network in fp32.
 """
 

@@ -13,7 +13,7 @@ from optdnn.errors import UsageError
 from optdnn.report.charts import Axis, axis_over
 from optdnn.report.markdown import escape, grid
 from optdnn.report.page import render, require_jinja
-from optdnn.report.words import bytes_text, milliseconds
+from optdnn.report.words import bytes_text, counted, milliseconds
 from optdnn.runtime.file.atomic import check_writable, write_atomic
 
 WIDTH, HEIGHT = 60, 12
@@ -79,10 +79,11 @@ def _worst(c: Mapping[str, Any]) -> float | None:
 def sentences(auto: Mapping[str, Any]) -> list[str]:
     """The bound, the data, and the source of the times."""
     metric, samples = auto["metric"], auto["samples"]
-    step = f"; one sample counts {100 / samples['verification']:.2g} points" if metric["name"] == "top1" else ""
+    step = f"; one sample counts {_points(100 / samples['verification'])} points" if metric["name"] == "top1" else ""
     return [
-        f"bound: a drop of {metric['bound']:g} {metric['unit']} (metric {metric['name']}); {samples['calibration']} samples to "
-        f"calibrate and search on, {samples['verification']} others to verify by{step}",
+        f"bound: a drop of {metric['bound']:g} {metric['unit']} (metric {metric['name']}); "
+        f"{counted(samples['calibration'], 'sample')} to calibrate and search on, "
+        f"{counted(samples['verification'], 'other')} to verify by{step}",
         f"times of operators: {auto['latency']['source']}; "
         + (
             "those of plans were measured on whole engines in turns"
@@ -94,6 +95,10 @@ def sentences(auto: Mapping[str, Any]) -> list[str]:
         *(f"{p}: {why}" for p, why in auto["notes"].items()),
         *declined(auto),
     ]
+
+
+def _points(x: float) -> str:
+    return f"{x:.0f}" if x >= 10 else f"{x:.2g}"
 
 
 def _resolution(auto: Mapping[str, Any]) -> list[str]:
@@ -108,7 +113,8 @@ def _resolution(auto: Mapping[str, Any]) -> list[str]:
         f"; {round(300 / metric['bound'])} samples that training has not seen suffice" if metric["bound"] > 0 else ""
     )
     return [
-        f"{n} samples are too few for so small a bound: an engine that loses none of them may lose up to {300 / n:.2g} points "
+        f"{counted(n, 'sample')} cannot show so small a loss: an engine that loses none may lose up to "
+        f"{_points(min(100, 300 / n))} points "
         f"elsewhere (95 % confidence){enough}"
     ]
 

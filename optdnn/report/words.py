@@ -40,6 +40,11 @@ def figure(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
+def counted(n: int, one: str, many: str | None = None) -> str:
+    """A number with its noun: 1 step, 2 steps, 2 copies."""
+    return f"{n} {one if n == 1 else many or one + 's'}"
+
+
 def first_of(names: Sequence[str], most: int, total: int | None = None) -> str:
     """The first names, and how many more there are (of ``total``, where ``names`` are not all). Constants come last, as they say
     least."""

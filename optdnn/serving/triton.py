@@ -112,14 +112,27 @@ def export_triton(engine: Path, folder: Path, *, instances: int = 1, trust_cubin
         options={"trust_cubins": True} if trust_cubins else {},
     )
     target = folder / name
+    if target.exists():
+        raise OutputError(f"{target} is there already", hint="remove it, or name another folder")
     try:
-        (target / "1").mkdir(parents=True)
-        (target / "config.pbtxt").write_text(configuration(name, facts, most, instances), encoding="utf-8")
+        target.mkdir(parents=True)
+        _fill(target, configuration(name, facts, most, instances), code, engine)
+    except OSError as error:
+        hint = "check the folder, its permissions and the free space"
+        raise OutputError(f"{target} cannot be written: {error.strerror}", hint=hint) from error
+    return target
+
+
+def _fill(target: Path, config: str, code: str, engine: Path) -> None:
+    """Write the model's files into its new folder, which disappears if one of them cannot be written."""
+    try:
+        (target / "1").mkdir()
+        (target / "config.pbtxt").write_text(config, encoding="utf-8")
         (target / "1" / "model.py").write_text(code, encoding="utf-8")
         shutil.copyfile(engine, target / "1" / "model.engine")
-    except OSError as error:
-        raise OutputError(f"{target} cannot be written: {error.strerror}") from error
-    return target
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
 
 
 def configuration(name: str, facts: ModelFacts, most: int, instances: int) -> str:

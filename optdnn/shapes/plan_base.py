@@ -28,9 +28,10 @@ from optdnn.types import Array, TensorSpec
 
 @dataclass
 class Base:
-    """What plans are made from: the model; and, where it can be so, its graph at no particular sizes, with what is rewritten
-    whatever these are: constants folded, norms and activations found in what exports spell out. (Not attention: at given sizes
-    its mask may be a constant, one that masks nothing or is causal.)
+    """What plans are made from: the model and, where possible, its graph with symbolic sizes.
+
+    Rewrites that hold for all sizes are already made in that graph: constants are folded, norms and activations are fused.
+    Attention is not: at given sizes its mask may be a constant, which masks nothing or is causal.
     """
 
     model: Model

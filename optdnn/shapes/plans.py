@@ -1,8 +1,8 @@
 """Programs for ranges of shapes on targets whose programs are for fixed ones: one plan per shape.
 
 A plan is what a build with that shape fixed gives, so at the optimum nothing is lost to being dynamic. Plans for the optima
-are made with the engine, and the largest shape is planned to know its arena; the engine also holds its model (as data), from
-which the plan for another shape is made when such an input is first seen.
+are made with the engine. The largest shape is planned as well, to know its arena. The engine also holds its model as data: the plan
+for another shape is made from it when such an input is first seen.
 """
 
 from __future__ import annotations
@@ -124,26 +124,30 @@ def plan_profiles(
                 graph, passes = _optimized(base, shapes, quick, say, kept)
                 plan = lower_cuda(graph, quick, gpu, meta(graph, passes), say, constants=kept)
             arena = max(arena, plan.arena_bytes)
-    source = None
-    shared = options.calib if isinstance(options.calib, SharedCalibration) else None
-    plain = options if shared is None else replace(options, calib=None, calib_cache=None, images=None)
-    carried = plain_options(plain)
-    if carried is not None:
-        numbers = {name: blobs.add(array) for name, array in sorted(weights.items())}
-        ranges = blobs.add(shared.to_bytes()) if shared is not None and shared.found else None
-        source = HeldSource(blobs.add(np.frombuffer(data, np.uint8)), numbers, carried, ranges)
     main, *others = plans.values()
     dynamic = Dynamic(
         tuple(_spec(symbolic, i, s) for i, (s, _) in zip(symbolic.inputs, main.inputs, strict=True)),
         tuple(_spec(symbolic, i, s) for i, (s, _) in zip(symbolic.outputs, main.outputs, strict=True)),
         tuple(others),
-        source,
+        _held_source(options, data, weights, blobs),
         arena,
     )
     for plan in plans.values():
         plan.blobs = blobs.arrays
     assert first is not None
     return Planned(replace(main, profiles=symbolic.profiles, dynamic=dynamic), *first, first_runs)
+
+
+def _held_source(options: BuildOptions, data: bytes, weights: Mapping[str, Array], blobs: Blobs) -> HeldSource | None:
+    """What plans for further shapes are made from; None where the options cannot be kept in a file."""
+    shared = options.calib if isinstance(options.calib, SharedCalibration) else None
+    plain = options if shared is None else replace(options, calib=None, calib_cache=None, images=None)
+    carried = plain_options(plain)
+    if carried is None:
+        return None
+    numbers = {name: blobs.add(array) for name, array in sorted(weights.items())}
+    ranges = blobs.add(shared.to_bytes()) if shared is not None and shared.found else None
+    return HeldSource(blobs.add(np.frombuffer(data, np.uint8)), numbers, carried, ranges)
 
 
 @contextmanager

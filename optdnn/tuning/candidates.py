@@ -8,7 +8,7 @@ from functools import cached_property
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
-from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.layout.moves import emit_move
 from optdnn.kernels.tactic import Offer, Tactic
 from optdnn.lowering.assemble import compact, placed
 from optdnn.lowering.choose import Selection, TacticChoice, alternatives, results_of, signature
@@ -117,7 +117,7 @@ def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
     b = b.fork()
     tactic.place(b, op)
     for move in b.plan[planned:]:
-        copy(b, op, move.source, move.target)
+        emit_move(b, move)
     tactic.emit(b, op, None if offer is None else offer.config)
     b.credit(first, str(choice))
     steps = tuple(b.steps[first:])

@@ -171,16 +171,17 @@ def _copy(body: _Body, op: Op) -> int:
 
 @rule("dequantize_stages", {"DequantizeLinear"})
 def dequantize_stages(graph: Graph, op: Op) -> Match | Miss | None:
-    """A DequantizeLinear that no other rule fused: runs after all others."""
-    reason = _refuse(graph, op)
+    """A DequantizeLinear that no other rule fused: runs after all others. Of constants, it becomes a constant."""
+    constants = [graph.constant_value(v) for v in op.inputs]
+    stored = all(v is None or array is not None for v, array in zip(op.inputs, constants, strict=True))
+    reason = None if stored else _refuse(graph, op)
     if reason is not None:
         return Miss(f"{op.kind} stays: {reason}")
     dtype, name = op.outputs[0].type.dtype, op.outputs[0].name
 
     def build(patch: Patch) -> Value:
-        if graph.constant_value(op.inputs[0]) is not None:  # weights of an operator that stays one of floats
-            operands = [graph.constant_value(v) for v in op.inputs]
-            (floats,) = run_kernel(op.kind, operands, plain_attrs(op.definition, op.attrs), [dtype])
+        if stored:  # weights and bias of an operator that stays one of floats
+            (floats,) = run_kernel(op.kind, constants, plain_attrs(op.definition, op.attrs), [dtype])
             return patch.constant(floats, name)
         body = _Body(graph, patch)
         at = body.dequantize(op)

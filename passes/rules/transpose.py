@@ -47,9 +47,9 @@ class Passage:
 def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
     """A Transpose and an op that reads it change places, where every way down from the Transpose pays.
 
-    A way pays when it leads to another Transpose, to a reduction that leaves nothing to transpose, or to an op that reads
-    two transposed values (two become one); or when the op can become a stage of the convolution or matrix product in front of
-    the Transpose. A transpose only ever moves towards the outputs, so this ends.
+    A way pays if it leads to another Transpose, to a reduction that leaves nothing to transpose, or to an op that reads two
+    transposed values (two become one). It also pays if the op can become a stage of the convolution or matrix product in front
+    of the Transpose. A Transpose only ever moves towards the outputs, so this ends.
     """
     if op.attrs.perm is None:
         return None

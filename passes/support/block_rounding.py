@@ -2,7 +2,7 @@
 
 A number is ``round(w / scale) + zero``, with a scale and a zero point for each block. A block's range always covers 0, so that
 zeros stay exact and zero points are numbers of the same type. Outliers may be clipped where that makes all other weights more
-exact: of several ranges, and of the least-squares scale for the best of them, a block takes the one with the smallest squared
+exact. Several ranges are tried, and the least-squares scale for the best of them; a block takes the one with the smallest squared
 error.
 """
 

@@ -1,9 +1,9 @@
 """Operators that decide (rank scores, suppress boxes, turn numbers into indices), and those that their decisions depend on.
 
 Rounding changes a feature a little, but a decision completely. Detectors offset the boxes of a class by the class's number times
-the picture's size, so that boxes of two classes never overlap: at 29,000 the next fp16 number is 16 pixels away, and other boxes
-are suppressed. So the operators between a decision and the convolutions and products that compute features stay in fp32, unless
-the plan names them. This is little work, since it comes after the features.
+the picture's size, so that boxes of two classes never overlap. At an offset of 29,000 the next fp16 number is 16 pixels away, and
+the wrong boxes would be suppressed. So the operators between a decision and the convolutions and products that compute features
+stay in fp32, unless the plan names them. This is little work, since it comes after the features.
 """
 
 from __future__ import annotations

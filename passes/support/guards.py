@@ -1,11 +1,11 @@
 """Values that fp16 cannot hold and a result depends on: an epsilon that keeps a division finite, a scale out of fp16's range.
 
-``x / max(norm(x), 1e-12)`` is 0 for a row of zeros; with the bound rounded to fp16 it is 0 / 0. So the ops between a constant that
-bounds a value away from zero and the division by that value (or its logarithm) compute and store fp32, and so does the sum of
-squares to which the constant is added. An inverse alone (``1 / sqrt(variance + 1e-12)``) may be beyond fp16 as well: it stays
-fp32 up to the multiplication that brings it back. A pointwise op of these converts in its registers
-(:mod:`optdnn.passes.support.in_registers`). Normalizations that are one operator have their epsilon as an attribute, which is fp32
-everywhere; this module leaves them alone.
+``x / max(norm(x), 1e-12)`` is 0 for a row of zeros; with the bound rounded to fp16 it is 0 / 0. Some constants bound a value away
+from zero. The ops between such a constant and the division by that value (or its logarithm) compute and store fp32, and so does
+the sum of squares to which the constant is added. An inverse alone (``1 / sqrt(variance + 1e-12)``) may be beyond fp16 as well:
+it stays fp32 up to the multiplication that brings it back. A pointwise op of these converts in its registers
+(:mod:`optdnn.passes.support.in_registers`). Normalizations that are one operator have their epsilon as an attribute, which is
+fp32 everywhere; this module leaves them alone.
 """
 
 from __future__ import annotations

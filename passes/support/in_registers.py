@@ -8,7 +8,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Output, Value
 from optdnn.ops.base import Attrs
-from optdnn.passes.fuse_pointwise import OpenStage, body, is_pointwise, outside, steps_of
+from optdnn.passes.fuse_pointwise import OpenStage, body, first_operand, is_pointwise, outside, steps_of
 from optdnn.passes.support.guards import Guards
 from optdnn.passes.support.precision_report import FP16_LARGEST
 from optdnn.types import BF16, FP16, FP32
@@ -49,8 +49,8 @@ def _absorb(graph: Graph, op: Op, saturates: bool) -> None:
             steps.append(OpenStage("Clip", Attrs(), (len(steps) - 1, low, high)))
         steps.append(OpenStage("Cast", leaving.attrs, (len(steps) - 1,)))
     steps = _without_expansion(graph, steps, op)
-    first = _first(graph, steps, op)
-    if first is None:  # the kernel begins with an operand of its result's shape
+    first = first_operand(graph, steps, op, on_gpu=True)
+    if first is None:  # it reads constants only
         return
     operands, attrs = body(steps, first)
     if leaving is not None:
@@ -67,11 +67,6 @@ def _moved(a: Value | int | None, place: dict[Value, int], by: int) -> Value | i
     return None if a is None else a + by
 
 
-def _first(graph: Graph, steps: list[OpenStage], op: Op) -> Value | None:
-    """An operand of the result's shape."""
-    return next((v for v in outside(steps) if graph.type(v).shape == op.outputs[0].type.shape), None)
-
-
 def _without_expansion(graph: Graph, steps: list[OpenStage], op: Op) -> list[OpenStage]:
     """Read the operands of Expands instead of their results: the kernel broadcasts.
 
@@ -82,6 +77,6 @@ def _without_expansion(graph: Graph, steps: list[OpenStage], op: Op) -> list[Ope
         if source.kind != "Expand" or graph.type(v).shape != op.outputs[0].type.shape:
             continue
         narrow = [replace(s, args=tuple(source.inputs[0] if a == v else a for a in s.args)) for s in steps]
-        if _first(graph, narrow, op) is not None:
+        if first_operand(graph, narrow, op, on_gpu=False) is not None:
             steps = narrow
     return steps

@@ -3,8 +3,8 @@
 :class:`Linear` finds an op's channels, constant weights and constant bias, and computes the weights and bias that absorb a
 scale and shift per channel after or before it. Everything is computed in float64 and rounded once.
 
-One form for a matrix product with a bias: of two matrices it is a Gemm (a MatMul that absorbs a shift becomes one), of a
-batch it stays a MatMul, which keeps the rank, and the bias is an Add, which fuse_epilogue makes its first stage.
+A matrix product with a bias has one form. For two matrices it is a Gemm: a MatMul that absorbs a shift becomes one. For a batch it
+stays a MatMul, which keeps the rank, followed by an Add of the bias, which fuse_epilogue makes its first stage.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Exporters write a decomposed GELU or layer norm in many ways: ``0.5`` first or last, a division by ``sqrt(2)`` or a
 multiplication by its reciprocal, ``Pow(x, 2)`` or ``x * x``, ``1 / sqrt(v)`` or ``Pow(v, -0.5)``. So a pattern describes the
-computation, not the nodes: :class:`Product` and :class:`Sum` flatten trees of Mul, Div, Neg, Reciprocal, Sqrt, Pow and of
-Add, Sub, Neg, Sum, gather their scalar constants into one coefficient, and match the remaining operands in any order. All other
+computation, not the nodes. :class:`Product` flattens a tree of Mul, Div, Neg, Reciprocal, Sqrt and Pow, :class:`Sum` one of Add,
+Sub, Neg and Sum. Both gather the scalar constants into one coefficient, and match the remaining operands in any order. All other
 operators are matched as they are (:class:`Node`), with the operands of commutative ones in any order.
 
 A constant matches a mathematical one if it is within its own dtype's rounding of it: the fp32 ``1.4142135`` is

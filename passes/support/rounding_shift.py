@@ -15,8 +15,10 @@ from optdnn.types import Array
 
 
 def rounding_shift(op: Op, error: Array, means: Array, dims: Sequence[DimLike]) -> Array | None:
-    """The shift of each output channel of a Conv, Gemm or MatMul: the rounding error of its weights (``error``, in their shape)
-    times the mean of each channel of its operand, which has the dimensions ``dims``.
+    """The shift of each output channel of a Conv, Gemm or MatMul by the rounding of its weights.
+
+    It is the rounding error (``error``, of the weights' shape) times ``means``, the mean of each channel of the operand. ``dims``
+    are the operand's dimensions.
 
     Padding is zero: each tap of a convolution counts by the share of windows in which it lies in the image. None where the means
     belong to other channels, or a size is not known.

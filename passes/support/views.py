@@ -1,8 +1,10 @@
 """Values seen through reshapes and transposes, as data that can be simplified before it is written back as ops.
 
 A :class:`View` is a base value and the moves that lead from it to another value. Appending a move keeps the normal form:
-neighbours merge, moves without effect disappear, an exchange of the last two axes passes a Reshape that leaves them alone, and a
-Reshape that only splits axes passes a Transpose, to merge with the Reshape before it.
+
+- Neighbours merge, and moves without effect disappear.
+- An exchange of the last two axes moves in front of a Reshape that leaves them alone.
+- A Reshape that only splits axes moves in front of a Transpose, and merges with the Reshape before it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def open_plan(program: Program, options: LoadOptions) -> Runner:
     if not name.on_gpu:
         raise EngineError(
             f"the engine is for target {program.target!r}, which has no launches to simulate",
-            hint="load it without simulate=True",
+            hint="load it without simulate=True (--simulate)",
         )
     runner: Runner = import_module(RUNNERS[family]).prepare(program, options)
     return runner

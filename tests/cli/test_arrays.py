@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from optdnn.cli.arrays import read_inputs
+from optdnn.cli.arrays import read_inputs, typed
 from optdnn.errors import InputError, UsageError
+from optdnn.types import TensorSpec
 
 
 @pytest.fixture
@@ -46,6 +47,16 @@ def test_names(files: Path, given: list[str], found: dict[str, int]) -> None:
 def test_refusals(files: Path, given: list[str], because: str) -> None:
     with pytest.raises(UsageError, match=because):
         read_inputs(given)
+
+
+def test_a_bare_array_is_for_the_only_input(files: Path) -> None:
+    x, z = (TensorSpec(name, np.dtype("f4"), (1,)) for name in "xz")
+    given = read_inputs(["one.npy"], bare=True)
+    assert typed(given, [x])["x"].size == 1
+    with pytest.raises(UsageError, match=r"needs the input's name: NAME=FILE\.npy; the inputs are x, z"):
+        typed(given, [x, z])
+    with pytest.raises(UsageError, match="input 'x' is given twice"):
+        typed(read_inputs(["one.npy", "x=one.npy"], bare=True), [x])
 
 
 def test_a_file_of_something_else_is_not_called_a_pickle(files: Path) -> None:

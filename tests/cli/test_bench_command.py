@@ -46,7 +46,7 @@ def test_it_measures_at_the_sizes_of_the_build(cli: Cli, on_cpu: dict[str, Path]
     code, out, err = cli("bench", on_cpu["onnxruntime"], *QUICK)
     assert code == 0
     assert "inputs x [1, 32, 8] (N=1, L=32)" in out
-    assert "random inputs: x fp32[1, 32, 8]" in err
+    assert "random inputs (seed 0): x: fp32[1, 32, 8]" in err
     report = json.loads(cli("bench", on_cpu["onnxruntime"], *QUICK, "--json", "--size", "L=5").out)
     assert (report["sizes"], report["inputs"], report["outputs"]) == (
         {"N": 1, "L": 5},
@@ -144,7 +144,7 @@ def test_the_words_for_a_precision() -> None:
     quantized = {"passes": [{"kinds_before": {"QuantizeLinear": 2, "Conv": 1}}]}
     assert precision_text("fp32", {}) == "fp32"
     assert precision_text("int8+fp16", quantized) == "int8+fp16"
-    assert precision_text("fp32", quantized) == "fp32, between the model's own Q/DQ"
+    assert precision_text("fp32", quantized) == "fp32 (the Q/DQ of the model stay)"
     assert precision_text("fp16", {**quantized, "precision": {"runs": {"fp8": 3}}}).startswith(
         "fp8 (Q/DQ of the model)"
     )

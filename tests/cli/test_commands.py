@@ -104,6 +104,32 @@ def test_run_says_where_inputs_are_random(cli: Cli, engine: Path, tmp_path: Path
     assert not np.array_equal(results[0], results[2])
 
 
+def test_piped_tables_have_no_padding(cli: Cli, model: Path, engine: Path) -> None:
+    for words in (("inspect", engine), ("inspect", model), ("run", engine), ("check", model, "--target", "reference")):
+        out = cli(*words).out
+        assert out
+        assert [line for line in out.splitlines() if line != line.rstrip()] == []
+
+
+def test_run_takes_an_array_without_a_name_for_the_only_input(cli: Cli, engine: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((4, 3, 8, 8), np.float32))
+    code, out, err = cli("run", engine, "--input", tmp_path / "x.npy")
+    assert (code, err) == (0, "")
+    assert "[4, 5]" in out
+    code, _, err = cli("run", engine, "--input", tmp_path / "x.npy", "--size", "N=9")
+    assert code == 2
+    assert err == "error: --size N=9: input 'x' has N = 4\n  hint: leave --size out\n"
+
+
+def test_random_inputs_that_a_network_does_not_take(cli: Cli, tmp_path: Path) -> None:
+    network = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        net (float[N, 8] x, int64[M] at) => (float[M, 8] y) { y = Gather(x, at) }""")
+    optdnn.build(network, target="reference").save(tmp_path / "e")
+    code, _, err = cli("run", tmp_path / "e", "--size", "N=1", "--size", "M=32")
+    assert code == 6
+    assert "hint: the random inputs (x, at) may not fit the network: give --input NAME=FILE" in err
+
+
 def test_run_tells_a_wrong_name_and_nothing_else(cli: Cli, engine: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((4, 3, 8, 8), np.float32))
     code, _, err = cli("run", engine, "--input", f"z={tmp_path / 'x.npy'}")
@@ -155,7 +181,7 @@ def test_an_output_may_have_any_name(cli: Cli, tmp_path: Path) -> None:
 def test_bench_as_a_table(cli: Cli, engine: Path) -> None:
     code, out, err = cli("bench", engine, "--iterations", 20, "--warmup", 1, "--profile")
     assert code == 0
-    assert "random inputs: x fp32[1, 3, 8, 8]" in err
+    assert "random inputs (seed 0): x: fp32[1, 3, 8, 8]" in err
     assert "inputs x [1, 3, 8, 8] (N=1)" in out
     assert "median" in out
     assert "conv1" in out

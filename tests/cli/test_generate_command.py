@@ -59,6 +59,17 @@ def test_refusals(cli: Cli, engine: Path, words: list[str], message: str) -> Non
     assert message in err
 
 
+def test_an_error_has_a_line_of_its_own(cli: Cli, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stream(self: Any, *prompt: Any, **choice: Any) -> Any:
+        yield 7
+        raise optdnn.InputError("input 'positions' holds 64")
+
+    monkeypatch.setattr(optdnn.Generator, "stream", stream)
+    code, out, err = cli("generate", str(engine), "--prompt-ids", "3")
+    assert (code, out) == (6, "7 \n")
+    assert err == "error: input 'positions' holds 64\n"
+
+
 def test_text(cli: Cli, engine: Path, tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="the extra text is not installed")
     words = {f"w{k}": k for k in range(50)}

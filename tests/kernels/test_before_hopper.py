@@ -11,7 +11,7 @@ import pytest
 from support.net import Net
 from support.quantized_nets import QNet, norm_network, shifted_depthwise
 from support.sequence_cases import GROUP_NORM, group_norm, residual
-from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate
+from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals, simulate
 
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
@@ -40,7 +40,7 @@ def chosen(program: Program) -> set[str]:
 
 
 def reasons(program: Program) -> str:
-    return "; ".join(r["reason"] for t in program.meta["tactics"] for r in t.get("refused", []))
+    return "; ".join(refusals(program))
 
 
 def launches_of(program: Program) -> list[Any]:

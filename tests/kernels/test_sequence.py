@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.net import Net
 from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL, recurrent, windows_between
-from support.simulated import check_simulated, kinds
+from support.simulated import check_simulated, kinds, refusals
 from support.sweep import sweep
 
 from optdnn.ir.graph import Graph
@@ -113,7 +113,7 @@ def test_other_additions_are_pointwise() -> None:
     y = n.op("LayerNormalization", total, n.positive(48), n.random(48))
     program = check_simulated(n.done(n.matmul(y, 8)))
     assert "AddNorm" not in kinds(program)
-    reasons = [r["reason"] for t in program.meta["tactics"] if t["kind"] == "Add" for r in t.get("refused", [])]
+    reasons = refusals(program, kind="Add")
     assert set(reasons) == {
         "an operand is broadcast, and not whole rows of it are repeated",
         "an operand is broadcast",

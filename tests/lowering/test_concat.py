@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from support.simulated import feeds_of, kinds, lowered, simulate
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.builder import TensorView
+from optdnn.kernels.layout.moves import MOST_ELEMENTS, MOST_PARTS, joinable
 from optdnn.kernels.layout.views import _runs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gather import GatherAttrs
@@ -19,7 +21,7 @@ from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.resize import ResizeAttrs
-from optdnn.types import FP32
+from optdnn.types import FP16, FP32
 
 SAME = ConvAttrs(strides=(1, 1), pads=(1, 1, 1, 1), dilations=(1, 1))
 """A convolution of three by three that keeps the size."""
@@ -150,4 +152,44 @@ def test_rows_of_tables_are_written_where_they_are_joined(last: str, axis: int, 
 
 
 def test_rows_that_would_not_lie_at_multiples_of_eight_are_copied() -> None:
-    assert kinds(lowered(tables(2, width=4), "fp16")).count("Copy") >= 3
+    (joined,) = [s for s in lowered(tables(2, width=4), "fp16").steps if s.params["op"]["kind"] == "Concat"]
+    assert len(joined.inputs) >= 3
+
+
+def small(count: int, width: int = 3) -> Graph:
+    """Columns of numbers, as the elements of rotation matrices, side by side."""
+    n = Net()
+    parts = [n.op(("Sin", "Cos")[k % 2], n.input(5, width, name=f"x{k}")) for k in range(count)]
+    return n.done(_joined(n, parts, 1))
+
+
+def joins(graph: Graph) -> list[int]:
+    """The tensors of each launch that puts some side by side, or copies one."""
+    steps = lowered(graph, "fp32", no_cubins=True).steps
+    return [len(s.inputs) for s in steps if s.params["op"]["kind"] in ("Concat", "Copy")]
+
+
+def test_small_tensors_are_put_side_by_side_by_one_launch() -> None:
+    assert joins(small(2)) == [2]
+    assert joins(small(9)) == [9]
+    assert joins(small(MOST_PARTS + 3)) == [MOST_PARTS, 3]
+
+
+def test_many_elements_are_copied_by_launches_of_their_own() -> None:
+    assert joins(small(2, MOST_ELEMENTS // 10)) == [2]
+    assert joins(small(2, MOST_ELEMENTS // 10 + 1)) == [1, 1]
+
+
+def test_frames_at_equal_distances_are_one_copy() -> None:
+    n = Net()
+    parts = n.op("Split", n.input(2, 3, 6), n.ints(*[1] * 6), attrs=SplitAttrs(2), outputs=6)
+    assert joins(n.done(_joined(n, [parts[k] for k in (5, 3, 1)], 2))) == [1]
+
+
+def test_what_one_launch_may_put_side_by_side() -> None:
+    one = TensorView(0, 0, (2, 3), (3, 1), FP32)
+    assert joinable([one] * MOST_PARTS)
+    assert not joinable([one] * (MOST_PARTS + 1))
+    assert not joinable([one.view((2, MOST_ELEMENTS), (MOST_ELEMENTS, 1))])
+    assert not joinable([replace(one, dtype=np.dtype(np.complex64))])
+    assert not joinable([one, replace(one, dtype=FP16)])

@@ -132,6 +132,20 @@ def test_skip_layer_normalization(beta: bool, bias: bool, outputs: tuple[str, ..
         check("SkipSimplifiedLayerNormalization", [x, skip, gamma, more[1]], n=outputs, fed=2, epsilon=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["", "Simplified"])
+def test_statistics_of_skip_layer_normalization(kind: str) -> None:
+    """onnxscript's fusions name them; ONNX Runtime's own kernel leaves them empty."""
+    x, skip, gamma = normal(2, 3, 8), normal(2, 3, 8, seed=1), normal(8, seed=2)
+    names = ("y", "mean", "inverse", "total")
+    model, feeds = one(f"Skip{kind}LayerNormalization", [x, skip, gamma], n=names, fed=2, epsilon=1e-3)
+    got, total = evaluate(import_model(model), feeds), x + skip
+    mean = total.mean(-1, keepdims=True)
+    apart = total if kind else total - mean
+    inverse = 1 / np.sqrt((apart**2).mean(-1, keepdims=True) + 1e-3)
+    for name, want in zip(names, (apart * inverse * gamma, mean, inverse, total), strict=True):
+        np.testing.assert_allclose(got[name], want, rtol=1e-5, atol=1e-6)
+
+
 # ---------------------------------------------------------------- attention
 
 

@@ -205,6 +205,15 @@ def test_faults_in_the_users_code_are_reported() -> None:
     assert "no CudaLaunch" in engine.meta["host"]["operators"][0]["why"]
 
 
+@pytest.mark.nvrtc
+def test_a_source_that_does_not_compile() -> None:
+    broken = shrink(cuda=CudaKernel(SOURCE.replace("widen(", "widem("), "shrink", launch))
+    with pytest.raises(
+        UsageError, match=r"custom operator com\.example\.Shrink: general\.cu does not compile for sm_90a[\s\S]*widem"
+    ):
+        optdnn.build(MODEL, target="cuda:sm_90a", custom_ops=[broken], shapes={"x": (4, 8)})
+
+
 def test_an_operator_that_nobody_holds_cannot_run() -> None:
     with pytest.raises(RunError, match=r"custom operator a.B \(digest 00\) is not available"):
         custom.known("00", "a.B")

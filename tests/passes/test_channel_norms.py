@@ -12,6 +12,7 @@ from support.simulated import check_simulated
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
+from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.channel_norms import ChannelNorms
 from optdnn.passes.support.facts import operand
@@ -82,6 +83,29 @@ def test_activations_move_next_to_norms(activation: str) -> None:
     result, _ = check_pass(ChannelNorms(), n.done(y), changes=2, rules=BEHIND)
     (one,) = result.of_kind(activation)
     assert result.op(operand(one)).kind == "RMSNormalization"
+
+
+def of_one_pixel(
+    n: Net, *inputs: Any, activation: str = "Relu", axes: tuple[int, ...] = (2, 8, 1, 1), kept: bool = False
+) -> Graph:
+    """Channels of one pixel, normalized as rows, and an activation of the image that they become."""
+    rows = n.op("LayerNormalization", n.input(2, 1, 1, 8), n.random(8), n.random(8), attrs=LayerNormAttrs(-1, EPSILON))
+    y = n.op("Reshape", rows, n.ints(*axes))
+    return n.done(n.op(activation, y, *inputs), *([y] if kept else []))
+
+
+@pytest.mark.parametrize(("activation", "inputs"), [("Relu", ()), ("Clip", (-0.5, 0.5))])
+def test_activations_of_one_pixel_move_next_to_norms(activation: str, inputs: tuple[float, ...]) -> None:
+    graph = of_one_pixel(Net(np.float64), *inputs, activation=activation)
+    result, _ = check_pass(ChannelNorms(), graph, changes=1, rules={"behind_norm_of_pixel": 1})
+    (one,) = result.of_kind(activation)
+    assert result.op(operand(one)).kind == "LayerNormalization"
+
+
+def test_what_stays_behind_the_reshape() -> None:
+    n = Net(np.float64)
+    check_untouched(ChannelNorms(), of_one_pixel(n, n.random(8, 1, 1), activation="PRelu"))
+    check_untouched(ChannelNorms(), of_one_pixel(Net(np.float64), kept=True))
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -33,7 +33,7 @@ def net(equation: str, *, dtype: Any = np.float32, shapes: dict[str, Any] | None
         ("bhij,bhjd->bihd", {"MatMul": 1, "Transpose": 1}),  # and its result, heads put back
         ("bijk,kd->bijd", {"MatMul": 1, "Reshape": 2}),
         ("bij,jhd->bihd", {"MatMul": 1, "Reshape": 3}),  # a projection to heads
-        ("bij,bk->bijk", {"MatMul": 1, "Reshape": 3}),  # an outer product
+        ("bij,bk->bijk", {"Mul": 1, "Reshape": 2}),  # an outer product
         ("ij,ij->", {"MatMul": 1, "Reshape": 3}),
         ("bij,jk->ik", {"ReduceSum": 1, "MatMul": 1}),
         ("ij,jk,kd->id", {"MatMul": 2}),

@@ -176,6 +176,16 @@ def test_an_outer_product_has_no_operand_of_full_shape() -> None:
     check_refused(FusePointwise(), n.done(y), because=r"no operand has the result's shape \[2, 3\]")
 
 
+@pytest.mark.parametrize("constant", [False, True])
+def test_a_gpu_repeats_all_operands_of_an_outer_product(constant: bool) -> None:
+    n = Net(np.float64)
+    line = n.const([[1.0, 2, 3]]) if constant else n.input(1, 3, name="z")
+    graph = n.done(n.op("Neg", n.op("Add", line, n.input(4, 2, 1))))
+    made, _ = check_pass(FusePointwise(), graph, changes=1, kinds={"Pointwise": 1}, context=ON_GPU)
+    (fused,) = made.of_kind("Pointwise")
+    assert [made.type(v).shape for v in fused.inputs if v is not None] == [(4, 2, 1), (1, 3)]
+
+
 def test_an_output_stays_an_output() -> None:
     n = Net(np.float64)
     a = n.op("Exp", n.input(2))

@@ -16,6 +16,7 @@ from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.norm import GroupNormAttrs, LpNormAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.image_tokens import ImageTokens
 
 SWAP = TransposeAttrs((0, 2, 1))
@@ -243,6 +244,30 @@ def test_what_becomes_an_image_behind_an_activation_and_a_concatenation() -> Non
     parts = [n.op("Relu", to_image(n, n.input(2, 20, 8), 0, 8, 4, 5)) for _ in range(2)]
     both = n.op("Concat", *parts, attrs=ConcatAttrs(1))
     check_pass(ImageTokens(), n.done(n.conv(both, 4)), changes=2, rules={"tokens_to_image": 2})
+
+
+def test_on_a_gpu_heads_of_a_batch_become_an_image_in_place() -> None:
+    """BoTNet's heads are a part of the batch, and its pixels the last axis in front of the image."""
+    n = Net()
+    q, k, v = (n.op("Reshape", n.conv(n.input(1, 32, 4, 4, name=x), 32, 1, pads=0), n.ints(4, 8, 16)) for x in "qkv")
+    turned = [n.op("Transpose", x, attrs=SWAP) for x in (q, v)]
+    y = n.op("MatMul", n.op("Softmax", n.op("MatMul", turned[0], k), attrs=SoftmaxAttrs(-1)), turned[1])
+    image = n.op("Reshape", n.op("Transpose", y, attrs=SWAP), n.ints(1, 32, 4, 4))
+    program = check_simulated(n.done(n.conv(n.op("Relu", image), 16, 1, pads=0)), "fp16")
+    names = [s.params["op"]["kind"] for s in program.steps]
+    assert "Copy" not in names[names.index("Attention") :][:-1]
+
+
+def test_what_becomes_an_image_behind_a_scale_and_a_shift_per_channel() -> None:
+    n = Net(np.float64)
+    image = to_image(n, n.input(2, 20, 8), 0, 8, 4, 5)
+    y = n.op("Add", n.op("Mul", image, n.random(8, 1, 1)), n.random(8, 1, 1))
+    rules = {"tokens_to_image": 1}
+    check_pass(ImageTokens(), n.done(n.conv(n.op("Relu", y), 4)), changes=1, rules=rules)
+    n = Net(np.float64)
+    image = to_image(n, n.input(2, 20, 8), 0, 8, 4, 5)
+    y = n.op("Mul", image, n.input(2, 8, 4, 5, name="gate"))
+    check_refused(ImageTokens(), n.done(n.conv(y, 4)), because="nothing that works on images reads it")
 
 
 def test_on_a_gpu_heads_of_an_image_are_views() -> None:

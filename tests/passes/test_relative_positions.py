@@ -10,6 +10,7 @@ from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 from support.simulated import check_simulated, kinds
 
+from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.shape import TransposeAttrs
@@ -96,9 +97,9 @@ def gathered(
     [
         ({}, 16),  # 15 are taken: 8 rows and 8 columns; one more makes rows of 16
         ({"rows": 5}, 16),
-        ({"first": 24, "rows": 8}, 15),  # there is no column after the last one
+        ({"first": 24, "rows": 8}, 16),  # there is no column after the last one: the further one is of zeros
         ({"step": -1, "first": 9}, 16),
-        ({"step": -1, "first": 7}, 15),
+        ({"step": -1, "first": 7}, 16),
     ],
 )
 def test_only_columns_that_are_taken_are_computed(options: dict[str, Any], columns: int) -> None:
@@ -164,3 +165,69 @@ def test_other_products_stay(options: dict[str, Any], because: str) -> None:
 
 def test_a_batch_of_one_stays() -> None:
     check_untouched(PASS, by_heads(batch=1))
+
+
+def padded(
+    *,
+    length: int = LENGTH,
+    keys: int = LENGTH,
+    cut: int = LENGTH - 1,
+    taken: int | None = None,
+    batch: int | None = BATCH,
+    constant: bool = True,
+    plain: bool = True,
+) -> Graph:
+    """Logits by position as BoTNet and HaloNet shift them: (B * 2, L, K) from (B, 2, L, L + K - 1)."""
+    n, width = Net(), length + keys - 1
+    x = n.input(symbol("N", 1) if batch is None else batch, 2, length, SIZE)
+    y = n.op("MatMul", x, n.random(SIZE, width) if constant else n.input(SIZE, width, name="w"))
+    y = n.op("Reshape", y if plain else n.op("Relu", y), n.ints(-1, length, width))
+    y = n.op("Pad", y, n.ints(0, 0, 0, 0, 0, 1))
+    y = n.op("Reshape", y, n.ints(-1, length * (width + 1)))
+    y = n.op("Pad", y, n.ints(0, 0, 0, width - length))
+    y = n.op("Reshape", y, n.ints(-1, length + 1, width))
+    y = n.op("Slice", y, n.ints(0, cut), n.ints(taken or length, cut + keys), n.ints(1, 2))
+    return n.done(n.op("Reshape", y, n.ints(-1, 2, 1, taken or length, keys)))
+
+
+def flattened(first: int) -> Graph:
+    """Rows of 15 from all rows of 16 together, from their column ``first`` on, without a column of padding."""
+    n = Net()
+    y = n.op("Reshape", n.op("MatMul", n.input(BATCH, 8, SIZE), n.random(SIZE, 16)), n.ints(BATCH, 128))
+    y = n.op("Reshape", n.op("Pad", y, n.ints(0, 0, 0, 7)), n.ints(BATCH, 9, 15))
+    return n.done(n.op("Slice", y, n.ints(0, first), n.ints(8, first + 8), n.ints(1, 2)))
+
+
+@pytest.mark.parametrize(("length", "keys", "columns"), [(8, 8, 16), (8, 12, 24), (8, 5, 16)])
+def test_padding_that_shifts_rows_is_a_view(length: int, keys: int, columns: int) -> None:
+    graph, _ = check_pass(PASS, padded(length=length, keys=keys), changes=1, rules={"padded_shift": 1})
+    assert "Pad" not in graph.kinds()
+    (product,) = graph.of_kind("MatMul")
+    assert graph.type(product.value).shape == (BATCH, 2, length, columns)
+
+
+def test_the_shifted_view_is_no_launch() -> None:
+    first, last = "Pointwise", "Pointwise"  # casts of what the network is given, and gives
+    assert kinds(check_simulated(padded())) == [first, "Conv", last]
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"constant": False}, "what MatMul_.* multiplies by is not constant"),
+        ({"cut": 6}, "are padding"),  # the first row begins beside what the last row takes: a column of padding is read
+        ({"taken": LENGTH - 1}, "are not those of the product"),
+        ({"batch": None}, "has no known shape"),
+    ],
+)
+def test_other_padding_stays(options: dict[str, Any], because: str) -> None:
+    check_refused(PASS, padded(**options), because=because, rule="padded_shift")
+
+
+def test_columns_of_one_row_are_a_view_and_those_of_two_are_not() -> None:
+    check_pass(PASS, flattened(7), changes=1, rules={"padded_shift": 1})
+    check_refused(PASS, flattened(0), because="come from neighbouring rows", rule="padded_shift")
+
+
+def test_rows_with_an_operator_in_between_stay() -> None:
+    check_untouched(PASS, padded(plain=False))

@@ -130,3 +130,44 @@ def test_separable_attention_on_a_gpu() -> None:
     tactics = [str(s.params["tactic"]).split()[0] for s in program.steps]
     assert tactics.count("matmul_sm90") == 1
     assert not {"reduce", "matmul_tiled"} & {*tactics}
+
+
+def pooled_context(n: Net, x: Value, *, axes: int = 4, weights: tuple[int, ...] = (2, 1, 24, 1)) -> Value:
+    """Pixels of an image, weighted and added up, as GCNet writes it."""
+    rows = n.op("Reshape", x, n.ints(*((2, 1, 16, 24) if axes == 4 else (2, 16, 24))))
+    y = n.op("MatMul", rows, n.op("Softmax", n.input(*weights, name="w"), attrs=SoftmaxAttrs(-2)))
+    return n.op("Reshape", y, n.ints(2, 16, 1, 1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("axes", "weights"), [(4, (2, 1, 24, 1)), (3, (2, 24, 1))])
+def test_weighted_pixels_are_rows_of_a_product(axes: int, weights: tuple[int, ...]) -> None:
+    n = Net(np.float64)
+    image = n.op("Relu", n.conv(n.input(2, 8, 4, 6), 16, 1, pads=0))
+    graph, _ = check_pass(
+        SeparableAttention(),
+        n.done(pooled_context(n, image, axes=axes, weights=weights)),
+        changes=1,
+        rules={"summed_pixels": 1},
+    )
+    (product,) = graph.of_kind("MatMul")
+    assert graph.type(product.value).dims[-2:] == (1, 16)
+
+
+def test_weighted_pixels_take_no_copies() -> None:
+    n = Net()
+    image = n.op("Relu", n.conv(n.input(2, 8, 4, 6), 16, 1, pads=0))
+    shift = n.conv(pooled_context(n, image), 16, 1, pads=0)
+    program = check_simulated(n.done(n.conv(n.op("Add", image, shift), 8, 1, pads=0)), "fp16")
+    names = [s.params["op"]["kind"] for s in program.steps]
+    assert "Copy" not in names[names.index("Softmax") : -2]
+
+
+def test_other_sums_of_pixels_stay() -> None:
+    n = Net(np.float64)
+    graph = n.done(pooled_context(n, n.op("Reshape", n.input(2, 384), n.ints(2, 16, 4, 6))))
+    check_refused(SeparableAttention(), graph, because="no operator of images", rule="summed_pixels")
+    n = Net(np.float64)
+    image = n.conv(n.input(2, 8, 4, 6), 16, 1, pads=0)
+    check_untouched(
+        SeparableAttention(), n.done(n.op("MatMul", n.op("Reshape", image, n.ints(2, 1, 16, 24)), n.random(24, 3)))
+    )

@@ -216,12 +216,18 @@ def test_what_was_declined_is_reported_with_the_reason(monkeypatch: pytest.Monke
 
 def test_a_bound_that_the_samples_are_too_few_for_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     account = find(perceptron(), Numpy(), monkeypatch, max_drop=1.0).account.to_plain()
-    (told,) = [text for text in sentences(account) if "too few" in text]
-    assert told.startswith("32 samples are too few for so small a bound")
-    assert "may lose up to 9.4 points elsewhere" in told
+    (told,) = [text for text in sentences(account) if "so small a loss" in text]
+    assert told.startswith(
+        "32 samples cannot show so small a loss: an engine that loses none may lose up to 9.4 points elsewhere"
+    )
     assert "; 300 samples that training has not seen suffice" in told
+    few = sentences({**account, "samples": {**account["samples"], "verification": 1}})
+    assert [t for t in few if t.startswith("1 sample cannot") and "may lose up to 100 points" in t]
+    assert "1 other to verify by; one sample counts 100 points" in few[0]
     for changed in ({"bound": 10.0}, {"name": "mse"}):
-        assert not [t for t in sentences({**account, "metric": {**account["metric"], **changed}}) if "too few" in t]
+        assert not [
+            t for t in sentences({**account, "metric": {**account["metric"], **changed}}) if "so small a loss" in t
+        ]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import sys
 from pathlib import Path
@@ -114,3 +115,20 @@ def test_what_export_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     optdnn.build(model, target="reference").save(tmp_path / "twice.engine")
     codes = [run(["export-triton", str(tmp_path / "twice.engine"), str(tmp_path / "out")]) for _ in range(2)]
     assert codes == [0, 9]
+    assert "is there already\n  hint: remove it" in capsys.readouterr().err
+
+
+def test_an_export_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 13]> m (float[2] x) => (float[2] y) { y = Identity(x) }'
+    )
+    optdnn.build(model, target="reference").save(tmp_path / "e.engine")
+
+    def full(*paths: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("optdnn.serving.triton.shutil.copyfile", full)
+        assert run(["export-triton", str(tmp_path / "e.engine"), str(tmp_path / "out")]) == 9
+    assert not (tmp_path / "out" / "e").exists()
+    assert run(["export-triton", str(tmp_path / "e.engine"), str(tmp_path / "out")]) == 0

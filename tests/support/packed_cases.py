@@ -175,7 +175,8 @@ def check_emulated(case: Case, made: Launch, workspace: tuple[int, int], instruc
     text = made.recipe.generated["generated.cuh"].replace(instruction, "")
     rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
     sources = made.recipe.sources()
-    headers = [name for name in ("packed.cuh", "packed_few.cuh", "packed_sums.cuh") if name in sources]
+    names = "packed.cuh", "packed_few.cuh", "packed_sums.cuh", "packed_resident.cuh"
+    headers = [name for name in names if name in sources]
     library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=headers)
     partial, arrived = workspace
     held = {name: emulated.aligned(a) for name, a in operands_of(case, o).items()}

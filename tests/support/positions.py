@@ -13,6 +13,7 @@ from optdnn.ops.attention import RotaryAttrs, TensorScatterAttrs
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gemm import EinsumAttrs
 from optdnn.ops.packed_layout import CODES, PackedGatherAttrs, row_bytes
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.signal import BitCastAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.types import DTYPES, FP32, INT64, NARROW_INTEGERS
@@ -266,8 +267,26 @@ def packed_tables(n: Net) -> list[Any]:
     return found
 
 
+def joined(n: Net) -> list[Any]:
+    """Concatenations of small tensors: one launch puts them side by side."""
+    x, y, z = n.input(3, 4, 5), n.input(3, 1, 5, name="y"), n.input(2, 3, 4, name="z")
+    turned = n.op("Transpose", z, attrs=TransposeAttrs((1, 2, 0)))
+    whole = [n.op("Cast", v, attrs=_to("int64")) for v in (x, y)]
+    return [
+        n.op("Concat", x, y, x, n.random(3, 2, 5), attrs=index.ConcatAttrs(1)),
+        n.op("Concat", turned, x, turned, _column(n, x), attrs=index.ConcatAttrs(2)),
+        n.op("Concat", *whole, whole[0], attrs=index.ConcatAttrs(-2)),
+        n.op("Concat", *[n.op("Greater", v, n.const(0.0)) for v in (y, x, y)], attrs=index.ConcatAttrs(1)),
+    ]
+
+
+def _column(n: Net, x: Any) -> Any:
+    """The first column of rows: a view with gaps."""
+    return n.op("Slice", x, n.ints(0), n.ints(1), n.ints(2))
+
+
 FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
     f.__name__: f
     for f in (orders, triangles, sums, scatters, written_updates, choices, grids, quantized, bytes_of_floats, parts_of_bytes,
-              integer_products, integer_convolutions, contractions, spectra, statistics, regions, packed_tables)
+              integer_products, integer_convolutions, contractions, spectra, statistics, regions, packed_tables, joined)
 }  # fmt: skip

@@ -33,6 +33,14 @@ from kernels.norm.test_short_rows import pair  # type: ignore[import-not-found]
 from kernels.pointwise.test_prologue import dense_layer, gated  # type: ignore[import-not-found]
 from kernels.reduce.test_image_means import gate  # type: ignore[import-not-found]
 
+from support.net import Net
+from support.packed_cases import CASES, network
+from support.quantized_nets import FP8, NARROWED, NETS, QNet
+from support.rotary_cases import NORMED as NORMED_HEADS
+from support.rotary_cases import ROTARY
+from support.sampling_cases import graph as sampling
+from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL, group_norm
+
 
 def quantized(n: Any) -> Any:
     """8-bit convolutions (a stem, both kernels, depthwise, with a residual), pools, and a product."""
@@ -139,72 +147,70 @@ def few_rows(n: Any) -> Any:
     return n.gemm(n.op("Relu", n.gemm(n.input(1, 1024), 1024)), 1000)
 
 
+def _never(*given: Any) -> None:
+    """A tactic's ``defer`` where it is taken whatever the cost model predicts."""
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "pool behind a convolution": {"conv.pooled.OVERLAP": -1.0},
+    "a gate": {"gemm.gemv_pair.GemvPair.defer": _never, "gemm.gemv_pair.PooledPair.defer": _never},
+    "a norm and a shortcut": {"norm.group_norm_add.SEPARATE_S": 1.0},
+    "narrow groups": {"conv.general.MARGIN": 0.0},
+    "bands": {"conv.general.BandedConv.defer": _never},
+    "pairs of channels": {"gemm.paired.PairedGemm.defer": _never},
+    "norms between products": {
+        "gemm.normed.TakesNorm.defer": _never,
+        "gemm.normed_residual.NormedResidualGemm.defer": _never,
+    },
+    "norms of images": {"conv.normed.NormedConv.defer": _never},
+}
+"""How the names of families begin -> what is set in ``optdnn.kernels``, so that their kernels are taken."""
+
+
 @contextmanager
 def forced(name: str) -> Iterator[None]:
     """Whether or not it is predicted to win, a family's kernel is taken."""
     import pytest
     from kernels.conv import test_stream_k  # type: ignore[import-not-found]
 
+    from optdnn.kernels.conv import general
+    from optdnn.kernels.norm import group_norm, group_norm_grid
+    from optdnn.lowering.table import TACTICS
+
     with pytest.MonkeyPatch.context() as patch:
+        for begin, settings in SETTINGS.items():
+            for place, value in settings.items() if name.startswith(begin) else ():
+                patch.setattr(f"optdnn.kernels.{place}", value)
         if name == "stream-K":
             test_stream_k.prefer_stream_k(patch)
-        if name == "pool behind a convolution":
-            patch.setattr("optdnn.kernels.conv.pooled.OVERLAP", -1.0)
         if name == "a grid that keeps an image":
-            from optdnn.kernels.norm import group_norm, group_norm_grid
-
             patch.setattr(group_norm, "group_norm_offers", kept_by_a_grid(group_norm_grid))
-        if name.startswith("a gate"):
-            from optdnn.kernels.gemm import gemv_pair
-
-            for tactic in (gemv_pair.GemvPair, gemv_pair.PooledPair):
-                patch.setattr(tactic, "defer", lambda *given: None)
-        if name == "a norm and a shortcut":
-            patch.setattr("optdnn.kernels.norm.group_norm_add.SEPARATE_S", 1.0)
-        if name == "narrow groups":
-            patch.setattr("optdnn.kernels.conv.general.MARGIN", 0.0)
         if name.startswith("K shared"):
-            from optdnn.kernels.conv import general
-
             patch.setattr(general, "ranked", shared_k(general.ranked))
-        if name == "packed weights: unpacked":
-            from optdnn.kernels.packed.gemm import PackedGemm
-            from optdnn.lowering.table import TACTICS
-
-            patch.setitem(TACTICS, "PackedMatMul", (PackedGemm(),))
-        if name == "packed weights: by gemv":  # which groups of other sizes take
-            from optdnn.kernels.packed.tactics import PackedGemv
-            from optdnn.lowering.table import TACTICS
-
-            patch.setitem(TACTICS, "PackedMatMul", (PackedGemv(),))
-        if name == "packed weights: by mma":  # which GPUs before Hopper take
-            from optdnn.kernels.packed.tactics import PackedMma
-            from optdnn.lowering.table import TACTICS
-
-            patch.setattr(PackedMma, "defer", lambda *given: None)
-            patch.setitem(TACTICS, "PackedMatMul", (PackedMma(),))
-        if name == "packed weights: by resident":  # whatever the cost model predicts
-            from optdnn.kernels.packed.tactics import PackedResident
-            from optdnn.lowering.table import TACTICS
-
-            patch.setattr(PackedResident, "defer", lambda *given: None)
-            patch.setitem(TACTICS, "PackedMatMul", (PackedResident(),))
-        if name.startswith("bands"):
-            patch.setattr("optdnn.kernels.conv.general.BandedConv.defer", lambda *given: None)
-        if name.startswith("pairs of channels"):
-            patch.setattr("optdnn.kernels.gemm.paired.PairedGemm.defer", lambda *given: None)
-        if name.startswith("norms between products"):
-            patch.setattr("optdnn.kernels.gemm.normed.TakesNorm.defer", lambda *given: None)
-            patch.setattr("optdnn.kernels.gemm.normed_residual.NormedResidualGemm.defer", lambda *given: None)
-        if name.startswith("norms of images"):
-            patch.setattr("optdnn.kernels.conv.normed.NormedConv.defer", lambda *given: None)
-        if name.startswith("stem"):
-            from optdnn.kernels.conv.stem import StemConv
-            from optdnn.lowering.table import TACTICS
-
-            patch.setattr(StemConv, "defer", lambda *given: None)
-            patch.setitem(TACTICS, "Conv", (StemConv(), *TACTICS["Conv"]))
+        for kind, tactic, others in _alone(name):
+            patch.setattr(tactic, "defer", _never)
+            patch.setitem(TACTICS, kind, (tactic(), *others))
         yield
+
+
+def _alone(name: str) -> Iterator[tuple[str, type, tuple[Any, ...]]]:
+    """The kind of operator that a family's tactic is the first for, that tactic, and those after it."""
+    from optdnn.kernels.conv.stem import StemConv
+    from optdnn.kernels.packed.gemm import PackedGemm
+    from optdnn.kernels.packed.tactics import PackedGemv, PackedMma, PackedResident
+    from optdnn.lowering.table import TACTICS
+
+    packed = {
+        "unpacked": PackedGemm,
+        "by gemv": PackedGemv,  # which groups of other sizes take
+        "by mma": PackedMma,  # which GPUs before Hopper take
+        "by resident": PackedResident,
+    }
+    tactic = packed.get(name.removeprefix("packed weights: "))
+    if tactic is not None:
+        yield "PackedMatMul", tactic, ()
+    if name.startswith("stem"):
+        yield "Conv", StemConv, TACTICS["Conv"]
 
 
 def kept_by_a_grid(kernel: Any) -> Callable[..., Any]:
@@ -244,59 +250,101 @@ RECURRENTS = (
 GENERAL = tuple(FAMILIES)
 """The families of generated kernels."""
 
+Graphs = dict[str, tuple[Callable[[], Any], str]]
+"""Family -> what builds its graph, and the precision."""
 
-def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
-    """Family -> what builds its graph, and the precision."""
-    from support.net import Net
-    from support.packed_cases import CASES, network
-    from support.quantized_nets import FP8, NARROWED, NETS, QNet
-    from support.rotary_cases import NORMED as NORMED_HEADS
-    from support.rotary_cases import ROTARY
-    from support.sampling_cases import graph as sampling
-    from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL, group_norm
 
-    def net(kind: type, build: Callable[[Any], Any]) -> Callable[[], Any]:
-        def made() -> Any:
-            n = kind()
-            results = build(n)
-            return n.done(*results) if type(results) is tuple else n.done(results)
+def net(kind: type, build: Callable[[Any], Any]) -> Callable[[], Any]:
+    def made() -> Any:
+        n = kind()
+        results = build(n)
+        return n.done(*results) if type(results) is tuple else n.done(results)
 
-        return made
+    return made
 
-    packed = {
-        name: (partial(network, CASES[case].of_rows(rows)), "bf16" if CASES[case].dtype == "bfloat16" else "fp16")
-        for name, case, rows in (
-            ("a row", "an odd depth", 1),
-            ("by gemv", "an odd depth", 1),
-            ("gated", "gated", 5),
-            ("8 bits", "8 bits, bf16", 8),
-            ("12 rows", "a last block that is not full", 12),
-            ("by resident", "a last block that is not full", 12),
-            ("by mma", "a last block that is not full", 12),
-            ("300 rows", "gated", 300),
-            ("unpacked", "a last block that is not full", 300),
-        )
-    }
-    picked = [("attention", ATTENTION, ATTENTIONS), ("recurrent", RECURRENT, RECURRENTS)]
-    picked += [("groups", GROUP_NORM, tuple(GROUP_NORM)), ("residual", RESIDUAL, tuple(RESIDUAL))]
+
+def convolutions() -> Graphs:
+    """Of images and volumes, of floats."""
     return {
-        "int8": (net(QNet, quantized), "fp16"),
         **{precision: (net(Net, convolutional), precision) for precision in ("fp16", "bf16", "tf32", "fp32")},
         **{f"tiles {precision}": (net(Net, tiles), precision) for precision in ("fp16", "tf32")},
         "stream-K": (stream_k, "fp16"),
-        **{f"stacks: {name}": (net(Net, STACKS[name]), "fp16") for name in ("with_epilogue", "transposed")},
-        **{f"stacks, from the left: {name}": (net(Net, LEFT[name]), "fp16") for name in ("row_bias", "gate")},
-        "norms between products, of a stack": (net(Net, LEFT["moments"]), "fp16"),
-        **{f"norms of images: {name}": (net(Net, NORMED_IMAGES[name]), "fp16") for name in ("block", "chain")},
-        **{f"stacks fp32: {name}": (net(Net, build), "fp32") for name, build in TILED.items()},
-        **{f"stacks tf32: {name}": (net(Net, build), "tf32") for name, build in ANY.items()},
         "pool behind a convolution": (test_conv_pool.net, "fp16"),
-        **{f"packed weights: {name}": made for name, made in packed.items()},
         "bands": (lambda: test_conv_bands.net(128, 128, 32, size=(14, 15), residual=True), "fp16"),
         "narrow groups": (lambda: test_conv_bands.net(64, 64, 8, size=(14, 15), residual=True), "fp16"),
         "bands, strided": (lambda: test_conv_bands.net(256, 256, 32, size=(14, 15), strides=2), "fp16"),
         **{f"far strides {precision}": (net(Net, far_strides), precision) for precision in ("fp16", "tf32")},
         "K shared fp16": (net(Net, lambda n: n.conv(n.input(2, 128, 90, 70), 96, 3, strides=9, bias=True)), "fp16"),
+        "patch embedding": (net(Net, lambda n: n.conv(n.input(2, 3, 32, 48), 24, 16, pads=0, strides=16)), "fp16"),
+        **{f"stem: {name}": (net(Net, STEMS[name][0]), STEMS[name][1]) for name in STEMS},
+        "prologue": (net(Net, lambda n: tuple(dense_layer(n))), "fp16"),
+        "prologue: gate": (net(Net, lambda n: tuple(gated(n))), "bf16"),
+        "scalar tiles": (net(Net, scalar_tiles), "fp32"),
+        **{f"transposed {precision}": (net(Net, transposed), precision) for precision in ("fp16", "tf32", "fp32")},
+        **{f"stems {precision}": (net(Net, stems), precision) for precision in ("fp16", "bf16")},
+        "a scaled shortcut": (lambda: preact(3), "fp16"),
+    }
+
+
+def depthwise_convolutions() -> Graphs:
+    """Depthwise ones, those around them, and squeeze-and-excitation."""
+    return {
+        "depthwise": (net(Net, lambda n: depthwise(n, 16, 28, 3)), "fp16"),
+        "depthwise on tensor cores": (net(Net, lambda n: depthwise(n, 4, 56, 5)), "fp16"),
+        "depthwise by TMA": (net(Net, lambda n: depthwise(n, 32, 56, 3)), "fp16"),
+        "depthwise, whole images": (net(Net, lambda n: depthwise(n, 64, 7, 5)), "fp16"),
+        "depthwise by TMA, whole images": (net(Net, lambda n: depthwise(n, 64, 5, 7)), "fp16"),
+        "separable": (net(Net, separable), "fp16"),
+        "expanded": (net(Net, expanded), "fp16"),
+        "a gate": (lambda: excited(images=1), "fp16"),
+        "a gate of means": (lambda: excited(images=1, means=True), "fp16"),
+    }
+
+
+def products() -> Graphs:
+    """Of floats."""
+    return {
+        **{f"stacks: {name}": (net(Net, STACKS[name]), "fp16") for name in ("with_epilogue", "transposed")},
+        **{f"stacks, from the left: {name}": (net(Net, LEFT[name]), "fp16") for name in ("row_bias", "gate")},
+        "norms between products, of a stack": (net(Net, LEFT["moments"]), "fp16"),
+        **{f"stacks fp32: {name}": (net(Net, build), "fp32") for name, build in TILED.items()},
+        **{f"stacks tf32: {name}": (net(Net, build), "tf32") for name, build in ANY.items()},
+        "few rows": (net(Net, few_rows), "fp16"),
+        **{f"pairs of channels: {name}": (net(Net, build), "fp16") for name, build in PAIRED.items()},
+        **{
+            f"norms between products: {name}": (net(Net, build), "fp16")
+            for name, build in (NORMED | NORMED_RESIDUALS).items()
+        },
+        **{f"turned heads: {name}": (TURNED[name], "fp16") for name in ("halves", "neighbours of a part", "two tiles")},
+    }
+
+
+def packed_products() -> Graphs:
+    """Products with packed weights."""
+    picked = (
+        ("a row", "an odd depth", 1),
+        ("by gemv", "an odd depth", 1),
+        ("gated", "gated", 5),
+        ("8 bits", "8 bits, bf16", 8),
+        ("12 rows", "a last block that is not full", 12),
+        ("by resident", "a last block that is not full", 12),
+        ("by mma", "a last block that is not full", 12),
+        ("300 rows", "gated", 300),
+        ("unpacked", "a last block that is not full", 300),
+    )
+    return {
+        f"packed weights: {name}": (
+            partial(network, CASES[case].of_rows(rows)),
+            "bf16" if CASES[case].dtype == "bfloat16" else "fp16",
+        )
+        for name, case, rows in picked
+    }
+
+
+def eight_bits() -> Graphs:
+    """Convolutions and products of 8-bit numbers."""
+    return {
+        "int8": (net(QNet, quantized), "fp16"),
         "K shared int8": (
             net(QNet, lambda n: n.fake(n.qconv(n.fake(n.input(2, 128, 90, 70), 0.03), 96, stride=9), 0.04)),
             "fp16",
@@ -306,7 +354,6 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
             net(QNet, lambda n: n.qconv(n.fake(n.input(2, 21, 60, 50), 0.01, None, FP8), 37, stride=9, dtype=FP8)),
             "fp16",
         ),
-        "patch embedding": (net(Net, lambda n: n.conv(n.input(2, 3, 32, 48), 24, 16, pads=0, strides=16)), "fp16"),
         **{
             f"8 bits: {name}": (net(QNet, NETS[name]), "fp16")
             for name in (
@@ -315,43 +362,42 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
             )
         },
         **{f"8 bits: {name}": (build, "fp16") for name, build in NARROWED.items()},
-        **{f"stem: {name}": (net(Net, STEMS[name][0]), STEMS[name][1]) for name in STEMS},
-        "depthwise": (net(Net, lambda n: depthwise(n, 16, 28, 3)), "fp16"),
-        "depthwise on tensor cores": (net(Net, lambda n: depthwise(n, 4, 56, 5)), "fp16"),
-        "depthwise by TMA": (net(Net, lambda n: depthwise(n, 32, 56, 3)), "fp16"),
-        "depthwise, whole images": (net(Net, lambda n: depthwise(n, 64, 7, 5)), "fp16"),
-        "depthwise by TMA, whole images": (net(Net, lambda n: depthwise(n, 64, 5, 7)), "fp16"),
-        "prologue": (net(Net, lambda n: tuple(dense_layer(n))), "fp16"),
-        "prologue: gate": (net(Net, lambda n: tuple(gated(n))), "bf16"),
-        "scalar tiles": (net(Net, scalar_tiles), "fp32"),
-        **{f"transposed {precision}": (net(Net, transposed), precision) for precision in ("fp16", "tf32", "fp32")},
-        "separable": (net(Net, separable), "fp16"),
-        "expanded": (net(Net, expanded), "fp16"),
-        "few rows": (net(Net, few_rows), "fp16"),
-        **{f"stems {precision}": (net(Net, stems), precision) for precision in ("fp16", "bf16")},
+    }
+
+
+def norms() -> Graphs:
+    """Norms, means, and what takes them along."""
+    picked = [("groups", GROUP_NORM, tuple(GROUP_NORM)), ("residual", RESIDUAL, tuple(RESIDUAL))]
+    return {
+        **{f"norms of images: {name}": (net(Net, NORMED_IMAGES[name]), "fp16") for name in ("block", "chain")},
+        "a grid that keeps an image": (lambda: group_norm(channels=32, groups=4, size=(20, 21), then="Relu"), "fp16"),
+        "a norm and a shortcut": (block, "fp16"),
+        "adaptive norms": (adaptive, "fp16"),
+        "pairs of norms": (lambda: pair(factor=True), "fp16"),
+        "means of images": (lambda: gate(size=57), "fp16"),
+        "norms across": (net(Net, lambda n: mixer(n, 20)), "fp16"),
+        **{f"{kind}: {name}": (cases[name][0], "fp16") for kind, cases, names in picked for name in names},
+    }
+
+
+def sequences() -> Graphs:
+    """Attention, recurrent layers, rotary embeddings, and the choice of tokens."""
+    picked = [("attention", ATTENTION, ATTENTIONS), ("recurrent", RECURRENT, RECURRENTS)]
+    return {
         **{f"{kind}: {name}": (cases[name][0], "fp16") for kind, cases, names in picked for name in names},
         "attention over a cache": (step, "fp16"),
         "attention over a cache, keys shared": (lambda: step(batch=1, capacity=2048), "fp16"),
         "attention between channels": (between_channels, "fp16"),
         "attention between channels over many tokens": (lambda: between_channels(tokens=3000), "fp16"),
-        "a grid that keeps an image": (lambda: group_norm(channels=32, groups=4, size=(20, 21), then="Relu"), "fp16"),
-        "a gate": (lambda: excited(images=1), "fp16"),
-        "a gate of means": (lambda: excited(images=1, means=True), "fp16"),
-        "a norm and a shortcut": (block, "fp16"),
-        "a scaled shortcut": (lambda: preact(3), "fp16"),
-        "adaptive norms": (adaptive, "fp16"),
-        "pairs of norms": (lambda: pair(factor=True), "fp16"),
-        "means of images": (lambda: gate(size=57), "fp16"),
-        "norms across": (net(Net, lambda n: mixer(n, 20)), "fp16"),
-        **{f"pairs of channels: {name}": (net(Net, build), "fp16") for name, build in PAIRED.items()},
-        **{
-            f"norms between products: {name}": (net(Net, build), "fp16")
-            for name, build in (NORMED | NORMED_RESIDUALS).items()
-        },
         **{f"rotary: {name}": (ROTARY[name], "fp16") for name in ROTARIES},
-        **{f"turned heads: {name}": (TURNED[name], "fp16") for name in ("halves", "neighbours of a part", "two tiles")},
         **{f"norms and rotary: {name}": (NORMED_HEADS[name], "fp16") for name in ("a part turns", "tokens, grouped")},
         "top rows": (lambda: test_top_rows.graph(test_top_rows.CASES[0]), "fp32"),
         **{f"sampling {n} tokens": (partial(sampling, n, "fp16"), "fp32") for n in (1003, 32000)},
-        **{name: (lambda name=name: graph_of(name), "fp16") for name in FAMILIES},
     }
+
+
+def graphs() -> Graphs:
+    """All of them."""
+    generated: Graphs = {name: (partial(graph_of, name), "fp16") for name in FAMILIES}
+    parts = (convolutions, depthwise_convolutions, products, packed_products, eight_bits, norms, sequences)
+    return {name: made for part in parts for name, made in part().items()} | generated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase as fnmatch
 from typing import Any
 
 import numpy as np
@@ -92,3 +93,15 @@ def check_simulated(
 def kinds(program: Program) -> list[str]:
     """What each step computes, in order."""
     return [s.params["op"]["kind"] for s in program.steps]
+
+
+def tactics(program: Program, *kinds: str) -> list[str]:
+    """The tactics that run operators of these kinds (none: of all), in order."""
+    rows = [row for row in program.meta["tactics"] if not row.get("dropped")]
+    return [row["tactic"] for row in rows if not kinds or row["kind"] in kinds]
+
+
+def refusals(program: Program, tactic: str = "*", kind: str = "*") -> list[str]:
+    """Why tactics were not taken; of those, and for operators, whose names are as the patterns say."""
+    rows = [row for row in program.meta["tactics"] if fnmatch(row["kind"], kind)]
+    return [r["reason"] for row in rows for r in row.get("refused", ()) if fnmatch(r["tactic"], tactic)]

@@ -56,7 +56,8 @@ class AttentionSteps(Tactic):
             copy(b, op, zero.view(target.shape, (0, 0, 0, 0)), target)
             return
         shape = (batch, shared, heads // shared, rows, keys)
-        stages, extra, marks = self._stages(b, op, past, shape, q)
+        scores_of = _Scores(b, op, past, shape, q)
+        stages, extra, marks = scores_of.stages, scores_of.extra, scores_of.marks
         left = _split_heads(q, shared)
         right = _broadcast_heads(k)
         right = right.view(
@@ -93,84 +94,91 @@ class AttentionSteps(Tactic):
         attrs = {"prologue": (), "epilogue": (), "arity": 2}
         emit_matmul(b, op, weights, values, out, [], {}, 1.0, {}, "MatMul", attrs, [weights, values])
 
-    @staticmethod
-    def _stages(
-        b: Builder, op: Op, past: int, shape: tuple[int, ...], q: TensorView
-    ) -> tuple[list[Stage], dict[int, TensorView], tuple[int, int]]:
-        """What happens to the scores, its operands, and how many stages come before softcap and before masks."""
+
+class _Scores:
+    """What happens to the scores of (batch, shared, repeats, rows, keys): stages, and their operands by slot."""
+
+    def __init__(self, b: Builder, op: Op, past: int, shape: tuple[int, ...], q: TensorView):
+        self.b, self.op, self.past, self.shape = b, op, past, shape
+        self.wide = FP64 if q.dtype == FP64 else FP32
+        self.stages: list[Stage] = []
+        self.extra: dict[int, TensorView] = {}
+        self._at, self._low = ~0, -1
         a: AttentionAttrs = op.attrs
-        batch, shared, repeats, rows, keys = shape
-        wide = FP64 if q.dtype == FP64 else FP32
-        stages: list[Stage] = []
-        extra: dict[int, TensorView] = {}
-
-        def operand(x: TensorView) -> int:
-            slot = 2 + len(extra)
-            extra[slot] = x
-            return slot
-
-        def constant(x: object, dtype: object = wide) -> int:
-            return operand(b.constant(np.asarray(x, dtype), "constant"))  # type: ignore[call-overload]
-
-        def stage(kind: str, *args: int) -> int:
-            stages.append(Stage(kind, args, Attrs()))
-            return ~len(stages)
-
-        at = ~0
-        low = -1
         scale = q.shape[3] ** -0.5 if a.scale is None else a.scale
         if scale != 1.0:
-            at = stage("Mul", at, constant(scale))
-        plain = len(stages)
+            self._at = self._stage("Mul", self._at, self._constant(scale))
+        plain = len(self.stages)
         if a.softcap:
-            cap = constant(a.softcap)
-            at = stage("Mul", stage("Tanh", stage("Div", at, cap)), cap)
-        capped = len(stages)
-
-        def hide(condition: int) -> None:
-            nonlocal at, low
-            low = constant(-np.inf) if low < 0 else low
-            at = stage("Where", condition, at, low)
-
-        lengths = op.input(6)
-        if lengths is None:
-            seen = visible(rows, keys, np.full(1, past), a.is_causal, a.left_window_size, a.right_window_size)
-            if not seen.all():
-                hide(constant(seen[0, 0], np.bool_))
-        else:
-            placed = b.operand(lengths)
-            count = operand(placed.view((batch, 1, 1, 1, 1), (placed.strides[0], 0, 0, 0, 0)))
-            behind = (
-                np.arange(rows)[:, None] - np.arange(keys) - rows
-            )  # plus the length: keys after the query's own position
-            hide(stage("Less", constant(np.arange(keys), placed.dtype), count))
-            if a.is_causal:
-                hide(stage("LessOrEqual", constant(-behind, placed.dtype), count))
-            if a.left_window_size >= 0:
-                hide(stage("LessOrEqual", count, constant(a.left_window_size - behind, placed.dtype)))
-            if a.right_window_size >= 0:
-                hide(stage("LessOrEqual", constant(-behind - a.right_window_size, placed.dtype), count))
+            cap = self._constant(a.softcap)
+            self._at = self._stage("Mul", self._stage("Tanh", self._stage("Div", self._at, cap)), cap)
+        self.marks = plain, len(self.stages)
+        """How many stages come before the softcap, and before the masks."""
+        self._hide_by_place()
         if op.input(3) is not None:
-            mask = with_four_axes(b.operand(op.inputs[3]))
-            if mask.shape[3] < keys:
-                known = mask.shape[3]
-                hide(constant(np.arange(keys) < known, np.bool_))
-                padded = b.new(f"{op.outputs[0].name}.mask", mask.dtype, (*mask.shape[:3], keys))
-                zeros = b.constant(np.zeros((1, 1, 1, keys - known), mask.dtype), "zeros")
-                copy(b, op, mask, padded.view(mask.shape, padded.strides))
-                rest = (*mask.shape[:3], keys - known)
-                copy(b, op, zeros.view(rest, (0, 0, 0, 1)), padded.view(rest, padded.strides, known))
-                mask = padded
-            heads = (shared, repeats) if mask.shape[1] > 1 else (1, 1)
-            step = mask.strides[1]
-            five = mask.view(
-                (mask.shape[0], *heads, *mask.shape[2:]), (mask.strides[0], step * repeats, step, *mask.strides[2:])
-            )
-            if mask.dtype == np.bool_:
-                hide(operand(five))
-            else:
-                at = stage("Add", at, operand(five))
-        return stages, extra, (plain, capped)
+            self._mask()
+
+    def _operand(self, x: TensorView) -> int:
+        slot = 2 + len(self.extra)
+        self.extra[slot] = x
+        return slot
+
+    def _constant(self, x: object, dtype: object = None) -> int:
+        array = np.asarray(x, self.wide if dtype is None else dtype)  # type: ignore[call-overload]
+        return self._operand(self.b.constant(array, "constant"))
+
+    def _stage(self, kind: str, *args: int) -> int:
+        self.stages.append(Stage(kind, args, Attrs()))
+        return ~len(self.stages)
+
+    def _hide(self, condition: int) -> None:
+        self._low = self._constant(-np.inf) if self._low < 0 else self._low
+        self._at = self._stage("Where", condition, self._at, self._low)
+
+    def _hide_by_place(self) -> None:
+        """Keys behind the end of a sequence, after the query, or outside of its window."""
+        batch, _, _, rows, keys = self.shape
+        a: AttentionAttrs = self.op.attrs
+        lengths = self.op.input(6)
+        if lengths is None:
+            seen = visible(rows, keys, np.full(1, self.past), a.is_causal, a.left_window_size, a.right_window_size)
+            if not seen.all():
+                self._hide(self._constant(seen[0, 0], np.bool_))
+            return
+        placed = self.b.operand(lengths)
+        count = self._operand(placed.view((batch, 1, 1, 1, 1), (placed.strides[0], 0, 0, 0, 0)))
+        # Plus the length: keys after the query's own position.
+        behind = np.arange(rows)[:, None] - np.arange(keys) - rows
+        self._hide(self._stage("Less", self._constant(np.arange(keys), placed.dtype), count))
+        if a.is_causal:
+            self._hide(self._stage("LessOrEqual", self._constant(-behind, placed.dtype), count))
+        if a.left_window_size >= 0:
+            self._hide(self._stage("LessOrEqual", count, self._constant(a.left_window_size - behind, placed.dtype)))
+        if a.right_window_size >= 0:
+            self._hide(self._stage("LessOrEqual", self._constant(-behind - a.right_window_size, placed.dtype), count))
+
+    def _mask(self) -> None:
+        """The operator's own mask."""
+        b, (_, shared, repeats, _, keys) = self.b, self.shape
+        mask = with_four_axes(b.operand(self.op.inputs[3]))
+        if mask.shape[3] < keys:
+            known = mask.shape[3]
+            self._hide(self._constant(np.arange(keys) < known, np.bool_))
+            padded = b.new(f"{self.op.outputs[0].name}.mask", mask.dtype, (*mask.shape[:3], keys))
+            zeros = b.constant(np.zeros((1, 1, 1, keys - known), mask.dtype), "zeros")
+            copy(b, self.op, mask, padded.view(mask.shape, padded.strides))
+            rest = (*mask.shape[:3], keys - known)
+            copy(b, self.op, zeros.view(rest, (0, 0, 0, 1)), padded.view(rest, padded.strides, known))
+            mask = padded
+        heads = (shared, repeats) if mask.shape[1] > 1 else (1, 1)
+        step = mask.strides[1]
+        five = mask.view(
+            (mask.shape[0], *heads, *mask.shape[2:]), (mask.strides[0], step * repeats, step, *mask.strides[2:])
+        )
+        if mask.dtype == np.bool_:
+            self._hide(self._operand(five))
+        else:
+            self._at = self._stage("Add", self._at, self._operand(five))
 
 
 def _split_heads(x: TensorView, shared: int) -> TensorView:

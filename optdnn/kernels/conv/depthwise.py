@@ -91,9 +91,10 @@ def _image(x: TensorView, columns: int = 1) -> TensorView:
 
 
 def _columns(b: Builder, op: Op) -> int:
-    """How many columns of an image are channels of their own, with their channel's filter: all, where the filter has one column and a row
-    of the image, and of the result's place if it has one, has the columns of a channel, then those of the next one (heads of tokens).
-    Else 1."""
+    """How many columns of an image are treated as channels of their own, with their channel's filter: all of them, or 1.
+
+    The filter must have one column. The rows of the image, and those of the result's place if it has one, must hold the columns of a
+    channel, then those of the next one (heads of tokens)."""
     kernel, a, x = b.weights(op).shape[2:], op.attrs, b.source(op.inputs[0])
     if len(kernel) != 2 or kernel[1] != 1 or a.strides[1] != 1 or a.pads[1] or a.pads[3]:
         return 1

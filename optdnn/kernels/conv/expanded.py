@@ -23,13 +23,13 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.depthwise import MakesMeans, Tile, emit_squeezed, suits, with_invariant
 from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
-from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
+from optdnn.kernels.conv.fused import bias_row, finish, result_place, stage_operands
 from optdnn.kernels.conv.hopper import bias_of, with_pitch
+from optdnn.kernels.conv.pair import DEPTHWISE, POINTWISE, ConvPair, pair_attrs, scalars
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.separable_kernel import pack_filters
-from optdnn.kernels.tactic import MANY, Offer, Region
+from optdnn.kernels.tactic import MANY, Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
-from optdnn.types import BF16, FP16
 
 GAIN = 1.0
 """One launch has to promise at most this fraction of what others take."""
@@ -39,14 +39,6 @@ LEAST = 15e-6
 LONG, LONGER = 60e-6, 1.2
 """Where the others are predicted to take at least so many seconds, they took so many times as long at least, in EfficientNet-B0 and MobileNetV2
 at batch 128 on an H200 (112x112x16 -> 96, stride 2: 265 us, not 199; 56x56x24 -> 144: 159, not 119)."""
-
-
-def expansion_before(graph: Graph, op: Op) -> Op | None:
-    """The 1x1 convolution whose result a depthwise one reads."""
-    if op.inputs[0] is None or not separable.is_depthwise(graph, op):
-        return None
-    before = graph.op(op.inputs[0])
-    return before if separable.is_pointwise(graph, before) else None
 
 
 @lru_cache(maxsize=1024)
@@ -79,34 +71,15 @@ class _Pair:
     problem: expanded.Problem
 
 
-class Expanded(MakesMeans):
+class Expanded(ConvPair, MakesMeans):
     """1x1, then depthwise convolutions of 16-bit images, on Hopper."""
 
     name = "expanded_sm90"
+    needs = "TMA"
+    kinds = POINTWISE, DEPTHWISE
 
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        if not b.arch.startswith("sm_90"):
-            return f"it needs Hopper's TMA (sm_90a), not {b.arch}"
-        if not separable.is_depthwise(b.graph, op):
-            return "it is not a depthwise convolution of an image with constant weights"
-        first = expansion_before(b.graph, op)
-        if first is None:
-            return "its input is not the result of a 1x1 convolution"
-        dtype = op.outputs[0].type.dtype
-        if dtype not in (FP16, BF16) or first.outputs[0].type.dtype != dtype:
-            return "it is for 16-bit floats"
-        for conv in (first, op):
-            if conv.attrs.prologue:
-                kinds = ", ".join(s.kind for s in conv.attrs.prologue)
-                return f"{kinds} stands before {conv.name}"
-        if first.value in b.reserved or b.graph.sole_user(first.value) != op:
-            who = ", ".join(u.name for u in b.graph.users(first.value) if u != op) or "the network's output"
-            return f"the result of the 1x1 convolution {first.name} has another reader ({who})"
-        if 0 in op.outputs[0].type.static_shape:
-            return "it is empty"
-        if any(c.input(2) is not None and bias_of(b, c) is None for c in (first, op)):
-            return "a bias is not constant"
-        pair = self._pair(b, op, first)
+    def unfit(self, b: Builder, op: Op, first: Op) -> str | None:
+        pair = self._pair(b, op)
         if any(ep.rest or ep.residual is not None for ep in (pair.between, pair.epilogue)):
             return "what follows one of the convolutions is more than an activation"
         if (why := expanded.no_kernel(pair.problem)) is not None:
@@ -119,7 +92,7 @@ class Expanded(MakesMeans):
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """Unmeasured, the cost model decides."""
-        return None if b.row_invariant else self._slower(b, op, self._of(b, op).problem)
+        return None if b.row_invariant else self._slower(b, op, self._pair(b, op).problem)
 
     def _slower(self, b: Builder, op: Op, problem: expanded.Problem) -> str | None:
         """Why other launches are better, as far as the cost models know, or None: a launch for each convolution, or one for the depthwise
@@ -138,29 +111,19 @@ class Expanded(MakesMeans):
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The 1x1 convolution before it, and what takes the means of its result."""
-        first = expansion_before(graph, op)
-        if first is None or graph.sole_user(first.value) != op:
-            return []
-        return [first, *(user for user in graph.users(op.value) if user.kind == "GlobalAveragePool")]
+        pools = [user for user in graph.users(op.value) if user.kind == "GlobalAveragePool"]
+        return [*near, *pools] if (near := super().neighbours(graph, op)) else []
 
     def pool(self, b: Builder, op: Op) -> Op | None:
         """The global average pool (squeeze-and-excitation)."""
         pools = (u for u in b.graph.users(op.value) if u.kind == "GlobalAveragePool")
         return next((user for user in pools if suits(b, op, user)), None)
 
-    def region(self, b: Builder, op: Op) -> Region:
-        """Both convolutions, and the means of the result."""
-        return replace(super().region(b, op), before=(self._of(b, op).first,))
-
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        return _offers(self._of(b, op).problem, b.gpu)
+        return _offers(self._pair(b, op).problem, b.gpu)
 
-    def _of(self, b: Builder, op: Op) -> _Pair:
-        first = expansion_before(b.graph, op)
-        assert first is not None
-        return self._pair(b, op, first)
-
-    def _pair(self, b: Builder, op: Op, first: Op) -> _Pair:
+    def _pair(self, b: Builder, op: Op) -> _Pair:
+        first = self.first(b.graph, op)
         weight, a = b.weights(op), op.attrs
         n, depth, h, w = b.graph.type(first.inputs[0]).static_shape  # type: ignore[arg-type]
         between = plan_epilogue(b.graph, first, channel_axis=1, allow_residual=False)
@@ -171,7 +134,7 @@ class Expanded(MakesMeans):
         return _Pair(first, between, ep, expanded.Problem(filtered, depth, (("bias",), *between.rendered)))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        pair = self._of(b, op)
+        pair = self._pair(b, op)
         first, ep, pool = pair.first, pair.epilogue, self.pool(b, op)
         assert first.inputs[0] is not None
         x, target = b.made(with_pitch(b, op, b.operand(first.inputs[0]))), b.target(op.value)
@@ -179,13 +142,9 @@ class Expanded(MakesMeans):
         read, written = (conv_maps.pitch_of(t) or 0 for t in (x, out))
         problem = replace(pair.problem, pitch=read, filtered=replace(pair.problem.filtered, pitches=(0, written)))
         operands, reads = self._operands(b, op, pair, x)
-        before, a = [b.constant(c, "scalar") for c in pair.between.constants], op.attrs
-        mixing = conv_attrs(conv_maps.POINTWISE, 1, pair.between.stages)
-        filtering = conv_attrs((a.strides, a.pads, a.dilations), a.group, ep.stages)
-        attrs = {f"first_{k}": v for k, v in mixing.items()} | {f"second_{k}": v for k, v in filtering.items()}
-        attrs |= {"through": problem.filtered.dtype, "operands": 3 + (1 + len(before) if before else 0)}
+        attrs = pair_attrs(first, op, pair.between, ep, problem.filtered.dtype)
         joint, tail = replace(op, src=op.src | first.src), stage_operands(b, ep, None)
-        views: list[TensorView | None] = [x, *reads[:2], *([None, *before] if before else []), *reads[2:], *tail]
+        views = [x, *reads[:2], *scalars(b, pair.between), *reads[2:], *tail]
         made, operands = expanded.launch(problem, config, b.gpu), {**operands, "input": x, "output": out}
         if pool is None:
             b.emit(joint, made, operands, "SeparableConv", attrs, views, [out])

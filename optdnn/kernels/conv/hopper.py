@@ -19,7 +19,7 @@ from optdnn.kernels.pointwise.pointwise import emit_pointwise, shared_copy
 from optdnn.kernels.pointwise.prologue import rendered_prologue
 from optdnn.kernels.tactic import Region
 from optdnn.ops.base import Stage
-from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.conv import ConvAttrs, of_one_channel
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import BF16, FP16, Array
 
@@ -116,6 +116,8 @@ class HopperConv(hopper_launch.HopperKernel):
             return "its bias is not constant"
         if 0 in op.outputs[0].type.static_shape or 0 in weight.shape:
             return "it is empty"
+        if of_one_channel(weight.shape):
+            return "its one filter of one channel would leave most of a tile empty"
         geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
         return hopper_launch.refuse(b.arch, products(b, op), [geometry])
 

@@ -186,6 +186,16 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "several frames of a volume are one image only for the patch kernel"
     if problem.pooled:
         return "its tiles are rows of pixels: the patch kernel's, which are parts of an image, can be pooled"
+    return (
+        _refuse_stages(problem, config, shared)
+        or _refuse_registers(problem, config)
+        or _refuse_parts(problem, config)
+        or _refuse_forms(problem, config)
+    )
+
+
+def _refuse_stages(problem: Problem, config: Config, shared: int) -> str | None:
+    """Why the tile's parts do not fit wgmma, TMA or shared memory, or None."""
     if problem.out_item == 4 and not config.stores_directly:
         return "fp32 results are stored from registers"
     if not render.wgmma_columns(config.bn, problem.dtype):
@@ -198,21 +208,28 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "a stage is handed back when the next one is being read: one stage holds one K step"
     if not 1 <= config.stages <= 24 or not 1 <= config.out_buffers <= 4:
         return "too many stages"
-    if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
-        return why
+    return no_room(shared_bytes(problem, config), shared, config.blocks)
+
+
+def _refuse_registers(problem: Problem, config: Config) -> str | None:
+    """Why a thread's sums do not fit its registers, or None."""
     if problem.prologue and (config.alternate or config.sharers > 1 or config.wide):
         return "a prologue is for blocks of their own whose warpgroups share a tile, of up to 128 sums a thread"
     if problem.row_norm is not None and config.wide:
         return "rows are normalized after up to 128 sums a thread"
     threads = config.threads + problem.helpers
     limit = WIDE_REGISTERS if config.wide else register_limit(threads, config.blocks)
-    needed = (
-        config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
-    )  # two sets of sums when they are short
+    sets = 2 if config.mt * config.bn <= TWO_SETS else 1  # two sets of sums where they are short
+    needed = config.mt * config.bn // 2 * sets
     if config.stores_directly:
         needed += -(-config.bn // 8 // config.split) * (2 + max(2, problem.out_item) * config.mt)
     if needed + 40 > limit:
         return f"{needed} accumulators and addresses exceed {limit} registers"
+    return None
+
+
+def _refuse_parts(problem: Problem, config: Config) -> str | None:
+    """Why blocks cannot load together or take spans of K steps, or None."""
     if problem.item == 1 and (config.sharers > 1 or config.stream):
         return "tiles of 8-bit operands that load together, or are cut by stream-K, have not been measured"
     if config.sharers > 1 and (reason := _refuse_sharing(config)):
@@ -223,8 +240,11 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "moments of rows are for whole tiles"
     if config.stream and problem.row_bias:
         return "sums that begin with a row's bias are of whole tiles"
-    if config.stream and (reason := _refuse_streaming(problem, config)):
-        return reason
+    return _refuse_streaming(problem, config) if config.stream else None
+
+
+def _refuse_forms(problem: Problem, config: Config) -> str | None:
+    """Why the tile does not suit heads that turn, bands, wide tiles, scattered blocks or direct stores, or None."""
     if problem.turn is not None and (config.stores_directly or config.stream):
         return "heads turn in whole tiles, which wait in shared memory"
     if problem.turn is not None and config.mt % problem.turn.tiles:

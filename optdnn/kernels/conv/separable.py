@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
-from optdnn.ir.graph import Graph, Op
+from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import hopper_launch
@@ -24,12 +24,13 @@ from optdnn.kernels.conv import separable_cost as cost
 from optdnn.kernels.conv import separable_kernel as separable
 from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
 from optdnn.kernels.conv.depthwise import relu_before
-from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
+from optdnn.kernels.conv.fused import bias_row, finish, result_place, stage_operands
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, with_pitch
+from optdnn.kernels.conv.pair import DEPTHWISE, POINTWISE, ConvPair, pair_attrs, scalars
 from optdnn.kernels.conv.problem import Source
-from optdnn.kernels.tactic import MANY, Offer, Region, Tactic
+from optdnn.kernels.tactic import MANY, Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
-from optdnn.types import BF16, FP16, Array
+from optdnn.types import Array
 
 FEW = 2
 """Further configurations, whose order of sums does not depend on sizes."""
@@ -40,30 +41,6 @@ PROJECTED = 2
 16 it took 118 and 148 us on an H200, where 66 and 98 were predicted."""
 GAIN = 0.97
 """One launch has to promise at most this fraction of what two take."""
-
-
-def is_pointwise(graph: Graph, op: Op) -> bool:
-    """Whether it is a convolution that mixes the channels of each pixel of an image."""
-    weight = graph.constant_value(op.inputs[1]) if op.kind == "Conv" else None
-    if weight is None or weight.ndim != 4 or weight.shape[2:] != (1, 1) or op.attrs.group != 1:
-        return False
-    return set(op.attrs.strides) == {1} and not any(op.attrs.pads)
-
-
-def is_depthwise(graph: Graph, op: Op) -> bool:
-    """Whether it is a convolution that filters each channel of an image by itself."""
-    weight = graph.constant_value(op.inputs[1]) if op.kind == "Conv" else None
-    if weight is None or weight.ndim != 4:
-        return False
-    return bool(weight.shape[1] == 1 and weight.shape[0] == op.attrs.group > 1)
-
-
-def depthwise_before(graph: Graph, op: Op) -> Op | None:
-    """The depthwise convolution whose result a 1x1 convolution reads."""
-    if op.inputs[0] is None or not is_pointwise(graph, op):
-        return None
-    before = graph.op(op.inputs[0])
-    return before if is_depthwise(graph, before) else None
 
 
 @lru_cache(maxsize=1024)
@@ -97,36 +74,18 @@ class _Pair:
     problem: separable.Problem
 
 
-class Separable(Tactic):
+class Separable(ConvPair):
     """Depthwise, then 1x1 convolutions of 16-bit images, on Hopper."""
 
     name = "separable_sm90"
+    needs = "wgmma and TMA"
+    kinds = DEPTHWISE, POINTWISE
 
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        if not b.arch.startswith("sm_90"):
-            return f"it needs Hopper's wgmma and TMA (sm_90a), not {b.arch}"
-        if not is_pointwise(b.graph, op):
-            return "it is not a 1x1 convolution of an image with constant weights"
-        first = depthwise_before(b.graph, op)
-        if first is None:
-            return "its input is not the result of a depthwise convolution"
-        dtype = op.outputs[0].type.dtype
-        if dtype not in (FP16, BF16) or first.outputs[0].type.dtype != dtype:
-            return "it is for 16-bit floats"
-        if op.attrs.prologue:
-            kinds = ", ".join(s.kind for s in op.attrs.prologue)
-            return f"{kinds} stands between it and the depthwise convolution {first.name}"
-        others = [u.name for u in b.graph.users(first.value) if u != op]
-        if first.value in b.reserved or others or b.graph.sole_user(first.value) != op:
-            who = ", ".join(others) or "the network's output"
-            return f"the result of the depthwise convolution {first.name} has another reader ({who})"
-        if first.attrs.prologue and not relu_before(first):
-            return f"the depthwise convolution {first.name} has a prologue that is more than a ReLU"
-        if 0 in op.outputs[0].type.static_shape:
-            return "it is empty"
-        if any(c.input(2) is not None and bias_of(b, c) is None for c in (first, op)):
-            return "a bias is not constant"
-        pair = self.pair(b, op, first)
+    def takes_prologue(self, first: Op) -> bool:
+        return relu_before(first)
+
+    def unfit(self, b: Builder, op: Op, first: Op) -> str | None:
+        pair = self.pair(b, op)
         if pair.between.rest or pair.between.residual is not None:
             return f"what follows the depthwise convolution {first.name} is more than an activation"
         if self._joins(b, op, pair.epilogue):
@@ -141,29 +100,16 @@ class Separable(Tactic):
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """Unmeasured, the cost model decides."""
-        first = depthwise_before(b.graph, op)
-        assert first is not None
-        return None if b.row_invariant else _slower(self.pair(b, op, first).problem, b.gpu)
-
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The depthwise convolution before it."""
-        first = depthwise_before(graph, op)
-        return [first] if first is not None and graph.sole_user(first.value) == op else []
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """Both convolutions."""
-        first = depthwise_before(b.graph, op)
-        assert first is not None
-        return Region(op, before=(first,))
+        return None if b.row_invariant else _slower(self.pair(b, op).problem, b.gpu)
 
     @staticmethod
     def _joins(b: Builder, op: Op, ep: Epilogue) -> bool:
         """Whether :class:`HopperConv` would make a convolution that is added in the same launch."""
         return ep.residual is not None and HopperConv().added(b, op, ep) is not None
 
-    @staticmethod
-    def pair(b: Builder, op: Op, first: Op) -> _Pair:
+    def pair(self, b: Builder, op: Op) -> _Pair:
         """The convolutions as the kernel has them."""
+        first = self.first(b.graph, op)
         weight = b.weights(first)
         n, c, h, w = b.graph.type(first.inputs[0]).static_shape  # type: ignore[arg-type]
         a, channels = first.attrs, up(op.outputs[0].type.static_shape[1], 8)
@@ -177,15 +123,11 @@ class Separable(Tactic):
         return _Pair(first, between, ep, problem)
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        first = depthwise_before(b.graph, op)
-        assert first is not None
-        return _offers(self.pair(b, op, first).problem, b.gpu)
+        return _offers(self.pair(b, op).problem, b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        first = depthwise_before(b.graph, op)
-        assert first is not None
-        pair = self.pair(b, op, first)
-        ep, problem = pair.epilogue, pair.problem
+        pair = self.pair(b, op)
+        first, ep, problem = pair.first, pair.epilogue, pair.problem
         assert first.inputs[0] is not None
         x, residual = b.made(with_pitch(b, op, b.operand(first.inputs[0]))), None
         if ep.residual is not None:
@@ -197,15 +139,10 @@ class Separable(Tactic):
         problem = replace(problem, pitches=(pitches[0] or 0, pitches[1] or 0, pitches[2] or 0))
         operands, reads = self._operands(b, op, pair, problem, x)
         operands |= {"output": out} | ({"residual": residual} if residual is not None else {})
-        before = [b.constant(c, "scalar") for c in pair.between.constants]
-        a = first.attrs
-        filtering = conv_attrs((a.strides, a.pads, a.dilations), a.group, pair.between.stages, a.prologue)
-        mixing = conv_attrs(conv_maps.POINTWISE, 1, ep.stages)
-        attrs = {f"first_{k}": v for k, v in filtering.items()} | {f"second_{k}": v for k, v in mixing.items()}
-        attrs |= {"through": problem.dtype, "operands": 3 + (1 + len(before) if before else 0)}
+        attrs = pair_attrs(first, op, pair.between, ep, problem.dtype)
         joint = replace(op, src=op.src | first.src)
         tail = stage_operands(b, ep, residual)
-        read: list[TensorView | None] = [x, *reads[:2], *([None, *before] if before else []), *reads[2:], *tail]
+        read = [x, *reads[:2], *scalars(b, pair.between), *reads[2:], *tail]
         made = separable.launch(problem, config, b.gpu, rows=channels)
         b.emit(joint, made, operands, "SeparableConv", attrs, read, [out])
         finish(b, op, ep, out, target)
@@ -238,11 +175,11 @@ class Separable(Tactic):
 def saved(b: Builder, op: Op) -> float:
     """Predicted seconds that one launch of a depthwise convolution and the 1x1 convolution after it saves; 0 where there is none."""
     tactic, after = Separable(), b.graph.sole_user(op.value)
-    if after is None or after.kind != "Conv" or depthwise_before(b.graph, after) != op:
+    if after is None or tactic.find_first(b.graph, after) != op:
         return 0.0
     if tactic.refuse(b, after) is not None or tactic.defer(b, after) is not None:
         return 0.0
-    problem = tactic.pair(b, after, op).problem
+    problem = tactic.pair(b, after).problem
     one = min((o.seconds or 0.0 for o in _offers(problem, b.gpu)), default=np.inf)
     return max(0.0, _apart(problem, b.gpu) - one)
 

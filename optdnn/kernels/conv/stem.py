@@ -17,6 +17,7 @@ from optdnn.kernels.conv.hopper import HopperConv, bias_of, image, planar, with_
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.stem_input import channel_affine, pixel_source
 from optdnn.kernels.tactic import Offer, Tactic
+from optdnn.ops.conv import of_one_channel
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, Array
 
@@ -60,6 +61,8 @@ class StemConv(Tactic):
             return why
         if 0 in weight.shape:
             return "it has no channels"
+        if of_one_channel(weight.shape):
+            return "its one filter of one channel would leave most of a tile empty"
         if channel_affine(b, op) is None:
             return "its image is changed first by more than a factor and an addend for each channel"
         return no_tile(b, self._problem(b, op))

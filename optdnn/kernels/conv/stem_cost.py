@@ -80,9 +80,10 @@ def _joint(*times: float) -> float:
 
 
 def layout_seconds(problem: Problem) -> float:
-    """Predicted seconds of the launch that Hopper's own kernel has in front, which writes blocks of pixels with channels in eights,
-    and of the time by which that kernel exceeds its model on so few channels: 30 pairs of launches on an H200 took
-    1.7 to 4 us more than the kernel's prediction at batch 1, 41 to 83 at batch 128."""
+    """Predicted seconds that Hopper's own kernel takes besides its own prediction.
+
+    It needs a launch in front that writes blocks of pixels with channels in eights, and it exceeds its model on so few channels.
+    30 pairs of launches on an H200 took 1.7 to 4 us more than the kernel's prediction at batch 1, 41 to 83 at batch 128."""
     s = problem.source
     lanes = -(-s.channels * math.prod(s.stride) // 8) * 8
     read = problem.batch * s.channels * s.height * s.width * KINDS[problem.image][1]

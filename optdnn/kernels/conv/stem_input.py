@@ -74,9 +74,31 @@ def emit_space_to_depth(
     outer = [s for s, k in zip((x.strides[0], x.strides[1], x.strides[2]), (n, c, h), strict=True) if k > 1]
     whole = x.strides[3] == 1 and w % size == 0 and x.offset % size == 0 and all(s % size == 0 for s in outer)
     if whole and size in (2, 4) and size * x.dtype.itemsize <= 16 and lanes <= 64:
-        per, body = (
-            1,
-            f"""Pack<{u}, {some}> y[{lanes // some}];
+        per, body = 1, _by_pixels(t, u, some, c, size, lanes)
+    else:
+        per, body = lanes // some, _by_vectors(u, some, c, size)
+    text = f"""struct Params {{ const {t}* x; {u}* y; i64 sn, sc, sh, sw; int n, h, w; }};
+
+DEVICE float normalized(float v, int channel) {{ {normalization.render()} return v; }}
+
+extern "C" __global__ void __launch_bounds__(128) space_to_depth(const __grid_constant__ Params p) {{
+    launch_dependents();
+    const u32 index = blockIdx.x * 128 + threadIdx.x, part = index % {per}u, pixel = index / {per}u;
+    const int column = pixel % {wide}u, row = pixel / {wide}u % {high}u, image = pixel / {wide * high}u;
+    wait_for_predecessor();
+    if (image >= p.n) return;
+    {body}
+}}
+"""
+    parameters = Parameters().pointer("x", "y").i64(*x.strides).i32(n, h, w)
+    launch = parameters.generated(b.arch, text, "space_to_depth", -(-n * high * wide * per // 128), 128)
+    attrs = {"block": size, "lanes": lanes, "factors": normalization.factors, "shifts": normalization.shifts}
+    b.emit(op, launch, {"x": x, "y": out}, "SpaceToDepthImage", attrs, [x], [out])
+
+
+def _by_pixels(t: str, u: str, some: int, c: int, size: int, lanes: int) -> str:
+    """C++ of a thread that makes all ``lanes`` channels of an output pixel, ``some`` at a time."""
+    return f"""Pack<{u}, {some}> y[{lanes // some}];
     #pragma unroll
     for (int i = {c * size * size}; i < {lanes}; i++) y[i / {some}].lane[i % {some}] = narrow<{u}>(0.0f);
     #pragma unroll
@@ -95,12 +117,12 @@ def emit_space_to_depth(
             }}
         }}
     }}
-    for (int i = 0; i < {lanes // some}; i++) y[i].store(p.y + i64(index) * {lanes} + i * {some});""",
-        )
-    else:
-        per, body = (
-            lanes // some,
-            f"""Pack<{u}, {some}> y;
+    for (int i = 0; i < {lanes // some}; i++) y[i].store(p.y + i64(index) * {lanes} + i * {some});"""
+
+
+def _by_vectors(u: str, some: int, c: int, size: int) -> str:
+    """C++ of a thread that makes ``some`` channels of an output pixel."""
+    return f"""Pack<{u}, {some}> y;
     #pragma unroll
     for (int i = 0; i < {some}; i++) {{
         const int lane = part * {some} + i, channel = lane % {c}, dx = lane / {c} % {size}, dy = lane / {c * size};
@@ -109,22 +131,4 @@ def emit_space_to_depth(
         if (dy < {size} && r < p.h && s < p.w) v = normalized(widen(p.x[image * p.sn + channel * p.sc + r * p.sh + s * p.sw]), channel);
         y.lane[i] = narrow<{u}>(v);
     }}
-    y.store(p.y + i64(index) * {some});""",
-        )
-    text = f"""struct Params {{ const {t}* x; {u}* y; i64 sn, sc, sh, sw; int n, h, w; }};
-
-DEVICE float normalized(float v, int channel) {{ {normalization.render()} return v; }}
-
-extern "C" __global__ void __launch_bounds__(128) space_to_depth(const __grid_constant__ Params p) {{
-    launch_dependents();
-    const u32 index = blockIdx.x * 128 + threadIdx.x, part = index % {per}u, pixel = index / {per}u;
-    const int column = pixel % {wide}u, row = pixel / {wide}u % {high}u, image = pixel / {wide * high}u;
-    wait_for_predecessor();
-    if (image >= p.n) return;
-    {body}
-}}
-"""
-    parameters = Parameters().pointer("x", "y").i64(*x.strides).i32(n, h, w)
-    launch = parameters.generated(b.arch, text, "space_to_depth", -(-n * high * wide * per // 128), 128)
-    attrs = {"block": size, "lanes": lanes, "factors": normalization.factors, "shifts": normalization.shifts}
-    b.emit(op, launch, {"x": x, "y": out}, "SpaceToDepthImage", attrs, [x], [out])
+    y.store(p.y + i64(index) * {some});"""

@@ -15,7 +15,7 @@ MEMORY = 4.2e12  # bytes/s
 PASSING = 32 << 20
 """Bytes of a matrix from which on it would fill half of L2: it makes way there for what fits."""
 DEEP = 1 << 14
-"""Elements of a column beyond which blocks have two of them: a block then takes so long that 1,024 blocks of four, eight on some
+"""Elements of a column beyond which a block has two columns instead of four. Blocks take so long then that 1,024 of them, eight on some
 multiprocessors and seven on others, leave memory idle at the end (VGG-16, batch 1, on an H200 in turns: 169.5 us, 166.7 with 2,048)."""
 
 

@@ -20,15 +20,15 @@ from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
-from optdnn.kernels.conv.fused import bias_row, conv_attrs
+from optdnn.kernels.conv.fused import bias_row
 from optdnn.kernels.conv.hopper import bias_of
+from optdnn.kernels.conv.pair import ONE_PIXEL, ConvPair, pair_attrs, scalars
 from optdnn.kernels.conv.problem import Source
-from optdnn.kernels.conv.separable import is_pointwise
 from optdnn.kernels.gemm import gemv_pair_kernel as pair
 from optdnn.kernels.pointwise.pointwise import copied
-from optdnn.kernels.tactic import Offer, Region, Tactic
+from optdnn.kernels.tactic import Offer, Region
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
-from optdnn.types import BF16, FP16, Array
+from optdnn.types import Array
 
 GAIN = 0.8
 """One launch has to promise at most this fraction of what two are predicted to take: the second of two hardly waits for the first."""
@@ -55,42 +55,16 @@ def _apart(problem: pair.Problem, gpu: GpuFacts) -> float:
     return sum(min((o.seconds or 0.0 for o in hopper_launch.ranked(p, gpu)), default=1.0) for p in made)
 
 
-def _of_one_pixel(graph: Graph, op: Op) -> bool:
-    return is_pointwise(graph, op) and op.outputs[0].type.is_static and op.outputs[0].type.static_shape[2:] == (1, 1)
-
-
-def _first(graph: Graph, op: Op) -> Op | None:
-    """The convolution of one pixel whose result such a convolution reads."""
-    if op.inputs[0] is None or not _of_one_pixel(graph, op):
-        return None
-    before = graph.op(op.inputs[0])
-    return before if before.kind == "Conv" and _of_one_pixel(graph, before) else None
-
-
-class GemvPair(Tactic):
+class GemvPair(ConvPair):
     """Two products of vectors of 16-bit floats, on Hopper."""
 
     name = "gemv_pair_sm90"
+    needs = "clusters"
+    kinds = ONE_PIXEL, ONE_PIXEL
     row_invariant: ClassVar[bool] = False
     """More images are other tactics', which add in another order."""
 
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        if not b.arch.startswith("sm_90"):
-            return f"it needs Hopper's clusters (sm_90a), not {b.arch}"
-        if not _of_one_pixel(b.graph, op):
-            return "it is not a 1x1 convolution of one pixel with constant weights"
-        first = _first(b.graph, op)
-        if first is None:
-            return "its input is not the result of such a convolution"
-        dtypes = {x.outputs[0].type.dtype for x in (first, op)}
-        if len(dtypes) > 1 or not dtypes <= {FP16, BF16}:
-            return "it is for 16-bit floats"
-        if first.value in b.reserved or b.graph.sole_user(first.value) != op:
-            return f"the result of {first.name} has another reader"
-        if first.attrs.prologue or op.attrs.prologue:
-            return "one of the convolutions has a prologue"
-        if any(c.input(2) is not None and bias_of(b, c) is None for c in (first, op)):
-            return "a bias is not constant"
+    def unfit(self, b: Builder, op: Op, first: Op) -> str | None:
         if b.result(op.value).strides[1] != 1:
             return "its result does not lie in whole vectors"
         if any(ep.rest or ep.residual is not None for ep in _epilogues(b, first, op)):
@@ -111,22 +85,13 @@ class GemvPair(Tactic):
             return None
         return f"two launches are predicted to be as fast ({two * 1e6:.2f} us; one: {one * 1e6:.2f} us)"
 
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The convolution before it."""
-        first = _first(graph, op)
-        return [first] if first is not None and graph.sole_user(first.value) == op else []
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """Both convolutions."""
-        return Region(op, before=(_before(b, op),))
-
     def source(self, b: Builder, op: Op) -> TensorView:
         """What the launch reads: a vector for each image."""
-        return _vectors(b, op, b.operand(_before(b, op).inputs[0]))
+        return _vectors(b, op, b.operand(self.first(b.graph, op).inputs[0]))
 
     def problem(self, b: Builder, op: Op) -> pair.Problem:
         """What the launch computes."""
-        first = _before(b, op)
+        first = self.first(b.graph, op)
         (hidden, depth), (channels, _) = b.weights(first).shape[:2], b.weights(op).shape[:2]
         between, ep = _epilogues(b, first, op)
         images, dtype = op.outputs[0].type.static_shape[0], map_dtype(op.outputs[0].type.dtype)
@@ -137,7 +102,7 @@ class GemvPair(Tactic):
         return _offers(self.problem(b, op), b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        first, problem = _before(b, op), self.problem(b, op)
+        first, problem = self.first(b.graph, op), self.problem(b, op)
         between, ep = _epilogues(b, first, op)
         x, out = self.source(b, op), b.target(op.value)
         operands = {"x": x, "output": out}
@@ -150,10 +115,8 @@ class GemvPair(Tactic):
             operands[name] = b.constant(dense, f"{conv.outputs[0].name}.weights")
             bias = operands[f"{name}_bias"] = bias_row(b, conv, stages.added_to(bias_of(b, conv)), shape[0])
             reads += [operands[name].view((rows, depth, 1, 1), (shape[1], 1, 1, 1)), bias.view((rows,), (1,))]
-            reads += [None, *(b.constant(c, "scalar") for c in stages.constants)] if stages.constants else []
-        held = [conv_attrs(conv_maps.POINTWISE, 1, stages.stages) for stages in (between, ep)]
-        attrs = {f"{name}_{k}": v for name, a in zip(("first", "second"), held, strict=True) for k, v in a.items()}
-        attrs |= {"through": problem.dtype, "operands": 3 + (1 + len(between.constants) if between.constants else 0)}
+            reads += scalars(b, stages)
+        attrs = pair_attrs(first, op, between, ep, problem.dtype)
         pitch = (conv_maps.pitch_of(x) or 0) if problem.pixels else _pitch(x)
         made = pair.launch(problem, config, b.gpu, pitch, _pitch(out))
         kind, covers = "ExcitationGate" if problem.pixels else "SeparableConv", self.region(b, op).src
@@ -166,7 +129,7 @@ class PooledPair(GemvPair):
     name = "gemv_pair_means_sm90"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        first = _first(b.graph, op)
+        first = self.find_first(b.graph, op)
         pool = None if first is None else _pool(b.graph, first)
         if pool is None:
             return "the first convolution does not read the means of an image, alone"
@@ -189,7 +152,7 @@ class PooledPair(GemvPair):
 
     def region(self, b: Builder, op: Op) -> Region:
         """The means, and both convolutions."""
-        first = _before(b, op)
+        first = self.first(b.graph, op)
         pool = _pool(b.graph, first)
         assert pool is not None
         return Region(op, before=(pool, first))
@@ -207,12 +170,6 @@ def _pool(graph: Graph, first: Op) -> Op | None:
     """The operator that makes the means that only ``first`` reads."""
     pool = graph.op(first.inputs[0])  # type: ignore[arg-type]
     return pool if pool.kind == "GlobalAveragePool" and graph.sole_user(pool.value) == first else None
-
-
-def _before(b: Builder, op: Op) -> Op:
-    first = _first(b.graph, op)
-    assert first is not None
-    return first
 
 
 def _filled(weight: Array, shape: tuple[int, int]) -> Array:

@@ -1,7 +1,7 @@
 """Products of two stacks of matrices on Hopper's kernel: the implicit GEMM whose weights are another tensor.
 
-The second stack is computed. The first one may be a constant: one matrix for all products, as that of a Fourier transform of columns or
-of a product along tokens, which the launch loads before the launch before it ends; or a stack, which is repeated along axes of one
+The second stack is computed. The first one may be a constant. Then it is one matrix for all products (of a Fourier transform of columns,
+or of a product along tokens), which is loaded before the previous launch has ended, or a stack, which is repeated along axes of one
 element. The epilogue knows a bias of each row, and a factor of each column, beside the bias of each column.
 """
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from optdnn.ir.graph import Op
@@ -96,6 +97,111 @@ def _like(result: TensorView, shape: Sequence[int], strides: Sequence[int]) -> l
     return [*rest[:-1], 0, rest[-1]] if row else [*rest, 0]
 
 
+@dataclass(frozen=True)
+class _Matrices:
+    """A product as stacks of matrices. ``extra`` are what the stages read, in views of the result's shape.
+
+    ``dims`` are the merged axes of the stack, ``steps`` the strides of the result, both factors and each of ``extra`` along them.
+    """
+
+    left: TensorView
+    right: TensorView
+    result: TensorView
+    extra: Mapping[int, TensorView]
+    dims: Sequence[int]
+    steps: Sequence[Sequence[int]]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Rows, columns and terms of a matrix."""
+        return self.result.shape[-2], self.result.shape[-1], self.left.shape[-1]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.dims)
+
+
+def _matrices(left: TensorView, right: TensorView, out: TensorView, extra: Mapping[int, TensorView]) -> _Matrices:
+    """Vectors are matrices of one row or column; the remaining axes in front are the stack."""
+    shape, result = out.shape, out
+    if len(left.shape) == 1:
+        left = left.view((1, *left.shape), (0, *left.strides))
+        at = len(shape) - (len(right.shape) > 1)
+        result = result.view((*shape[:at], 1, *shape[at:]), (*result.strides[:at], 0, *result.strides[at:]))
+    if len(right.shape) == 1:
+        right = right.view((*right.shape, 1), (*right.strides, 0))
+        result = result.view((*result.shape, 1), (*result.strides, 0))
+    stack = result.shape[:-2]
+    one, two = (broadcast(p.view(p.shape[:-2], p.strides[:-2]), stack) for p in (left, right))
+    wide = {a: out.view(shape, broadcast(p, shape)) for a, p in extra.items()}
+    if result.shape != shape:  # a vector took part: the same view of what the stages read
+        wide = {a: result.view(result.shape, _like(result, shape, p.strides)) for a, p in wide.items()}
+    dims, steps = merge(stack, [result.strides[:-2], one, two, *(p.strides[:-2] for p in wide.values())])
+    return _Matrices(left, right, result, wide, dims, steps)
+
+
+def _tile_for(b: Builder, p: _Matrices, tf32: bool) -> tuple[bool, Tile | MatrixTile | None]:
+    """Whether a thread computes each element, and else the tile, if it is not that of the plain kernel.
+
+    The sums of a row that no size decides are the plain kernel's, in the same order the thin one's, and those of tensor cores.
+    """
+    m, n, k = p.sizes
+    thin = p.count > MOST_TILES or is_thin(m, n, k, p.count)
+    tile: Tile | MatrixTile | None = None
+    if not thin or (b.row_invariant and p.count <= MOST_TILES):
+        tile = matrix_tile(p.left, p.right, m, n, p.count, b.gpu, tf32=tf32)
+    if tile is None and not (thin or b.row_invariant):
+        tile = tile_of(p.left, p.right, m, n, k, p.steps[2], p.count, b.gpu)
+    return thin, tile
+
+
+def _finish(
+    stages: Sequence[Stage], out: TensorView, extra: Mapping[int, TensorView], used: Iterable[int], t: str,
+    scale: float, scales: Mapping[int, float],
+) -> str:  # fmt: skip
+    """C++ that takes ``acc[i][j]`` (of the type ``t``) through the stages and stores it. ``extra``: all operands from 2 on."""
+    ty, wide = CPP[out.dtype], arithmetic(out.dtype)
+    types: list[TensorType] = [TensorType(out.dtype, out.shape)]
+    for a in range(1, max(extra, default=1) + 1):
+        dtype = extra[a].dtype if a in extra else out.dtype
+        same = is_float(dtype) and is_float(out.dtype)
+        types.append(TensorType(out.dtype if same else dtype, extra[a].shape if a in extra else ()))
+    lines, value, _ = body(stages, types)
+    loads = []
+    for a in used:
+        factor = f"{literal(scales[a], wide)} * " if a in scales else ""
+        read = f"widen(p.e{a}[be{a} + row * p.me{a}[0] + column * p.me{a}[1]])"
+        loads.append(f"const {arithmetic(extra[a].dtype)} v{a} = {factor}{read};")
+    total = f"{literal(scale, t)} * acc[i][j]" if scale != 1.0 else "acc[i][j]"
+    start = f"const {wide} v0 = {wide}({total});"
+    return f"""{start} {" ".join(loads)} {" ".join(lines)}
+            p.y[by + row * p.my[0] + column * p.my[1]] = narrow<{ty}>({value if stages else "v0"});"""
+
+
+def _kernel(
+    p: _Matrices, thin: bool, tile: Tile | MatrixTile | None, finish: str, used: Mapping[int, TensorView]
+) -> str:
+    """The kernel's text. ``used``: what the stages read, as it is stored."""
+    t, rank, names = arithmetic(p.left.dtype), len(p.dims), ["y", "l", "r", *(f"e{a}" for a in used)]
+    fields = [f"{CPP[p.result.dtype]}* y; const {CPP[p.left.dtype]}* l; const {CPP[p.right.dtype]}* r;"]
+    fields += [f"const {CPP[x.dtype]}* e{a};" for a, x in used.items()]
+    fields += [
+        f"int m, n, k; u32 {'matrices, ' if thin else ''}dims[{rank}];",
+        *(f"i64 s{x}[{rank}], m{x}[2];" for x in names),
+    ]
+    return f"""struct Params {{ {" ".join(fields)} }};
+
+extern "C" __global__ void __launch_bounds__({tile.threads if tile else 256}) matmul(const __grid_constant__ Params p) {{
+    launch_dependents();
+    wait_for_predecessor();
+    {" ".join(f"i64 b{x} = 0;" for x in names)}
+    {_ELEMENT if thin else ""}
+    {walk("q", "element / area" if thin else "blockIdx.z", "dims", rank, [("b" + x, "s" + x) for x in names])}
+    {tiled(finish) if tile else _thin(t, finish) if thin else _plain(t, finish)}
+}}
+"""
+
+
 def emit_matmul(
     b: Builder, op: Op, left: TensorView, right: TensorView, out: TensorView, stages: Sequence[Stage], extra: dict[int, TensorView],
     scale: float, scales: dict[int, float], kind: str, attrs: dict[str, Any], reads: Sequence[TensorView | None], *, tf32: bool = False,
@@ -104,73 +210,15 @@ def emit_matmul(
     be rounded."""
     if not out.size:
         return
-    shape, result = out.shape, out
-    # Vectors are matrices of one row or column; the remaining axes in front are the batch.
-    if len(left.shape) == 1:
-        left = left.view((1, *left.shape), (0, *left.strides))
-        at = len(shape) - (len(right.shape) > 1)
-        result = result.view((*shape[:at], 1, *shape[at:]), (*result.strides[:at], 0, *result.strides[at:]))
-    if len(right.shape) == 1:
-        right = right.view((*right.shape, 1), (*right.strides, 0))
-        result = result.view((*result.shape, 1), (*result.strides, 0))
-    m, n, k = result.shape[-2], result.shape[-1], left.shape[-1]
-    batch = result.shape[:-2]
-    one, two = (broadcast(p.view(p.shape[:-2], p.strides[:-2]), batch) for p in (left, right))
     used = {a: extra[a] for a in sorted({a for s in stages for a in s.args if a is not None and a > 0}) if a in extra}
-    wide = {a: out.view(shape, broadcast(p, shape)) for a, p in used.items()}
-    if result.shape != shape:  # a vector took part: the same view of what the stages read
-        for a, p in wide.items():
-            wide[a] = result.view(result.shape, _like(result, shape, p.strides))
-    dims, merged = merge(batch, [result.strides[:-2], one, two, *(p.strides[:-2] for p in wide.values())])
-    matrices = math.prod(dims)
-    # The sums of a row that no size decides are the plain kernel's, in the same order the thin one's, and those of tensor cores.
-    thin = matrices > MOST_TILES or is_thin(m, n, k, matrices)
-    tile: Tile | MatrixTile | None = None
-    if not thin or (b.row_invariant and matrices <= MOST_TILES):
-        tile = matrix_tile(left, right, m, n, matrices, b.gpu, tf32=tf32)
-    if tile is None and not (thin or b.row_invariant):
-        tile = tile_of(left, right, m, n, k, merged[2], matrices, b.gpu)
-    t, ty = arithmetic(left.dtype), CPP[out.dtype]
-    names = ["y", "l", "r", *(f"e{a}" for a in used)]
-    types: list[TensorType] = [TensorType(out.dtype, shape)]
-    for a in range(1, max(extra, default=1) + 1):
-        dtype = extra[a].dtype if a in extra else out.dtype
-        same = is_float(dtype) and is_float(out.dtype)
-        types.append(TensorType(out.dtype if same else dtype, extra[a].shape if a in extra else ()))
-    lines, value, _ = body(stages, types)
-    factor = {a: literal(f, arithmetic(out.dtype)) for a, f in scales.items()}
-    loads = [
-        f"const {arithmetic(p.dtype)} v{a} = {factor.get(a, '1')} * widen(p.e{a}[be{a} + row * p.me{a}[0] + column * p.me{a}[1]]);"
-        if a in factor else f"const {arithmetic(p.dtype)} v{a} = widen(p.e{a}[be{a} + row * p.me{a}[0] + column * p.me{a}[1]]);"
-        for a, p in used.items()
-    ]  # fmt: skip
-    fields = [f"{ty}* y; const {CPP[left.dtype]}* l; const {CPP[right.dtype]}* r;"]
-    fields += [f"const {CPP[p.dtype]}* e{a};" for a, p in used.items()]
-    fields += [
-        f"int m, n, k; u32 {'matrices, ' if thin else ''}dims[{len(dims)}];",
-        *(f"i64 s{x}[{len(dims)}], m{x}[2];" for x in names),
-    ]
-    start = f"const {arithmetic(out.dtype)} v0 = {arithmetic(out.dtype)}({literal(scale, t)} * acc[i][j]);" if scale != 1.0 else (
-        f"const {arithmetic(out.dtype)} v0 = {arithmetic(out.dtype)}(acc[i][j]);")  # fmt: skip
-    final = value if stages else "v0"
-    finish = f"""{start} {" ".join(loads)} {" ".join(lines)}
-            p.y[by + row * p.my[0] + column * p.my[1]] = narrow<{ty}>({final});"""
-    text = f"""struct Params {{ {" ".join(fields)} }};
-
-extern "C" __global__ void __launch_bounds__({tile.threads if tile else 256}) matmul(const __grid_constant__ Params p) {{
-    launch_dependents();
-    wait_for_predecessor();
-    {" ".join(f"i64 b{x} = 0;" for x in names)}
-    {_ELEMENT if thin else ""}
-    {walk("q", "element / area" if thin else "blockIdx.z", "dims", len(dims), [("b" + x, "s" + x) for x in names])}
-    {tiled(finish) if tile else _thin(t, finish) if thin else _plain(t, finish)}
-}}
-"""
-    placed = {"y": out, "l": left, "r": right, **{f"e{a}": p for a, p in used.items()}}
-    parameters = Parameters().pointer(*placed).i32(m, n, k).u32(*([matrices] if thin else []), *dims)
-    pitches = [result.strides[-2:], left.strides[-2:], right.strides[-2:], *(p.strides[-2:] for p in wide.values())]
-    for s, pitch in zip(merged, pitches, strict=True):
-        parameters.i64(*s, *pitch)
+    p = _matrices(left, right, out, used)
+    thin, tile = _tile_for(b, p, tf32)
+    text = _kernel(p, thin, tile, _finish(stages, out, extra, used, arithmetic(left.dtype), scale, scales), used)
+    (m, n, k), matrices = p.sizes, p.count
+    placed = {"y": out, "l": p.left, "r": p.right, **{f"e{a}": x for a, x in used.items()}}
+    parameters = Parameters().pointer(*placed).i32(m, n, k).u32(*([matrices] if thin else []), *p.dims)
+    for steps, view in zip(p.steps, (p.result, p.left, p.right, *p.extra.values()), strict=True):
+        parameters.i64(*steps, *view.strides[-2:])
     rows, columns = (tile.rows, tile.columns) if tile is not None else (TILE, TILE)
     grid = (-(-m * n * matrices // THREADS), 1, 1) if thin else (-(-m // rows), -(-n // columns), matrices)
     if tile is None:

@@ -1,8 +1,8 @@
 """Operators of moving, ordering and counting, each a few lines over coordinates (see :mod:`optdnn.kernels.index.index_kernel`).
 
-None needs atomics: where several inputs meet in one result (ScatterND, TopK) each result looks for its inputs, in their order, or, for
-a reduction over many, a warp does: each lane reduces those that it finds, and shuffles reduce the lanes. A
-scatter of so many that the search would take long writes each input to its place (ONNX has no meaning for two of one place).
+None needs atomics. Where several inputs meet in one result (ScatterND, TopK), each result looks for its inputs, in their order. In a
+reduction over many, a warp does this: each lane reduces those that it finds, and shuffles reduce the lanes. If the search would take
+long, a scatter writes each input to its place instead (ONNX does not define two inputs for one place).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import numpy as np
 from optdnn.errors import ShapeError, UnsupportedError
 from optdnn.ir.graph import STRUCTURAL, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, row_major, unmade, up
+from optdnn.kernels.layout.moves import joinable
 from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT
 from optdnn.types import normalize_axis
 
@@ -70,7 +71,8 @@ def order_read(b: Builder, value: Value) -> tuple[int, ...] | None:
         found = found and seen_by(op, found)
     if found is not None:
         return None
-    found = unmade(t.dtype, chain[-1].outputs[0].type.static_shape)
+    last = chain[-1].outputs[0].type
+    found = unmade(t.dtype, last.static_shape, b.strides_for(last))
     for op in reversed(chain):
         before = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
         back = np.argsort(_permutation(op)).tolist() if op.kind == "Transpose" else None
@@ -289,7 +291,15 @@ def _concat(b: Builder, op: Op) -> None:
         at += x.shape[axis]
         if x.buffer != part.buffer or x.offset != part.offset or not x.is_like(part.strides):
             pending.append((x, part))
-    for run in _runs(pending):
+    runs = _runs(pending)
+    if len(joins := _joins(pending, axis)) < len(runs):
+        for some in joins:
+            sources, places = zip(*some, strict=True)
+            size = sum(x.shape[axis] for x in sources)
+            shape = (*out.shape[:axis], size, *out.shape[axis + 1 :])
+            b.join(op, sources, places[0].view(shape, out.strides), axis)
+        return
+    for run in runs:
         if len(run) == 1 or len(out.shape) == STRIDES_LIMIT:
             for pair in run:
                 b.move(op, *pair)
@@ -300,6 +310,19 @@ def _concat(b: Builder, op: Op) -> None:
 
 Pair: TypeAlias = tuple[TensorView, TensorView]
 """A part of a concatenation: where it lies, and where it belongs."""
+
+
+def _joins(pairs: Sequence[Pair], axis: int) -> list[list[Pair]]:
+    """Neighbors that one launch moves; all others alone."""
+    found: list[list[Pair]] = []
+    for pair in pairs:
+        last = found[-1][-1][1] if found else None
+        follows = last is not None and pair[1].offset == last.offset + last.shape[axis] * last.strides[axis]
+        if follows and joinable([x for x, _ in (*found[-1], pair)]):
+            found[-1].append(pair)
+        else:
+            found.append([pair])
+    return found
 
 
 def _runs(pairs: Sequence[Pair]) -> list[list[Pair]]:

@@ -159,7 +159,7 @@ def _is_read(b: Builder, norm: Op, result: TensorView) -> bool:
     """Whether something that is planned after the norm reads the buffer of its result."""
     for entry in reversed(b.plan):
         if isinstance(entry, Move | Step):
-            if result.buffer in ([entry.source.buffer] if isinstance(entry, Move) else entry.inputs):
+            if result.buffer in ([x.buffer for x in entry.sources] if isinstance(entry, Move) else entry.inputs):
                 return True
             continue
         if any(op.id == norm.id for op in entry.region.ops):

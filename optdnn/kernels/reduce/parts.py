@@ -41,6 +41,14 @@ def candidates(grid: Grid, gpu: GpuFacts) -> list[Config]:
     return sorted(found, key=lambda c: (estimate(grid, c.parts, gpu), c))
 
 
+def best_parts(grid: Grid, gpu: GpuFacts) -> int:
+    """The parts that are predicted to be fastest: 1 unless more gain something."""
+    found = candidates(grid, gpu) if grid.count else []
+    if not found or estimate(grid, found[0].parts, gpu) > estimate(grid, 1, gpu) - WORTH_S:
+        return 1
+    return found[0].parts
+
+
 class ReductionParts(Reduction):
     """Every ONNX reduction, and pools over all positions."""
 
@@ -52,9 +60,7 @@ class ReductionParts(Reduction):
             return why
         if 0 in op.outputs[0].type.static_shape or reduction_of(b, op) is None:
             return "it reduces nothing"
-        grid = self._grid(b, op)
-        found = candidates(grid, b.gpu) if grid.count else []
-        if not found or estimate(grid, found[0].parts, b.gpu) > estimate(grid, 1, b.gpu) - WORTH_S:
+        if best_parts(self._grid(b, op), b.gpu) == 1:
             return "a block for each output is predicted to be as fast"
         return None
 

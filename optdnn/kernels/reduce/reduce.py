@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -202,45 +203,56 @@ def _of_arithmetic(t: str) -> DType:
     return next(d for d, own in CPP.items() if own == name)
 
 
+def _sum_at(grid: Grid, run: Any, lane: Any = "lane") -> str:
+    """A thread's sum in shared memory."""
+    return f"partial[j][{run}][{lane}]" if grid.across else f"partial[j][{lane}][{run}]"
+
+
+def _tree(grid: Grid, t: str, combine: str) -> str:
+    """C++ that combines the sums ``s`` of the threads of a run in pairs."""
+    each, own, other = _each(grid), _sum_at(grid, "run"), _sum_at(grid, "run + half")
+    return f"""{each} {own} = s[j];
+    __syncthreads();
+    for (int half = {grid.runs // 2}; half; half /= 2) {{
+        if (run < half) {each} {{ const {t} a = {own}, b = {other}; {own} = {combine}; }}
+        __syncthreads();
+    }}
+    {each} s[j] = {_sum_at(grid, 0)};"""
+
+
+def _each(grid: Grid) -> str:
+    return f"for (int j = 0; j < {grid.vec}; j++)"
+
+
+def _loop(space: Space, parts: int, tx: str, t: str, step: str) -> str:
+    """C++ that does ``step`` with each element ``v`` of a thread's run."""
+    grid, count = space.grid, space.grid.count
+    terms = Terms("run", f"{count}u", f"{count - 1}u", grid.runs, grid.batch)
+    if parts > 1:
+        terms = Terms("begin + run", "end", "end - 1u", grid.runs, grid.batch)
+    loads = [
+        (
+            walk("r", term, "inner", len(space.inner), [(f"o{k}", "rx")]),
+            load_channels(tx, grid.vec, f"p.x + o{k}", f"found{k}"),
+        )
+        for k, term in enumerate(terms.places)
+    ]
+    return terms.loop(loads, f"{_each(grid)} {{ const {t} v = widen(found#.lane[j]); {step} }}")
+
+
 def _kernel(how: str, x: TensorView, out: TensorView, space: Space, parts: int) -> str:
     """The kernel's text."""
     grid, inner = space.grid, space.inner
     count, vec, runs, lanes = grid.count, grid.vec, grid.runs, grid.lanes
-    t = arithmetic(x.dtype)
+    tx, ty, t = CPP[x.dtype], CPP[out.dtype], arithmetic(x.dtype)
     low, high = limits(t)
     start, term, combine, result = (
         s.format(T=t, N=max(count, 1), LOW=low, HIGH=high, F="double" if t != "float" else "float") for s in RULES[how]
     )
     fast, slow = (f"threadIdx.x {sign} {lanes if grid.across else runs}" for sign in "%/")
     lane, run = (fast, slow) if grid.across else (slow, fast)
-
-    def sum_of(run: Any, lane: Any = "lane") -> str:
-        return f"partial[j][{run}][{lane}]" if grid.across else f"partial[j][{lane}][{run}]"
-
-    tx, ty = CPP[x.dtype], CPP[out.dtype]
-    each = f"for (int j = 0; j < {vec}; j++)"
-    terms = Terms("run", f"{count}u", f"{count - 1}u", runs, grid.batch)
-    if parts > 1:
-        terms = Terms("begin + run", "end", "end - 1u", runs, grid.batch)
-
-    def loop(step: str) -> str:
-        loads = [
-            (
-                walk("r", term, "inner", len(inner), [(f"o{k}", "rx")]),
-                load_channels(tx, vec, f"p.x + o{k}", f"found{k}"),
-            )
-            for k, term in enumerate(terms.places)
-        ]
-        return terms.loop(loads, f"{each} {{ const {t} v = widen(found#.lane[j]); {step} }}")
-
-    tree = f"""{each} {sum_of("run")} = s[j];
-    __syncthreads();
-    for (int half = {runs // 2}; half; half /= 2) {{
-        if (run < half) {each} {{ const {t} a = {sum_of("run")}, b = {sum_of("run + half")}; {sum_of("run")} = COMBINE; }}
-        __syncthreads();
-    }}
-    {each} s[j] = {sum_of(0)};"""
-    top, tree = tree.replace("COMBINE", "max_nan(a, b)"), tree.replace("COMBINE", combine)
+    each, loop = _each(grid), partial(_loop, space, parts, tx, t)
+    top, tree = _tree(grid, t, "max_nan(a, b)"), _tree(grid, t, combine)
     of_top, first = "", f"{t} s[{vec}]; {each} s[j] = {start};"
     if how == "ReduceLogSumExp":
         of_top = f"const {t} top = tops[j];"
@@ -261,7 +273,7 @@ def _kernel(how: str, x: TensorView, out: TensorView, space: Space, parts: int) 
     return f"""struct Params {{ const {tx}* x; {ty}* y;{also} u32 count, dims[{len(space.dims)}], inner[{len(inner)}]; i64 so[{len(space.dims)}], sx[{len(space.dims)}], rx[{len(inner)}]; }};
 
 extern "C" __global__ void __launch_bounds__({grid.threads}) reduce(const __grid_constant__ Params p) {{
-    __shared__ {t} {sum_of(runs, lanes).replace("j", str(vec), 1)};
+    __shared__ {t} {_sum_at(grid, runs, lanes).replace("j", str(vec), 1)};
     launch_dependents();
     wait_for_predecessor();
     const u32 lane = {lane}, run = {run}, index = {block} * {lanes} + lane;{span}

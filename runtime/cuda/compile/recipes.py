@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Sequence
 
 from optdnn.custom import CustomOp
-from optdnn.errors import EngineStale
+from optdnn.errors import EngineStale, UsageError
 from optdnn.runtime.cuda.compile.nvrtc import KernelCache, KernelError, Recipe
-from optdnn.runtime.cuda.kernel_text.allowed import check_kernels
+from optdnn.runtime.cuda.kernel_text.allowed import check_kernels, is_of
 from optdnn.runtime.program import Kernel, Program
 
 
@@ -47,14 +47,43 @@ def cubins(
         for k in program.kernels
     ]
     missing = [i for i, c in enumerate(code) if c is None]
-    recipes = [recipe_of(program.kernels[i]) for i in missing]
+    kernels = [program.kernels[i] for i in missing]
     if not recompile:
-        for i, recipe in zip(missing, recipes, strict=True):
-            _check_fresh(program.kernels[i], recipe)
-    compiled = (cache or KernelCache()).get_many(recipes, workers=4) if recipes else []
+        for kernel in kernels:
+            _check_fresh(kernel, recipe_of(kernel))
+    compiled = compile_kernels(kernels, cache or KernelCache(), 4, custom_ops)
     for i, cubin in zip(missing, compiled, strict=True):
         code[i] = cubin
     return [c for c in code if c is not None]
+
+
+def compile_kernels(
+    kernels: Sequence[Kernel], cache: KernelCache, workers: int, custom_ops: Sequence[CustomOp] = ()
+) -> list[bytes]:
+    """The cubins of kernels, in order (:meth:`KernelCache.get_many`).
+
+    Raises UsageError if the kernel of one of ``custom_ops`` does not compile, KernelError for any other kernel.
+    """
+    if not kernels:
+        return []
+    try:
+        return cache.get_many([recipe_of(k) for k in kernels], workers)
+    except KernelError:
+        for kernel in kernels:
+            for op in (op for op in custom_ops if is_of(op, kernel)):
+                _compile_custom(op, kernel, cache)
+        raise
+
+
+def _compile_custom(op: CustomOp, kernel: Kernel, cache: KernelCache) -> None:
+    """Raise UsageError with the compiler's log if the operator's own kernel does not compile."""
+    try:
+        cache.get(recipe_of(kernel))
+    except KernelError as error:
+        raise UsageError(
+            f"the CUDA source of the custom operator {op.name}: {error.message}",
+            hint="generated.cuh is this source, after a line for each operand and result",
+        ) from error
 
 
 def _check_fresh(kernel: Kernel, recipe: Recipe) -> None:

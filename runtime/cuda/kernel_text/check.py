@@ -10,10 +10,10 @@ The renderers (:mod:`optdnn.runtime.cuda.compile.render`, ``optdnn.kernels``) wr
 - A pointer is a field of the kernel's parameters, shared memory, or one of these plus an offset. There are no addresses of
   variables, no casts of numbers to pointers and none of pointers to numbers.
 
-So a text reads no file, and code in it cannot call into anything. The checker bounds neither indices and loops nor the numbers in a
-launch's parameters, which the file gives: a kernel may read and write memory of this process outside its buffers (on the GPU,
-and on machines where GPUs share the processor's page tables, on the host), it may not end, and it may keep the compiler busy
-for long.
+So a text reads no file, and code in it cannot call into anything. But the checker bounds neither indices and loops nor the
+numbers in a launch's parameters, which the file gives. So a kernel may read and write memory of this process outside of its
+buffers: on the GPU, and also on the host where GPUs share the processor's page tables. It may not end, and it may keep the
+compiler busy for long.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Loaded:
         if gpu_count() == 0:
             raise RunError(
                 "there is no usable NVIDIA GPU on this machine",
-                hint="simulate=True of optdnn.load, --simulate of optdnn run, runs it in NumPy",
+                hint="run it in NumPy: optdnn run --simulate, optdnn.load(..., simulate=True)",
             )
         self.device = Device.open()
         for arch in sorted({k.arch for k in program.kernels}):

@@ -11,7 +11,7 @@ import pytest
 from support.net import Net
 from support.quantized_nets import FP8, attention_network
 from support.sequence_cases import ATTENTION, attention
-from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate
+from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals, simulate
 from support.sweep import sweep
 
 from optdnn.config import BuildOptions
@@ -39,7 +39,7 @@ def chosen(program: Program) -> set[str]:
 
 
 def reasons(program: Program) -> str:
-    return "; ".join(r["reason"] for t in program.meta["tactics"] for r in t.get("refused", []))
+    return "; ".join(refusals(program))
 
 
 @pytest.mark.parametrize("name", sweep(ATTENTION, *list(ATTENTION)[::3]))
@@ -77,9 +77,7 @@ def test_what_it_does_not_run_it_refuses(
 ) -> None:
     monkeypatch.setattr(PadHeads, "rules", ())  # it would make heads of 24 features
     program = lowered(build(), precision, target=target, no_cubins=True)
-    refused = [
-        r["reason"] for t in program.meta["tactics"] for r in t.get("refused", []) if r["tactic"] == "attention_sm80"
-    ]
+    refused = refusals(program, "attention_sm80")
     assert refused
     assert all(reason in r for r in refused)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.sequence_cases import attention, attention_of_image
-from support.simulated import kinds, lowered
+from support.simulated import kinds, lowered, refusals
 
 from optdnn.kernels.attention import hopper_config
 from optdnn.kernels.attention import hopper_kernel as plans
@@ -25,8 +25,7 @@ WHOLE = replace(WINDOWS, batch=1, queries=4096, keys=4096, factors=replace(FACTO
 
 def reasons(program: Program) -> list[str]:
     """Why the tactic refuses the attentions of a network."""
-    rows: Any = program.meta["tactics"]
-    return [r["reason"] for t in rows for r in t.get("refused", ()) if r["tactic"] == "attention_factors_sm90"]
+    return refusals(program, "attention_factors_sm90")
 
 
 def test_the_bias_is_not_stored() -> None:

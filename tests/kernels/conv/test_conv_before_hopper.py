@@ -7,14 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from support.net import Net
-from support.simulated import TOLERANCE, feeds_of, lowered, simulate
+from support.simulated import TOLERANCE, feeds_of, lowered, refusals, simulate, tactics
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv import general as conv_general
 from optdnn.kernels.conv.grouped import GroupedConv
 from optdnn.ops.conv import ConvAttrs
-from optdnn.runtime.program import Program
 
 
 def residual_block(n: Net) -> Value:
@@ -36,10 +35,6 @@ NETS: dict[str, Callable[[Net], Value]] = {
 
 
 PLAIN = ConvAttrs((1, 1), (0, 0, 0, 0), (1, 1))
-
-
-def tactics(program: Program) -> list[str]:
-    return [t["tactic"] for t in program.meta["tactics"]]
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -129,7 +124,7 @@ def test_hopper_runs_strides_on_it_that_tma_has_not() -> None:
 def test_what_it_does_not_run_it_refuses(build: Callable[[Net], Value], target: str, reason: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), "fp16", target=target, no_cubins=True)
-    refused = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ())]
+    refused = refusals(program)
     assert any(reason in r for r in refused), refused
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, lowered
+from support.simulated import check_simulated, feeds_of, lowered, refusals, tactics
 
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError
@@ -25,7 +25,6 @@ from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.program import Program
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.target_name import TargetName
 
@@ -48,10 +47,6 @@ NETS: dict[str, Callable[[Net], Value]] = {
 }
 
 
-def tactics(program: Program) -> list[str]:
-    return [t["tactic"] for t in program.meta["tactics"]]
-
-
 @pytest.mark.parametrize("name", NETS)
 def test_programs_compute_the_network(name: str) -> None:
     n = Net()
@@ -63,10 +58,6 @@ def test_programs_compute_the_network(name: str) -> None:
 def weights_over_three_axes(n: Net) -> Value:
     attrs = ConvAttrs((1, 1, 1), (0,) * 6, (1, 1, 1))
     return n.op("Conv", n.input(1, 2, 4, 5, 6), n.input(8, 2, 3, 3, 3, name="w"), attrs=attrs)  # type: ignore[no-any-return]
-
-
-def refusals(program: Program) -> list[str]:
-    return [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if r["tactic"].endswith("fp32")]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kernels.conv.test_stem import normalized, picture
 from support.net import Net
-from support.simulated import TOLERANCE, feeds_of, kinds, lowered, simulate
+from support.simulated import TOLERANCE, feeds_of, kinds, lowered, refusals, simulate
 
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
@@ -153,6 +153,6 @@ def test_unmeasured_it_goes_first_where_it_is_predicted_to_be_faster(monkeypatch
     monkeypatch.setattr(conv_stem_cost, "layout_seconds", lambda problem: -1.0)
     program = lowered(graph)
     assert kinds(program)[:2] == ["SpaceToDepthImage", "Conv"]
-    (why,) = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if r["tactic"] == "conv_stem"]
+    (why,) = refusals(program, "conv_stem")
     assert why.startswith("it is predicted to take ")
     assert "a change of layout and conv_sm90" in why

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.conv_cases import excited
 from support.net import Net
-from support.simulated import check_simulated, kinds, lowered
+from support.simulated import check_simulated, kinds, lowered, refusals
 from support.timer import FakeTimer
 
 from optdnn.config import BuildOptions
@@ -140,8 +140,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
 
 
 def reasons(program: Program) -> list[str]:
-    rows: Any = program.meta["tactics"]
-    return [r["reason"] for row in rows for r in row.get("refused", []) if r["tactic"] == "expanded_sm90"]
+    return refusals(program, "expanded_sm90")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -10,7 +10,7 @@ import pytest
 from support.needs import why_no_hopper
 from support.net import Net
 from support.one_config import only
-from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered
+from support.simulated import TOLERANCE, check_simulated, feeds_of, kinds, lowered, tactics
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Value
@@ -70,10 +70,6 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NormedConv, "defer", lambda self, b, op: None)
 
 
-def tactics(program: Program) -> list[str]:
-    return [t["tactic"] for t in program.meta["tactics"] if t["kind"] == "Conv" and not t.get("dropped")]
-
-
 def reasons(program: Program) -> list[str]:
     """Why the tactic was not taken."""
     found = [r for t in program.meta["tactics"] for r in t.get("refused", ())]
@@ -85,7 +81,7 @@ def reasons(program: Program) -> list[str]:
 def test_no_launch_normalizes(name: str) -> None:
     n = Net(np.float16)
     program = check_simulated(n.done(NETS[name](n)))
-    assert tactics(program).count("conv_normed_sm90") == (1 if name == "moved" else 2)
+    assert tactics(program, "Conv").count("conv_normed_sm90") == (1 if name == "moved" else 2)
     assert {"RowMoments", "NormedProduct"} & {*kinds(program)}
     assert not [k for k in kinds(program) if k.startswith("Group")]
 
@@ -96,19 +92,19 @@ def test_large_means_cancel() -> None:
     n = Net()
     x = n.op("Add", _pixelwise(n, n.input(2, 16, 8, 8), 64), n.const(np.full((1, 64, 1, 1), 60.0)))
     program = check_simulated(n.done(_pixelwise(n, _norm(n, x), 64)), tolerance=0.05)
-    assert "conv_normed_sm90" in tactics(program)
+    assert "conv_normed_sm90" in tactics(program, "Conv")
 
 
 def test_the_cost_model_takes_it() -> None:
     n = Net(np.float16)
-    assert tactics(lowered(n.done(block(n)), no_cubins=True)).count("conv_normed_sm90") == 2
+    assert tactics(lowered(n.done(block(n)), no_cubins=True), "Conv").count("conv_normed_sm90") == 2
 
 
 def test_the_cost_model_leaves_many_tiles_of_many_images() -> None:
     n = Net(np.float16)
     x = _pixelwise(n, n.input(32, 16, 32, 32), 64)
     program = lowered(n.done(_pixelwise(n, _norm(n, x), 1024)), no_cubins=True)
-    assert "conv_normed_sm90" not in tactics(program)
+    assert "conv_normed_sm90" not in tactics(program, "Conv")
     assert any(r.startswith("norm and convolution are predicted to take") for r in reasons(program))
 
 
@@ -177,7 +173,7 @@ def _tiny_scale(n: Net) -> Value:
 def test_what_is_refused(build: Callable[[Net], Value], because: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), no_cubins=True)
-    assert "conv_normed_sm90" not in tactics(program)
+    assert "conv_normed_sm90" not in tactics(program, "Conv")
     assert any(because in reason for reason in reasons(program)), reasons(program)
 
 

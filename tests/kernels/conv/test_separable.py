@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.net import Net
-from support.simulated import check_simulated, kinds, lowered
+from support.simulated import check_simulated, kinds, lowered, refusals
 from support.timer import FakeTimer
 
 from optdnn.config import BuildOptions
@@ -156,7 +156,7 @@ def mixed_apart(n: Net) -> list[Value]:
 REFUSED: dict[str, tuple[Build, str]] = {
     "another reader": (two_readers, "has another reader (GlobalAveragePool"),
     "an output": (an_output, "has another reader"),
-    "squeeze-and-excitation": (excited, "stands between"),
+    "squeeze-and-excitation": (excited, "stands before"),
     "an addition between": (added_before, "more than an activation"),
     "a shortcut's convolution": (shortcut, "is a part of its launch"),
     "groups": (grouped, "not the result of a depthwise convolution"),
@@ -167,8 +167,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
 
 
 def reasons(program: Program) -> list[str]:
-    rows: Any = program.meta["tactics"]
-    return [r["reason"] for row in rows for r in row.get("refused", []) if r["tactic"] == "separable_sm90"]
+    return refusals(program, "separable_sm90")
 
 
 @pytest.mark.parametrize("name", REFUSED)

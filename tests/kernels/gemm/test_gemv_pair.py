@@ -14,7 +14,7 @@ from support import emulated
 from support.host import COMPILER, WHY_NOT
 from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, kinds, lowered
+from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals
 from support.sweep import sweep
 
 from optdnn.config import BuildOptions
@@ -84,8 +84,7 @@ def test_one_launch_gives_what_two_give(name: str, precision: str) -> None:
 
 
 def reasons(program: Program, name: str = "gemv_pair_sm90") -> list[str]:
-    rows: Any = program.meta["tactics"]
-    return [r["reason"] for row in rows for r in row.get("refused", []) if r["tactic"] == name]
+    return refusals(program, name)
 
 
 def pixels(n: Net, channels: int = 64) -> Value:
@@ -118,7 +117,7 @@ def unknown_bias(n: Net) -> list[Value]:
 
 REFUSED: dict[str, tuple[Callable[[Net], list[Value]], str]] = {
     "images": (images, "not a 1x1 convolution of one pixel"),
-    "one alone": (lambda n: [n.conv(pixels(n), 24, 1, pads=0)], "not the result of such a convolution"),
+    "one alone": (lambda n: [n.conv(pixels(n), 24, 1, pads=0)], "not the result of a 1x1 convolution of one pixel"),
     "another reader": (two_readers, "has another reader"),
     "an addition": (added, "more than an activation"),
     "odd sizes": (

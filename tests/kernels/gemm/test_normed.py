@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from support.net import Net
-from support.simulated import check_simulated, kinds, lowered
+from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 from support.timer import FakeTimer
 
 from optdnn.config import BuildOptions
@@ -24,7 +24,6 @@ from optdnn.ops.unary import GeluAttrs
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.program import Program
 from optdnn.tuning.autotuner import Tuner
 from optdnn.tuning.timing_cache import TimingCache
 
@@ -90,10 +89,6 @@ NETS: dict[str, Callable[[Net], Value]] = {
 }
 
 
-def tactics(program: Program) -> list[str]:
-    return [t["tactic"] for t in program.meta["tactics"] if t["kind"] in ("MatMul", "Gemm") and not t.get("dropped")]
-
-
 @pytest.fixture
 def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     for tactic in (NormedGemm, NormedPair):
@@ -105,7 +100,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_launch_normalizes(name: str) -> None:
     n = Net()
     program = check_simulated(n.done(NETS[name](n)))
-    assert {"gemm_normed_sm90", "gemm_paired_normed_sm90"} & {*tactics(program)}
+    assert {"gemm_normed_sm90", "gemm_paired_normed_sm90"} & {*tactics(program, "MatMul", "Gemm")}
     found = kinds(program)
     assert {"RowMoments", "NormedProduct"} & {*found}
     assert not [k for k in found if k.endswith("Normalization")]
@@ -129,7 +124,7 @@ def test_large_means_cancel() -> None:
     stream = n.op("Add", n.op("MatMul", x, n.random(64, 128, scale=0.125)), n.const(np.full(128, 60.0)))
     y = n.op("MatMul", _norm(n, stream, 128), n.random(128, 64, scale=0.1))
     program = check_simulated(n.done(y), tolerance=0.03)
-    assert "gemm_normed_sm90" in tactics(program)
+    assert "gemm_normed_sm90" in tactics(program, "MatMul", "Gemm")
 
 
 def _perceptron(n: Net, rows: int, width: int) -> Value:
@@ -140,17 +135,19 @@ def _perceptron(n: Net, rows: int, width: int) -> Value:
 
 def test_the_cost_model_takes_it_and_leaves_the_largest_products() -> None:
     n = Net()
-    assert tactics(lowered(n.done(_perceptron(n, 800, 256)), no_cubins=True))[-1] == "gemm_normed_sm90"
+    assert (
+        tactics(lowered(n.done(_perceptron(n, 800, 256)), no_cubins=True), "MatMul", "Gemm")[-1] == "gemm_normed_sm90"
+    )
     n = Net()
     program = lowered(n.done(_perceptron(n, 20000, 512)), no_cubins=True)
-    assert tactics(program)[-1] == "gemm_sm90"
-    reasons = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if "normed" in r["tactic"]]
+    assert tactics(program, "MatMul", "Gemm")[-1] == "gemm_sm90"
+    reasons = refusals(program, "*normed*")
     assert "42 GFLOP run at the power limit, where a norm in front of them costs little" in reasons
 
 
 def test_the_cost_model_gives_gated_units_their_norm() -> None:
     n = Net()
-    assert "gemm_paired_normed_sm90" in tactics(lowered(n.done(gated(n)), no_cubins=True))
+    assert "gemm_paired_normed_sm90" in tactics(lowered(n.done(gated(n)), no_cubins=True), "MatMul", "Gemm")
 
 
 def _read_by_others(n: Net) -> Value:
@@ -217,7 +214,7 @@ def _huge_scale(n: Net) -> Value:
 def test_what_is_refused(build: Callable[[Net], Value], options: dict[str, object], because: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), **{"precision": "fp16", **options})  # type: ignore[arg-type]
-    refused = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if "normed" in r["tactic"]]
+    refused = refusals(program, "*normed*")
     assert because in refused
 
 

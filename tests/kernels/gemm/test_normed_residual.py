@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from kernels.gemm.test_normed import PLAIN, _norm, tactics  # type: ignore[import-not-found]
+from kernels.gemm.test_normed import PLAIN, _norm  # type: ignore[import-not-found]
 from support.net import Net
-from support.simulated import check_simulated, kinds, lowered
+from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 from support.timer import FakeTimer
 
 from optdnn.config import BuildOptions
@@ -76,11 +76,11 @@ def test_no_launch_normalizes(name: str, streams: int) -> None:
     n = Net()
     graph = n.done(NETS[name](n))
     program = check_simulated(graph)
-    assert NAME in tactics(program)
+    assert NAME in tactics(program, "MatMul", "Gemm")
     assert {"NormedResidual", "NormedProduct"} & {*kinds(program)}
     assert not [k for k in kinds(program) if k.endswith("Normalization")]
     one = lowered(graph, precision="fp16", streams=streams, no_cubins=True)
-    assert tactics(one) == tactics(program)
+    assert tactics(one, "MatMul", "Gemm") == tactics(program, "MatMul", "Gemm")
 
 
 @pytest.mark.usefixtures("wanted")
@@ -89,7 +89,7 @@ def test_large_means_cancel() -> None:
     n = Net()
     stream = n.op("Add", n.op("MatMul", n.input(40, 64), n.random(64, 128, scale=0.125)), n.const(np.full(128, 60.0)))
     program = check_simulated(n.done(_perceptron(n, stream, 128)), tolerance=0.04)
-    assert NAME in tactics(program)
+    assert NAME in tactics(program, "MatMul", "Gemm")
 
 
 def _bert(n: Net, rows: int, width: int, layers: int = 2) -> Value:
@@ -101,20 +101,19 @@ def _bert(n: Net, rows: int, width: int, layers: int = 2) -> Value:
 
 
 def _reasons(program: object, tactic: str) -> list[str]:
-    found = program.meta["tactics"]  # type: ignore[attr-defined]
-    return [r["reason"] for t in found for r in t.get("refused", ()) if r["tactic"] == tactic]
+    return refusals(program, tactic)
 
 
 def test_the_cost_model_takes_it() -> None:
     n = Net()
-    assert tactics(lowered(n.done(_bert(n, 128, 768)), no_cubins=True)).count(NAME) == 2
+    assert tactics(lowered(n.done(_bert(n, 128, 768)), no_cubins=True), "MatMul", "Gemm").count(NAME) == 2
 
 
 def test_the_cost_model_leaves_what_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optdnn.kernels.gemm.normed_residual.ADDED", 1e-3)
     n = Net()
     program = lowered(n.done(_bert(n, 128, 768)), no_cubins=True)
-    assert NAME not in tactics(program)
+    assert NAME not in tactics(program, "MatMul", "Gemm")
     assert any("one launch 100" in why for why in _reasons(program, NAME))
     assert "LayerNormalization" in kinds(program)
 
@@ -185,7 +184,7 @@ def test_what_is_refused(build: Callable[[Net], Value], options: dict[str, objec
     n = Net()
     program = lowered(n.done(build(n)), **{"precision": "fp16", **options})  # type: ignore[arg-type]
     assert because in _reasons(program, NAME)
-    assert NAME not in tactics(program)
+    assert NAME not in tactics(program, "MatMul", "Gemm")
 
 
 @pytest.mark.usefixtures("wanted")
@@ -194,7 +193,7 @@ def test_an_output_that_is_normalized_keeps_its_launch() -> None:
     rows = _norm(n, n.op("MatMul", n.input(40, 64), n.random(64, 128)), 128)
     y = n.op("Add", n.op("MatMul", n.op("Relu", n.op("MatMul", rows, n.random(128, 192))), n.random(192, 128)), rows)
     program = check_simulated(n.done(y, rows))
-    assert NAME not in tactics(program)
+    assert NAME not in tactics(program, "MatMul", "Gemm")
     assert "others read the normalized rows" in _reasons(program, NAME)
 
 

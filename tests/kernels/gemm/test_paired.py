@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from support.net import Net
-from support.simulated import check_simulated, kinds, lowered
+from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Value
@@ -17,7 +17,6 @@ from optdnn.kernels.gemm.paired import PairedGemm
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.unary import GeluAttrs
 from optdnn.runtime.cuda.compile import nvrtc
-from optdnn.runtime.program import Program
 
 
 def swish_unit(n: Net) -> Value:
@@ -50,16 +49,12 @@ NETS: dict[str, Callable[[Net], Value]] = {
 }
 
 
-def tactics(program: Program) -> list[str]:
-    return [t["tactic"] for t in program.meta["tactics"] if t["kind"] in ("MatMul", "Gemm") and not t.get("dropped")]
-
-
 @pytest.mark.parametrize("name", NETS)
 def test_a_gated_unit_is_one_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PairedGemm, "defer", lambda self, b, op: None)
     n = Net()
     program = check_simulated(n.done(NETS[name](n)))
-    assert tactics(program) == ["gemm_paired_sm90"]
+    assert tactics(program, "MatMul", "Gemm") == ["gemm_paired_sm90"]
     assert "PairedProduct" in kinds(program)
     assert "MatMul" not in kinds(program)
 
@@ -103,7 +98,7 @@ def _scaled(n: Net) -> Value:
 def test_what_is_refused(build: Callable[[Net], Value], precision: str, because: str) -> None:
     n = Net()
     program = lowered(n.done(build(n)), precision)
-    refused = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if "paired" in r["tactic"]]
+    refused = refusals(program, "*paired*")
     assert because in refused
 
 
@@ -111,8 +106,8 @@ def test_two_launches_that_are_predicted_to_be_faster_are_kept(monkeypatch: pyte
     monkeypatch.setattr(PairedGemm, "configs", lambda self, b, op: [Offer(None, 1.0)])
     n = Net()
     program = lowered(n.done(_fires(n)))
-    assert tactics(program) == ["gemm_sm90", "gemm_sm90"]
-    reasons = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ())]
+    assert tactics(program, "MatMul", "Gemm") == ["gemm_sm90", "gemm_sm90"]
+    reasons = refusals(program)
     assert any("two launches are predicted to take" in r for r in reasons)
 
 

@@ -11,7 +11,7 @@ from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
 from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import feeds_of, lowered
+from support.simulated import feeds_of, lowered, refusals
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.gemm.matmul import is_thin
@@ -66,7 +66,7 @@ def test_elements_that_threads_cannot_count_are_refused(rows: int, refused: bool
     n = Net()
     graph = n.done(n.op("MatMul", n.input(1 << 17, rows, 1, name="a"), n.input(1 << 17, 1, 64, name="b")))
     program = lowered(graph, "fp32", no_cubins=True)
-    reasons = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ())]
+    reasons = refusals(program)
     assert ("131072 matrices with more than 4294967296 elements exceed a grid" in reasons) == refused
 
 

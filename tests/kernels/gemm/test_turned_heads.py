@@ -14,7 +14,7 @@ from support.emulated import _text
 from support.host import HERE, library
 from support.net import Net
 from support.rotary_cases import angles, of_a_product
-from support.simulated import check_simulated, kinds, lowered
+from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Value
@@ -27,7 +27,6 @@ from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.nvrtc import template_files
-from optdnn.runtime.program import Program
 from optdnn.runtime.reference.attention import rotary_embedding
 
 
@@ -80,21 +79,17 @@ NETS: dict[str, Callable[[], Graph]] = {
 }
 
 
-def tactics(program: Program) -> list[str]:
-    return [t["tactic"] for t in program.meta["tactics"] if t["kind"] == "MatMul" and not t.get("dropped")]
-
-
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", NETS)
 def test_the_launch_turns_heads(name: str, precision: str) -> None:
     program = check_simulated(NETS[name](), precision)
-    assert {"gemm_turned_sm90", "gemm_normed_turned_sm90"} & {*tactics(program)}
+    assert {"gemm_turned_sm90", "gemm_normed_turned_sm90"} & {*tactics(program, "MatMul")}
     assert "TurnedHeads" in kinds(program)
     assert not {"RotaryPair", "RotaryEmbedding"} & {*kinds(program)}
 
 
 def test_a_norm_in_front_has_no_launch() -> None:
-    assert "gemm_normed_turned_sm90" in tactics(lowered(layer(length=200, width=256), no_cubins=True))
+    assert "gemm_normed_turned_sm90" in tactics(lowered(layer(length=200, width=256), no_cubins=True), "MatMul")
 
 
 def _few() -> Graph:
@@ -122,9 +117,7 @@ def _few() -> Graph:
 )
 def test_what_is_refused(build: Callable[[], Graph], precision: str, because: str) -> None:
     program = lowered(build(), precision, no_cubins=True)
-    assert because in [
-        r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if "turned" in r["tactic"]
-    ]
+    assert because in refusals(program, "*turned*")
     assert "TurnedHeads" not in kinds(program)
 
 

@@ -10,7 +10,7 @@ from kernels.test_generated import compare_steps  # type: ignore[import-not-foun
 from support.host import WHY_NOT
 from support.net import Net
 from support.rotary_cases import ROTARY, heads_first
-from support.simulated import check_simulated, feeds_of, kinds, lowered
+from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals
 from support.sweep import sweep
 
 from optdnn.ir.graph import Graph
@@ -127,13 +127,7 @@ def test_the_kernel_compiles_without_spills(name: str, precision: str, arch: str
 
 
 def refused(program: Program) -> set[str]:
-    return {
-        r["reason"]
-        for t in program.meta["tactics"]
-        if t["kind"] == "RotaryEmbedding"
-        for r in t.get("refused", ())
-        if r["tactic"] == "rotary_pair"
-    }
+    return set(refusals(program, "rotary_pair", kind="RotaryEmbedding"))
 
 
 @pytest.mark.parametrize(

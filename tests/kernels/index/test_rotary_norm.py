@@ -12,7 +12,7 @@ from support.host import WHY_NOT
 from support.needs import why_no_hopper
 from support.net import Net
 from support.rotary_cases import NORMED, angles, normed
-from support.simulated import check_simulated, feeds_of, kinds, lowered
+from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals
 from support.sweep import sweep
 
 from optdnn.ir.graph import Graph
@@ -71,13 +71,7 @@ def pair(
 
 
 def reasons(program: Program) -> set[str]:
-    return {
-        r["reason"]
-        for t in program.meta["tactics"]
-        if t["kind"] == "RotaryEmbedding"
-        for r in t.get("refused", ())
-        if r["tactic"] == "rotary_norm"
-    }
+    return set(refusals(program, "rotary_norm", kind="RotaryEmbedding"))
 
 
 @pytest.mark.parametrize(

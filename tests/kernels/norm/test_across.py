@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.net import Net
-from support.simulated import check_simulated, kinds, lowered
+from support.simulated import check_simulated, kinds, lowered, refusals, tactics
 
 from optdnn.ir.graph import Value
 from optdnn.kernels.norm import across_kernel as across
@@ -37,10 +37,6 @@ def mixer(n: Net, tokens: int, kind: str = "LayerNormalization") -> Value:
     return n.op("Add", x, n.matmul(n.op("Gelu", n.matmul(normalized(n, x, kind), 56)), 48))
 
 
-def tactics(program: Program) -> list[str]:
-    return [t["tactic"] for t in program.meta["tactics"] if not t.get("dropped")]
-
-
 @pytest.mark.parametrize(
     ("tokens", "kind"), [(20, "LayerNormalization"), (24, "LayerNormalization"), (20, "RMSNormalization")]
 )
@@ -54,7 +50,7 @@ def test_nothing_is_turned_by_a_launch_of_its_own(tokens: int, kind: str) -> Non
 
 
 def refused(program: Program, tactic: str) -> set[str]:
-    return {r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if r["tactic"] == tactic}
+    return set(refusals(program, tactic))
 
 
 def test_a_norm_that_rows_read_is_not_turned() -> None:

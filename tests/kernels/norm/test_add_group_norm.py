@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.net import Net
 from support.sequence_cases import group_norm_of_sum
-from support.simulated import kinds, lowered
+from support.simulated import kinds, lowered, refusals
 
 from optdnn.ir.graph import Graph
 from optdnn.ir.norm_addition import NormAddition, norm_addition
@@ -45,9 +45,7 @@ def test_the_sum_is_not_stored_and_parts_of_a_product_are_not_copied() -> None:
 
 def test_the_tactic_refuses() -> None:
     program = lowered(sum_net(images=12, vectors=(2, 12, 1, 1)))
-    reasons = [
-        r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if r["tactic"] == "add_group_norm"
-    ]
+    reasons = refusals(program, "add_group_norm")
     assert any("do not lie in whole vectors of channels" in reason for reason in reasons)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, lowered
+from support.simulated import check_simulated, feeds_of, lowered, refusals
 from support.sweep import sweep
 
 from optdnn.config import BuildOptions
@@ -86,8 +86,7 @@ def test_one_launch_gives_what_two_give(name: str, precision: str) -> None:
 
 
 def reasons(program: Program) -> list[str]:
-    rows: Any = program.meta["tactics"]
-    return [r["reason"] for row in rows for r in row.get("refused", []) if r["tactic"] == "group_norm_add"]
+    return refusals(program, "group_norm_add")
 
 
 def two_readers(n: Net, x: Value) -> list[Value]:
@@ -104,9 +103,16 @@ def odd(n: Net, x: Value) -> list[Value]:
     return [n.conv(n.op("Tanh", n.op("Add", norm(n, n.conv(x, 36)), x)), 8)]
 
 
+def repeated(n: Net, x: Value) -> list[Value]:
+    """One normalized image is added to each of two."""
+    one = n.conv(n.input(1, 8, 9, 7, name="one"), 32)
+    return [n.conv(n.op("Tanh", n.op("Add", norm(n, one), n.op("Softmax", x))), 8)]
+
+
 REFUSED: dict[str, tuple[Callable[[Net, Value], list[Value]], str]] = {
     "another reader": (two_readers, "not the sum of a group normalization"),
     "another norm": (of_rows, "not the sum of a group normalization"),
+    "repeated": (repeated, "not the sum of a group normalization"),
     "odd channels": (odd, "whole vectors of channels"),
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.net import Net
-from support.simulated import check_simulated
+from support.simulated import check_simulated, refusals
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.norm import rows_kernel
@@ -23,7 +23,7 @@ def chosen(program: Program, kind: str) -> list[str]:
 
 
 def reasons(program: Program, kind: str) -> str:
-    return "; ".join(r["reason"] for t in program.meta["tactics"] if t["kind"] == kind for r in t.get("refused", []))
+    return "; ".join(refusals(program, kind=kind))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

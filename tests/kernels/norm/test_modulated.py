@@ -61,6 +61,7 @@ def test_one_launch_normalizes_and_modulates(name: str, precision: str) -> None:
     [
         (lambda: adaptive(used=True), "it is no factor and shift of a norm's result, which only it reads"),
         (lambda: adaptive(shift=False), "it is no factor and shift of a norm's result, which only it reads"),
+        (lambda: adaptive(batch=1, images=2), "it is no factor and shift of a norm's result, which only it reads"),
         (lambda: adaptive(each=True), "it is no factor and shift of a norm's result, which only it reads"),
         (lambda: adaptive(width=44), "its factor and shift are not rows of each image, at multiples of 16 bytes"),
         (lambda: adaptive(added=True), "the normalization belongs to the launch of Add"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.net import Net
 from support.sequence_cases import normalized_residual
-from support.simulated import kinds, lowered
+from support.simulated import kinds, lowered, refusals
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.norm import rows_kernel as rows
@@ -21,8 +21,7 @@ PROBLEM = rows.Problem("layer_norm", 50176, 96, add=True, last=True)
 
 def reasons(program: Program) -> list[str]:
     """Why the tactic refuses the additions of a network."""
-    refused = (r for t in program.meta["tactics"] if t["kind"] == "Add" for r in t.get("refused", ()))
-    return [r["reason"] for r in refused if r["tactic"] == "norm_add_half"]
+    return refusals(program, "norm_add_half", kind="Add")
 
 
 def test_the_normalized_rows_are_not_stored() -> None:

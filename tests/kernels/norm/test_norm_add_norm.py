@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.net import Net
 from support.sequence_cases import normalized_residual, sandwich
-from support.simulated import kinds, lowered
+from support.simulated import kinds, lowered, refusals
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.norm import rows_kernel as rows
@@ -22,8 +22,7 @@ PROBLEM = rows.Problem("rms_norm", 128, 1536, add=True, sum=True, bias=False, fi
 
 def reasons(program: Program) -> list[str]:
     """Why the tactic refuses the additions of a network."""
-    refused = (r for t in program.meta["tactics"] if t["kind"] == "Add" for r in t.get("refused", ()))
-    return [r["reason"] for r in refused if r["tactic"] == "norm_add_norm_half"]
+    return refusals(program, "norm_add_norm_half", kind="Add")
 
 
 def test_one_launch_normalizes_adds_and_normalizes() -> None:

@@ -87,7 +87,7 @@ def check_pair(many: int, case: Case, config: resident.Config, folder: Path) -> 
     made = resident.launch(p, config, gpu, pitch_of(case), p.columns)
     text = made.recipe.generated["generated.cuh"].replace(render.mma(p.dtype), "")
     rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
-    headers = ["packed.cuh", "packed_sums.cuh"]
+    headers = ["packed.cuh", "packed_sums.cuh", "packed_resident.cuh"]
     library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=headers)
     found = operands_of(case, o) | {f"beside_{n}": a for n, a in tiled(case, o).items()}
     second = o.packed ^ np.uint8(0x5A)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.net import Net
 from support.packed_cases import Case, drawn
-from support.simulated import check_simulated, kinds
+from support.simulated import check_simulated, kinds, refusals
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.packed.row_product import PackedResidentPair
@@ -74,12 +74,7 @@ def test_two_products_of_another_form() -> None:
         target="cuda:sm_90a",
         tolerance=8e-3,
     )
-    said = [
-        r["reason"]
-        for t in program.meta["tactics"]
-        for r in t.get("refused", ())
-        if r["tactic"] == "packed_resident_pair"
-    ]
+    said = refusals(program, "packed_resident_pair")
     assert any("have another form" in reason for reason in said)
     assert "no other product of the same rows is multiplied by it alone" in said
 
@@ -102,10 +97,5 @@ def test_what_it_takes(name: str) -> None:
 def test_what_it_refuses(because: str, rows: int, norm: bool, gated: bool, other: Case | None) -> None:
     program = check_simulated(network(Case(rows, 96, 1024), norm=norm, gated=gated, other=other), tolerance=8e-3)
     assert "PackedRowProduct" not in kinds(program)
-    said = [
-        r["reason"]
-        for t in program.meta["tactics"]
-        for r in t.get("refused", ())
-        if r["tactic"] == "packed_digits_rows"
-    ]
+    said = refusals(program, "packed_digits_rows")
     assert any(because in reason for reason in said)

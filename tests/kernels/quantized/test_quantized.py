@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.quantized_nets import FP8_GROUPS, NETS, QNet, grouped_fp8, residual_block
-from support.simulated import feeds_of, simulate
+from support.simulated import feeds_of, simulate, tactics
 from support.sweep import sweep
 
 from optdnn.config import BuildOptions
@@ -56,10 +56,6 @@ def test_groups_of_fp8(name: str) -> None:
     for output, want in evaluate(graph, feeds).items():
         np.testing.assert_array_equal(got[output], want)
         assert (got[output] != evaluate(graph, other)[output]).mean() > 0.2
-
-
-def tactics(program: Program) -> list[str]:
-    return [t["tactic"] for t in program.meta["tactics"]]
 
 
 def test_chains_stay_in_8_bits() -> None:

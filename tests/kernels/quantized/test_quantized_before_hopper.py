@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.net import Net
 from support.quantized_nets import NETS, QNet
-from support.simulated import feeds_of, simulate
+from support.simulated import feeds_of, simulate, tactics
 
 from optdnn.config import GPU_PRECISIONS, TARGETS, BuildOptions
 from optdnn.ir.evaluate import evaluate
@@ -37,10 +37,6 @@ def built(graph: Graph, target: str) -> Program:
     program = lower_cuda(copy, BuildOptions(target=target, no_cubins=True), facts_for(TargetName.parse(target)), {})
     validate(program)
     return program
-
-
-def tactics(program: Program) -> list[str]:
-    return [t["tactic"] for t in program.meta["tactics"]]
 
 
 def exact(graph: Graph, program: Program) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kernels.reduce.test_parts import decisions, in_parts  # type: ignore[import-not-found]
+from kernels.reduce.test_parts import decisions, dynamic, in_parts  # type: ignore[import-not-found]
 from support.needs import why_no_hopper
 from support.reduce_cases import CASES, LARGE, case
 from support.simulated import feeds_of, lowered
 
+from optdnn.ir.graph import Graph
 from optdnn.runtime.cuda.trials.check import check_arena, check_steps
 from optdnn.runtime.engine import Engine
 
@@ -19,9 +20,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, r
 
 
 def check(name: str, precision: str) -> None:
-    graph = case(name)
-    program = lowered(graph, precision, target="cuda:sm_90a")
+    program = check_graph(case(name), precision)
     assert "reduce_parts" in decisions(program)
+
+
+def check_graph(graph: Graph, precision: str) -> Any:
+    """Builds, runs and compares; returns the program."""
+    program = lowered(graph, precision, target="cuda:sm_90a")
     context: Any = Engine(program).context()
     feeds = feeds_of(graph)
     assert not [e for e in check_steps(context, feeds) if not e.error < TOLERANCE[precision]]
@@ -30,6 +35,11 @@ def check(name: str, precision: str) -> None:
     for _ in range(5):
         again = context.run(feeds)
         assert all(first[k].tobytes() == again[k].tobytes() for k in first)
+    return program
+
+
+def test_the_range_of_a_large_tensor() -> None:
+    assert len(check_graph(dynamic(2048, 768), "fp32").retained) == 2
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)

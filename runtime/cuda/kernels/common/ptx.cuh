@@ -95,13 +95,6 @@ DEVICE void grid_launch_dependents() {
 #endif
 }
 
-// Tells L2 to fetch ``bytes`` (a multiple of 16), where the GPU can be told.
-DEVICE void bulk_prefetch(const void* source, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(source)), "r"(bytes));
-#endif
-}
-
 #include "counts.cuh"
 
 #if __CUDA_ARCH__ >= 900

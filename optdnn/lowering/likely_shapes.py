@@ -1,0 +1,61 @@
+"""Likely ranges of the sizes that a model leaves open, as values of ``--shape``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from optdnn.dim_text import lone
+from optdnn.errors import UsageError
+from optdnn.ir.graph import Graph
+from optdnn.lowering.cpu.library import typical_sizes
+
+LIKELY = ((1, 8, 32), (1, 128, 512))
+"""Ranges of a batch (the first axis), and of any other dimension: positions of a sequence."""
+
+
+def suggest_shapes(graph: Graph) -> list[str]:
+    """Values of --shape that give each free symbolic dimension a range that the network takes; none where all are known.
+
+    Of an image's height and width little is known: a range begins at the least size, doubled from 1, at which the network leaves
+    something of every tensor.
+    """
+    if graph.profiles:
+        return []
+    typical = typical_sizes(graph)
+    found = []
+    for i in graph.inputs:
+        out = graph.op(i).outputs[0]
+        dims = out.type.shape or ()
+        texts = [str(d) if isinstance(d, int) else _range(str(d), axis, dims, typical) for axis, d in enumerate(dims)]
+        if any(not isinstance(d, int) for d in dims):
+            found.append(f"{out.name}={'x'.join(texts)}")
+    return found
+
+
+def sizes_needed(graph: Graph, target: str) -> UsageError:
+    """The error of an engine for a GPU whose input sizes are not known, with a range that may fit."""
+    return UsageError(
+        f"an engine for {target} needs sizes, or ranges of them (MIN..OPT..MAX); not fixed are {_symbols(graph)}",
+        hint=f"a range that may fit: {' '.join(f'--shape {s}' for s in suggest_shapes(graph))}",
+    )
+
+
+def _range(name: str, axis: int, dims: Any, typical: Mapping[str, int]) -> str:
+    if name not in typical:
+        return "?"  # it follows from others
+    if axis == 0:
+        low, likely, high = LIKELY[0]
+    elif len(dims) >= 4 and axis >= 2 and not isinstance(dims[-1], int):  # an image, and not a cache of heads
+        least = typical[name]
+        low, likely, high = least, max(least, 224), max(2 * least, 512)
+    else:
+        low, likely, high = LIKELY[1]
+        if typical[name] > 32:  # 32 left nothing of some tensor
+            low, likely, high = typical[name], 2 * typical[name], 4 * typical[name]
+    return f"{low}..{likely}..{high}"
+
+
+def _symbols(graph: Graph) -> str:
+    dims = (d for i in graph.inputs for d in graph.op(i).outputs[0].type.shape or ())
+    return ", ".join(dict.fromkeys(name for d in dims if (name := lone(d)) is not None))

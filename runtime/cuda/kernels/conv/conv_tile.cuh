@@ -1,0 +1,81 @@
+// conv_sm90.cu: the sizes of a tile and of what a block holds, the products of one K step, and how sums begin.
+#pragma once
+constexpr int TURNS = ALTERNATE ? 2 : 1;
+constexpr int TILE_GROUPS = WGM * WGN;             // warpgroups that share a tile
+constexpr int GROUPS = TILE_GROUPS * TURNS;
+constexpr int SHARERS = SHARE_CHANNELS * SHARE_PIXELS;
+constexpr int CONSUMERS = GROUPS * 128;
+// More than 128 sums a thread take registers from the loading warps, which are a whole warpgroup then: two of them idle.
+constexpr bool WIDE = MT * BN > 256;
+constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 64) + (PROLOGUE ? 128 : ROW_NORM ? (FACTOR_WARPS - 1) * 32 : 0);
+constexpr int TILE_CHANNELS = WGM * MT * 64;
+constexpr int TILE_PIXELS = WGN * BN;
+constexpr int SPAN = BK * OPERAND_ITEM;
+constexpr u32 WEIGHT_BYTES = TILE_CHANNELS * SPAN;
+constexpr u32 PIXEL_BYTES = BN * SPAN;
+constexpr u32 STAGE_BYTES = WGN * PIXEL_BYTES + (WEIGHTS_STATIONARY ? 0 : WEIGHT_BYTES);
+constexpr u32 OUT_BYTES = BN * OUT_ROW;           // one 64-channel subtile of one warpgroup
+constexpr u32 BARRIER_BYTES = 1024;
+// Each sharer brings this part of a tile's operands to all that need it.
+constexpr int PIXEL_PART = BN / SHARE_CHANNELS, WEIGHT_PART = TILE_CHANNELS / SHARE_PIXELS;
+constexpr int PEERS = SHARE_CHANNELS + SHARE_PIXELS - 1;   // blocks that load what this one multiplies, itself among them
+using Direct = DirectStore<MT, BN, SPLIT>;
+// Lanes of a warp that hand a stage back, and that hand over rows' factors; threads of a warpgroup that hand those back. One does, behind
+// the others' accesses; but racecheck sees each thread's own arrivals alone.
+#ifdef RACECHECK
+constexpr int RELEASERS = SHARERS == 1 ? 32 : 1, TELLERS = 32, READERS = ROW_NORM ? 128 : 1;
+#else
+constexpr int RELEASERS = 1, TELLERS = 1, READERS = 1;
+#endif
+
+constexpr bool RESIDUAL_LOADED = HAS_RESIDUAL && !DIRECT;      // by TMA
+
+#include "conv_loads.cuh"
+#include "conv_stream.cuh"
+
+DEVICE void load_constants(const Params& p, int first, int lane, Channel (&constants)[MT][2]) {
+    #pragma unroll
+    for (int m = 0; m < MT; m++) load_channel_pair(p, first + m * 64, lane, constants[m]);
+}
+
+constexpr int SETS = MT * BN <= 64 && SPAN >= 64 ? 2 : 1;
+
+// One K step: weights [64 * MT][BK] x pixels [BN][BK]; products over 32 bytes of K go to the sets of sums in turn.
+DEVICE void multiply(Acc (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, int k) {
+    const u64 b = wgmma_descriptor<SPAN>(pixels);
+    constexpr int NEXT = ACROSS ? SPAN : 2;        // of K, in a descriptor's 16 bytes
+    #pragma unroll
+    for (int step = 0; step < SPAN / 32; step++) {
+        #pragma unroll
+        for (int m = 0; m < MT; m++)
+            wgmma_step(acc[step % SETS][m], wgmma_descriptor<SPAN>(weights + m * 64 * SPAN) + NEXT * step, b + 2 * step,
+                       ROW_BIAS || (k | (step / SETS)) != 0);
+    }
+}
+
+#if ROW_BIAS
+static_assert(SPLIT == 1 && !STREAM && !INTEGER, "a tile's sums begin once, as floats");
+
+// Sums (wgmma's columns are pixels) begin with what each pixel adds, in the first set.
+DEVICE void begin_sums(const Params& p, int first_pixel, int lane, Acc (&acc)[SETS][MT][BN / 2]) {
+    const int last = (p.pixel_count - 1) & ~1;     // of the pairs
+    #pragma unroll
+    for (int i = 0; i < BN / 2; i += 2) {
+        const float2 bias = __ldg(reinterpret_cast<const float2*>(p.row_bias + min(first_pixel + i / 4 * 8 + lane % 4 * 2, last)));
+        #pragma unroll
+        for (int m = 0; m < MT; m++) {
+            if (SETS == 2) acc[SETS - 1][m][i] = acc[SETS - 1][m][i + 1] = 0.0f;
+            acc[0][m][i] = bias.x, acc[0][m][i + 1] = bias.y;
+        }
+    }
+}
+#endif
+
+// A block stays until its peers are done: they count on its barriers. At the end of each role, since registers are moved for a
+// branch of its own alone.
+DEVICE void leave() {
+    if (SHARERS == 1) return;
+    __syncwarp();
+    cluster_arrive_relaxed();
+    cluster_wait();
+}

@@ -1,0 +1,201 @@
+// packed_resident.cu: its parameters and sizes, and what comes from memory while a block multiplies: the weights, through a ring of each
+// warp, and the rows.
+#pragma once
+
+struct Params {
+    const u16* x;                                  // [rows][x_pitch], rows aligned to 16 bytes
+    PackedWeights weights;
+    const float* bias;
+    const u16* residual;                           // as output
+    u16* output;                                   // [rows][out_pitch], aligned to 8 bytes
+    PackedWeights beside;                          // the second matrix, and its bias
+    const float* beside_bias;
+    float4* partial;                               // SPLIT > 1: sums of blocks, and how many of them have come
+    u32* arrived;
+    int rows, columns, k, x_pitch, out_pitch, parts;                   // parts: of the columns
+};
+
+constexpr int MATRICES = 1 + PAIRED, EACH = TILES / MATRICES;          // tiles of results of a group
+constexpr int WARPS = TEAMS * SHARERS, THREADS = WARPS * 32, TEAM_THREADS = SHARERS * 32, ROWS = 16;
+constexpr int PITCH = CHUNKS * CHUNK_K * 2 + 16;   // bytes of a row: the eight rows of an ldmatrix lie in other banks
+constexpr int FOURS = EACH * 4, SUM_PITCH = TILES * 16 + 4;            // fours of results of a row of a group; floats of its sums
+constexpr int ROWS_AT = (CHUNKS + WARPS * DEPTH + 15) / 16 * 128;      // behind the barriers
+constexpr int SCALE_SET = 16 * GROUPS * SCALE_BYTES, ZERO_SET = 16 * GROUPS * ZERO_BYTES;  // bytes
+constexpr int TILE_BYTES = CHUNK_BYTES + SCALE_SET + ZERO_SET, SLOT_BYTES = TILES * TILE_BYTES, RING_BYTES = DEPTH * SLOT_BYTES;
+constexpr int SUM_BYTES = ROWS * SUM_PITCH * 4;
+constexpr bool ALIASED = GROUPS_HERE <= TEAMS;     // sums take the place of the ring, which nothing more comes to
+constexpr int OWN_SUMS_AT = ALIASED ? 0 : RING_BYTES, WARP_BYTES = ALIASED ? (RING_BYTES > SUM_BYTES ? RING_BYTES : SUM_BYTES) : RING_BYTES + SUM_BYTES;
+constexpr int ROW_SUMS_AT = ROWS * PITCH, WARPS_AT = (ROW_SUMS_AT + CHUNKS * ROWS * 8 + 127) / 128 * 128;  // behind the rows' beginning
+constexpr int PARTIAL_FOURS = GROUPS_HERE * ROWS * FOURS * MATRICES;   // of a block
+#if defined(DTYPE_BF16)
+constexpr bool RAW = GROUPS == 1 && !FLOAT_CODES && BITS < 8;
+constexpr float NUMBER = 1.0f, OFFSET = 128.0f;    // what an operand counts, and the constant that is added to each number
+#else
+constexpr bool RAW = GROUPS == 1 && !FLOAT_CODES;
+constexpr float NUMBER = 16777216.0f, OFFSET = 0.0f;
+#endif
+constexpr float START = (ZEROS ? 1.0f : -(float(1 << (BITS - 1)) + OFFSET)) / NUMBER;  // what sums of rows are multiplied by
+
+static_assert(TILES % MATRICES == 0, "tiles of two matrices come in pairs");
+
+// What a block computes: its tiles of results, in groups, and its chunks of K.
+struct Part {
+    int first, tiles, groups, begin, count;
+    __device__ __forceinline__ explicit Part(const Params& p) {
+        const int all = (p.columns + 15) / 16, part = blockIdx.x % SPLIT, block = blockIdx.x / SPLIT;
+        first = all * block / p.parts, tiles = all * (block + 1) / p.parts - first, groups = (tiles + EACH - 1) / EACH;
+        begin = p.weights.chunks * part / SPLIT, count = p.weights.chunks * (part + 1) / SPLIT - begin;
+    }
+};
+
+// The chunks of a warp, group by group, on their way through its ring.
+struct Ring {
+    const Params& p;
+    const Part& part;
+    const u32 at, full;                            // shared addresses: slots, and their barriers
+    int group, step;                               // what is asked for next
+    int slot;
+    u32 parity;
+    __device__ __forceinline__ Ring(const Params& p, const Part& part, u32 at, u32 full, int team) : p(p), part(part), at(at), full(full), group(team), step(0), slot(0), parity(0) {}
+
+    // Asks for the first chunks.
+    template <class Order> __device__ __forceinline__ void begin(int own, int sharer, int lane, const Order& order) {
+        if (own == 0) group = part.groups;         // there are none
+        if (lane == 0) {
+            #pragma unroll
+            for (int d = 0; d < DEPTH; d++) barrier_init(full + d * 8, 1);
+            barrier_init_fence();
+            async_proxy_fence();
+        }
+        __syncwarp();
+        #pragma unroll 1
+        for (int d = 0; d < DEPTH; d++) ask(own, sharer, order);
+        parity = 0;
+    }
+    // Asks for a chunk of each tile of a group, by one lane.
+    __device__ __forceinline__ void load(int chunk) const {
+        const u32 barrier = full + slot * 8;
+        barrier_expect(barrier, SLOT_BYTES);
+        #pragma unroll
+        for (int n = 0; n < TILES; n++) {
+            const PackedWeights& matrix = n % MATRICES ? p.beside : p.weights;
+            const u32 tile = part.first + min(group * EACH + n / MATRICES, part.tiles - 1), to = at + slot * SLOT_BYTES + n * TILE_BYTES;
+            const u32 set = tile * matrix.sets + (chunk >> SET_SHIFT);
+            bulk_load(to, matrix.tiles + u64(tile * matrix.chunks + chunk) * CHUNK_BYTES, CHUNK_BYTES, barrier);
+            bulk_load(to + CHUNK_BYTES, matrix.scales + u64(set) * SCALE_SET, SCALE_SET, barrier);
+            if (ZERO_SET > 0) bulk_load(to + CHUNK_BYTES + SCALE_SET, matrix.zeros + u64(set) * ZERO_SET, ZERO_SET, barrier);
+        }
+    }
+    // Asks for what comes next, into the slot that was read last. By whole warps.
+    template <class Order> __device__ __forceinline__ void ask(int own, int sharer, const Order& order) {
+        if (group < part.groups) {
+            if (elect_one()) load(part.begin + order.chunk(sharer + step * SHARERS));
+            if (++step == own) step = 0, group += TEAMS;
+        }
+        if (++slot == DEPTH) slot = 0, parity ^= 1;
+    }
+    __device__ __forceinline__ void wait() const { barrier_wait(full + slot * 8, parity); }
+};
+
+// Brings the rows of a chunk, with zeros beyond K. What lies in the place of rows that there are not counts for no other row.
+DEVICE void bring_rows(const Params& p, const Part& part, u32 rows, int chunk, int lane) {
+    constexpr int VECTORS = CHUNK_K / 8, STEP = 32 / VECTORS;          // rows that the lanes copy at once
+    const int k = (part.begin + chunk) * CHUNK_K + lane % VECTORS * 8, bytes = max(0, min(16, (p.k - k) * 2));
+    int m = lane / VECTORS;
+    u32 to = rows + m * PITCH + chunk * (CHUNK_K * 2) + lane % VECTORS * 16;
+    const u16* from = bytes > 0 ? p.x + (long long)m * p.x_pitch + k : p.x;
+    #pragma unroll
+    for (int i = 0; i < ROWS / STEP; i++, m += STEP, to += STEP * PITCH) {
+        if (m < p.rows) copy_16_or_zeros(to, from, bytes);
+        if (bytes > 0) from += STEP * p.x_pitch;
+    }
+}
+
+// Where a lane's 16 bytes of ldmatrix begin: of both tiles of eight rows.
+DEVICE u32 lane_rows(u32 rows, int chunk, int lane) { return rows + chunk * (CHUNK_K * 2) + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16; }
+
+// The sums of a chunk's rows 2 pair and 2 pair + 1 of a tile of eight rows, twice: as the sums of a tile begin.
+DEVICE float4* row_sums(u8* shared, int chunk, int m, int pair) { return reinterpret_cast<float4*>(shared + ROW_SUMS_AT) + (chunk * 2 + m) * 4 + pair; }
+
+// Sums a chunk's rows: their product with ones.
+DEVICE void sum_rows(u8* shared, int chunk, int lane) {
+    const u32 rows = lane_rows(smem_address(shared), chunk, lane);
+    float sums[2][4] = {};
+    #pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        u32 a[4];                                  // the same matrices as operand A
+        ldmatrix_x4(rows + step * 32, a[0], a[2], a[1], a[3]);
+        multiply(sums[step % 2], a, ONE2, ONE2);
+    }
+    if (lane % 4 > 0) return;
+    #pragma unroll
+    for (int m = 0; m < 2; m++) {
+        float* const to = reinterpret_cast<float*>(row_sums(shared, chunk, m, lane / 8)) + lane / 4 % 2;
+        to[0] = to[2] = (sums[0][m * 2] + sums[1][m * 2]) * START;
+    }
+}
+
+// The rows of the block, which warps bring in turn: those of chunks ``at`` to at + WARPS - 1 at a time.
+struct Rows {
+    const Params& p;
+    const Part& part;
+    u8* const shared;
+    const int warp, lane, turned;
+    int asked, here;                               // chunks that the warp has no more to ask for, and to bring
+    __device__ __forceinline__ Rows(const Params& p, const Part& part, u8* shared, int warp, int lane)
+        : p(p), part(part), shared(shared), warp(warp), lane(lane), turned(blockIdx.x / SPLIT % part.count), asked(0), here(0) {}
+
+    // The chunk that comes at a place: blocks ask L2 for other rows first.
+    __device__ __forceinline__ int chunk(int at) const { return at + turned < part.count ? at + turned : at + turned - part.count; }
+    __device__ __forceinline__ u32 barrier(int at) const { return smem_address(shared) - ROWS_AT + at * 8; }
+    __device__ __forceinline__ void ask() {
+        if (asked + warp < part.count) bring_rows(p, part, smem_address(shared), chunk(asked + warp), lane);
+        copies_commit();
+        asked += WARPS;
+    }
+    // Brings the warp's chunk of those that come next.
+    __device__ __forceinline__ void bring() {
+        copies_wait_but<1>();
+        __syncwarp();
+        if (here + warp < part.count) {
+            if (RAW) sum_rows(shared, chunk(here + warp), lane);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(barrier(here + warp));
+        }
+        here += WARPS;
+        ask();
+    }
+    // Waits for the rows of the chunk at a place.
+    __device__ __forceinline__ void wait(int at) {
+        while (here <= at) bring();
+        barrier_wait(barrier(at), 0);
+    }
+};
+
+template <int BYTES> DEVICE Words<BYTES> shared_words(const u8* at) {
+    Words<BYTES> v;
+    if constexpr (BYTES == 1) {
+        v.word[0] = *at;
+    } else if constexpr (BYTES == 2) {
+        v.word[0] = *reinterpret_cast<const u16*>(at);
+    } else {
+        #pragma unroll
+        for (int i = 0; i < BYTES / 4; i++) v.word[i] = reinterpret_cast<const u32*>(at)[i];
+    }
+    return v;
+}
+
+// What a lane holds of a chunk, from its place in the ring.
+DEVICE Chunk shared_chunk(const u8* at, int lane) {
+    Chunk c;
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int channel = lane / 4 + h * 8;
+        c.weights[h] = *reinterpret_cast<const uint4*>(at + h * 512 + lane * 16);
+        c.scales[h] = shared_words<GROUPS * SCALE_BYTES>(at + CHUNK_BYTES + channel * (GROUPS * SCALE_BYTES));
+#if ZEROS
+        c.zeros[h] = shared_words<GROUPS * ZERO_BYTES>(at + CHUNK_BYTES + SCALE_SET + channel * (GROUPS * ZERO_BYTES));
+#endif
+    }
+    return c;
+}
