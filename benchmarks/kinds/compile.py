@@ -26,7 +26,7 @@ from optdnn.runtime.cuda.compile.recipes import recipe_of
 
 HOT = frozenset(
     {
-        "conv_sm90.cu", "conv_patch_sm90.cu", "conv_sm80.cu", "conv_stem.cu", "conv_fp32.cu", "matmul_fp32.cu", "matmul_mma.cu",
+        "conv_sm90.cu", "conv_patch_sm90.cu", "conv_sm80.cu", "conv_stem.cu", "conv_stem_pool.cu", "chained_sm90.cu", "conv_fp32.cu", "matmul_fp32.cu", "matmul_mma.cu",
         "depthwise.cu", "depthwise_sm90.cu", "grouped_sm90.cu", "separable_sm90.cu", "expanded_sm90.cu", "attention_sm90.cu",
         "attention_sm80.cu",
         "attention_channels.cu", "channel_sums.cu", "channel_results.cu", "rows.cu",

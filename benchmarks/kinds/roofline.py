@@ -36,7 +36,7 @@ WORDS = (
     ("products", ("MatMul", "Product"), ("gem",)),
     ("norms", ("Norm", "Moments", "Softmax"), ("norm", "rows", "group_norm")),
     ("depthwise convolutions", (), ("depthwise",)),
-    ("convolutions", ("Conv",), ("conv", "subpixel", "separable", "expanded")),
+    ("convolutions", ("Conv",), ("conv", "subpixel", "separable", "expanded", "chained")),
     ("reductions", ("Reduce", "Pool", "Arg", "TopK"), ()),
     ("pointwise", ("Pointwise",), ("pointwise",)),
 )

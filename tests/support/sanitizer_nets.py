@@ -124,6 +124,28 @@ def stems(n: Any) -> Any:
     return tuple(n.op("GlobalAveragePool", v) for v in (planes, x, y))
 
 
+def bottlenecks(n: Any) -> Any:
+    """1x1 convolutions in one launch, with a residual and the wide result stored; more tiles than multiprocessors, weights in a ring."""
+    x = n.op("Relu", n.conv(n.input(4, 8, 56, 56), 320, 3, bias=True))
+    for _ in range(2):
+        y = n.op("Relu", n.conv(x, 64, 1, pads=0, bias=True))
+        y = n.op("Relu", n.conv(y, 64, 3, pads=1, bias=True))
+        x = n.op("Relu", n.op("Add", n.conv(y, 320, 1, pads=0, bias=True), x))
+    return n.conv(x, 8, 3)
+
+
+def perceptron(n: Any) -> Any:
+    """Two products in one launch."""
+    x = n.op("Relu", n.input(1000, 96))
+    y = n.op("Gelu", n.op("Add", n.op("MatMul", x, n.random(96, 384, scale=0.1)), n.random(384)))
+    return n.op("Add", n.op("Add", n.op("MatMul", y, n.random(384, 96, scale=0.05)), n.random(96)), x)
+
+
+def stem_and_pool(n: Any) -> Any:
+    """A first convolution and its max pool in one launch; bands of an image."""
+    return n.max_pool(n.op("Relu", n.conv(n.input(4, 3, 112, 112), 64, 7, pads=3, strides=2, bias=True)), 3, pads=1)
+
+
 def expanded(n: Any) -> Any:
     """1x1 and depthwise convolutions in one launch, with sums of tiles; persistent blocks."""
     y = n.op("Swish", n.conv(n.op("Relu", n.conv(n.input(4, 8, 112, 112), 16, 3, bias=True)), 96, 1, pads=0, bias=True))
@@ -163,6 +185,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "gemm.normed_residual.NormedResidualGemm.defer": _never,
     },
     "norms of images": {"conv.normed.NormedConv.defer": _never},
+    "chained": {"conv.chained.GAIN": 99.0},
+    "a first convolution": {"conv.stem_pool.GAIN": 99.0},
 }
 """How the names of families begin -> what is set in ``optdnn.kernels``, so that their kernels are taken."""
 
@@ -296,6 +320,9 @@ def depthwise_convolutions() -> Graphs:
         "depthwise by TMA, whole images": (net(Net, lambda n: depthwise(n, 64, 5, 7)), "fp16"),
         "separable": (net(Net, separable), "fp16"),
         "expanded": (net(Net, expanded), "fp16"),
+        "chained convolutions": (net(Net, bottlenecks), "fp16"),
+        "chained products": (net(Net, perceptron), "fp16"),
+        "a first convolution and its pool": (net(Net, stem_and_pool), "fp16"),
         "a gate": (lambda: excited(images=1), "fp16"),
         "a gate of means": (lambda: excited(images=1, means=True), "fp16"),
     }
