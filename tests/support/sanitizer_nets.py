@@ -125,7 +125,7 @@ def stems(n: Any) -> Any:
 
 
 def bottlenecks(n: Any) -> Any:
-    """1x1 convolutions in one launch, with a residual and the wide result stored; more tiles than multiprocessors, weights in a ring."""
+    """1x1 convolutions in one launch, with a residual and the wide result stored; more tiles than multiprocessors."""
     x = n.op("Relu", n.conv(n.input(4, 8, 56, 56), 320, 3, bias=True))
     for _ in range(2):
         y = n.op("Relu", n.conv(x, 64, 1, pads=0, bias=True))

@@ -29,7 +29,7 @@ from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, with_pitch
 from optdnn.kernels.conv.problem import Source
-from optdnn.kernels.conv.separable import is_pointwise
+from optdnn.kernels.conv.pair import POINTWISE
 from optdnn.kernels.tactic import MANY, Offer, Region, Tactic
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -237,10 +237,10 @@ class ChainedConv(ChainedProducts):
 
     @staticmethod
     def behind(graph: Graph, op: Op) -> Op | None:
-        if not is_pointwise(graph, op):
+        if not POINTWISE.holds(graph, op):
             return None
         readers = (u for u in graph.users(op.value) if u.kind == "Conv" and u.inputs[0] == op.value)
-        found = [u for u in readers if is_pointwise(graph, u)]
+        found = [u for u in readers if POINTWISE.holds(graph, u)]
         return found[0] if len(found) == 1 else None
 
     def unfit(self, b: Builder, op: Op, second: Op) -> str | None:
