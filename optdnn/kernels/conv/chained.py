@@ -28,8 +28,8 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, with_pitch
-from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.pair import POINTWISE
+from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.tactic import MANY, Offer, Region, Tactic
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
