@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from optdnn.build_result import Build
 from optdnn.calibration import input_specs
 from optdnn.compare.divergence import Findings, find, finite
 from optdnn.compare.gpu_rivals import (
@@ -25,7 +26,7 @@ from optdnn.compare.gpu_rivals import (
     torch_candidates,
 )
 from optdnn.compare.rebuild import Progress, side_of
-from optdnn.compiler import Build, build_verbose
+from optdnn.compiler import build_verbose
 from optdnn.config import AUTO, BuildOptions
 from optdnn.custom import CustomOp
 from optdnn.errors import MissingDependency, UsageError
