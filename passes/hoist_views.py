@@ -160,46 +160,6 @@ def split_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, reshape), build)
 
 
-@rule("turn_before_split", {"Transpose"})
-def turn_before_split(graph: Graph, op: Op) -> Match | Miss | None:
-    """``transpose(reshape(attention))`` is ``reshape(transpose(attention))`` where the Reshape only splits axes, whose parts stay
-    together: attention writes its result in the order of a Transpose after it."""
-    reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
-    source = None if reshape is None else producer(graph, reshape.inputs[0], {"Attention"}, alone=True)
-    if reshape is None or source is None or op.attrs.perm is None:
-        return None
-    before, after = shape_of(graph, source.value), shape_of(graph, reshape.value)
-    if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
-        return Miss("its sizes are not known")
-    parts = _split_axes(tuple(map(int, after)), tuple(map(int, before)))  # type: ignore[arg-type]
-    if parts is None:
-        return Miss("the reshape does more than to split axes")
-    axis_of = {fine: coarse for coarse, fines in enumerate(parts) for fine in fines}
-    perm = tuple(dict.fromkeys(axis_of[p] for p in op.attrs.perm))
-    if [fine for axis in perm for fine in parts[axis]] != list(op.attrs.perm):
-        return Miss("the parts of an axis do not stay together")
-    target = tuple(int(after[p]) for p in op.attrs.perm)
-
-    def build(patch: Patch) -> Value:
-        return reshaped(patch, patch.add("Transpose", [source.value], TransposeAttrs(perm)), target)
-
-    return Match((op, reshape), build)
-
-
-def _split_axes(fine: tuple[int, ...], coarse: tuple[int, ...]) -> list[range] | None:
-    """The axes of ``fine`` that each axis of ``coarse`` is split into; None where a Reshape from one to the other does more."""
-    found: list[range] = []
-    end = 0
-    for size in coarse:
-        first, part = end, 1
-        while end < len(fine) and (end == first or part < size):
-            part, end = part * fine[end], end + 1
-        if part != size or end == first:
-            return None
-        found.append(range(first, end))
-    return found if end == len(fine) else None
-
-
 @rule("add_before_turn", {"Add"})
 def add_before_turn(graph: Graph, op: Op) -> Match | Miss | None:
     """``turn(x @ W) + image`` is ``turn(x @ W + back(image))``, where ``turn`` puts the last axis, the channels, second.
@@ -328,6 +288,6 @@ def add_before_reshape_of_norm(graph: Graph, op: Op) -> Match | Miss | None:
 class HoistViews(RulePass):
     name = "hoist_views"
     rules = (
-        own_products, hoist_view, add_before_split, split_before_reshape, turn_before_split, add_before_turn, norm_before_reshape,
+        own_products, hoist_view, add_before_split, split_before_reshape, add_before_turn, norm_before_reshape,
         turn_before_norm, add_before_reshape_of_norm, third_term, ordered_columns,
     )  # fmt: skip

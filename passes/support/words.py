@@ -72,7 +72,6 @@ RULES: Mapping[str, str] = {
     "norm_before_reshape": "norms moved before Reshapes of transposed rows",
     "add_before_reshape_of_norm": "residuals added before Reshapes of normalized rows",
     "split_before_reshape": "Splits moved before Reshapes",
-    "turn_before_split": "Transposes of attentions moved before Reshapes",
     "joined_tables": "embeddings of the columns of one tensor joined",
     "flat_indices": "rows gathered by indices that are not flattened first",
     "gather_rows": "chains of moves became one gather of rows",

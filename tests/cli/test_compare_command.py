@@ -125,7 +125,7 @@ def test_compare_refuses_what_cannot_be(cli: Cli, model: Path, options: list[str
 
 
 def test_compare_names_the_absent_library(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optdnn.compare.comparison.find_spec", lambda name: None)
+    monkeypatch.setattr("optdnn.compare.rivals.find_spec", lambda name: None)
     for against in (["--against", "openvino"], []):
         code, _, err = cli("compare", model, *against)
         assert code == 8
@@ -143,7 +143,7 @@ def test_by_default_the_installed_libraries_are_compared(
         seen.append(rivals)
         return raced, None
 
-    monkeypatch.setattr("optdnn.compare.comparison.find_spec", lambda name: name if name in there else None)
+    monkeypatch.setattr("optdnn.compare.rivals.find_spec", lambda name: name if name in there else None)
     monkeypatch.setattr("optdnn.cli.compare._compared", compared)
     assert cli("compare", model, "--target", "reference").code == 0
     there.add("openvino")

@@ -77,46 +77,6 @@ def test_a_split_of_unknown_sizes_stays() -> None:
     check_refused(HoistViews(), n.done(*parts), because="sizes are not known")
 
 
-def attended(
-    *,
-    batch: int = 2,
-    shape: tuple[int, ...] = (3, 4, 5, 6),
-    perm: tuple[int, ...] = (0, 2, 3, 1, 4),
-    kind: str = "Attention",
-) -> Graph:
-    """What an attention over images gives, (B, H, positions, D), in rows and columns of tokens."""
-    n = Net()
-    x = n.input(batch, 3, 20, 6)
-    k, v = n.random(batch, 3, 20, 6), n.random(batch, 3, 20, 6)
-    y = n.op("Attention", x, k, v) if kind == "Attention" else n.op(kind, x)
-    lead = () if len(shape) < 4 else (batch,)
-    return n.done(transposed(n, n.op("Reshape", y, n.ints(*lead, *shape)), *perm))
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_the_transpose_of_an_attention_moves_in_front_of_its_split_positions(batch: int) -> None:
-    graph, _ = check_pass(HoistViews(), attended(batch=batch), changes=1, rules={"turn_before_split": 1})
-    (turn,) = graph.of_kind("Transpose")
-    assert turn.attrs.perm == (0, 2, 1, 3)
-    assert graph.op(turn.inputs[0]).kind == "Attention"  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("options", "because"),
-    [
-        ({"perm": (0, 3, 2, 1, 4)}, "do not stay together"),
-        ({"perm": (0, 2, 1, 3, 4)}, "do not stay together"),
-        ({"shape": (6, 20, 6), "perm": (1, 0, 2)}, "more than to split axes"),
-    ],
-)
-def test_other_transposes_of_an_attention_stay(options: dict[str, Any], because: str) -> None:
-    check_refused(HoistViews(), attended(**options), because=because, rule="turn_before_split")
-
-
-def test_transposes_of_other_results_stay() -> None:
-    check_untouched(HoistViews(), attended(kind="Relu"))
-
-
 def flattened(bias: bool = True, trans_b: bool = False) -> Graph:
     """GPT-2's Conv1D: rows flattened for a Gemm."""
     n = Net(np.float64)
