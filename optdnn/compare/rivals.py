@@ -18,8 +18,9 @@ from optdnn.compare.rebuild import Progress
 from optdnn.compare.subject import Subject
 from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions
-from optdnn.errors import MissingDependency, UsageError
+from optdnn.errors import EngineError, MissingDependency, UsageError
 from optdnn.ir.export_onnx import export_model
+from optdnn.runtime.file.format import read
 from optdnn.runtime.racing.candidates import Candidate
 
 REFERENCE = "reference"
@@ -87,8 +88,24 @@ def candidates(names: Sequence[str], subject: Subject, folder: Path, say: Progre
             build_verbose(subject.model, options).engine.save(folder / "reference.engine")
             found.append(Candidate(name, "engine", str(folder / "reference.engine")))
         else:
+            _check_inputs(subject, name)
             found.append(Candidate(rival_name(name, [c.name for c in found]), "engine", name))
     return found
+
+
+def _check_inputs(subject: Subject, rival: str) -> None:
+    """Raise UsageError where an engine file has other inputs than the subject: it is of another network."""
+    own = [s.name for s in subject.inputs]
+    try:
+        others = [s.name for s, _ in read(rival, verify=False).inputs]
+    except EngineError:
+        return  # a row of the comparison tells this
+    if set(own) != set(others):
+        raise UsageError(
+            f"{rival} is an engine of another network: its inputs are {', '.join(others)}, "
+            f"{subject.name} has {', '.join(own)}",
+            hint="compare engines of one network",
+        )
 
 
 def _model_of_others(subject: Subject, folder: Path, say: Progress) -> Path | None:

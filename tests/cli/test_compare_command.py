@@ -11,6 +11,7 @@ import pytest
 from support.cli import Cli, libraries, strict
 from support.onnxnet import convnet, save_convnet
 
+import optdnn
 from optdnn.cli.main import run
 
 Facts = dict[str, Any]
@@ -79,6 +80,20 @@ def test_compare_engines_without_their_model(cli: Cli, engine: Path, tmp_path: P
     assert code == 2
     assert "reference needs the ONNX model" in err
     assert "--model FILE" in err
+
+
+def test_engines_of_two_networks_are_not_raced(cli: Cli, engine: Path, tmp_path: Path) -> None:
+    other = convnet()
+    other.graph.input[0].name = other.graph.node[0].input[0] = "picture"
+    optdnn.build(other, target="reference").save(tmp_path / "other.engine")
+    for words, theirs, own in (
+        ((tmp_path / "other.engine", engine), "x", "picture"),
+        ((engine, tmp_path / "other.engine"), "picture", "x"),
+    ):
+        code, out, err = cli("compare", *words)
+        assert (code, out) == (2, "")
+        assert "is an engine of another network: its inputs are " in err
+        assert {theirs, own} <= set(err.replace(",", " ").split())
 
 
 def test_compare_an_engine_with_its_model(cli: Cli, engine: Path, model: Path, tmp_path: Path) -> None:
