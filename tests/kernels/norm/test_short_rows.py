@@ -201,7 +201,9 @@ def test_the_results_readers_in_between_keep_norms_apart() -> None:
         return Site(Region(op), "", ShortRows(), None, [])
 
     def read(*entries: Any) -> bool:
-        b: Any = SimpleNamespace(plan=[Move(reader, (result,), other), site(norm), *entries], place={norm.value: result})
+        b: Any = SimpleNamespace(
+            plan=[Move(reader, (result,), other), site(norm), *entries], place={norm.value: result}
+        )
         return short_rows._is_read(b, norm, result)
 
     assert not read()
