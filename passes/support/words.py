@@ -64,6 +64,7 @@ RULES: Mapping[str, str] = {
     "depthwise_relu": "ReLUs moved into the depthwise convolutions after them",
     "flatten_last": "Flattens merged into the matrix product after them",
     "hoist_view": "Reshapes moved before matrix products",
+    "unflattened_rows": "rows of products no longer flattened",
     "turn_before_norm": "transposes of rows moved before the norm",
     "norm_before_reshape": "norms moved before Reshapes of transposed rows",
     "add_before_reshape_of_norm": "residuals added before Reshapes of normalized rows",
