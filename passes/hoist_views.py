@@ -4,10 +4,11 @@ An attention's result is transposed, multiplied and, in PyTorch's exports, trans
 added. Between product and addition, the second view would keep the addition out of the product's epilogue. In front of the
 product it merges with the first one. In ConvNeXt a Transpose turns the product's rows into an image, to which a residual is
 added: the addition moves in front of the Transpose. A Gemm between reshapes of leading axes becomes a MatMul of the unflattened
-tensor, also where the Reshape after it makes heads of columns. A Split of a joint projection moves in front of a Reshape, which would copy all of it. A norm of rows, and the addition
-after it, move in front of a Reshape of transposed rows (Swin V2's windows), and read the rows where they lie. Sums of two
-products and a residual take an order in which each product's kernel adds one tensor. A product to which several constants are added
-is computed once for each, with a bias. Parts of a product's columns that alternate follow one another.
+tensor, also where the Reshape after it makes heads of columns. A Split of a joint projection moves in front of a Reshape, which
+would copy all of it. A norm of rows, and the addition after it, move in front of a Reshape of transposed rows (Swin V2's
+windows), and read the rows where they lie. Sums of two products and a residual take an order in which each product's kernel
+adds one tensor. A product to which several constants are added is computed once for each, with a bias. Parts of a product's
+columns that alternate follow one another.
 """
 
 from __future__ import annotations

@@ -189,6 +189,7 @@ RULES: Mapping[str, str] = {
     "requantize_same": "pairs of DequantizeLinear and QuantizeLinear removed",
     "qlinear_to_qdq": "QLinear operators written with Q and DQ",
     "on_integers": "operators moved onto the integers",
+    "resized_integers": "integers interpolated as floats",
     "transpose_integers": "quantized weights transposed once",
     "recentre": "integers centered on zero",
     "quantized_product": "products computed on integers",
