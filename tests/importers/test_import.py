@@ -343,7 +343,9 @@ def test_layer_norms_in_files_of_early_opsets(opset):
     text = "g (float[2, 4] x) => (float[2, 4] y) <float[4] s = {1, 2, 3, 4}> { y = LayerNormalization<epsilon = 0.001>(x, s) }"
     early, late = (import_model(model(text, n)) for n in (opset, 17))
     assert early.kinds() == late.kinds()
-    assert [op.attrs for op in early.of_kind("LayerNormalization")] == [op.attrs for op in late.of_kind("LayerNormalization")]
+    assert [op.attrs for op in early.of_kind("LayerNormalization")] == [
+        op.attrs for op in late.of_kind("LayerNormalization")
+    ]
 
 
 @pytest.mark.parametrize("opset", [0, 99])
