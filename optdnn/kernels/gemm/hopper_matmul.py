@@ -21,7 +21,7 @@ from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.conv.problem import MOMENT_CHANNELS, Problem, Source
 from optdnn.kernels.gemm.hopper import padded_rows, rows_of
-from optdnn.kernels.gemm.matmul import THIN, is_thin
+from optdnn.kernels.gemm.matmul import is_thin
 from optdnn.kernels.launch import tensor_map
 from optdnn.kernels.pointwise.pointwise import copied_later
 from optdnn.kernels.pointwise.strides import broadcast, merge
@@ -36,8 +36,6 @@ LINE = 64
 """Elements in 128 bytes."""
 SHORT = 16
 """Terms of products with a vector that no tensor core is needed for."""
-FEW = 1 << 22
-"""Terms of all products together up to which copies for tensor cores take longer than the sums themselves, as predicted."""
 REPEATED = 1 << 24
 """Most elements of a constant stack that is repeated."""
 
@@ -124,18 +122,11 @@ class HopperMatMul(hopper_launch.HopperTactic):
         return hopper_launch.refuse(b.arch, map_dtype(out.dtype), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Short products with a vector each are a few numbers for each result. Tensor cores would need copies of both factors. So are
-        those of matrices with a few rows or columns, where a factor does not lie as TMA walks it."""
+        """Short products with a vector each are a few numbers for each result. Tensor cores would need copies of both factors."""
         left, right = (b.graph.type(v).static_shape for v in op.inputs[:2] if v is not None)
-        (*_, rows, depth), columns, count = left, right[-1], math.prod(op.outputs[0].type.static_shape)
-        if depth > SHORT or min(rows, columns) > THIN:
-            return None
-        if columns == 1 and is_thin(rows, 1, depth, count // rows):
-            return f"a thread for each result adds up {depth} products with a vector"
-        one, two = (b.source(v) for v in op.inputs[:2] if v is not None)
-        lies = walkable(one) and (walkable(two) or walkable(swapped(two)))
-        few = not lies and count * depth <= FEW and b.graph.constant_value(op.inputs[0]) is None
-        return f"sums of {depth} products take less than copies of the factors" if few else None
+        *stack, rows, depth = left
+        short = depth <= SHORT and right[-1] == 1 and is_thin(rows, 1, depth, math.prod(stack))
+        return f"a thread for each result adds up {depth} products with a vector" if short else None
 
     def place(self, b: Builder, op: Op) -> None:
         """Rows at a pitch that TMA can write, unless the place is reserved."""
