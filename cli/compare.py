@@ -198,7 +198,7 @@ def _against_old(old: Path, new: Path, asked: Asked) -> Asked:
     """The settings of a race of NEW against an old engine. The old one is the baseline, and the reference of errors."""
     if not is_engine(old):
         raise UsageError(f"{old} is not an engine: NEW races against an engine", hint=f"optdnn build {old}")
-    from optdnn.compare.comparison import rival_name
+    from optdnn.compare.rivals import rival_name
 
     name = rival_name(str(old), [new.name] if is_engine(new) else [])
     reference = asked.error_reference or (None if asked.model else name)
@@ -209,8 +209,8 @@ def _against_old(old: Path, new: Path, asked: Asked) -> Asked:
 
 def _rivals(asked: Asked, engine: bool, target: str) -> list[str]:
     """The rivals of the subject. Raises UsageError or MissingDependency, before any work, for one that cannot take part."""
-    from optdnn.compare.comparison import check_rivals, installed
     from optdnn.compare.gpu_rivals import installed_gpu, is_gpu
+    from optdnn.compare.rivals import check_rivals, installed
 
     default = installed_gpu if is_gpu(target) else installed
     names = [n for text in asked.against for n in text.split(",") if n] if asked.against else default()
@@ -229,7 +229,8 @@ def _compared(
     ctx: click.Context, file: Path, engine: bool, rivals: Sequence[str], asked: Asked, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Drawing | None]:
     """The report of the comparison, and the subject's network for a page; ``options`` are those of the build."""
-    from optdnn.compare.comparison import Subject, build_subject, compare, drawn, load_subject
+    from optdnn.compare.comparison import compare, drawn
+    from optdnn.compare.subject import Subject, build_subject, load_subject
 
     given = read_inputs(asked.inputs, bare=True)
     with temporary_folder() as folder, progress(f"compare {file.name}") as say:

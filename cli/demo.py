@@ -41,7 +41,7 @@ def command(threads: int | None, output: Path | None, json_file: Path | None) ->
     code 7 if an accuracy or an error is not what it should be.
     """
     from optdnn import __version__
-    from optdnn.compare.comparison import check_rivals
+    from optdnn.compare.rivals import check_rivals
     from optdnn.models import trained
     from optdnn.report import check_outputs
     from optdnn.runtime.measuring.machine import machine, usable_cores, versions
@@ -83,7 +83,8 @@ def _raced(
 ) -> tuple[Array, dict[str, Any]]:
     """Build, save and load a network: its one output on ``feeds``, and the comparison with ONNX Runtime on ``batch``."""
     import optdnn
-    from optdnn.compare.comparison import build_subject, compare
+    from optdnn.compare.comparison import compare
+    from optdnn.compare.subject import build_subject
     from optdnn.config import BuildOptions
 
     def tell(line: str) -> None:

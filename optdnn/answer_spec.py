@@ -134,7 +134,8 @@ def read_labels(given: Any) -> tuple[str, ...]:
             text = read_text(Path(given))
             given = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
         except (OSError, ValueError, RecursionError) as error:
-            said = f"the labels {str(given)!r} cannot be read: {error}"
+            why = getattr(error, "strerror", None) or error  # without the path again
+            said = f"the labels {str(given)!r} cannot be read: {why}"
             raise UsageError(said, hint="a text file, a line for each class") from None
     if not isinstance(given, Sequence) or not given or not all(isinstance(name, str) for name in given):
         raise UsageError(f"labels must be a list of names, not {given!r}")

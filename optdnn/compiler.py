@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optdnn.build_facts import build_facts
+from optdnn.build_result import Build, build_ranks
 from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import AUTO, BuildOptions, checked_keywords
 from optdnn.custom import CustomOp
@@ -21,17 +22,14 @@ from optdnn.importers.asked import asked_model, changes_model
 from optdnn.importers.model import open_model
 from optdnn.importers.onnx import import_model
 from optdnn.ir.body import custom_digests
-from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.digest import structure_digest
 from optdnn.ir.graph import Graph
 from optdnn.lockfile import finish_lock, locked_cache
 from optdnn.lowering.cpu import trials as cpu_trials
 from optdnn.optimize import optimize, plan_of
 from optdnn.passes.assign_precision import AssignPrecision
-from optdnn.passes.base import PassReport
 from optdnn.passes.support.precision_report import PrecisionLog, PrecisionOutcome, hazards, outcome
 from optdnn.passes.support.precision_report import to_plain as contract
-from optdnn.passes.tensor_parallel import Ports
 from optdnn.precision.account import SearchReport
 from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
@@ -48,13 +46,11 @@ from optdnn.refitting.record import (
 from optdnn.refitting.weights import with_adapters, with_weights
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import named
-from optdnn.runtime.cuda.measuring.expected import expected_cliffs
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.atomic import check_writable
-from optdnn.runtime.program import Program, Ranks
-from optdnn.shapes.plan_base import Blobs
+from optdnn.runtime.program import Program
 from optdnn.targets import Target, resolve_target, target_for
-from optdnn.targets.base import Compiled, Optimized, Source
+from optdnn.targets.base import Optimized, Source
 from optdnn.tuning.timing_cache import TimingCache
 
 if TYPE_CHECKING:
@@ -65,62 +61,6 @@ Imported = tuple[Source, Graph, Target, BuildOptions]
 _MAPPINGS = ("shapes", "values", "preprocess", "postprocess", "precision_map")
 ONE_FILE = 1 << 30
 """Bytes of weights up to which an emitted ONNX model is one file; more go to FILE.data (protobuf ends at 2 GiB)."""
-
-
-@dataclass
-class Build:
-    """An engine and the account of its build.
-
-    ``passes`` and ``compiled`` explain it; ``seconds`` are wall times per phase; ``precisions`` hold, for each operator that
-    computes, the requested precision and the one it runs in. The deterministic part is also in the engine's ``meta``; the report
-    next to the engine holds all.
-    """
-
-    engine: Engine
-    graph: Graph
-    passes: list[PassReport]
-    compiled: Compiled
-    seconds: dict[str, float] = field(default_factory=dict)
-    precisions: list[PrecisionOutcome] = field(default_factory=list)
-    ports: Ports | None = None
-    """How the network's inputs and outputs are split, where this is one rank of several."""
-
-    def __post_init__(self) -> None:
-        self.engine.account = partial(
-            _account, passes=self.passes, compiled=self.compiled, seconds=self.seconds, precisions=self.precisions
-        )
-
-    def report(self) -> dict[str, Any]:
-        """Everything, wall times and measurements included: what :meth:`Engine.save` writes next to the engine."""
-        return dict(self.engine.report or {})
-
-
-def _account(
-    engine: Engine,
-    *,
-    passes: Sequence[PassReport],
-    compiled: Compiled,
-    seconds: Mapping[str, float],
-    precisions: Sequence[PrecisionOutcome],
-) -> dict[str, Any]:
-    from optdnn.runtime.measuring.machine import machine, versions
-
-    cliffs = expected_cliffs(engine.program)
-    return {
-        **{k: v for k, v in engine.meta.items() if k not in ("graph", NETWORK)},
-        **({"cliffs": cliffs} if cliffs else {}),
-        "tactics": [m.to_json() for m in compiled.measured],
-        "fallbacks": compiled.fallbacks,
-        **({"tuning": dict(compiled.tuning)} if compiled.tuning else {}),
-        **({"beside_fp32": compiled.beside_fp32.to_json()} if compiled.beside_fp32 else {}),
-        **({"first_runs": [t.to_plain() for t in compiled.first_runs]} if compiled.first_runs else {}),
-        "precisions": [r.to_json() for r in precisions],
-        "executed": [dict(f) for f in engine.facts],
-        "seconds": {k: round(v, 4) for k, v in seconds.items()},
-        "pass_seconds": [{"pass": p.name, "seconds": round(p.seconds, 4)} for p in passes],
-        "machine": machine(),
-        "versions": versions(),
-    }
 
 
 @checked_keywords
@@ -296,28 +236,6 @@ def _with_split(graph: Graph, target: Target, options: BuildOptions, say: Progre
     split, why = chosen_split(graph, options, gpu)
     say(f"split {split}: {why}")
     return replace(options, split=split)
-
-
-def build_ranks(options: BuildOptions, say: Progress, build_one: Callable[..., Build]) -> Build:
-    """Build the program of each rank, and put all of them into the first one's engine."""
-    builds: list[Build] = []
-    for rank in range(options.devices):
-        dump = None if options.dump is None else options.dump / f"rank{rank}"
-        own = replace(options, dump=dump, streams=1)
-        builds.append(build_one(own, lambda text, rank=rank: say(f"rank {rank}: {text}"), rank=rank))
-    first = builds[0]
-    ports = first.ports
-    assert ports is not None
-    blobs = Blobs(ConstantCache())
-    program, *others = (blobs.take(b.engine.program) for b in builds)
-    inputs, outputs = ([spec.name for spec, _ in side] for side in (program.inputs, program.outputs))
-    ranks = Ranks(
-        tuple(others), tuple(ports.inputs.get(n, -1) for n in inputs), tuple(ports.outputs.get(n, -1) for n in outputs)
-    )
-    program = replace(program, ranks=ranks)
-    target = target_for(replace(options, target=program.target))
-    seconds = {k: sum(b.seconds.get(k, 0.0) for b in builds) for b in builds for k in b.seconds}
-    return Build(target.load(program), first.graph, first.passes, first.compiled, seconds, first.precisions, ports)
 
 
 def _imported(model: Any, options: BuildOptions, say: Progress, seconds: dict[str, float]) -> Imported:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from optdnn.custom import CustomOp, check_custom
+from optdnn.custom import CustomOp, custom_list
 from optdnn.errors import UsageError, did_you_mean
 from optdnn.ranges import InputShapes, input_shapes
 from optdnn.target_name import BUILDABLE, TARGETS, TargetName
@@ -270,14 +270,6 @@ class BuildOptions:
             raise UsageError(f"streams are for GPUs, not for target {self.target!r}", hint="leave --streams out")
 
 
-def _custom_ops(name: str, given: Any) -> tuple[CustomOp, ...]:
-    if isinstance(given, CustomOp) or not isinstance(given, Iterable):
-        raise UsageError("custom_ops must be a list of what optdnn.custom_op makes")
-    ops = tuple(given)
-    check_custom((), ops)
-    return ops
-
-
 def _among(what: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise UsageError(f"{what} {value!r} is not one of {', '.join(allowed)}", hint=did_you_mean(str(value), allowed))
@@ -379,7 +371,7 @@ def _specs(name: str, given: Any) -> dict[str, Any]:
 
 
 _NORMAL: Mapping[str, Callable[[str, Any], Any]] = {
-    "custom_ops": _custom_ops,
+    "custom_ops": lambda name, given: custom_list(given),
     **dict.fromkeys(("timing_cache", "dump", "emit_onnx", "calib_cache", "lock", "locked"), _path),
     **dict.fromkeys(("target", "precision", "tactics", "stop_after"), _text),
     **dict.fromkeys(

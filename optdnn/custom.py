@@ -142,6 +142,15 @@ def run_custom(*arrays: Array | None, name: str, digest: str, values: Sequence[S
     return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
 
+def custom_list(given: Any) -> tuple[CustomOp, ...]:
+    """The value of the option ``custom_ops``. Raises UsageError where it is no list of different custom operators."""
+    if isinstance(given, CustomOp) or not isinstance(given, Iterable):
+        raise UsageError("custom_ops must be a list of what optdnn.custom_op makes")
+    ops = tuple(given)
+    check_custom((), ops)
+    return ops
+
+
 def check_custom(requires: Iterable[str], given: Iterable[CustomOp]) -> tuple[CustomOp, ...]:
     """The given operators that an engine needs. Raises EngineError that names every missing one."""
     by_name: dict[str, CustomOp] = {}

@@ -163,7 +163,8 @@ class ImageSpec:
         try:
             plain = json.loads(text if text.lstrip().startswith("{") else read_text(Path(text)))
         except (OSError, ValueError, RecursionError) as error:
-            raise UsageError(f"the image preprocessing {text!r} is neither JSON nor a file of it: {error}") from None
+            why = getattr(error, "strerror", None) or error  # without the path again
+            raise UsageError(f"the image preprocessing {text!r} is neither JSON nor a file of it: {why}") from None
         return cls.of(plain)
 
     @classmethod

@@ -57,6 +57,8 @@ class Lockfile:
         """Raises UsageError for a file that is not one of this version."""
         try:
             data: Any = read_json(path)
+        except FileNotFoundError:
+            raise UsageError(f"there is no lockfile {path}", hint="write it with --lock") from None
         except (OSError, ValueError) as error:
             raise UsageError(f"{path} is not a lockfile: {error}", hint="write it with --lock") from None
         tables = [data.get(k) if isinstance(data, dict) else None for k in ("facts", "timings", "engine")]

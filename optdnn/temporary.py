@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO
 
 from optdnn.errors import OutputError
@@ -11,7 +15,8 @@ from optdnn.errors import OutputError
 def temporary_folder(prefix: str = "optdnn-") -> tempfile.TemporaryDirectory[str]:
     """A folder that is removed when the object ends. Raises OutputError where none can be made."""
     try:
-        return tempfile.TemporaryDirectory(prefix=prefix)
+        with _signals_later():
+            return tempfile.TemporaryDirectory(prefix=prefix)
     except OSError as error:
         raise _failure(error) from error
 
@@ -22,6 +27,24 @@ def temporary_file(prefix: str = "optdnn-") -> IO[bytes]:
         return tempfile.TemporaryFile(prefix=prefix)
     except OSError as error:
         raise _failure(error) from error
+
+
+@contextmanager
+def _signals_later() -> Iterator[None]:
+    """Signals that raise an exception are handled at the end: between making a folder and keeping it, one would leave it behind."""
+    received: list[int] = []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():  # no other thread runs handlers, or may set them
+        handlers = {n: h for n in signal.valid_signals() if callable(h := signal.getsignal(n))}
+    for number in handlers:
+        signal.signal(number, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number in received:
+        signal.raise_signal(number)
 
 
 def _failure(error: OSError) -> OutputError:

@@ -137,7 +137,7 @@ def _sides(graph: Graph, op: Op) -> Sides:
     own: Side = op.id
     if op.kind == "Transpose":
         to_last, from_last = _permutations(op)
-        if to_last and from_last:  # of three axes: one side stays plain, or it would move what it need not
+        if to_last and from_last:  # of three axes: one side stays plain, to spare a conversion
             to_last = not (from_last := _feeds_convolution(graph, op))
         return Sides(own if to_last else _PLAIN, own if from_last else _PLAIN)
     if op.kind == "Conv" and (weight := shape_of(graph, operand(op, 1))) is not None and of_one_channel(weight):

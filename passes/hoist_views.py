@@ -4,10 +4,11 @@ An attention's result is transposed, multiplied and, in PyTorch's exports, trans
 added. Between product and addition, the second view would keep the addition out of the product's epilogue. In front of the
 product it merges with the first one. In ConvNeXt a Transpose turns the product's rows into an image, to which a residual is
 added: the addition moves in front of the Transpose. A Gemm between reshapes of leading axes becomes a MatMul of the unflattened
-tensor. A Split of a joint projection moves in front of a Reshape, which would copy all of it. A norm of rows, and the addition
-after it, move in front of a Reshape of transposed rows (Swin V2's windows), and read the rows where they lie. Sums of two
-products and a residual take an order in which each product's kernel adds one tensor. A product to which several constants are added
-is computed once for each, with a bias. Parts of a product's columns that alternate follow one another.
+tensor, also where the Reshape after it makes heads of columns. A Split of a joint projection moves in front of a Reshape, which
+would copy all of it. A norm of rows, and the addition after it, move in front of a Reshape of transposed rows (Swin V2's
+windows), and read the rows where they lie. Sums of two products and a residual take an order in which each product's kernel
+adds one tensor. A product to which several constants are added is computed once for each, with a bias. Parts of a product's
+columns that alternate follow one another.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from optdnn.passes.support.facts import (
     RESHAPES,
     channels_from_last,
     channels_to_last,
+    in_shape,
     operand,
     producer,
+    reshape_target,
     reshaped,
     shape_of,
 )
@@ -94,6 +97,37 @@ def hoist_view(graph: Graph, op: Op) -> Match | Miss | None:
         return y
 
     return Match((*ops, product), build)
+
+
+@rule("unflattened_rows", {"Reshape"})
+def unflattened_rows(graph: Graph, op: Op) -> Match | Miss | None:
+    """``reshape(reshape(x) @ W + b)``, whose outer Reshape splits the columns, is ``reshape(x @ W + b)`` if x's leading axes stay.
+
+    ONNX Runtime flattens the rows of products with a bias, and the Reshape after them has merged with that to heads.
+    """
+    product = producer(graph, operand(op), PRODUCTS, alone=True)
+    flat = None if product is None else producer(graph, product.inputs[0], {"Reshape"})
+    matrix = None if product is None or flat is None else constant_matrix(graph, product)
+    if product is None or flat is None or matrix is None:
+        return None
+    x, after, rows = shape_of(graph, operand(flat)), op.outputs[0].type.shape, shape_of(graph, flat.value)
+    if x is None or after is None or rows is None or len(x) <= len(rows) or x[-1] != rows[-1]:
+        return None
+    if len(after) <= len(x) or after[: len(x) - 1] != x[:-1]:
+        return Miss(f"it does not keep the leading axes of what {product.name} reads")
+    made = graph.type(product.value).dims
+    if reshape_target((*x[:-1], made[-1]), after) is None:
+        return Miss("no constant target can express its sizes")
+    weight, bias = matrix
+
+    def build(patch: Patch) -> Value:
+        right = weight if isinstance(weight, Value) else patch.constant(weight, "weight")
+        y = patch.add("MatMul", [operand(flat), right], MatMulAttrs())
+        if bias is not None:
+            y = patch.add("Add", [y, patch.constant(bias, "bias")])
+        return in_shape(patch, y, after)
+
+    return Match((op, product), build)
 
 
 def _is_added(graph: Graph, op: Op) -> bool:
@@ -158,46 +192,6 @@ def split_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
             patch.replace(Value(op.id, port), reshaped(patch, part, shape))
 
     return Match((op, reshape), build)
-
-
-@rule("turn_before_split", {"Transpose"})
-def turn_before_split(graph: Graph, op: Op) -> Match | Miss | None:
-    """``transpose(reshape(attention))`` is ``reshape(transpose(attention))`` where the Reshape only splits axes, whose parts stay
-    together: attention writes its result in the order of a Transpose after it."""
-    reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
-    source = None if reshape is None else producer(graph, reshape.inputs[0], {"Attention"}, alone=True)
-    if reshape is None or source is None or op.attrs.perm is None:
-        return None
-    before, after = shape_of(graph, source.value), shape_of(graph, reshape.value)
-    if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
-        return Miss("its sizes are not known")
-    parts = _split_axes(tuple(map(int, after)), tuple(map(int, before)))  # type: ignore[arg-type]
-    if parts is None:
-        return Miss("the reshape does more than to split axes")
-    axis_of = {fine: coarse for coarse, fines in enumerate(parts) for fine in fines}
-    perm = tuple(dict.fromkeys(axis_of[p] for p in op.attrs.perm))
-    if [fine for axis in perm for fine in parts[axis]] != list(op.attrs.perm):
-        return Miss("the parts of an axis do not stay together")
-    target = tuple(int(after[p]) for p in op.attrs.perm)
-
-    def build(patch: Patch) -> Value:
-        return reshaped(patch, patch.add("Transpose", [source.value], TransposeAttrs(perm)), target)
-
-    return Match((op, reshape), build)
-
-
-def _split_axes(fine: tuple[int, ...], coarse: tuple[int, ...]) -> list[range] | None:
-    """The axes of ``fine`` that each axis of ``coarse`` is split into; None where a Reshape from one to the other does more."""
-    found: list[range] = []
-    end = 0
-    for size in coarse:
-        first, part = end, 1
-        while end < len(fine) and (end == first or part < size):
-            part, end = part * fine[end], end + 1
-        if part != size or end == first:
-            return None
-        found.append(range(first, end))
-    return found if end == len(fine) else None
 
 
 @rule("add_before_turn", {"Add"})
@@ -328,6 +322,6 @@ def add_before_reshape_of_norm(graph: Graph, op: Op) -> Match | Miss | None:
 class HoistViews(RulePass):
     name = "hoist_views"
     rules = (
-        own_products, hoist_view, add_before_split, split_before_reshape, turn_before_split, add_before_turn, norm_before_reshape,
+        own_products, hoist_view, unflattened_rows, add_before_split, split_before_reshape, add_before_turn, norm_before_reshape,
         turn_before_norm, add_before_reshape_of_norm, third_term, ordered_columns,
     )  # fmt: skip

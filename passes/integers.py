@@ -9,6 +9,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.binary import CastAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
@@ -227,11 +228,30 @@ class RecentreIntegers(RulePass):
     rules = (recentred,)
 
 
+@rule("resized_integers", {"Resize"})
+def resized_integers(graph: Graph, op: Op) -> Match | Miss | None:
+    """Integers are interpolated as floats, rounded and kept within their range (in files of ONNX Runtime's QOperator format)."""
+    dtype = op.outputs[0].type.dtype
+    if op.attrs.mode == "nearest" or is_float(dtype):
+        return None
+    if not (dtype.kind in "iu" and dtype.itemsize <= 2):
+        return Miss(f"it interpolates {dtype.name}, which fp32 does not hold")
+    info = np.iinfo(dtype)
+
+    def build(patch: Patch) -> Value:
+        floats = patch.add("Cast", [operand(op)], CastAttrs(FP32))
+        y = patch.add("Round", [patch.add("Resize", [floats, *op.inputs[1:]], op.attrs)])
+        bounds = [patch.constant(np.array(n, np.float32)) for n in (info.min, info.max)]
+        return patch.add("Cast", [patch.add("Clip", [y, *bounds])], CastAttrs(dtype))
+
+    return Match((op,), build)
+
+
 class MoveIntegers(RulePass):
     """After precisions are assigned, for lowerings that run such ops on integers."""
 
     name = "move_integers"
-    rules = (on_integers,)
+    rules = (on_integers, resized_integers)
 
 
 class CanonicalizeIntegers(RulePass):

@@ -172,7 +172,7 @@ class TensorParallel(Pass):
         self, graph: Graph, block: Block, reader: tuple[Op, int, Part], pending: list[tuple[int, int]], place: dict[int, int],
         taken: dict[Value, Part],
     ) -> None:  # fmt: skip
-        """Split an operator that keeps the axes of what it reads, such as a Slice of a cache that is an output. Raises Whole for
+        """Split an operator that keeps the axes of its operand, such as a Slice of a cache that is an output. Raises Whole for
         others."""
         op, slot, part = reader
         why = Whole(f"{op.kind} {op.name!r} reads {graph.output(operand(op, slot)).name!r} whole")

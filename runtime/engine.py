@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, NoReturn
 
 from optdnn.config import THREADS_LIMIT
-from optdnn.custom import CustomOp, check_custom
+from optdnn.custom import CustomOp, check_custom, custom_list
 from optdnn.errors import EngineError, InputError, InternalError, RankError, UsageError, machine_errors
 from optdnn.ranges import Profile
 from optdnn.runtime.contexts.asynchronous import Callback, Runs
@@ -303,7 +303,7 @@ def load(
         recompile=recompile,
         planner=planner,
         examine=examine,
-        custom_ops=tuple(custom_ops),
+        custom_ops=custom_list(custom_ops),
     )
 
     def seen(program: Program) -> None:
@@ -319,7 +319,7 @@ def load(
             from optdnn.runtime.cuda.start import begin
 
             if not trusted:
-                check_kernels(program, check_custom(program.requires, custom_ops))
+                check_kernels(program, check_custom(program.requires, options.custom_ops))
             if program.ranks is not None and (place := place_of()) is not None:
                 choose(place.local)
             begin()

@@ -92,6 +92,11 @@ def test_something_else_than_a_lockfile_is_refused(tmp_path: Path, text: str) ->
         optdnn.build(mlp(), target="reference", locked=tmp_path / "a.lock")
 
 
+def test_a_lockfile_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"there is no lockfile .*a\.lock\n  hint: write it with --lock$"):
+        optdnn.build(mlp(), target="reference", locked=tmp_path / "a.lock")
+
+
 def test_times_that_are_none_are_refused(tmp_path: Path) -> None:
     model, lock = save(mlp(), tmp_path), tmp_path / "build.lock"
     optdnn.build(model, target="reference", lock=lock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,23 @@ def test_they_are_removed() -> None:
     assert not Path(folder).exists()
     with temporary_file() as file:
         file.write(b"x")
+
+
+def test_a_signal_while_one_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python handles signals between any two steps: also between making a folder and knowing that it is to be removed."""
+    make = tempfile.mkdtemp
+
+    def interrupted(*given: Any) -> str:
+        made = make(*given)
+        signal.raise_signal(signal.SIGINT)
+        return made
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkdtemp", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        temporary_folder()
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_build_without_them_is_no_defect(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

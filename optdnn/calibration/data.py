@@ -254,7 +254,13 @@ def _of_folder(path: Path, inputs: Sequence[TensorSpec], images: Pictures | None
             pictures = (
                 _raw(part, spec, declared) if isinstance(spec, RawPictures) else [read_image(p, spec) for p in part]
             )
-            yield checked({name: np.stack(pictures)}, inputs, f"{path}, pictures from {part[0].name} on")
+            try:
+                batch = checked({name: np.stack(pictures)}, inputs, f"{path}, pictures from {part[0].name} on")
+            except InputError as error:
+                if images is None:
+                    error.hint = 'say how pictures are prepared: --images \'{"resize": 256, "crop": 224}\''
+                raise
+            yield batch
 
     return CalibrationData(str(path), batches, digest.hexdigest(), len(starts), starts.stop)
 

@@ -7,81 +7,33 @@ are drawn from.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from optdnn.calibration import input_specs
 from optdnn.compare.divergence import Findings, find, finite
-from optdnn.compare.gpu_rivals import (
-    GPU_RIVALS,
-    ONNXRUNTIME_CUDA,
-    RESTRICTED,
-    check_gpu_rival,
-    onnxruntime_cuda,
-    restricted,
-    torch_candidates,
-)
+from optdnn.compare.gpu_rivals import torch_candidates
 from optdnn.compare.rebuild import Progress, side_of
-from optdnn.compiler import Build, build_verbose
-from optdnn.config import AUTO, BuildOptions
-from optdnn.custom import CustomOp
-from optdnn.errors import MissingDependency, UsageError
-from optdnn.importers.asked import asked_model
-from optdnn.importers.draws import draws
-from optdnn.importers.model import open_model
-from optdnn.importers.onnx import import_model
+from optdnn.compare.rivals import LIBRARIES, REFERENCE, candidates
+from optdnn.compare.subject import Subject, load_subject
+from optdnn.errors import UsageError
 from optdnn.ir.evaluate import evaluate, promote
-from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
 from optdnn.report.drawing import Drawing, draw
 from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.contexts.signature import Signature
-from optdnn.runtime.cuda.measuring.expected import expected_cliffs
-from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.format import read
 from optdnn.runtime.measuring.accuracy import errors_between
 from optdnn.runtime.measuring.bench import steps_of
-from optdnn.runtime.measuring.machine import usable_cores
-from optdnn.runtime.pictures.port import specs_of
 from optdnn.runtime.program import Plain
-from optdnn.runtime.racing.candidates import Candidate
 from optdnn.runtime.racing.race import Race, race
 from optdnn.temporary import temporary_folder
-from optdnn.types import Array, TensorSpec, is_float
+from optdnn.types import Array, is_float
 
-REFERENCE = "reference"
 ORACLE = "the model in NumPy, float64"
 """The reference of errors unless another one is given."""
-LIBRARIES: dict[str, tuple[str, ...]] = {"onnxruntime": ("fp32",), "openvino": ("fp32", "bf16", "fp16")}
-"""Rival library -> the precisions it can be asked for."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The engine that is compared, and the facts of its build.
-
-    ``model`` and ``original`` (the network as imported, before any pass) are None for an engine without its model. ``options``
-    are those the engine was built with, as far as the graph depends on them. ``account`` records passes and tactics.
-    """
-
-    name: str
-    engine: Path
-    account: Mapping[str, Plain]
-    options: BuildOptions
-    inputs: tuple[TensorSpec, ...]
-    model: Path | None = None
-    original: Graph | None = None
-
-    @property
-    def draws(self) -> bool:
-        """Whether the model has random operators, which the build replaced by draws from its seed."""
-        if self.model is None or self.original is None or self.options.random_seed is None:
-            return False
-        return draws(open_model(self.model))
 
 
 @dataclass
@@ -126,183 +78,6 @@ class Comparison:
 
 
 # ---------------------------------------------------------------- the subject
-
-
-def build_subject(model: Path, options: BuildOptions, folder: Path, say: Progress) -> Subject:
-    """Build ``model`` into an engine in ``folder``. The threads of the comparison hold for the choice of tactics too."""
-    original = import_model(asked_model(model, options), shapes=options.shapes)
-    build: Build = build_verbose(model, replace(options, threads=options.threads or usable_cores()), say)
-    path = folder / f"{model.stem}.engine"
-    build.engine.save(path)
-    name = "optdnn" if options.precision == "fp32" else f"optdnn:{options.precision}"
-    return Subject(name, path, build.report(), options, specs(original), model, original)
-
-
-def load_subject(path: Path, model: Path | None, threads: int | None, **data: Any) -> Subject:
-    """An engine file, with the model it was built from, if available.
-
-    ``data`` are the build options for calibration (calib, calibrator, calib_cache, labels, images): for comparing an engine
-    that was built with it layer by layer. Raises UsageError where the model is not the one that the engine was built from.
-    """
-    engine = load(path, threads=threads)
-    made = engine.meta.get("options", {})
-    shapes = {s.name: tuple(d if isinstance(d, int) else None for d in s.shape) for s in engine.inputs}
-    options = BuildOptions(
-        target=engine.target,
-        precision=_asked(made.get("precision", engine.precision), data),
-        shapes=shapes,
-        io_dtype=made.get("io_dtype", "model"),
-        opt_level=made.get("opt_level", 3),
-        stop_after=made.get("stop_after"),
-        random_seed=made.get("random_seed"),
-        threads=threads,
-        **{k: v for k, v in data.items() if v is not None},
-    )
-    if "preprocess" in made or "postprocess" in made:
-        raise UsageError(
-            f"{path} takes pictures or gives answers, which its rivals do not",
-            hint="compare an engine of the model only",
-        )
-    account = {**engine.meta, "cliffs": expected_cliffs(engine.program)}
-    if model is None:
-        return Subject(path.name, path, account, options, engine.inputs)
-    original = original_of(engine, model, str(path))
-    return Subject(path.name, path, account, options, specs(original), model, original)
-
-
-def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: Sequence[CustomOp] = ()) -> Graph:
-    """The network that ``engine`` (a file of this ``name``) was built from, as imported, for its shapes. Raises UsageError where
-    inputs or outputs of the model are not the engine's."""
-    shapes = {s.name: tuple(d if isinstance(d, int) else None for d in s.shape) for s in engine.inputs}
-    made = engine.meta.get("options", {})
-    preprocess, postprocess = specs_of(engine)
-    asked = BuildOptions(
-        target="reference",
-        preprocess=preprocess,
-        postprocess=postprocess,
-        **{n: made[n] for n in ("values", "sample", "random_seed") if n in made},
-    )
-    source = asked_model(model, asked)
-    there = {v.name for v in source.proto.graph.input}  # without one of the inputs, it is told below
-    shapes = {n: dims for n, dims in shapes.items() if n in there}
-    original = import_model(source, shapes=shapes, custom_ops=custom_ops)
-    original.profiles = engine.profiles
-    wanted, got = [s.name for s in engine.inputs], [s.name for s in specs(original)]
-    outputs = [original.op(i).outputs[0].name for i in original.outputs]
-    if wanted != got or [s.name for s in engine.outputs] != outputs:
-        raise UsageError(
-            f"{model} is not what {name or 'the engine'} was built from: its inputs are {', '.join(got)} and its outputs "
-            f"{', '.join(outputs)}, the engine has {', '.join(wanted)} and {', '.join(s.name for s in engine.outputs)}"
-        )
-    return original
-
-
-def _asked(precision: str, data: Mapping[str, Any]) -> str:
-    """The precision option of an existing engine. Its plan holds the outcome of "auto", which needs data only for int8."""
-    return "fp32" if precision == AUTO and data.get("calib") is None else precision
-
-
-def specs(graph: Graph) -> tuple[TensorSpec, ...]:
-    """The inputs of a graph. Raises UsageError for one whose rank is not known."""
-    for out in (graph.op(i).outputs[0] for i in graph.inputs):
-        if out.type.shape is None:
-            raise UsageError(f"input {out.name!r} has an unknown rank", hint=f"give it: --shape {out.name}=1x3x224x224")
-    return tuple(input_specs(graph))
-
-
-# ---------------------------------------------------------------- the others
-
-
-def installed() -> list[str]:
-    """The rival libraries that are installed. Raises MissingDependency where there is none."""
-    found = [name for name in LIBRARIES if find_spec(name) is not None]
-    if not found:
-        raise MissingDependency(" or ".join(LIBRARIES), "cpu", "to compare with it")
-    return found
-
-
-def check_rivals(names: Sequence[str], *, has_model: bool, target: str = "cpu") -> None:
-    """Refuse, before any work, rivals that could not take part.
-
-    Raises UsageError for an unknown name, a precision that a library lacks or a missing model, and MissingDependency for an
-    absent library.
-    """
-    if not names:
-        raise UsageError("there is nothing to compare with", hint="--against onnxruntime,openvino")
-    for name in names:
-        library, _, precision = name.partition(":")
-        if library in LIBRARIES:
-            if precision and precision not in LIBRARIES[library]:
-                raise UsageError(f"{library} cannot be asked for {precision}; it has {', '.join(LIBRARIES[library])}")
-            if find_spec(library) is None:
-                raise MissingDependency(library, "cpu", "to compare with it")
-        elif name in GPU_RIVALS:
-            check_gpu_rival(name, target)
-        elif name != REFERENCE:
-            if not Path(name).is_file():
-                rivals = ", ".join([*LIBRARIES, *GPU_RIVALS, REFERENCE])
-                raise UsageError(
-                    f"--against {name!r} is neither {rivals} nor an engine file",
-                    hint="a precision follows a colon, as in openvino:bf16",
-                )
-            continue
-        if not has_model:
-            raise UsageError(f"{name} needs the ONNX model that the engine was built from", hint="give --model FILE")
-
-
-def candidates(names: Sequence[str], subject: Subject, folder: Path, say: Progress) -> list[Candidate]:
-    """The subject and its rivals, ready to race."""
-    found = [Candidate(subject.name, "engine", str(subject.engine))]
-    shapes = _fixed_shapes(subject)
-    model = _model_of_others(subject, folder, say)
-    for name in names:
-        library, _, precision = name.partition(":")
-        if library in LIBRARIES:
-            found.append(Candidate(name, library, str(model), precision or "fp32", shapes))
-        elif name in RESTRICTED:
-            assert subject.model is not None
-            found.append(restricted(name, subject.model, subject.options, folder, say))
-        elif name == ONNXRUNTIME_CUDA:
-            assert model is not None
-            found.append(onnxruntime_cuda(model, shapes))
-        elif name == REFERENCE:
-            say("build the NumPy reference")
-            assert subject.model is not None
-            asked = subject.options
-            options = BuildOptions("reference", shapes=asked.shapes, opt_level=0, random_seed=asked.random_seed)
-            build_verbose(subject.model, options).engine.save(folder / "reference.engine")
-            found.append(Candidate(name, "engine", str(folder / "reference.engine")))
-        else:
-            found.append(Candidate(rival_name(name, [c.name for c in found]), "engine", name))
-    return found
-
-
-def _model_of_others(subject: Subject, folder: Path, say: Progress) -> Path | None:
-    """The file for other libraries. Where the model has random operators, it is the network as imported, with the engine's draws:
-    a library's own random numbers would be others, and no error of the engine."""
-    if not subject.draws:
-        return subject.model
-    assert subject.model is not None
-    assert subject.original is not None
-    say(f"other libraries run {subject.model.name} with the engine's draws in place of its random operators")
-    path = folder / subject.model.name
-    export_model(subject.original, external_weights=True).save(path)
-    return path
-
-
-def rival_name(path: str, taken: Collection[str]) -> str:
-    """The label of an engine file among others: its name, or its path where names are equal."""
-    return next(name for name in (Path(path).name, path, f"{path} (again)") if name not in taken)
-
-
-def _fixed_shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
-    """Input shapes to fix in the rivals too: those that the build was given and that are fully known."""
-    static = {s.name: tuple(d for d in s.shape if isinstance(d, int)) for s in subject.inputs}
-    ranks = {s.name: len(s.shape) for s in subject.inputs}
-    return {n: static[n] for n in subject.options.shapes if n in static and len(static[n]) == ranks[n]}
-
-
-# ---------------------------------------------------------------- the comparison
 
 
 def compare(

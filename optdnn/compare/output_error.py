@@ -10,8 +10,9 @@ import numpy as np
 
 from optdnn.calibration.data import open_data
 from optdnn.calibration.images import pictures_of
-from optdnn.compare.comparison import oracle, original_of, specs
+from optdnn.compare.comparison import oracle
 from optdnn.compare.divergence import finite
+from optdnn.compare.subject import original_of, specs
 from optdnn.compare.verification import case_of
 from optdnn.config import BuildOptions
 from optdnn.errors import OptdnnError, RunError

@@ -17,8 +17,8 @@ import numpy as np
 
 from optdnn.compare import checks
 from optdnn.compare.checks import FAILED, Check, Found, attempt, not_checked, passed, same_bits
-from optdnn.compare.comparison import original_of
 from optdnn.compare.divergence import tolerance_of
+from optdnn.compare.subject import original_of
 from optdnn.custom import CustomOp
 from optdnn.errors import InputError, OptdnnError, RunError, UsageError
 from optdnn.ir.evaluate import evaluate, promote

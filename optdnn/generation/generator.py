@@ -191,7 +191,10 @@ class Generator:
         """Check everything and begin. Yields sequences and their tokens in the order in which they are drawn."""
         if not isinstance(most, int) or most < 1:
             raise UsageError(f"max_new_tokens must be a positive integer, not {most!r}")
-        stops = frozenset(map(operator.index, stop_tokens))
+        try:
+            stops = frozenset(map(operator.index, stop_tokens))
+        except TypeError:
+            raise UsageError(f"stop_tokens must be a list of tokens, not {stop_tokens!r}") from None
         if extend and self._count not in (0, len(prompts)):
             raise UsageError(f"extend takes a prompt for each of the {self._count} sequences held, not {len(prompts)}")
         batch = self._ports.batch or len(prompts)

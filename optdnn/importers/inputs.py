@@ -81,7 +81,7 @@ def _bind(
             elif d != size:
                 raise ShapeError(
                     f"{where} is {_show(dims)}, the shape given is {_show(given)}: they differ in axis {axis}",
-                    hint=f"only symbolic dimensions can be given; {d} is fixed in the model",
+                    hint=f"{d} is fixed in the model: export it with this dimension dynamic, to give it a size",
                 )
     return {d: size for d, (size, _) in bound.items()}
 

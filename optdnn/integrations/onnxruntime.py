@@ -126,6 +126,10 @@ class InferenceSession:
         **build: Any,
     ):
         options = sess_options if sess_options is not None else SessionOptions()
+        if not hasattr(options, "intra_op_num_threads"):
+            raise UsageError(
+                f"sess_options must be optdnn.SessionOptions or ONNX Runtime's, not {type(options).__name__}"
+            )
         self._options = options
         self._runs = Runs()
         if _is_engine(path_or_bytes):

@@ -15,7 +15,7 @@ from optdnn.ops.base import Stage
 from optdnn.types import Shape, normalize_axis
 
 LOWEST = -(1 << 31)
-"""The bound of what has none."""
+"""The lower bound of a value without any."""
 _SAME = frozenset({"Cast", "Expand", "Flatten", "Identity", "Layout", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 """Kinds whose result has the elements of their first operand."""
 

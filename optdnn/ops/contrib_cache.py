@@ -34,7 +34,12 @@ def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     Row b holds ``seqlens_k[b] + 1 - length`` positions (none in a first call). The cache that is returned is as long as the one
     given, or, where that is shorter, as long as total_sequence_length says.
     """
-    for name in ("smooth_softmax", "qk_output", "k_quant_type", "v_quant_type", "sliding_window_cache"):
+    if node.get("sliding_window_cache", 0):
+        raise Unsupported(
+            "sliding_window_cache=1, a cache that is only as long as the window; onnxruntime-genai's builder leaves it out with "
+            "--extra_options windowed_kv_cache=false"
+        )
+    for name in ("smooth_softmax", "qk_output", "k_quant_type", "v_quant_type"):
         if node.get(name, 0) not in (0, "NONE"):
             raise Unsupported(f"{name}={node.get(name)}")
     for i, name in ((10, "attention_bias"), (11, "head_sink"), (12, "k_scale"), (13, "v_scale")):

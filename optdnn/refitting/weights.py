@@ -37,6 +37,8 @@ def with_weights(model: Model, weights: Mapping[str, Any]) -> Model:
 
     Raises UsageError, before anything else happens, that names each array which is no initializer or has another shape or type.
     """
+    if not isinstance(weights, Mapping):
+        raise UsageError(f"weights must map names of initializers to arrays, not {type(weights).__name__}")
     if not weights:
         return model
     proto = onnx.ModelProto()
@@ -81,6 +83,8 @@ def with_adapters(model: Model, adapters: Mapping[str, Sequence[Any]]) -> Model:
     A is [rank, n] and B [m, rank] for W [m, n], as ONNX stores it: for a MatMul, whose weight is the transposed one of a PyTorch
     layer, give ``(B.T, A.T)``. Sums are in float32 (float64 for float64). Raises UsageError, naming each adapter that does not fit.
     """
+    if not isinstance(adapters, Mapping):
+        raise UsageError(f"adapters must map names of initializers to (A, B), not {type(adapters).__name__}")
     known = {t.name: t for t in model.proto.graph.initializer}
     merged, wrong = {}, []
     for name, parts in adapters.items():

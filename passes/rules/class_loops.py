@@ -95,7 +95,7 @@ def _best(graph: Graph, top: Op) -> Best | None:
 
 
 def _behind(graph: Graph, value: Value) -> list[Op]:
-    """The Concats of what one operator, or two, make of a value."""
+    """The Concats that read a value through one operator or two."""
     users = [u for user in graph.users(value) for u in (user, *graph.users(user.value))]
     return [end for u in users if len(u.outputs) == 1 for end in graph.users(u.value) if end.kind == "Concat"]
 

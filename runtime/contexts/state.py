@@ -34,6 +34,8 @@ class Binding:
     def checked_state(self, signature: Signature) -> dict[str, str]:
         """``state``, checked. Raises InputError for names or types that do not fit together."""
         ins, outs = {s.name: s for s in signature.inputs}, {s.name: s for s in signature.outputs}
+        if not isinstance(self.state, Mapping):
+            raise InputError(f"state must map names of outputs to names of inputs, not {type(self.state).__name__}")
         for name, target in self.state.items():
             source, into = outs.get(name), ins.get(target)
             if source is None or into is None:

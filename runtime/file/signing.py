@@ -79,8 +79,11 @@ def _choose(
     load = package("cryptography.hazmat.primitives.serialization").load_pem_private_key
     try:
         found = load(read_pem(os.fspath(key)), secret)
-    except TypeError as error:  # a password is missing, or not needed
-        raise UsageError(f"{os.fspath(key)}: {error}") from error
+    except TypeError as error:
+        if password is None:
+            hint = "give its password: optdnn sign --password-file FILE, optdnn.sign(..., password=)"
+            raise UsageError(f"{os.fspath(key)} is encrypted", hint=hint) from error
+        raise UsageError(f"{os.fspath(key)} is not encrypted", hint="leave the password out") from error
     except UsageError:
         raise
     except Exception as error:

@@ -135,6 +135,10 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
     assert found.samples == 2
     assert -2 <= found.ranges["x"].low < -1
     assert 1 < found.ranges["x"].high <= 2
+    with pytest.raises(
+        InputError, match=r"the array has shape .*224\]\n  hint: say how pictures are prepared: --images"
+    ):
+        calibrate(net(), tmp_path, "minmax")
     (tmp_path / "9.png").write_bytes(b"no picture")
     with pytest.raises(InputError, match=r"9\.png cannot be read as a picture"):
         list(open_data(tmp_path, [TensorSpec("x", np.dtype(np.float32), (5, 3, 6, 6))], spec).batches())

@@ -114,8 +114,8 @@ def test_wrong_names_and_files(cli: Cli, engine: Path, tmp_path: Path) -> None:
     code, err = run(*good, f"z={x}")
     assert code == RUN
     assert "'z'" in err
-    assert run(x)[0] == USAGE  # an .npy without a name
     assert run(*good, *good)[0] == USAGE
+    assert run(*good, x)[0] == USAGE  # without a name it is for the only input
     assert run(f"x={tmp_path / 'absent.npy'}")[0] == USAGE
     assert run(f"x={tmp_path}")[0] == USAGE  # a folder of pictures, which this engine does not take
     np.savez(tmp_path / "x.npz", x=np.zeros(3), z=np.zeros(3))

@@ -246,7 +246,7 @@ def test_an_unwritable_output_is_found_before_the_work(
         raise AssertionError("the work has begun")
 
     monkeypatch.setattr("optdnn.compiler.import_model", work)
-    monkeypatch.setattr("optdnn.compare.comparison.import_model", work)
+    monkeypatch.setattr("optdnn.compare.subject.import_model", work)
     for argv in (
         ["build", model, "-o", out],
         ["build", model, "-o", tmp_path / "e", "--emit-onnx", out],

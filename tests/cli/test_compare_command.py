@@ -11,6 +11,7 @@ import pytest
 from support.cli import Cli, libraries, strict
 from support.onnxnet import convnet, save_convnet
 
+import optdnn
 from optdnn.cli.main import run
 
 Facts = dict[str, Any]
@@ -81,6 +82,20 @@ def test_compare_engines_without_their_model(cli: Cli, engine: Path, tmp_path: P
     assert "--model FILE" in err
 
 
+def test_engines_of_two_networks_are_not_raced(cli: Cli, engine: Path, tmp_path: Path) -> None:
+    other = convnet()
+    other.graph.input[0].name = other.graph.node[0].input[0] = "picture"
+    optdnn.build(other, target="reference").save(tmp_path / "other.engine")
+    for words, theirs, own in (
+        ((tmp_path / "other.engine", engine), "x", "picture"),
+        ((engine, tmp_path / "other.engine"), "picture", "x"),
+    ):
+        code, out, err = cli("compare", *words)
+        assert (code, out) == (2, "")
+        assert "is an engine of another network: its inputs are " in err
+        assert {theirs, own} <= set(err.replace(",", " ").split())
+
+
 def test_compare_an_engine_with_its_model(cli: Cli, engine: Path, model: Path, tmp_path: Path) -> None:
     argv = ["compare", engine, "--against", "reference", "--rounds", 3, "--duration", 0.03, "--threads", 1]
     code, out, _ = cli(*argv, "--model", model, "--bisect", "--json", "-", "--size", "N=2")
@@ -125,7 +140,7 @@ def test_compare_refuses_what_cannot_be(cli: Cli, model: Path, options: list[str
 
 
 def test_compare_names_the_absent_library(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optdnn.compare.comparison.find_spec", lambda name: None)
+    monkeypatch.setattr("optdnn.compare.rivals.find_spec", lambda name: None)
     for against in (["--against", "openvino"], []):
         code, _, err = cli("compare", model, *against)
         assert code == 8
@@ -143,7 +158,7 @@ def test_by_default_the_installed_libraries_are_compared(
         seen.append(rivals)
         return raced, None
 
-    monkeypatch.setattr("optdnn.compare.comparison.find_spec", lambda name: name if name in there else None)
+    monkeypatch.setattr("optdnn.compare.rivals.find_spec", lambda name: name if name in there else None)
     monkeypatch.setattr("optdnn.cli.compare._compared", compared)
     assert cli("compare", model, "--target", "reference").code == 0
     there.add("openvino")

@@ -171,7 +171,7 @@ def test_what_could_not_be_ranked_is_said(cli: Cli, replay: Facts) -> None:
 
 
 def test_without_onnxruntime_it_says_what_to_install(cli: Cli, replay: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optdnn.compare.comparison.find_spec", lambda name: None)
+    monkeypatch.setattr("optdnn.compare.rivals.find_spec", lambda name: None)
     code, out, err = cli("demo")
     assert (code, out) == (8, "")
     assert "pip install 'optdnn[cpu]'" in err

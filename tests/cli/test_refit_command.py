@@ -61,7 +61,7 @@ def test_refusals(cli: Cli, folder: Path, tmp_path: Path) -> None:
     other.graph.node[1].attribute[0].f = 0.5
     for words, code, said in (
         ((plain, folder / "new.onnx"), 2, "-o OUT.engine"),
-        ((plain, "-o", out), 2, "build with refit=True (--refit)"),
+        ((plain, "-o", out), 2, "optdnn refit ENGINE MODEL"),
         ((plain, plain, "-o", out), 2, "is an engine already"),
         ((plain, save(other, tmp_path), "-o", out), 4, "node 'b': LeakyRelu"),
         ((folder / "net.engine", "--weights", folder / "new.onnx", "-o", out), 2, "not an .npz file"),

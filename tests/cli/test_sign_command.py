@@ -67,7 +67,16 @@ def test_passwords_and_certificates(cli: Cli, engine: Path, tmp_path: Path) -> N
     private, public = key_pair(tmp_path, password=b"word")
     password = tmp_path / "password"
     password.write_text("word\n")
-    assert cli("sign", engine, "--key", private).code == 2
+    lacking = cli("sign", engine, "--key", private)
+    assert (lacking.code, "is encrypted\n  hint: give its password: optdnn sign --password-file" in lacking.err) == (
+        2,
+        True,
+    )
+    assert cli("sign", engine, "--key", private, "--password-file", password).code == 0
+    (tmp_path / "open").mkdir()
+    plain, _ = key_pair(tmp_path / "open")
+    needless = cli("sign", engine, "--key", plain, "--password-file", password)
+    assert (needless.code, "is not encrypted\n  hint: leave the password out" in needless.err) == (2, True)
     assert cli("sign", engine, "--key", private, "--password-file", password).code == 0
     assert cli("run", engine, "--signed-by", public).code == 0
     root, key, issued = certificates(tmp_path)

@@ -206,6 +206,7 @@ def test_a_failure_takes_the_caches_with_it() -> None:
         ("text", {}, UsageError, "a list of tokens, not text"),
         ([1.5], {}, UsageError, "a list of tokens"),
         ([1], {"max_new_tokens": 0}, UsageError, "max_new_tokens must be a positive integer, not 0"),
+        ([1], {"stop_tokens": 2}, UsageError, "stop_tokens must be a list of tokens, not 2"),
         ([1], {"temperature": -0.5}, UsageError, "temperature must be 0 or more, not -0.5"),
         ([1], {"temperature": float("nan")}, UsageError, "temperature must be"),
         ([1], {"top_k": 1.5}, UsageError, "top_k must be"),

@@ -199,7 +199,11 @@ def test_given_shapes_bind_symbols_everywhere():
     ("shapes", "error", "message"),
     [
         ({"q": (1,)}, UsageError, r"has no input 'q'"),
-        ({"x": (1, 4)}, ShapeError, r"input 'x' is \[N, 3\], the shape given is \[1, 4\]: they differ in axis 1"),
+        (
+            {"x": (1, 4)},
+            ShapeError,
+            r"input 'x' is \[N, 3\], the shape given is \[1, 4\]: they differ in axis 1\n  hint: 3 is fixed",
+        ),
         ({"x": (1, 3, 1)}, ShapeError, r"input 'x' is \[N, 3\], the shape given is \[1, 3, 1\]: they differ in rank"),
         (
             {"x": (1, 3), "z": (2, 3)},

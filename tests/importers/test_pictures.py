@@ -300,7 +300,7 @@ def test_argmax_makes_masks() -> None:
         ({}, {"y": "boxes:abcd"}, "boxes 'abcd' is not one of xyxy"),
         ({}, {"y": "boxes"}, "boxes need the picture that they are of"),
         ({}, {"y": ""}, "the postprocessing does nothing"),
-        ({}, {"y": "softmax,labels=nowhere.txt"}, "the labels 'nowhere.txt' cannot be read"),
+        ({}, {"y": "softmax,labels=nowhere.txt"}, "the labels 'nowhere.txt' cannot be read: No such file or directory"),
         ({}, {"y": "softmax,color=3"}, "'color=3' is not labels=FILE"),
         ({}, {"y": "softmax,relative"}, "relative and input are for boxes"),
         ({}, {"y": {"labels": [3]}}, "labels must be a list of names"),

@@ -110,6 +110,8 @@ def test_an_engine_file_is_loaded(tmp_path: Path) -> None:
     assert s.run(["y"], {"x": X[:1]})[0].shape == (1, 5)
     with pytest.raises(UsageError, match="is built already; precision"):
         InferenceSession(str(tmp_path / "e.engine"), precision="bf16")
+    with pytest.raises(UsageError, match=r"sess_options must be optdnn\.SessionOptions or ONNX Runtime's, not dict"):
+        InferenceSession(tmp_path / "e", {})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="from its file, not from bytes"):
         InferenceSession((tmp_path / "e.engine").read_bytes())
 

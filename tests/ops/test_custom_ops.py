@@ -214,6 +214,15 @@ def test_a_source_that_does_not_compile() -> None:
         optdnn.build(MODEL, target="cuda:sm_90a", custom_ops=[broken], shapes={"x": (4, 8)})
 
 
+def test_custom_ops_are_a_list(tmp_path: Path) -> None:
+    optdnn.build(MODEL, target="reference", custom_ops=[shrink()]).save(tmp_path / "e")
+    for given in (shrink(), None):
+        with pytest.raises(UsageError, match=r"custom_ops must be a list of what optdnn\.custom_op makes"):
+            optdnn.load(tmp_path / "e", custom_ops=given)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="custom_ops must be a list"):
+            optdnn.build(MODEL, target="reference", custom_ops=given)
+
+
 def test_an_operator_that_nobody_holds_cannot_run() -> None:
     with pytest.raises(RunError, match=r"custom operator a.B \(digest 00\) is not available"):
         custom.known("00", "a.B")

@@ -77,46 +77,6 @@ def test_a_split_of_unknown_sizes_stays() -> None:
     check_refused(HoistViews(), n.done(*parts), because="sizes are not known")
 
 
-def attended(
-    *,
-    batch: int = 2,
-    shape: tuple[int, ...] = (3, 4, 5, 6),
-    perm: tuple[int, ...] = (0, 2, 3, 1, 4),
-    kind: str = "Attention",
-) -> Graph:
-    """What an attention over images gives, (B, H, positions, D), in rows and columns of tokens."""
-    n = Net()
-    x = n.input(batch, 3, 20, 6)
-    k, v = n.random(batch, 3, 20, 6), n.random(batch, 3, 20, 6)
-    y = n.op("Attention", x, k, v) if kind == "Attention" else n.op(kind, x)
-    lead = () if len(shape) < 4 else (batch,)
-    return n.done(transposed(n, n.op("Reshape", y, n.ints(*lead, *shape)), *perm))
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_the_transpose_of_an_attention_moves_in_front_of_its_split_positions(batch: int) -> None:
-    graph, _ = check_pass(HoistViews(), attended(batch=batch), changes=1, rules={"turn_before_split": 1})
-    (turn,) = graph.of_kind("Transpose")
-    assert turn.attrs.perm == (0, 2, 1, 3)
-    assert graph.op(turn.inputs[0]).kind == "Attention"  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("options", "because"),
-    [
-        ({"perm": (0, 3, 2, 1, 4)}, "do not stay together"),
-        ({"perm": (0, 2, 1, 3, 4)}, "do not stay together"),
-        ({"shape": (6, 20, 6), "perm": (1, 0, 2)}, "more than to split axes"),
-    ],
-)
-def test_other_transposes_of_an_attention_stay(options: dict[str, Any], because: str) -> None:
-    check_refused(HoistViews(), attended(**options), because=because, rule="turn_before_split")
-
-
-def test_transposes_of_other_results_stay() -> None:
-    check_untouched(HoistViews(), attended(kind="Relu"))
-
-
 def flattened(bias: bool = True, trans_b: bool = False) -> Graph:
     """GPT-2's Conv1D: rows flattened for a Gemm."""
     n = Net(np.float64)
@@ -136,6 +96,43 @@ def test_symbolic_rows() -> None:
     x = n.op("Reshape", n.op("Relu", n.input(symbol("N", 1), 3, 8)), n.ints(-1, 8))
     graph = n.done(n.op("Reshape", n.gemm(x, 5), n.ints(-1, 3, 5)))
     check_pass(HoistViews(), graph, changes=1, kinds={"Relu": 1, "MatMul": 1, "Add": 1}, sizes={"N": 4})
+
+
+def flattened_heads(*, leading: tuple[int, ...] = (2, 3), batch: Any = 2, readers: int = 1, bias: bool = True) -> Graph:
+    """A projection as ONNX Runtime's optimizer writes it: flattened for a Gemm, and split into heads at once."""
+    n = Net(np.float64)
+    x = n.op("Relu", n.input(batch, 3, 8))
+    y = n.gemm(n.op("Reshape", x, n.ints(-1, 8)), 12, bias=bias)
+    more = [n.op("Relu", y)] if readers > 1 else []
+    return n.done(n.op("Reshape", y, n.ints(*leading, 3, 4)), n.matmul(x, 5), *more)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch", [2, symbol("N", 1)])
+def test_rows_that_are_split_into_heads_are_not_flattened(batch: Any, bias: bool) -> None:
+    graph = flattened_heads(leading=(-1 if batch != 2 else 2, 3), batch=batch, bias=bias)
+    kinds = {"Relu": 1, "MatMul": 2, "Reshape": 1} | ({"Add": 1} if bias else {})
+    rules = {"unflattened_rows": 1}
+    after, _ = check_pass(
+        HoistViews(), graph, changes=1, kinds=kinds, rules=rules, sizes={} if batch == 2 else {"N": 4}
+    )
+    assert len({op.inputs[0] for op in after.of_kind("MatMul")}) == 1  # siblings
+
+
+def test_rows_with_other_leading_axes_stay_flattened() -> None:
+    check_refused(
+        HoistViews(), flattened_heads(leading=(3, 2)), because="does not keep the leading axes", rule="unflattened_rows"
+    )
+    check_refused(
+        HoistViews(),
+        flattened_heads(leading=(-1, 2), batch=symbol("N", 1)),
+        because="does not keep the leading axes",
+        rule="unflattened_rows",
+    )
+
+
+def test_flattened_rows_that_are_read_elsewhere_stay() -> None:
+    check_untouched(HoistViews(), flattened_heads(readers=2))
 
 
 def test_views_that_do_not_merge_stay() -> None:

@@ -11,12 +11,16 @@ from support.net import Net
 
 from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph, Value
+from optdnn.ir.verify import verify
+from optdnn.ops.binary import CastAttrs
 from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.quant import DequantizeAttrs, IntegerConvAttrs, QuantizeAttrs
+from optdnn.ops.resize import ResizeAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import PassContext
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
-from optdnn.types import INT8, UINT8
+from optdnn.types import INT8, INT32, UINT8
 
 CANONICAL, MOVE, RECENTRE = CanonicalizeIntegers(), MoveIntegers(), RecentreIntegers()
 
@@ -236,3 +240,28 @@ def test_integers_are_padded_with_their_own_elements() -> None:
 def test_what_is_padded_with_another_number_stays_float() -> None:
     check_refused(MOVE, padded(0, INT8, 1.5), because="no form on integers")
     check_refused(MOVE, padded(0, INT8, computed=True), because="zero point that is not constant")
+
+
+@pytest.mark.parametrize("mode", ["linear", "cubic"])
+@pytest.mark.parametrize("dtype", [INT8, UINT8])
+def test_integers_are_interpolated_as_floats(dtype: Any, mode: str) -> None:
+    def resized(dtype: Any) -> Graph:
+        n = Net()
+        x = q(n, n.input(1, 2, 5, 6), dtype=dtype, zero=3)
+        return n.done(n.op("Resize", x, None, n.const(np.array([1, 1, 2, 2]), np.float32), attrs=ResizeAttrs(mode)))
+
+    graph, moved = resized(dtype), resized(dtype)
+    assert MOVE(moved, PassContext()).changes == 1
+    verify(moved)
+    assert moved.kinds() == {"QuantizeLinear": 1, "Cast": 2, "Resize": 1, "Round": 1, "Clip": 1}
+    same_integers(graph, moved)
+
+
+def test_other_integers_are_interpolated_as_they_are() -> None:
+    def resized(mode: str, dtype: Any) -> Graph:
+        n = Net()
+        x = n.op("Cast", n.input(1, 2, 5, 6), attrs=CastAttrs(dtype))
+        return n.done(n.op("Resize", x, None, n.const(np.array([1, 1, 2, 2]), np.float32), attrs=ResizeAttrs(mode)))
+
+    check_refused(MOVE, resized("linear", INT32), because="it interpolates int32, which fp32 does not hold")
+    check_untouched(MOVE, resized("nearest", INT8))

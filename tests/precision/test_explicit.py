@@ -12,7 +12,8 @@ import pytest
 from support.needs import needs_exact_bytes
 from support.sweep import sweep
 
-from optdnn.compiler import Build, build_verbose
+from optdnn.build_result import Build
+from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions
 from optdnn.importers.onnx import import_model
 from optdnn.models import trained

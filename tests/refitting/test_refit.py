@@ -89,6 +89,14 @@ def test_a_refit_of_a_cpu_engine_takes_its_library(options: dict[str, Any]) -> N
     np.testing.assert_array_equal(engine.run({"x": PICTURES["x"][:1]})["y"], fresh.run({"x": PICTURES["x"][:1]})["y"])
 
 
+def test_weights_and_adapters_are_tables() -> None:
+    engine = optdnn.build(mlp(), target="reference", refit=True)
+    with pytest.raises(UsageError, match="weights must map names of initializers to arrays, not list"):
+        engine.refit([1])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"adapters must map names of initializers to \(A, B\), not list"):
+        engine.refit(adapters=[1])  # type: ignore[arg-type]
+
+
 def test_packed_weights_of_a_language_model() -> None:
     model = language_model("llama")
     engine = optdnn.build(model, target="reference")

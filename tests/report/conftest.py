@@ -13,7 +13,8 @@ from support.onnxnet import HOSTILE, save_convnet
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("openvino")
-    from optdnn.compare.comparison import build_subject, compare
+    from optdnn.compare.comparison import compare
+    from optdnn.compare.subject import build_subject
     from optdnn.config import BuildOptions
 
     folder = tmp_path_factory.mktemp("report")

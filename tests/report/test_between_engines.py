@@ -11,8 +11,9 @@ import pytest
 from support.onnxnet import save_convnet
 
 import optdnn
-from optdnn.compare.comparison import load_subject, look
+from optdnn.compare.comparison import look
 from optdnn.compare.divergence import DECADES, Findings, histogram, tolerance_of
+from optdnn.compare.subject import load_subject
 from optdnn.errors import UsageError
 from optdnn.report.words import histogram_text
 

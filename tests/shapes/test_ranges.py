@@ -123,7 +123,7 @@ def test_symbols_have_the_span_of_all_profiles() -> None:
     [
         ({"x": "1..2..4x4", "y": "1..2..8"}, "it sets n to 1..2..8, but the shape given for 'x' sets it to 1..2..4"),
         ({"x": "1..2..4x4..4..5"}, "they differ in axis 1"),
-        ({"z": "1..2..4"}, "differ in axis 0.*\n.*only symbolic dimensions"),
+        ({"z": "1..2..4"}, "differ in axis 0.*\n.*is fixed in the model"),
         ([{"x": "1x4", "y": "2"}, {"x": "2x4", "y": "1"}], "sets n to 2, but the shape given for 'x' sets it to 1"),
     ],
 )

@@ -42,8 +42,6 @@ def _sum(graph: Graph, op: Op) -> _Sum | None:
         norm = None if value is None else graph.op(value)
         if norm is None or value is None or norm.kind not in NORMS or value.port or graph.sole_user(value) != op:
             continue
-        if op.outputs[0].type.shape != norm.outputs[0].type.shape:
-            continue  # its images are repeated
         stages = op.attrs.epilogue if op.kind == "Pointwise" else tuple(single(op))
         if slot and (not stages or stages[0].kind != "Add" or set(stages[0].args) != {~0, slot}):
             continue

@@ -41,8 +41,6 @@ def modulation(graph: Graph, op: Op) -> Modulation | None:
     norm = None if value is None else graph.op(value)
     if norm is None or value is None or norm.kind not in NORMS or value.port or graph.sole_user(value) is None:
         return None
-    if op.outputs[0].type.shape != norm.outputs[0].type.shape:
-        return None  # its rows are repeated
     stages, plus, register = list(op.attrs.epilogue), 0.0, -1
     factor: int | None = None
     if stages and stages[0].kind == "Add" and all(a is not None and a > 0 for a in stages[0].args):

@@ -100,8 +100,7 @@ class _Walk:
             self.refused[op.id] = reason
 
     def _operand(self, op: Op, operands: Sequence[Interval | None]) -> str | None:
-        """Why an op cannot read what it reads: a constant that does not fit, or for a body what is more than its own inputs are
-        taken to hold."""
+        """Why an op cannot read its operands: a constant does not fit, or a body gets more than its inputs are assumed to hold."""
         sizes = self.parameters.get(op.kind, (0,) if op.kind == "Loop" else ())
         inner = bodies(op)
         for slot, (value, interval) in enumerate(zip(op.inputs, operands, strict=True)):

@@ -57,7 +57,7 @@ def check_gpus(world: int) -> None:
             f"the engine is for {world} GPUs; this machine has {there}",
             hint=f"build it with --devices {there}"
             if there > 1
-            else "build it for one device, or load it with simulate=True",
+            else "build it for one device, or run it in NumPy: optdnn run --simulate, optdnn.load(..., simulate=True)",
         )
 
 

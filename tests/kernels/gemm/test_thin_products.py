@@ -64,7 +64,7 @@ def is_on_threads(kernel: Kernel) -> bool:
 @pytest.mark.parametrize(("rows", "refused"), [(512, False), (513, True)])
 def test_elements_that_threads_cannot_count_are_refused(rows: int, refused: bool) -> None:
     n = Net()
-    graph = n.done(n.op("MatMul", n.input(1 << 17, rows, 1, name="a"), n.input(1 << 17, 1, 64, name="b")))
+    graph = n.done(n.op("MatMul", n.input(1 << 17, rows, 2, name="a"), n.input(1 << 17, 2, 64, name="b")))
     program = lowered(graph, "fp32", no_cubins=True)
     reasons = refusals(program)
     assert ("131072 matrices with more than 4294967296 elements exceed a grid" in reasons) == refused

@@ -201,12 +201,14 @@ def test_the_results_readers_in_between_keep_norms_apart() -> None:
         return Site(Region(op), "", ShortRows(), None, [])
 
     def read(*entries: Any) -> bool:
-        b: Any = SimpleNamespace(plan=[Move(reader, result, other), site(norm), *entries], place={norm.value: result})
+        b: Any = SimpleNamespace(
+            plan=[Move(reader, (result,), other), site(norm), *entries], place={norm.value: result}
+        )
         return short_rows._is_read(b, norm, result)
 
     assert not read()
-    assert not read(Move(reader, other, result))
-    assert read(Move(reader, result, other))
+    assert not read(Move(reader, (other,), result))
+    assert read(Move(reader, (result,), other))
     assert read(site(reader))
     assert read(Step("host", {}, (5,), (6,)))
     assert not read(Step("host", {}, (6,), (5,)))

@@ -96,6 +96,7 @@ def test_buffers_and_inputs_are_read_where_they_are() -> None:
 @pytest.mark.parametrize(
     ("arguments", "because"),
     [
+        ({"state": ["next", "h"]}, "state must map names of outputs to names of inputs, not list"),
         ({"state": {"after": "h"}}, r"there is no output 'after'\n.*y, next"),
         ({"state": {"next": "z"}}, r"there is no input 'z'\n.*x, h"),
         (

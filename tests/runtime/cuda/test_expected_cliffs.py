@@ -13,7 +13,7 @@ from support.simulated import lowered
 
 import optdnn
 from optdnn.cli import inspect
-from optdnn.compare.comparison import load_subject
+from optdnn.compare.subject import load_subject
 from optdnn.models import zoo
 from optdnn.report.markdown import _build
 from optdnn.runtime.cuda.measuring.expected import expected_cliffs, expected_steps

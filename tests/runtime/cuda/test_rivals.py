@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from optdnn.compare import gpu_rivals
-from optdnn.compare.comparison import check_rivals
 from optdnn.compare.gpu_rivals import TORCH_RIVALS, restricted, torch_candidates
+from optdnn.compare.rivals import check_rivals
 from optdnn.config import BuildOptions
 from optdnn.errors import MissingDependency, UsageError
 from optdnn.runtime.cuda import usable

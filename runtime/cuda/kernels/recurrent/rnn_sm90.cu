@@ -65,17 +65,6 @@ DEVICE void spin_guard(int tries) {
     if (tries > 4000000) __trap();
 #endif
 }
-// A wait for what other blocks of the cluster send: their stores are visible afterwards.
-DEVICE void wait_for_cluster(u32 barrier, u32 parity) {
-    u32 done = 0;
-    for (int tries = 0; !done; tries++) {
-        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2, 0x989680; selp.u32 %0, 1, 0, p;}"
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-#ifdef BARRIER_TRAP
-        if (tries > 200) __trap();
-#endif
-    }
-}
 DEVICE void send(u32 address, u32 barrier, const uint4& v) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
                  ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier) : "memory");
@@ -310,7 +299,7 @@ DEVICE void recur(const Params& p, const Place& at, u32 base) {
         const int buffer = step & 1;
         const u32 own = staging + buffer * COLUMNS * 64;       // two: a slow warp may still read the one of the step before
         if (step > 0) {
-            wait_for_cluster(full + 8 * buffer, ((step - 1) >> 1) & 1);
+            barrier_wait_cluster(full + 8 * buffer, ((step - 1) >> 1) & 1);
             if (threadIdx.x == 0 && step + 2 < p.steps) barrier_expect(full + 8 * buffer, RANKS * at.count * 64);
         }
         constexpr int PAIR = TILES > 1 ? 2 : 1;
