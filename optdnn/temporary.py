@@ -43,8 +43,8 @@ def _signals_later() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    for number in received:
-        signal.raise_signal(number)
+        for late in received:  # also where no folder was made
+            signal.raise_signal(late)
 
 
 def _failure(error: OSError) -> OutputError:

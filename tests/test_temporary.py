@@ -53,6 +53,16 @@ def test_a_signal_while_one_is_made_leaves_none(tmp_path: Path, monkeypatch: pyt
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_signal_is_not_lost_where_none_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> str:
+        signal.raise_signal(signal.SIGINT)
+        raise OSError
+
+    monkeypatch.setattr(tempfile, "mkdtemp", failing)
+    with pytest.raises(KeyboardInterrupt):
+        temporary_folder()
+
+
 def test_a_build_without_them_is_no_defect(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
