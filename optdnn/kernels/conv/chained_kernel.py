@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from optdnn.kernels.builder import up
 from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, STAGE_ISSUE
 from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
 from optdnn.kernels.ranking import varied
@@ -89,14 +90,15 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``groups`` warpgroups of ``columns`` pixels each; ``images`` and ``buffers`` of each; a ring of ``stages`` chunks of weights (0: all
-    stay)."""
+    """``groups`` warpgroups of ``columns`` pixels each; ``images`` and ``buffers`` of each; rings of ``stages`` chunks of weights (0: all
+    stay), which a cluster of ``sharers`` blocks loads together."""
 
     groups: int
     columns: int
     images: int
     buffers: int
     stages: int = 0
+    sharers: int = 1
 
     @property
     def threads(self) -> int:
@@ -104,7 +106,8 @@ class Config:
         return self.groups * 128 + 128
 
     def __str__(self) -> str:
-        return f"chain{self.groups}x{self.columns}i{self.images}b{self.buffers}s{self.stages}"
+        shared = f"c{self.sharers}" if self.sharers > 1 else ""
+        return f"chain{self.groups}x{self.columns}i{self.images}b{self.buffers}s{self.stages}{shared}"
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
@@ -120,8 +123,8 @@ def chunk_bytes(problem: Problem) -> int:
 
 
 def tiles(problem: Problem, config: Config) -> int:
-    """Tiles of all pixels."""
-    return -(-problem.pixels // (config.groups * config.columns))
+    """Tiles of all pixels; whole clusters take some each."""
+    return up(-(-problem.pixels // (config.groups * config.columns)), config.sharers)
 
 
 def no_kernel(problem: Problem) -> str | None:
@@ -157,7 +160,9 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     sums = (1 + problem.out_tiles) * config.columns // 2
     if sums + OTHER_REGISTERS > REGISTERS[config.groups]:
         return f"{sums} sums a thread exceed its registers"
-    if (config.stages or problem.chunks) * 2 + config.groups * 2 * (config.images + config.buffers) > _HEAD_BYTES // 8:
+    if config.sharers not in (1, 2, 4) or (config.sharers > 1 and not config.stages):
+        return "weights that stay are loaded once: a ring's are what blocks share"
+    if (config.stages or problem.chunks) * 4 + config.groups * 2 * (config.images + config.buffers) > _HEAD_BYTES // 8:
         return "more barriers than the kernel has room for"
     if (why := no_room(shared_bytes(problem, config), shared, 1)) is not None:
         return why
@@ -173,6 +178,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "GROUPS": config.groups, "BN": config.columns, "DEPTH_BLOCKS": problem.depth_blocks,
         "OUT_TILES": problem.out_tiles, "IMAGES": config.images, "BUFFERS": config.buffers,
         "WEIGHT_STAGES": config.stages or problem.chunks, "STATIONARY": int(not config.stages),
+        "SHARERS": config.sharers,
         "ADDED": int(render.uses_residual(problem.first)), "ADDED_LAST": int(render.uses_residual(problem.second)),
         "STORED": int(problem.stored),
     }  # fmt: skip
@@ -194,7 +200,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
         return tensor_map(name, p.dtype, (channels, p.pixels), (pitch * 2,), box, CHUNK * 2)
 
     def matrix(name: str, depth: int, channels: int) -> TensorMap[str]:
-        return tensor_map(name, p.dtype, (depth, channels), (depth * 2,), (CHUNK, CHUNK), CHUNK * 2)
+        return tensor_map(name, p.dtype, (depth, channels), (depth * 2,), (CHUNK, CHUNK // config.sharers), CHUNK * 2)
 
     image = rows("input", p.depth, pitches.image)
     added, added_last = render.uses_residual(p.first), render.uses_residual(p.second)
@@ -209,17 +215,16 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
     )
     count = tiles(p, config)
     parameters.pointer("first_bias", "second_bias").i32(p.chunks, count)
+    grid = min(count, gpu.multiprocessors // config.sharers * config.sharers)
     return parameters.launch(
-        recipe(p, config, gpu.arch), "chained_sm90", min(count, gpu.multiprocessors), config.threads, shared=shared_bytes(p, config)
+        recipe(p, config, gpu.arch), "chained_sm90", grid, config.threads, shared=shared_bytes(p, config), cluster=config.sharers
     )  # fmt: skip
 
 
 MULTIPLIED = 2048.0  # products of a multiprocessor in a cycle
 OPERANDS = 110.0  # bytes of operands in shared memory in a cycle
-CHUNK_WAIT = (
-    700.0  # cycles of a chunk in which a warpgroup waits: for its products' first results, its buffer, its other warps
-)
-L2 = 60.0  # bytes of weights in a cycle and multiprocessor
+CHUNK_WAIT = 700.0  # cycles of a chunk in which a warpgroup waits: for its products' first results, its buffer, its other warps
+L2 = 34.0  # bytes of weights in a cycle and multiprocessor, of all that load
 FIRST = 2500.0  # cycles from the launch to a block's first product, and from its last one to the end
 
 
@@ -231,11 +236,10 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     # Each product of 64 x columns x 16 reads both operands.
     reads = problem.chunks * blocks * config.groups * (CHUNK + config.columns) * CHUNK * 2 / OPERANDS
     own = [3.0 + sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in s) for s in (problem.first, problem.second)]
-    issued = (
-        config.columns / 2 * (own[0] * problem.chunks + own[1] * problem.out_tiles)
-    )  # of a thread, and its scheduler's warp
-    alone = tensor / config.groups + issued + CHUNK_WAIT * (problem.chunks + problem.out_tiles)
-    weights = 0.0 if not config.stages else problem.chunks * chunk_bytes(problem) / L2
+    # Of a thread, and its scheduler's warp.
+    issued = config.columns / 2 * (own[0] * problem.chunks + own[1] * problem.out_tiles)
+    alone = max(tensor, reads) / config.groups + issued + CHUNK_WAIT * (problem.chunks + problem.out_tiles)
+    weights = 0.0 if not config.stages else problem.chunks * chunk_bytes(problem) / L2 / config.sharers
     memory = rows * problem.row_bytes / (MEMORY / device.multiprocessors / CLOCK)
     count = tiles(problem, config)
     waves = (
@@ -254,7 +258,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
     if no_kernel(problem) is not None or device.capability[0] != 9:
         return []
     found = [(estimate(problem, c, device), c) for c in _configs(problem, device)]
-    return varied(found, lambda c: (c.groups, c.columns), limit)
+    return varied(found, lambda c: (c.groups, c.columns, c.sharers), limit)
 
 
 def _configs(problem: Problem, device: GpuFacts) -> Iterator[Config]:
@@ -273,7 +277,8 @@ def _configs(problem: Problem, device: GpuFacts) -> Iterator[Config]:
             is None
         ]
         # All weights in shared memory, else deeper buffers first: what is added must be on its way.
-        yield from sorted(fitting, key=lambda c: (c.stages > 0, -min(c.buffers, 3), -c.images, -c.stages))[:2]
+        best = sorted(fitting, key=lambda c: (c.stages > 0, -min(c.buffers, 3), -c.images, -c.stages))[:2]
+        yield from (replace(c, sharers=n) for c in best for n in ((1, 2) if c.stages else (1,)))
 
 
 def with_batch(problem: Problem, batch: int) -> Problem:

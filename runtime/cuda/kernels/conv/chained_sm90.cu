@@ -12,20 +12,24 @@
 // M and pixels on its N, so rows of pixels are operand B of both products, as TMA loads and stores them.
 //
 // One warp loads weights and pixels, one for each warpgroup what it adds. Weights of all chunks stay in shared memory (STATIONARY), or go
-// through a ring of WEIGHT_STAGES chunks for each tile. They come before griddepcontrol.wait. Blocks are persistent.
+// through two rings of WEIGHT_STAGES chunks for each tile, one for each product: the first product's are free earlier. They come before
+// griddepcontrol.wait. Blocks are persistent. The SHARERS blocks of a cluster take neighbouring tiles: each loads a part of the weights and
+// multicasts it to all of them, since L2 bounds what 132 multiprocessors can load.
 //
 // generated.cuh defines GROUPS, BN, DEPTH_BLOCKS, OUT_TILES (times 64 output channels), IMAGES (buffers of a warpgroup's pixels), BUFFERS
-// (of 64 channels of them, at least two), WEIGHT_STAGES, STATIONARY, ADDED, ADDED_LAST, STORED, first_result(), second_result() and
-// wgmma_step().
+// (of 64 channels of them, at least two), WEIGHT_STAGES, STATIONARY, SHARERS, ADDED, ADDED_LAST, STORED, first_result(), second_result()
+// and wgmma_step().
 #include "ptx.cuh"
 #include "generated.cuh"
 
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
 constexpr u32 MATRIX_BYTES = 64 * 128;             // 64 channels of a result, 64 that are summed
 constexpr u32 ROWS_BYTES = BN * 128;               // 64 channels of a warpgroup's pixels
-constexpr u32 IMAGE_BYTES = DEPTH_BLOCKS * ROWS_BYTES, CHUNK_BYTES = (DEPTH_BLOCKS + OUT_TILES) * MATRIX_BYTES;
+constexpr u32 IMAGE_BYTES = DEPTH_BLOCKS * ROWS_BYTES, FIRST_BYTES = DEPTH_BLOCKS * MATRIX_BYTES, SECOND_BYTES = OUT_TILES * MATRIX_BYTES;
+constexpr u32 SHARE_BYTES = MATRIX_BYTES / SHARERS;                // of a matrix that a block loads: rows
 constexpr u32 HEAD_BYTES = 1024;
-static_assert(BUFFERS >= 2 && BN % 16 == 0 && GROUPS <= 3, "a form of this kernel");
+static_assert(BUFFERS >= 2 && BN % 16 == 0 && GROUPS <= 3 && SHARE_BYTES % 1024 == 0, "a form of this kernel");
+static_assert(SHARERS == 1 || !STATIONARY, "weights that stay are loaded once");
 
 struct Params {
     TensorMap first, second;                       // weights: (input channel, output channel)
@@ -36,12 +40,14 @@ struct Params {
 };
 
 // Barriers, by their places from the beginning of shared memory on.
-constexpr u32 WEIGHTS_FULL = 0, WEIGHTS_EMPTY = WEIGHTS_FULL + 8 * WEIGHT_STAGES;
-constexpr u32 IMAGE_FULL = WEIGHTS_EMPTY + 8 * WEIGHT_STAGES, IMAGE_EMPTY = IMAGE_FULL + 8 * IMAGES * GROUPS;
+constexpr u32 FIRST_FULL = 0, FIRST_EMPTY = FIRST_FULL + 8 * WEIGHT_STAGES;
+constexpr u32 SECOND_FULL = FIRST_EMPTY + 8 * WEIGHT_STAGES, SECOND_EMPTY = SECOND_FULL + 8 * WEIGHT_STAGES;
+constexpr u32 IMAGE_FULL = SECOND_EMPTY + 8 * WEIGHT_STAGES, IMAGE_EMPTY = IMAGE_FULL + 8 * IMAGES * GROUPS;
 constexpr u32 READY = IMAGE_EMPTY + 8 * IMAGES * GROUPS, FREE = READY + 8 * BUFFERS * GROUPS;
 static_assert(FREE + 8 * BUFFERS * GROUPS <= HEAD_BYTES, "room for barriers");
 // Then operands: weights, images of each warpgroup, buffers of each.
-constexpr u32 WEIGHTS = HEAD_BYTES, IMAGE = WEIGHTS + WEIGHT_STAGES * CHUNK_BYTES, BUFFER = IMAGE + IMAGES * GROUPS * IMAGE_BYTES;
+constexpr u32 FIRST = HEAD_BYTES, SECOND = FIRST + WEIGHT_STAGES * FIRST_BYTES, IMAGE = SECOND + WEIGHT_STAGES * SECOND_BYTES;
+constexpr u32 BUFFER = IMAGE + IMAGES * GROUPS * IMAGE_BYTES;
 
 struct Ring {                                      // a place in a ring of COUNT, and how often it was passed
     int at = 0, parity = 0;
@@ -50,19 +56,35 @@ struct Ring {                                      // a place in a ring of COUNT
     }
 };
 
-DEVICE void load_weights(const Params& p, u32 base, int stage, int chunk) {
-    const u32 full = base + WEIGHTS_FULL + 8 * stage, to = base + WEIGHTS + stage * CHUNK_BYTES;
-    barrier_expect(full, CHUNK_BYTES);
+// The block's share of 64 channels of a matrix of weights, to all that share it.
+DEVICE void load_matrix(const TensorMap* map, u32 to, u32 full, int x, int y, int sharer) {
+    if (SHARERS == 1) tma_load_2d(to, map, full, x, y);
+    else tma_multicast_2d(to + sharer * SHARE_BYTES, map, full, x, y + sharer * (64 / SHARERS), (1 << SHARERS) - 1);
+}
+
+// A chunk's weights of the first product.
+DEVICE void load_first(const Params& p, u32 base, int stage, int chunk, int sharer) {
+    const u32 full = base + FIRST_FULL + 8 * stage, to = base + FIRST + stage * FIRST_BYTES;
+    barrier_expect(full, FIRST_BYTES);
     #pragma unroll 1
-    for (int i = 0; i < DEPTH_BLOCKS; i++) tma_load_2d(to + i * MATRIX_BYTES, &p.first, full, i * 64, chunk * 64);
+    for (int i = 0; i < DEPTH_BLOCKS; i++) load_matrix(&p.first, to + i * MATRIX_BYTES, full, i * 64, chunk * 64, sharer);
+}
+
+// Of the second.
+DEVICE void load_second(const Params& p, u32 base, int stage, int chunk, int sharer) {
+    const u32 full = base + SECOND_FULL + 8 * stage, to = base + SECOND + stage * SECOND_BYTES;
+    barrier_expect(full, SECOND_BYTES);
     #pragma unroll 1
-    for (int i = 0; i < OUT_TILES; i++) tma_load_2d(to + (DEPTH_BLOCKS + i) * MATRIX_BYTES, &p.second, full, chunk * 64, i * 64);
+    for (int i = 0; i < OUT_TILES; i++) load_matrix(&p.second, to + i * MATRIX_BYTES, full, chunk * 64, i * 64, sharer);
 }
 
 // The warp that loads weights and pixels.
 DEVICE void load_operands(const Params& p, u32 base) {
-    const int primed = min(p.chunks, WEIGHT_STAGES);
-    for (int i = 0; i < primed; i++) load_weights(p, base, i, i);
+    const int primed = min(p.chunks, WEIGHT_STAGES), sharer = SHARERS > 1 ? int(cluster_rank()) : 0;
+    for (int i = 0; i < primed; i++) {
+        load_first(p, base, i, i, sharer);
+        load_second(p, base, i, i, sharer);
+    }
     Ring weights, image;
     for (int i = 0; i < primed; i++) weights.next<WEIGHT_STAGES>();
     grid_dependency_wait();
@@ -79,8 +101,10 @@ DEVICE void load_operands(const Params& p, u32 base) {
         if (STATIONARY) continue;
         #pragma unroll 1
         for (int chunk = tile == blockIdx.x ? primed : 0; chunk < p.chunks; chunk++) {
-            barrier_wait(base + WEIGHTS_EMPTY + 8 * weights.at, weights.parity ^ 1);
-            load_weights(p, base, weights.at, chunk);
+            barrier_wait(base + FIRST_EMPTY + 8 * weights.at, weights.parity ^ 1);
+            load_first(p, base, weights.at, chunk, sharer);
+            barrier_wait(base + SECOND_EMPTY + 8 * weights.at, weights.parity ^ 1);
+            load_second(p, base, weights.at, chunk, sharer);
             weights.next<WEIGHT_STAGES>();
         }
     }
@@ -144,6 +168,14 @@ DEVICE void convolve(const Params& p, u32 base, int group, int quarter, int lane
         __syncwarp();
         if (lane == 0) barrier_arrive(base + FREE + 8 * held);
     };
+    auto weights_read = [&](u32 empty) {           // by this warp: each block of the cluster counts on it
+        if (STATIONARY) return;
+        if (SHARERS == 1) {
+            if (lane == 0) barrier_arrive(empty);
+        } else if (lane < SHARERS) {
+            cluster_barrier_arrive(cluster_map(empty, lane));
+        }
+    };
     auto store = [&](const TensorMap* map, int which, int channel, int tile) {
         if (quarter != 0 || !elect_one()) return;
         tma_store_2d(map, base + BUFFER + which * ROWS_BYTES, channel, (tile * GROUPS + group) * BN);
@@ -157,14 +189,15 @@ DEVICE void convolve(const Params& p, u32 base, int group, int quarter, int lane
         #pragma unroll 1
         for (int chunk = 0; chunk < p.chunks; chunk++) {
             const int stage = STATIONARY ? chunk : weights.at, which = ring.at * GROUPS + group;
-            const u32 matrices = base + WEIGHTS + stage * CHUNK_BYTES, rows = base + BUFFER + which * ROWS_BYTES;
+            const u32 first = base + FIRST + stage * FIRST_BYTES, second = base + SECOND + stage * SECOND_BYTES;
+            const u32 rows = base + BUFFER + which * ROWS_BYTES, parity = STATIONARY ? 0 : weights.parity;
             float bias[2];
             load_bias(p.first_bias, chunk * 64 + quarter * 16, lane, bias);
-            barrier_wait(base + WEIGHTS_FULL + 8 * stage, STATIONARY ? 0 : weights.parity);
+            barrier_wait(base + FIRST_FULL + 8 * stage, parity);
             wgmma_fence();
             #pragma unroll
             for (int k = 0; k < DEPTH_BLOCKS; k++) {
-                const u64 a = wgmma_descriptor<128>(matrices + k * MATRIX_BYTES);
+                const u64 a = wgmma_descriptor<128>(first + k * MATRIX_BYTES);
                 const u64 b = wgmma_descriptor<128>(base + IMAGE + own * IMAGE_BYTES + k * ROWS_BYTES);
                 #pragma unroll
                 for (int step = 0; step < 4; step++) wgmma_step(sum, a + 2 * step, b + 2 * step, (k | step) != 0);
@@ -172,21 +205,23 @@ DEVICE void convolve(const Params& p, u32 base, int group, int quarter, int lane
             wgmma_commit();
             wgmma_wait<1>();                       // the second product of the chunk before
             give_back();
-            if (!STATIONARY && chunk > 0 && lane == 0) barrier_arrive(base + WEIGHTS_EMPTY + 8 * before);
+            if (chunk > 0) weights_read(base + SECOND_EMPTY + 8 * before);
             wgmma_wait<0>();
+            weights_read(base + FIRST_EMPTY + 8 * stage);
             if (chunk == p.chunks - 1 && lane == 0) barrier_arrive(base + IMAGE_EMPTY + 8 * own);
             barrier_wait(base + READY + 8 * which, ring.parity);
             finish_rows<ADDED>(rows, sum, bias, quarter, lane, [](float x, float c, float r) { return first_result(x, c, r); });
             async_proxy_fence();
             named_barrier(1 + group, 128);
             if (STORED) store(&p.middle, which, chunk * 64, tile);
+            barrier_wait(base + SECOND_FULL + 8 * stage, parity);
             wgmma_fence();
             const u64 b = wgmma_descriptor<128>(rows);
             #pragma unroll
             for (int step = 0; step < 4; step++) {
                 #pragma unroll
                 for (int m = 0; m < OUT_TILES; m++)
-                    wgmma_step(last[m], wgmma_descriptor<128>(matrices + (DEPTH_BLOCKS + m) * MATRIX_BYTES) + 2 * step, b + 2 * step, (chunk | step) != 0);
+                    wgmma_step(last[m], wgmma_descriptor<128>(second + m * MATRIX_BYTES) + 2 * step, b + 2 * step, (chunk | step) != 0);
             }
             wgmma_commit();
             held = which, before = stage;
@@ -194,7 +229,7 @@ DEVICE void convolve(const Params& p, u32 base, int group, int quarter, int lane
             ring.next<BUFFERS>();
         }
         wgmma_wait<0>();
-        if (!STATIONARY && lane == 0) barrier_arrive(base + WEIGHTS_EMPTY + 8 * before);
+        weights_read(base + SECOND_EMPTY + 8 * before);
         #pragma unroll
         for (int m = 0; m < OUT_TILES; m++) {
             const int which = ring.at * GROUPS + group;
@@ -215,6 +250,15 @@ DEVICE void convolve(const Params& p, u32 base, int group, int quarter, int lane
     if (quarter == 0 && elect_one()) tma_store_wait_read<0>();
 }
 
+// A block stays until its peers are done: they count on its barriers. At the end of each role, since registers are moved for a branch of
+// its own alone.
+DEVICE void leave() {
+    if (SHARERS == 1) return;
+    __syncwarp();
+    cluster_arrive_relaxed();
+    cluster_wait();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) chained_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 base = smem_address(shared);
@@ -224,8 +268,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chained_sm90(const __gr
         tma_prefetch(&p.second);
         tma_prefetch(&p.pixels);
         for (int i = 0; i < WEIGHT_STAGES; i++) {
-            barrier_init(base + WEIGHTS_FULL + 8 * i, 1);
-            barrier_init(base + WEIGHTS_EMPTY + 8 * i, GROUPS * 4);
+            barrier_init(base + FIRST_FULL + 8 * i, 1);
+            barrier_init(base + SECOND_FULL + 8 * i, 1);
+            barrier_init(base + FIRST_EMPTY + 8 * i, GROUPS * 4 * SHARERS);
+            barrier_init(base + SECOND_EMPTY + 8 * i, GROUPS * 4 * SHARERS);
         }
         for (int i = 0; i < IMAGES * GROUPS; i++) {
             barrier_init(base + IMAGE_FULL + 8 * i, 1);
@@ -239,6 +285,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chained_sm90(const __gr
         async_proxy_fence();
     }
     __syncthreads();
+    if (SHARERS > 1) {                             // the peers' barriers count: loads may be multicast
+        cluster_arrive_relaxed();
+        cluster_wait();
+    }
     grid_launch_dependents();
     // Registers go from the loading warps, a whole warpgroup, to those that multiply.
     if (warp >= CONSUMERS / 32) {
@@ -248,8 +298,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chained_sm90(const __gr
         } else if (warp - CONSUMERS / 32 <= GROUPS) {
             if (elect_one()) load_added(p, base, warp - CONSUMERS / 32 - 1);
         }
+        leave();
     } else {
         if (GROUPS > 1) take_registers<GROUPS == 2 ? 232 : 160>();
         convolve(p, base, warp / 4, warp % 4, lane);
+        leave();
     }
 }
