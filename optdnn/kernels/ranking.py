@@ -29,3 +29,9 @@ def varied_pairs(found: Iterable[tuple[float, C]], shape: Callable[[C], Hashable
             shapes[alike] = shapes.get(alike, 0) + 1
             chosen.append((seconds, config))
     return chosen
+
+
+def joint(power: float, *times: float) -> float:
+    """The time of what runs side by side, as a norm of the times: more than the longest, and less than their sum."""
+    top = max(times)
+    return float(top * sum((t / top) ** power for t in times) ** (1 / power))

@@ -27,12 +27,12 @@ CASES: dict[str, tuple[Problem, Config]] = {
     "pitches": (
         Problem(2, (5, 5), 40, 72, 24, ADD_RELU, ADD, pitches=Pitches(48, 88, 64, 72, 32)), Config(2, 16, 2, 2)
     ),
-    "blocks that share": (Problem(1, (11, 13), 96, 328, 72, ADD_RELU, ADD), Config(2, 16, 1, 2, 2, 2)),
-    "four that share": (Problem(3, (16, 13), 128, 512, 192, ADD_RELU, RELU), Config(1, 32, 1, 3, 2, 4)),
+    "rings of two": (Problem(1, (11, 13), 96, 328, 72, ADD_RELU, ADD), Config(2, 16, 1, 2, 2)),
+    "many columns": (Problem(1, (13, 12), 64, 192, 64, ADD_RELU, ADD), Config(1, 80, 1, 3, 3)),
     "bf16": (Problem(1, (6, 6), 64, 128, 64, ADD_RELU, RELU, dtype="bfloat16"), Config(2, 16, 1, 2)),
     "ResNet, first stage": (Problem(8, (56, 56), 64, 256, 64, ADD_RELU, RELU), Config(2, 128, 2, 3)),
     "ResNet, second stage": (Problem(8, (28, 28), 128, 512, 128, ADD_RELU, RELU), Config(2, 128, 1, 3, 2)),
-    "ResNet, third stage": (Problem(8, (14, 14), 256, 1024, 256, ADD_RELU, RELU), Config(2, 48, 1, 3, 2, 2)),
+    "ResNet, third stage": (Problem(8, (14, 14), 256, 1024, 256, ADD_RELU, RELU), Config(2, 48, 1, 3, 2)),
     "ResNet, to the second stage": (Problem(8, (56, 56), 64, 256, 128, ADD_RELU, RELU), Config(2, 128, 1, 2)),
 }  # fmt: skip
 

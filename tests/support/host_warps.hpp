@@ -257,13 +257,6 @@ static inline void tma_load_2d(u32 target, const TensorMap* map, u32 barrier, in
     b.bytes -= int(width * height * 2);
     settle(b);
 }
-// A cluster of one block.
-static inline u32 cluster_rank() { return 0; }
-static inline u32 cluster_map(u32 address, u32) { return address; }
-static inline void cluster_barrier_arrive(u32 barrier) { barrier_arrive(barrier); }
-static inline void cluster_arrive_relaxed() {}
-static inline void cluster_wait() {}
-static inline void tma_multicast_2d(u32 target, const TensorMap* map, u32 barrier, int x, int y, u16) { tma_load_2d(target, map, barrier, x, y); }
 static inline void tma_store_2d(const TensorMap* map, u32 source, int x, int y) {
     struct { u8* to; long long columns, rows, pitch, width, height; } m;
     memcpy(&m, map->opaque, sizeof m);

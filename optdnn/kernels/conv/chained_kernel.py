@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from optdnn.kernels.builder import up
-from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, STAGE_ISSUE
+from optdnn.kernels.conv.cost import CLOCK, STAGE_ISSUE
 from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
-from optdnn.kernels.ranking import varied
+from optdnn.kernels.ranking import joint, varied
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -91,14 +90,13 @@ class Problem:
 @dataclass(frozen=True, order=True)
 class Config:
     """``groups`` warpgroups of ``columns`` pixels each; ``images`` and ``buffers`` of each; rings of ``stages`` chunks of weights (0: all
-    stay), which a cluster of ``sharers`` blocks loads together."""
+    stay)."""
 
     groups: int
     columns: int
     images: int
     buffers: int
     stages: int = 0
-    sharers: int = 1
 
     @property
     def threads(self) -> int:
@@ -106,8 +104,7 @@ class Config:
         return self.groups * 128 + 128
 
     def __str__(self) -> str:
-        shared = f"c{self.sharers}" if self.sharers > 1 else ""
-        return f"chain{self.groups}x{self.columns}i{self.images}b{self.buffers}s{self.stages}{shared}"
+        return f"chain{self.groups}x{self.columns}i{self.images}b{self.buffers}s{self.stages}"
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
@@ -123,8 +120,8 @@ def chunk_bytes(problem: Problem) -> int:
 
 
 def tiles(problem: Problem, config: Config) -> int:
-    """Tiles of all pixels; whole clusters take some each."""
-    return up(-(-problem.pixels // (config.groups * config.columns)), config.sharers)
+    """Tiles of all pixels."""
+    return -(-problem.pixels // (config.groups * config.columns))
 
 
 def no_kernel(problem: Problem) -> str | None:
@@ -160,8 +157,6 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     sums = (1 + problem.out_tiles) * config.columns // 2
     if sums + OTHER_REGISTERS > REGISTERS[config.groups]:
         return f"{sums} sums a thread exceed its registers"
-    if config.sharers not in (1, 2, 4) or (config.sharers > 1 and not config.stages):
-        return "weights that stay are loaded once: a ring's are what blocks share"
     if (config.stages or problem.chunks) * 4 + config.groups * 2 * (config.images + config.buffers) > _HEAD_BYTES // 8:
         return "more barriers than the kernel has room for"
     if (why := no_room(shared_bytes(problem, config), shared, 1)) is not None:
@@ -178,7 +173,6 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "GROUPS": config.groups, "BN": config.columns, "DEPTH_BLOCKS": problem.depth_blocks,
         "OUT_TILES": problem.out_tiles, "IMAGES": config.images, "BUFFERS": config.buffers,
         "WEIGHT_STAGES": config.stages or problem.chunks, "STATIONARY": int(not config.stages),
-        "SHARERS": config.sharers,
         "ADDED": int(render.uses_residual(problem.first)), "ADDED_LAST": int(render.uses_residual(problem.second)),
         "STORED": int(problem.stored),
     }  # fmt: skip
@@ -200,7 +194,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
         return tensor_map(name, p.dtype, (channels, p.pixels), (pitch * 2,), box, CHUNK * 2)
 
     def matrix(name: str, depth: int, channels: int) -> TensorMap[str]:
-        return tensor_map(name, p.dtype, (depth, channels), (depth * 2,), (CHUNK, CHUNK // config.sharers), CHUNK * 2)
+        return tensor_map(name, p.dtype, (depth, channels), (depth * 2,), (CHUNK, CHUNK), CHUNK * 2)
 
     image = rows("input", p.depth, pitches.image)
     added, added_last = render.uses_residual(p.first), render.uses_residual(p.second)
@@ -215,42 +209,47 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
     )
     count = tiles(p, config)
     parameters.pointer("first_bias", "second_bias").i32(p.chunks, count)
-    grid = min(count, gpu.multiprocessors // config.sharers * config.sharers)
     return parameters.launch(
-        recipe(p, config, gpu.arch), "chained_sm90", grid, config.threads, shared=shared_bytes(p, config), cluster=config.sharers
+        recipe(p, config, gpu.arch), "chained_sm90", min(count, gpu.multiprocessors), config.threads, shared=shared_bytes(p, config)
     )  # fmt: skip
 
 
-MULTIPLIED = 2048.0  # products of a multiprocessor in a cycle
-OPERANDS = 110.0  # bytes of operands in shared memory in a cycle
-CHUNK_WAIT = 700.0  # cycles of a chunk in which a warpgroup waits: for its products' first results, its buffer, its other warps
-L2 = 34.0  # bytes of weights in a cycle and multiprocessor, of all that load
-FIRST = 2500.0  # cycles from the launch to a block's first product, and from its last one to the end
+SHARED = 113.0  # bytes in a cycle that shared memory gives and takes
+PRODUCT = 0.42  # cycles of a column of one product of 16 of K, of a warpgroup alone
+FINISH = 26.0  # cycles of a result of a thread: the epilogue, which waits for shared memory
+GELU = 11.0  # the same of a GELU
+CHUNK_WAIT = 205.0  # cycles of a chunk in which a warpgroup waits
+FIRST = 4000.0  # cycles from the launch to a block's first product, and from its last one to the end
+TILE = 360.0  # of a tile
+MEMORY = 5.5e12  # bytes in a second, more than there is: what overlaps is summed as powers
+TOGETHER = 4.0  # the power of the norm that adds up what runs side by side
+"""Fitted to 580 timings of 14 problems on an H200 (docs/internals/kernels-convolutions.md)."""
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch. Not fitted to timings yet."""
-    rows, blocks = config.groups * config.columns, problem.depth_blocks + problem.out_tiles
-    products = blocks * CHUNK * CHUNK * problem.chunks  # of a pixel
-    tensor = rows * products / MULTIPLIED
-    # Each product of 64 x columns x 16 reads both operands.
-    reads = problem.chunks * blocks * config.groups * (CHUNK + config.columns) * CHUNK * 2 / OPERANDS
-    own = [3.0 + sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in s) for s in (problem.first, problem.second)]
-    # Of a thread, and its scheduler's warp.
-    issued = config.columns / 2 * (own[0] * problem.chunks + own[1] * problem.out_tiles)
-    alone = max(tensor, reads) / config.groups + issued + CHUNK_WAIT * (problem.chunks + problem.out_tiles)
-    weights = 0.0 if not config.stages else problem.chunks * chunk_bytes(problem) / L2 / config.sharers
-    memory = rows * problem.row_bytes / (MEMORY / device.multiprocessors / CLOCK)
-    count = tiles(problem, config)
-    waves = (
-        -(-count // device.multiprocessors)
-        if count < 8 * device.multiprocessors
-        else count / device.multiprocessors + 0.4
+    """Predicted seconds of one dependent launch."""
+    rows, count = config.groups * config.columns, tiles(problem, config)
+    first, second = (
+        config.columns / 2 * (FINISH + sum(GELU if s[0] == "gelu" else STAGE_ISSUE.get(str(s[0]), 1.0) for s in stages))
+        for stages in (problem.first, problem.second)
     )
-    tile = max(tensor, reads, alone, issued * config.groups, weights)
+    steps = 4 * (problem.depth_blocks + problem.out_tiles)  # of a chunk and warpgroup
+    alone = steps * config.columns * PRODUCT / 2 + first + CHUNK_WAIT
+    chunk = joint(TOGETHER, _shared_traffic(problem, config, steps) / SHARED, alone, config.groups * first)
+    tile = problem.chunks * chunk + problem.out_tiles * (second + CHUNK_WAIT / 2) + TILE
     busy = min(1.0, count / device.multiprocessors)  # few blocks share the memory's bandwidth
-    cycles = FIRST + waves * max(tile, memory * busy)
-    return LATENCY + cycles / CLOCK + 0.1 * min(tile, memory) * waves / CLOCK
+    memory = busy * rows * problem.row_bytes * device.multiprocessors * CLOCK / MEMORY
+    turns = count / device.multiprocessors
+    turns = turns + 0.4 if turns >= 8 else math.ceil(turns)
+    return (FIRST + turns * joint(TOGETHER, tile, memory)) / CLOCK
+
+
+def _shared_traffic(problem: Problem, config: Config, steps: int) -> int:
+    """Bytes that shared memory gives and takes for a chunk: both operands of each product of 64 x columns x 16, what is added and
+    stored, and the weights of a ring."""
+    moves = 2 + 2 * render.uses_residual(problem.first) + problem.stored
+    of_group = steps * (CHUNK + config.columns) * 32 + moves * config.columns * CHUNK * 2
+    return config.groups * of_group + chunk_bytes(problem) * (config.stages > 0)
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
@@ -258,7 +257,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
     if no_kernel(problem) is not None or device.capability[0] != 9:
         return []
     found = [(estimate(problem, c, device), c) for c in _configs(problem, device)]
-    return varied(found, lambda c: (c.groups, c.columns, c.sharers), limit)
+    return varied(found, lambda c: (c.groups, c.columns), limit)
 
 
 def _configs(problem: Problem, device: GpuFacts) -> Iterator[Config]:
@@ -277,8 +276,7 @@ def _configs(problem: Problem, device: GpuFacts) -> Iterator[Config]:
             is None
         ]
         # All weights in shared memory, else deeper buffers first: what is added must be on its way.
-        best = sorted(fitting, key=lambda c: (c.stages > 0, -min(c.buffers, 3), -c.images, -c.stages))[:2]
-        yield from (replace(c, sharers=n) for c in best for n in ((1, 2) if c.stages else (1,)))
+        yield from sorted(fitting, key=lambda c: (c.stages > 0, -min(c.buffers, 3), -c.images, -c.stages))[:2]
 
 
 def with_batch(problem: Problem, batch: int) -> Problem:

@@ -6,7 +6,7 @@ import math
 from itertools import product
 
 from optdnn.kernels.conv.stem_kernel import KEPT_REGISTERS, KINDS, Config, Problem, halo, refuse, resident, tiles
-from optdnn.kernels.ranking import varied
+from optdnn.kernels.ranking import joint, varied
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 CLOCK, MEMORY, L2 = 1.7e9, 6.3e12, 5.5e12
@@ -56,13 +56,13 @@ def seconds(
     products = layout.steps * config.m * config.n
     issued = staged + products + layout.steps * (4 * config.m + (0 if kept else config.n / 2)) + stored
     fragments = layout.steps * (4 * config.m + (0 if kept else 2 * config.n))
-    busy = _joint(products * warps * MMA, (fragments * warps + pixels / 32) * WAVE, issued * warps / 4 * ISSUE)
+    busy = joint(POWER, products * warps * MMA, (fragments * warps + pixels / 32) * WAVE, issued * warps / 4 * ISSUE)
     # What a block takes for a tile by itself: loads, barriers and K steps wait.
     crowd = max(1.0, warps / 4)
     mma, load = config.m * config.n * 4 * MMA * crowd, fragments / layout.steps * warps * WAVE
     step = max(STEP, mma, load) + min(mma, load) / math.ceil(warps / 4)  # a warp alone does one, then the other
     alone = (AHEAD if config.ahead else WAIT) + layout.steps * step + (staged + stored) * crowd * ISSUE + 465
-    tile = _joint(alone, min(at_once, math.ceil(count / sms)) * busy)
+    tile = joint(POWER, alone, min(at_once, math.ceil(count / sms)) * busy)
     weights = config.columns * 8 * layout.steps * 2  # chunks of 16 bytes
     beside = min(at_once, max(1.0, count / sms))
     start = START + max(weights / config.threads * 10, beside * weights * 1.25)
@@ -70,13 +70,7 @@ def seconds(
     # What blocks read of the image, halos and all, comes from L2, where the result goes, too.
     blocks = min(count, sms * at_once) * starts
     l2 = count * pixels * KINDS[problem.image][1] + moved + blocks * weights * 16
-    return LAUNCH + _joint(compute / CLOCK, moved / MEMORY, l2 / L2)
-
-
-def _joint(*times: float) -> float:
-    """The time of what runs side by side: more than the longest."""
-    top = max(times)
-    return float(top * sum((t / top) ** POWER for t in times) ** (1 / POWER))
+    return LAUNCH + joint(POWER, compute / CLOCK, moved / MEMORY, l2 / L2)
 
 
 def layout_seconds(problem: Problem) -> float:

@@ -46,8 +46,6 @@ def test_cases_can_run(name: str) -> None:
         (P, replace(C, columns=40), "not a tile"),
         (P, replace(C, buffers=1), "too few buffers"),
         (P, replace(C, stages=1), "too few buffers"),
-        (P, replace(C, sharers=2), "a ring's are what blocks share"),
-        (P, replace(C, stages=2, sharers=3), "a ring's are what blocks share"),
         (replace(P, channels=256), replace(C, columns=128), "320 sums a thread exceed"),
         (replace(P, middle=64 * 60), C, "more barriers"),
         (replace(P, middle=1024), C, "bytes of shared memory"),
@@ -73,8 +71,7 @@ def test_candidates_can_run_and_are_ranked(batch: int) -> None:
     assert chained.candidates(P, of_arch("sm_80")) == []
 
 
-SMALL = [name for name, (_, config) in CASES.items() if not name.startswith("ResNet") and config.sharers == 1]
-"""What the processor can run: one block after the other."""
+SMALL = [name for name in CASES if not name.startswith("ResNet")]
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")

@@ -13,12 +13,11 @@
 //
 // One warp loads weights and pixels, one for each warpgroup what it adds. Weights of all chunks stay in shared memory (STATIONARY), or go
 // through two rings of WEIGHT_STAGES chunks for each tile, one for each product: the first product's are free earlier. They come before
-// griddepcontrol.wait. Blocks are persistent. The SHARERS blocks of a cluster take neighbouring tiles: each loads a part of the weights and
-// multicasts it to all of them, since L2 bounds what 132 multiprocessors can load.
+// griddepcontrol.wait. Blocks are persistent.
 //
 // generated.cuh defines GROUPS, BN, DEPTH_BLOCKS, OUT_TILES (times 64 output channels), IMAGES (buffers of a warpgroup's pixels), BUFFERS
-// (of 64 channels of them, at least two), WEIGHT_STAGES, STATIONARY, SHARERS, ADDED, ADDED_LAST, STORED, first_result(), second_result()
-// and wgmma_step().
+// (of 64 channels of them, at least two), WEIGHT_STAGES, STATIONARY, ADDED, ADDED_LAST, STORED, first_result(), second_result() and
+// wgmma_step().
 #include "ptx.cuh"
 #include "generated.cuh"
 
@@ -26,10 +25,8 @@ constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
 constexpr u32 MATRIX_BYTES = 64 * 128;             // 64 channels of a result, 64 that are summed
 constexpr u32 ROWS_BYTES = BN * 128;               // 64 channels of a warpgroup's pixels
 constexpr u32 IMAGE_BYTES = DEPTH_BLOCKS * ROWS_BYTES, FIRST_BYTES = DEPTH_BLOCKS * MATRIX_BYTES, SECOND_BYTES = OUT_TILES * MATRIX_BYTES;
-constexpr u32 SHARE_BYTES = MATRIX_BYTES / SHARERS;                // of a matrix that a block loads: rows
 constexpr u32 HEAD_BYTES = 1024;
-static_assert(BUFFERS >= 2 && BN % 16 == 0 && GROUPS <= 3 && SHARE_BYTES % 1024 == 0, "a form of this kernel");
-static_assert(SHARERS == 1 || !STATIONARY, "weights that stay are loaded once");
+static_assert(BUFFERS >= 2 && BN % 16 == 0 && GROUPS <= 3, "a form of this kernel");
 
 struct Params {
     TensorMap first, second;                       // weights: (input channel, output channel)
@@ -56,34 +53,28 @@ struct Ring {                                      // a place in a ring of COUNT
     }
 };
 
-// The block's share of 64 channels of a matrix of weights, to all that share it.
-DEVICE void load_matrix(const TensorMap* map, u32 to, u32 full, int x, int y, int sharer) {
-    if (SHARERS == 1) tma_load_2d(to, map, full, x, y);
-    else tma_multicast_2d(to + sharer * SHARE_BYTES, map, full, x, y + sharer * (64 / SHARERS), (1 << SHARERS) - 1);
-}
-
 // A chunk's weights of the first product.
-DEVICE void load_first(const Params& p, u32 base, int stage, int chunk, int sharer) {
+DEVICE void load_first(const Params& p, u32 base, int stage, int chunk) {
     const u32 full = base + FIRST_FULL + 8 * stage, to = base + FIRST + stage * FIRST_BYTES;
     barrier_expect(full, FIRST_BYTES);
     #pragma unroll 1
-    for (int i = 0; i < DEPTH_BLOCKS; i++) load_matrix(&p.first, to + i * MATRIX_BYTES, full, i * 64, chunk * 64, sharer);
+    for (int i = 0; i < DEPTH_BLOCKS; i++) tma_load_2d(to + i * MATRIX_BYTES, &p.first, full, i * 64, chunk * 64);
 }
 
 // Of the second.
-DEVICE void load_second(const Params& p, u32 base, int stage, int chunk, int sharer) {
+DEVICE void load_second(const Params& p, u32 base, int stage, int chunk) {
     const u32 full = base + SECOND_FULL + 8 * stage, to = base + SECOND + stage * SECOND_BYTES;
     barrier_expect(full, SECOND_BYTES);
     #pragma unroll 1
-    for (int i = 0; i < OUT_TILES; i++) load_matrix(&p.second, to + i * MATRIX_BYTES, full, chunk * 64, i * 64, sharer);
+    for (int i = 0; i < OUT_TILES; i++) tma_load_2d(to + i * MATRIX_BYTES, &p.second, full, chunk * 64, i * 64);
 }
 
 // The warp that loads weights and pixels.
 DEVICE void load_operands(const Params& p, u32 base) {
-    const int primed = min(p.chunks, WEIGHT_STAGES), sharer = SHARERS > 1 ? int(cluster_rank()) : 0;
+    const int primed = min(p.chunks, WEIGHT_STAGES);
     for (int i = 0; i < primed; i++) {
-        load_first(p, base, i, i, sharer);
-        load_second(p, base, i, i, sharer);
+        load_first(p, base, i, i);
+        load_second(p, base, i, i);
     }
     Ring weights, image;
     for (int i = 0; i < primed; i++) weights.next<WEIGHT_STAGES>();
@@ -102,9 +93,9 @@ DEVICE void load_operands(const Params& p, u32 base) {
         #pragma unroll 1
         for (int chunk = tile == blockIdx.x ? primed : 0; chunk < p.chunks; chunk++) {
             barrier_wait(base + FIRST_EMPTY + 8 * weights.at, weights.parity ^ 1);
-            load_first(p, base, weights.at, chunk, sharer);
+            load_first(p, base, weights.at, chunk);
             barrier_wait(base + SECOND_EMPTY + 8 * weights.at, weights.parity ^ 1);
-            load_second(p, base, weights.at, chunk, sharer);
+            load_second(p, base, weights.at, chunk);
             weights.next<WEIGHT_STAGES>();
         }
     }
@@ -140,16 +131,24 @@ template <bool WITH_ADDED, class Finish>
 DEVICE void finish_rows(u32 buffer, const float (&sum)[BN / 2], const float (&bias)[2], int quarter, int lane, const Finish& finish) {
     // Lane l names row l % 8 (a pixel) of matrix l / 8: matrices 0, 1 are channels 0-7, 8-15 of pixels 0-7; 2, 3 of 8-15.
     const u32 row = buffer + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((quarter * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+    constexpr int ALL = BN / 16, TOGETHER = 4;     // so many loads are on their way at once
     #pragma unroll
-    for (int j = 0; j < BN / 16; j++) {
-        u32 r[4] = {0, 0, 0, 0}, y[4];
-        if (WITH_ADDED) ldmatrix_x4_trans(row + j * 16 * 128, r[0], r[1], r[2], r[3]);
+    for (int begin = 0; begin < ALL; begin += TOGETHER) {
+        u32 r[TOGETHER][4] = {};
         #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float* v = &sum[j * 8 + i * 2];
-            y[i] = pack2(finish(v[0], bias[i % 2], low_float(r[i])), finish(v[1], bias[i % 2], high_float(r[i])));
+        for (int j = begin; WITH_ADDED && j < min(begin + TOGETHER, ALL); j++)
+            ldmatrix_x4_trans(row + j * 16 * 128, r[j - begin][0], r[j - begin][1], r[j - begin][2], r[j - begin][3]);
+        #pragma unroll
+        for (int j = begin; j < min(begin + TOGETHER, ALL); j++) {
+            u32 y[4];
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float* v = &sum[j * 8 + i * 2];
+                const u32 added = r[j - begin][i];
+                y[i] = pack2(finish(v[0], bias[i % 2], low_float(added)), finish(v[1], bias[i % 2], high_float(added)));
+            }
+            stmatrix_x4_trans(row + j * 16 * 128, y[0], y[1], y[2], y[3]);
         }
-        stmatrix_x4_trans(row + j * 16 * 128, y[0], y[1], y[2], y[3]);
     }
 }
 
@@ -168,13 +167,8 @@ DEVICE void convolve(const Params& p, u32 base, int group, int quarter, int lane
         __syncwarp();
         if (lane == 0) barrier_arrive(base + FREE + 8 * held);
     };
-    auto weights_read = [&](u32 empty) {           // by this warp: each block of the cluster counts on it
-        if (STATIONARY) return;
-        if (SHARERS == 1) {
-            if (lane == 0) barrier_arrive(empty);
-        } else if (lane < SHARERS) {
-            cluster_barrier_arrive(cluster_map(empty, lane));
-        }
+    auto weights_read = [&](u32 empty) {           // by this warp
+        if (!STATIONARY && lane == 0) barrier_arrive(empty);
     };
     auto store = [&](const TensorMap* map, int which, int channel, int tile) {
         if (quarter != 0 || !elect_one()) return;
@@ -250,15 +244,6 @@ DEVICE void convolve(const Params& p, u32 base, int group, int quarter, int lane
     if (quarter == 0 && elect_one()) tma_store_wait_read<0>();
 }
 
-// A block stays until its peers are done: they count on its barriers. At the end of each role, since registers are moved for a branch of
-// its own alone.
-DEVICE void leave() {
-    if (SHARERS == 1) return;
-    __syncwarp();
-    cluster_arrive_relaxed();
-    cluster_wait();
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) chained_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 base = smem_address(shared);
@@ -270,8 +255,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chained_sm90(const __gr
         for (int i = 0; i < WEIGHT_STAGES; i++) {
             barrier_init(base + FIRST_FULL + 8 * i, 1);
             barrier_init(base + SECOND_FULL + 8 * i, 1);
-            barrier_init(base + FIRST_EMPTY + 8 * i, GROUPS * 4 * SHARERS);
-            barrier_init(base + SECOND_EMPTY + 8 * i, GROUPS * 4 * SHARERS);
+            barrier_init(base + FIRST_EMPTY + 8 * i, GROUPS * 4);
+            barrier_init(base + SECOND_EMPTY + 8 * i, GROUPS * 4);
         }
         for (int i = 0; i < IMAGES * GROUPS; i++) {
             barrier_init(base + IMAGE_FULL + 8 * i, 1);
@@ -285,10 +270,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chained_sm90(const __gr
         async_proxy_fence();
     }
     __syncthreads();
-    if (SHARERS > 1) {                             // the peers' barriers count: loads may be multicast
-        cluster_arrive_relaxed();
-        cluster_wait();
-    }
     grid_launch_dependents();
     // Registers go from the loading warps, a whole warpgroup, to those that multiply.
     if (warp >= CONSUMERS / 32) {
@@ -298,10 +279,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chained_sm90(const __gr
         } else if (warp - CONSUMERS / 32 <= GROUPS) {
             if (elect_one()) load_added(p, base, warp - CONSUMERS / 32 - 1);
         }
-        leave();
     } else {
         if (GROUPS > 1) take_registers<GROUPS == 2 ? 232 : 160>();
         convolve(p, base, warp / 4, warp % 4, lane);
-        leave();
     }
 }
