@@ -214,14 +214,14 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
     )  # fmt: skip
 
 
-SHARED = 113.0  # bytes in a cycle that shared memory gives and takes
-PRODUCT = 0.42  # cycles of a column of one product of 16 of K, of a warpgroup alone
+SHARED = 118.0  # bytes in a cycle that shared memory gives and takes
+PRODUCT = 0.71  # cycles of a column of one product of 16 of K, of a warpgroup alone
 FINISH = 26.0  # cycles of a result of a thread: the epilogue, which waits for shared memory
-GELU = 11.0  # the same of a GELU
-CHUNK_WAIT = 205.0  # cycles of a chunk in which a warpgroup waits
-FIRST = 4000.0  # cycles from the launch to a block's first product, and from its last one to the end
-TILE = 360.0  # of a tile
-MEMORY = 5.5e12  # bytes in a second, more than there is: what overlaps is summed as powers
+GELU = 9.9  # the same of a GELU
+CHUNK_WAIT = 77.0  # cycles of a chunk in which a warpgroup waits
+FIRST = 2500.0  # cycles from the launch to a block's first product, and from its last one to the end
+TILE = 865.0  # of a tile
+MEMORY = 5.8e12  # bytes in a second, more than there is: what overlaps is summed as powers
 TOGETHER = 4.0  # the power of the norm that adds up what runs side by side
 """Fitted to 580 timings of 14 problems on an H200 (docs/internals/kernels-convolutions.md)."""
 
