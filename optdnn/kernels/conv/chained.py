@@ -28,6 +28,7 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, with_pitch
+from optdnn.kernels.conv.normed import NormedConv
 from optdnn.kernels.conv.pair import POINTWISE
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.tactic import MANY, Offer, Region, Tactic
@@ -35,8 +36,9 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, Array
 
-GAIN = 0.95
-"""One launch has to promise at most this fraction of what two take."""
+GAIN = 1.1
+"""One launch has to promise at most this fraction of what two take. Of twelve pairs measured on an H200 two launches took 0.9 to 1.35 times
+what is predicted, and one 0.85 to 1.06 times: the less the more arithmetic there is."""
 
 
 @lru_cache(maxsize=1024)
@@ -250,6 +252,8 @@ class ChainedConv(ChainedProducts):
                 return f"{kinds} stands before {conv.name}"
             if conv.input(2) is not None and bias_of(b, conv) is None:
                 return "a bias is not constant"
+        if NormedConv().refuse(b, op) is None:
+            return "the norm in front of it takes no launch of its own"
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         if ep.residual is not None and HopperConv().added(b, op, ep) is not None:
             return "the convolution that is added is a part of its launch"

@@ -1,6 +1,7 @@
 // The instructions that general.cuh needs: conversions of 16-bit floats, dependent launch, and meetings of blocks. Everything else in it is plain C++,
 // so that tests can run the generated kernels on a processor, with these few functions written for it.
 #pragma once
+#include "arithmetic.cuh"
 #include "grid_meeting.cuh"
 
 DEVICE float half_to_float(u16 bits) {

@@ -14,6 +14,7 @@ struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
+#include "arithmetic.cuh"
 #include "ldmatrix.cuh"
 
 // ---- element types: 16-bit storage, fp32 arithmetic -------------------------------------------------------------
