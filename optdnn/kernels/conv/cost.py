@@ -38,8 +38,8 @@ STAGE_ISSUE = {
     "elu": 6.0,
 }
 RESIDUAL_BESIDE = (0.55, 0.3)
-"""The part of the shorter one of products and memory traffic that is not hidden, where what is added waits for the one buffer from which
-the tile before is stored; with two warpgroups that alternate. Of 50 configurations of three convolutions."""
+"""The part of the shorter one of products and memory traffic that is not hidden, where what is added comes from memory and waits for the
+one buffer from which the tile before is stored; with two warpgroups that alternate. Of 50 configurations of three convolutions."""
 EXCHANGE = 2500  # cycles from a block's last product to the first sums of it that another one has
 SEND, RECEIVE = 24.0, 56.0  # bytes of sums per cycle that a block of stream-K sends to L2, and takes from it
 EXPONENTIAL = frozenset({"silu", "swish", "sigmoid", "elu", "softplus"})
@@ -286,7 +286,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     )
     memory = problem.bytes / min(MEMORY, device.multiprocessors * max(in_flight, 4096) / 0.9e-6) + extra * 0.1
     beside = 0.15
-    if problem.residual and resident == 1 and config.out_buffers == 1:
+    if problem.residual and resident == 1 and config.out_buffers == 1 and problem.bytes > device.l2_bytes:
         beside = RESIDUAL_BESIDE[config.alternate]
     whole = LATENCY + max(compute, memory) + beside * min(compute, memory)
     # What a cluster loads once for all its blocks was no limit of any product measured: it comes after the same tile alone.
