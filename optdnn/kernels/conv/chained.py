@@ -173,14 +173,15 @@ class ChainedProducts(Tactic):
         del sizes[self.axis]
         # An image's height and width, or rows.
         size = (sizes[1], sizes[2]) if self.axis == 1 else (1, 1)
-        stages = [(("bias",), *ep.rendered) for ep in (first_ep, second_ep)]
+        first, second_stages = ((("bias",), *ep.rendered) for ep in (first_ep, second_ep))
         problem = chained.Problem(
             math.prod(sizes) // math.prod(size),
             size,
             depth,
             middle,
             channels,
-            *stages,
+            first,
+            second_stages,
             stored,
             map_dtype(types[1].dtype),
         )
