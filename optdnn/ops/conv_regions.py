@@ -92,7 +92,7 @@ class ImageConvAttrs(ConvGeometry):
 
 @dataclass(frozen=True)
 class PooledImageConvAttrs(ImageConvAttrs):
-    """Also the largest of windows of ``window`` x ``window``, two apart, of which the first ``begins`` before the image.
+    """Also the largest of windows of ``window`` x ``window``, two apart; the first one ``begins`` before the image.
 
     ``size``: rows and columns of the result.
     """

@@ -138,7 +138,7 @@ def pooled_image_conv(
     size: tuple[int, int],
     **attrs: Any,
 ) -> tuple[Array, ...]:
-    """:func:`image_conv`, then the largest of ``size`` windows, two apart, of which the first ``begins`` before the image."""
+    """:func:`image_conv`, then the largest of ``size`` windows, two apart; the first one ``begins`` before the image."""
     (y,) = image_conv(x, w, bias, **attrs)
     (top, left), (rows, columns) = begins, size
     far = ((rows - 1) * 2 + window, (columns - 1) * 2 + window)

@@ -70,7 +70,7 @@ class _Pair:
 
 
 class ChainedProducts(Tactic):
-    """Two products of 16-bit rows with constant matrices on Hopper, of which the second one reads the result of the first."""
+    """Two products of 16-bit rows with constant matrices on Hopper: the second one reads the result of the first."""
 
     name = "chained_sm90"
     conditional = (

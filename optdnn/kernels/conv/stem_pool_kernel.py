@@ -70,7 +70,7 @@ def refuse(problem: Problem, config: Config, shared: int = stem.SHARED) -> str |
         or config.m % pairs
         or config.tile_w % (8 * config.m // pairs)
     ):
-        return "its tile is not of whole rows, two by two, of which a warp has the same columns"
+        return "its tile is not of whole rows, two by two, with the same columns for a warp"
     if (why := stem.refuse(problem.conv, config, shared, MOST_THREADS)) is not None:
         return why
     if registers(problem, config) > min(255, 65536 // (-(-config.threads // 128) * 128)):
