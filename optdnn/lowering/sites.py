@@ -15,7 +15,7 @@ import numpy as np
 from optdnn.errors import UnsupportedError
 from optdnn.ir.graph import STRUCTURAL, Op, Value
 from optdnn.kernels.builder import Builder, Move
-from optdnn.kernels.layout.concats import plan_concats
+from optdnn.kernels.layout.concats import plan_concats, plan_outputs
 from optdnn.kernels.layout.moves import emit_move
 from optdnn.kernels.layout.views import VIEWS
 from optdnn.lowering.assemble import SITE
@@ -65,6 +65,7 @@ class Planner:
 
     def run(self) -> None:
         """Fill ``b.plan``."""
+        plan_outputs(self.b, WRITES_ANYWHERE)
         plan_concats(self.b, WRITES_ANYWHERE)
         for op in self.b.graph.order():
             if op.kind not in STRUCTURAL and op.id not in self._site_of:

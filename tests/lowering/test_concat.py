@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.net import Net
-from support.simulated import feeds_of, kinds, lowered, simulate
+from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
@@ -21,6 +21,7 @@ from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.resize import ResizeAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.types import FP16, FP32
 
 SAME = ConvAttrs(strides=(1, 1), pads=(1, 1, 1, 1), dilations=(1, 1))
@@ -193,3 +194,35 @@ def test_what_one_launch_may_put_side_by_side() -> None:
     assert not joinable([one.view((2, MOST_ELEMENTS), (MOST_ELEMENTS, 1))])
     assert not joinable([replace(one, dtype=np.dtype(np.complex64))])
     assert not joinable([one, replace(one, dtype=FP16)])
+
+
+HEADS = ("rows", "pixels", "pixels in a row", "a concatenation")
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_what_an_output_is_a_view_of_is_written_there(name: str) -> None:
+    n = Net(dtype=np.float16)
+    match name:
+        case "rows":
+            y = n.op("Reshape", n.matmul(n.input(6, 32), 48), n.ints(2, 3, 6, 8))
+        case "pixels":
+            y = n.op("Transpose", n.conv(n.input(2, 16, 6, 5), 24), attrs=TransposeAttrs((0, 2, 3, 1)))
+        case "pixels in a row":
+            y = n.op("Transpose", n.conv(n.input(2, 16, 6, 5), 24), attrs=TransposeAttrs((0, 2, 3, 1)))
+            y = n.op("Reshape", y, n.ints(2, 30, 24))
+        case _:
+            x = n.input(2, 3, 8)
+            y = n.op("Reshape", _joined(n, [n.op("Tanh", x), n.op("Neg", x)], 1), n.ints(2, 48))
+    graph = n.done(y)
+    program = check_simulated(graph)
+    outputs = {i for _, i in program.outputs}
+    assert kinds(program)[-1] not in ("Copy", "Moves")
+    assert outputs <= set(program.steps[-1].outputs)
+
+
+def test_what_others_read_or_has_odd_rows_is_copied_to_the_output() -> None:
+    n = Net(dtype=np.float16)
+    shared = n.matmul(n.input(6, 32), 48)
+    odd = n.op("Reshape", n.matmul(n.input(6, 32, name="z"), 9), n.ints(2, 27))
+    program = check_simulated(n.done(n.op("Reshape", shared, n.ints(2, 144)), n.op("Tanh", shared), odd))
+    assert kinds(program).count("Copy") == 2

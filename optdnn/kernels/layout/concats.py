@@ -1,4 +1,4 @@
-"""Concatenations without a launch: what makes their parts writes them in place."""
+"""Concatenations and outputs without a launch: what makes their parts writes them in place."""
 
 from __future__ import annotations
 
@@ -74,6 +74,23 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
                 b.reserved[v] = joint.view(shape, joint.strides, int(start) * joint.strides[axis])
                 if volume or rows or inner or b.graph.op(v).kind in ("Transpose", "Layout"):
                     _reserve_before(b, v)
+
+
+def plan_outputs(b: Builder, kernels: frozenset[str]) -> None:
+    """Reserve places before views: what computes a network's output through views of the whole tensor writes it in place.
+
+    ``kernels``: kinds that can write to any place. Rows and pixels of 16 bits come in eights, as TMA stores them.
+    """
+    for i in b.graph.outputs:
+        value = b.graph.op(i).inputs[0]
+        if value is None or value not in b.reserved or b.reserved[value].dtype != b.graph.type(value).dtype:
+            continue
+        made = _behind_alone(b, value)
+        shape = made.outputs[0].type.static_shape if made.outputs[0].type.is_static else ()
+        if made.value == value or made.kind not in kernels | {"Concat"} or not shape:
+            continue
+        if b.reserved[value].dtype.itemsize != 2 or shape[1 if made.outputs[0].type.layout else -1] % 8 == 0:
+            _reserve_before(b, value)
 
 
 def _is_made_in_place(
