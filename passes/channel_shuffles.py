@@ -19,6 +19,7 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support.facts import non_negative, operand, producer, reshaped
+from optdnn.passes.support.parts import whole
 from optdnn.types import Array, normalize_axis
 
 MOST_CHANNELS = 1024
@@ -89,8 +90,8 @@ class ShuffleIntoWeights(Rule):
 
 @dataclass(frozen=True)
 class Unit:
-    """Channels ``kept`` and ``changed`` of an image (places of a Split's two results), the operators that change the latter, first
-    to last, and whether the Concat has the kept channels in front."""
+    """Channels ``kept`` and ``changed`` of an image (the two parts that a Split or Slices take), the operators that change the
+    latter, first to last, and whether the Concat has the kept channels in front."""
 
     image: Value
     kept: range
@@ -105,19 +106,18 @@ def unit_at(graph: Graph, op: Op) -> Unit | None:
         return None
     for first in (True, False):
         kept, value = (operand(op, 0), operand(op, 1)) if first else (operand(op, 1), operand(op, 0))
-        split, steps = producer(graph, kept, {"Split"}, alone=True), list[Op]()
-        if split is None or len(split.outputs) != 2 or normalize_axis(split.attrs.axis, 4) != 1:
-            continue
-        while value.op != split.id and graph.sole_user(value) is not None and graph.op(value).kind in ("Conv", "Relu"):
+        steps = list[Op]()
+        while graph.sole_user(value) is not None and graph.op(value).kind in ("Conv", "Relu"):
             steps.append(graph.op(value))
             value = operand(steps[-1])
-        if value.op != split.id or value == kept or not steps or graph.sole_user(value) is None:
+        if not steps or graph.sole_user(value) is None or graph.sole_user(kept) is None:
             continue
-        if not all(out.type.is_static for out in split.outputs):
-            return None
-        before, behind = (out.type.static_shape[1] for out in split.outputs)
-        ranges = range(before), range(before, before + behind)
-        return Unit(operand(split), ranges[kept.port], ranges[value.port], tuple(reversed(steps)), first)
+        for parts in ((kept, value), (value, kept)):
+            image = whole(graph, *parts, axis=-3)
+            if image is not None and all(graph.type(v).is_static for v in parts):
+                before, behind = (graph.type(v).static_shape[1] for v in parts)
+                ranges = dict(zip(parts, (range(before), range(before, before + behind)), strict=True))
+                return Unit(image, ranges[kept], ranges[value], tuple(reversed(steps)), first)
     return None
 
 

@@ -26,11 +26,23 @@ def shuffled(n: Net, x: Value, groups: int = 2) -> Value:
 
 
 def unit(
-    n: Net, x: Value, *, last: bool = False, kernel: int = 3, relu: bool = True, dilations: int = 1, middle: Any = None
+    n: Net,
+    x: Value,
+    *,
+    last: bool = False,
+    kernel: int = 3,
+    relu: bool = True,
+    dilations: int = 1,
+    middle: Any = None,
+    slices: bool = False,
 ) -> Value:
-    """A unit without its shuffle. ``last``: the second half is kept. ``middle``: groups of the second convolution."""
+    """A unit without its shuffle. ``last``: the second half is kept. ``middle``: groups of the second convolution. ``slices``: two
+    Slices take the halves."""
     half = n.dims(x)[1] // 2
-    parts = n.op("Split", x, n.ints(half, half), attrs=SplitAttrs(axis=1), outputs=2)
+    if slices:
+        parts = [n.op("Slice", x, n.ints(a), n.ints(a + half), n.ints(1)) for a in (0, half)]
+    else:
+        parts = n.op("Split", x, n.ints(half, half), attrs=SplitAttrs(axis=1), outputs=2)
     kept, y = reversed(parts) if last else parts
     y = n.op("Relu", n.conv(y, half, 1, pads=0, bias=True))
     y = n.conv(y, half, kernel, pads=kernel // 2 * dilations, group=middle or half, dilations=dilations)
@@ -49,7 +61,15 @@ def net(units: int = 1, channels: int = 12, first: str = "Relu", **options: Any)
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"last": True}, {"kernel": 5}, {"kernel": 3, "dilations": 2}, {"channels": 16}],
+    [
+        {},
+        {"last": True},
+        {"kernel": 5},
+        {"kernel": 3, "dilations": 2},
+        {"channels": 16},
+        {"slices": True},
+        {"slices": True, "last": True},
+    ],
     ids=str,
 )
 def test_units_become_convolutions_of_all_channels(options: dict[str, Any]) -> None:
@@ -60,7 +80,7 @@ def test_units_become_convolutions_of_all_channels(options: dict[str, Any]) -> N
         rules={"whole_unit": 2, "shuffle_into_weights": 3},
         context=FP16,
     )
-    assert not {"Split", "Concat", "Transpose", "Reshape"} & graph.kinds().keys()
+    assert not {"Split", "Slice", "Concat", "Transpose", "Reshape"} & graph.kinds().keys()
     assert report.changes == 5
 
 
