@@ -81,6 +81,7 @@ RULES: Mapping[str, str] = {
     "shuffle_into_weights": "channel shuffles made orders of weights",
     "dft_to_matmul": "Fourier transforms made products of matrices",
     "gathered_sums": "sums of gathered elements made products of matrices",
+    "frames_are_blocks": "convolutions of frames of samples made convolutions of blocks",
     "stft_to_conv": "Fourier transforms of frames made convolutions",
     "split_columns": "products split by columns over several devices",
     "split_rows": "products split by rows over several devices",
