@@ -119,12 +119,32 @@ def test_units_that_stay(graph: Any, context: PassContext, because: str) -> None
     assert {"Split", "Concat"} <= made.kinds().keys()
 
 
-def test_shuffles_that_stay() -> None:
+@pytest.mark.parametrize("strides", [1, 2])
+def test_a_unit_of_groups_loses_its_shuffle(strides: int) -> None:
+    """Zhang et al., 2018: groups, a shuffle, a convolution of each channel, and groups again, which become all channels."""
     n = Net()
-    x = shuffled(n, n.op("Relu", n.conv(n.input(2, 4, 6, 7), 12, 1, pads=0)))
-    check_refused(
-        ChannelShuffles(), n.done(n.conv(x, 12, 1, pads=0, group=3)), because="groups of several", context=FP16
-    )
+    x = shuffled(n, n.op("Relu", n.conv(n.input(2, 6, 6, 7), 12, 1, pads=0, group=3, bias=True)), 3)
+    y = n.conv(n.conv(x, 12, 3, pads=1, strides=strides, group=12, bias=True), 9, 1, pads=0, group=3, bias=True)
+    graph, _ = check_pass(ChannelShuffles(), n.done(y), changes=2, rules={"shuffle_into_weights": 2}, context=FP16)
+    assert "Transpose" not in graph.kinds()
+    assert sorted(op.attrs.group for op in graph.of_kind("Conv")) == [1, 3, 12]
+
+
+def test_shuffles_of_groups_that_stay() -> None:
+    def net(filters: int = 12, own: bool = False) -> Graph:
+        n = Net()
+        x = shuffled(n, n.op("Relu", n.conv(n.input(1, 4, 6, 7), 12, 1, pads=0)))
+        y = n.conv(x, 12, 3, pads=1, group=12) if own else x
+        return n.done(n.conv(y, filters, 3, pads=1, group=3))
+
+    fp32 = PassContext(precision="fp32", target="cuda:sm_90a")
+    check_refused(ChannelShuffles(), net(), because="not for fp32", context=fp32)
+    check_refused(ChannelShuffles(), net(60), because="zeros among them take longer", context=FP16)
+    check_untouched(ChannelShuffles(), net(60, own=True), FP16)
+    check_untouched(ChannelShuffles(), net(own=True), fp32)
+
+
+def test_shuffles_that_stay() -> None:
     n = Net()
     x = n.op("Relu", n.conv(n.input(2, 4, 6, 7), 12, 1, pads=0))
     check_untouched(ChannelShuffles(), n.done(n.conv(unit(n, x), 8, 1, pads=0)), FP16)
