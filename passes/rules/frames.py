@@ -1,7 +1,7 @@
 """Convolutions of the frames of one signal become convolutions of its blocks.
 
 Exporters without an operator for short-time Fourier transforms (voice activity, speech synthesis), and learned filter banks,
-convolve a signal of one channel with long filters in long steps. Tensor cores multiply channels, of which there is one, in eights.
+convolve a signal of one channel with long filters in long steps. Tensor cores multiply channels, and there is one, in eights.
 A block of samples as many channels has the same sums, and nothing is read that is not used.
 """
 

@@ -129,6 +129,8 @@ RULES: Mapping[str, str] = {
     "drop_taps": "filter taps over padding dropped",
     "pad_pool": "Pads merged into pools",
     "activation_before_pool": "activations moved before pools",
+    "pool_of_all": "pools of whole images written as global pools",
+    "kept_axes": "reductions that keep the axes which a reshape puts back",
     "spatial_reduction": "reductions over images written as global pools",
     "conv3d_to_conv2d": "3-d convolutions written as 2-d ones",
     "transpose3d_to_transpose2d": "3-d transposed convolutions written as 2-d ones",

@@ -18,7 +18,12 @@ PASS = TransformProducts()
 
 
 def bank(
-    *sizes: DimLike, length: int = 96, step: int = 32, pads: tuple[int, int] = (0, 0), bias: bool = False, axis: int = -1
+    *sizes: DimLike,
+    length: int = 96,
+    step: int = 32,
+    pads: tuple[int, int] = (0, 0),
+    bias: bool = False,
+    axis: int = -1,
 ) -> Graph:
     """Filters along an axis of a signal, (2, 1, 300) by default."""
     n = Net()
