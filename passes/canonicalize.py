@@ -17,6 +17,7 @@ from optdnn.passes.rules.select import known_compress, select_is_where
 from optdnn.passes.rules.shape import (
     constant_target,
     gemm_transpose,
+    kept_axes,
     reshape_chain,
     spare_expand,
     transpose_chain,
@@ -36,6 +37,7 @@ class Canonicalize(RulePass):
         constant_target,  # before chains: a target that is constant is one less to refuse
         reshape_chain,
         input_target,  # after chains: an outer Reshape may spare the inner one its target
+        kept_axes,
         spare_expand,  # after targets are constant, which tells the sizes
         grid_gather,
         grid_fold,

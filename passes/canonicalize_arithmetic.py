@@ -26,7 +26,7 @@ from optdnn.passes.rules.scale import (
     sub_is_add,
 )
 from optdnn.passes.rules.stacks import reduced_stack
-from optdnn.passes.rules.window import activation_before_pool, spatial_reduction
+from optdnn.passes.rules.window import activation_before_pool, pool_of_all, spatial_reduction
 from optdnn.passes.support.facts import is_filled, operand, producer, same_shape, scalar, shape_of
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
@@ -174,5 +174,6 @@ class CanonicalizeArithmetic(RulePass):
         gated_residual,
         gemm_scalars,
         spatial_reduction,
+        pool_of_all,
         activation_before_pool,
     )

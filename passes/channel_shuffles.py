@@ -2,12 +2,14 @@
 
 A unit of ShuffleNet V2 (Ma et al., 2018) splits its channels, convolves one half, joins the halves and shuffles the channels. Its
 moves are more launches than its convolutions, which are small. Here all channels pass through these convolutions: the half that
-is kept is multiplied by weights of one and zero, and a shuffle is an order of the next convolution's weights. (A zero times an
+is kept is multiplied by weights of one and zero, and a shuffle is an order of the next convolution's weights, also where that has
+groups. (A zero times an
 infinity: an element that has overflowed makes NaN of its pixel's other channels.)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,10 +21,13 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support.facts import non_negative, operand, producer, reshaped
+from optdnn.passes.support.parts import whole
 from optdnn.types import Array, normalize_axis
 
 MOST_CHANNELS = 1024
 """With more channels, the products with ones and zeros take longer than the moves."""
+MOST_WORK = 512
+"""Multiplications of an element of a shuffled image, up to which a product with zeros takes less time than to move it."""
 PRECISIONS = ("fp16", "bf16")
 """Others multiply more slowly, or round the channels that are kept."""
 
@@ -53,9 +58,27 @@ def weights_of(graph: Graph, op: Op) -> tuple[Array, Array | None] | None:
     return None if a.auto_pad != "NOTSET" else (weight, bias)
 
 
+def whole_weight(op: Op, weight: Array, context: PassContext) -> Array | Miss:
+    """Weights for all channels of a convolution whose groups have several: zeros for those of other groups."""
+    group, (filters, inside, *kernel) = op.attrs.group, weight.shape
+    if group == 1:
+        return weight
+    if context.precision not in PRECISIONS:
+        return Miss(f"it has groups of several channels, and products with zeros are not for {context.precision}")
+    if filters * math.prod(kernel) > MOST_WORK or group * inside > MOST_CHANNELS:
+        return Miss(
+            "it has groups of several channels, and as many multiplications that zeros among them take longer than the moves"
+        )
+    made = np.zeros((group, filters // group, group, inside, *kernel), weight.dtype)
+    for g in range(group):
+        made[g, :, g] = weight[g * (filters // group) : (g + 1) * (filters // group)]
+    return made.reshape(filters, group * inside, *kernel)
+
+
 class ShuffleIntoWeights(Rule):
-    """A convolution of all channels of a shuffled image is one of the image, with its weights in another order. One of each channel
-    by itself is done before the shuffle, where such a convolution follows."""
+    """A convolution of a shuffled image is one of the image, with its weights in another order: of all channels, or of few groups
+    (ShuffleNet: Zhang et al., 2018), which become all channels. One of each channel by itself is done before the shuffle, where
+    such a convolution follows."""
 
     name = "shuffle_into_weights"
     kinds = frozenset({"Conv"})
@@ -69,28 +92,38 @@ class ShuffleIntoWeights(Rule):
             return Miss("its weights are not constant, or it has stages")
         weight, bias = constants
         back = np.argsort(order)
-        if op.attrs.group == 1:
-            return Match((op,), lambda patch: conv(patch, source, weight[:, back], bias, op.attrs))
-        next_op = graph.sole_user(op.value)
-        if weight.shape[:2] != (op.attrs.group, 1) or op.attrs.group != len(order):
-            return Miss("it has groups of several channels")
-        if next_op is None or next_op.kind != "Conv" or next_op.attrs.group != 1:
-            return None
-        shape, parts = op.outputs[0].type.static_shape, graph.type(operand(graph.op(operand(op)))).static_shape
+        if op.attrs.group > 1 and op.attrs.group == len(order) == len(weight):
+            return _own_channels_first(graph, op, source, back, context)
+        all_channels = whole_weight(op, weight, context)
+        if isinstance(all_channels, Miss):
+            return all_channels
+        return Match((op,), lambda p: conv(p, source, all_channels[:, back], bias, replace(op.attrs, group=1)))
 
-        def build(patch: Patch) -> Value:
-            y = conv(patch, source, weight[back], None if bias is None else bias[back], op.attrs)
-            groups = reshaped(patch, y, (shape[0], parts[2], parts[1], *shape[2:]))
-            turned = patch.add("Transpose", [groups], TransposeAttrs(perm=(0, 2, 1, 3, 4)))
-            return reshaped(patch, turned, shape)
 
-        return Match((op,), build)
+def _own_channels_first(graph: Graph, op: Op, source: Value, back: Array, context: PassContext) -> Match | None:
+    """A convolution of each channel by itself, before the shuffle; None where no convolution follows that takes the shuffle in."""
+    constants, next_op = weights_of(graph, op), graph.sole_user(op.value)
+    follows = None if next_op is None or next_op.kind != "Conv" else weights_of(graph, next_op)
+    if constants is None or next_op is None or follows is None:
+        return None
+    if next_op.attrs.group == len(back) or isinstance(whole_weight(next_op, follows[0], context), Miss):
+        return None
+    weight, bias = constants
+    shape, parts = op.outputs[0].type.static_shape, graph.type(operand(graph.op(operand(op)))).static_shape
+
+    def build(patch: Patch) -> Value:
+        y = conv(patch, source, weight[back], None if bias is None else bias[back], op.attrs)
+        groups = reshaped(patch, y, (shape[0], parts[2], parts[1], *shape[2:]))
+        turned = patch.add("Transpose", [groups], TransposeAttrs(perm=(0, 2, 1, 3, 4)))
+        return reshaped(patch, turned, shape)
+
+    return Match((op,), build)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Channels ``kept`` and ``changed`` of an image (places of a Split's two results), the operators that change the latter, first
-    to last, and whether the Concat has the kept channels in front."""
+    """Channels ``kept`` and ``changed`` of an image (the two parts that a Split or Slices take), the operators that change the
+    latter, first to last, and whether the Concat has the kept channels in front."""
 
     image: Value
     kept: range
@@ -105,19 +138,18 @@ def unit_at(graph: Graph, op: Op) -> Unit | None:
         return None
     for first in (True, False):
         kept, value = (operand(op, 0), operand(op, 1)) if first else (operand(op, 1), operand(op, 0))
-        split, steps = producer(graph, kept, {"Split"}, alone=True), list[Op]()
-        if split is None or len(split.outputs) != 2 or normalize_axis(split.attrs.axis, 4) != 1:
-            continue
-        while value.op != split.id and graph.sole_user(value) is not None and graph.op(value).kind in ("Conv", "Relu"):
+        steps = list[Op]()
+        while graph.sole_user(value) is not None and graph.op(value).kind in ("Conv", "Relu"):
             steps.append(graph.op(value))
             value = operand(steps[-1])
-        if value.op != split.id or value == kept or not steps or graph.sole_user(value) is None:
+        if not steps or graph.sole_user(value) is None or graph.sole_user(kept) is None:
             continue
-        if not all(out.type.is_static for out in split.outputs):
-            return None
-        before, behind = (out.type.static_shape[1] for out in split.outputs)
-        ranges = range(before), range(before, before + behind)
-        return Unit(operand(split), ranges[kept.port], ranges[value.port], tuple(reversed(steps)), first)
+        for parts in ((kept, value), (value, kept)):
+            image = whole(graph, *parts, axis=-3)
+            if image is not None and all(graph.type(v).is_static for v in parts):
+                before, behind = (graph.type(v).static_shape[1] for v in parts)
+                ranges = dict(zip(parts, (range(before), range(before, before + behind)), strict=True))
+                return Unit(image, ranges[kept], ranges[value], tuple(reversed(steps)), first)
     return None
 
 

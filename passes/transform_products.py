@@ -22,6 +22,7 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.frames import frames_are_blocks
 from optdnn.passes.rules.gathered_sums import gathered_sums
 from optdnn.passes.support.facts import integers, ints, is_filled, operand, reshape_target, reshaped, same_shape, scalar
 from optdnn.types import Array, Shape, normalize_axis
@@ -332,4 +333,4 @@ class TransformProducts(RulePass):
     """Before all passes that look for products; on the CPU, NumPy's fast transform is as quick and more precise."""
 
     name = "transform_products"
-    rules = (dft_to_matmul, stft_to_conv, gathered_sums)
+    rules = (dft_to_matmul, stft_to_conv, frames_are_blocks, gathered_sums)

@@ -196,7 +196,7 @@ def _declared(v: onnx.ValueInfoProto, given: ShapeSpec | None, where: str) -> li
         elif d.HasField("dim_value") and d.dim_value < -1:
             raise ModelError(f"{where} has the negative dimension {d.dim_value}")
         else:
-            dims.append(d.dim_param or f"{v.name}.{i}")
+            dims.append(_symbol_name(d, v.name, i))
     if given is not None and len(given) != len(dims):
         raise ShapeError(f"{where} is {_show(dims)}, the shape given is {_show(given)}: they differ in rank")
     return dims
@@ -214,10 +214,15 @@ def known_type(t: onnx.TypeProto, name: str, symbols: Mapping[str, DimLike]) -> 
     if refusal(t) is not None or not t.tensor_type.HasField("shape"):
         return None
     dims: list[DimLike] = [
-        d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else _named(d.dim_param or f"{name}.{i}", symbols)
+        d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else _named(_symbol_name(d, name, i), symbols)
         for i, d in enumerate(t.tensor_type.shape.dim)
     ]
     return TensorType(element_type(t.tensor_type.elem_type), tuple(dims))
+
+
+def _symbol_name(d: onnx.TensorShapeProto.Dimension, name: str, axis: int) -> str:
+    """The name of an unknown size. "?" (paddle2onnx) stands for any size, so axes that have it are not equal."""
+    return f"{name}.{axis}" if d.dim_param in ("", "?") else str(d.dim_param)
 
 
 def _named(text: str, symbols: Mapping[str, DimLike]) -> DimLike:

@@ -55,7 +55,8 @@ def stacking(body: LoopBody, operands: Sequence[Any], e: Emitter) -> Stacking | 
     built, captured = first.build([*_OWN, *map(e.type, carried)])
     assert isinstance(built, GraphBody)
     values = [None if v is None else e.value(v) for v in (*operands[:2], *carried, *captured)]
-    if any(v is not None and known is None for v, known in zip(operands[:2], values, strict=False)):
+    given = [known for v, known in zip(operands[:2], values, strict=False) if v is not None]
+    if any(known is None or known.dtype == object for known in given):
         return None
     trips = _trips(built.graph, len(carried), values)
     tables = _tables(built.graph, first.seen, plain, len(carried), values, trips) if trips else None

@@ -14,7 +14,7 @@ from optdnn.errors import ModelError, ShapeError, UnsupportedNode
 from optdnn.importers.emitter import Emitter, Weight, fits
 from optdnn.importers.inputs import refusal
 from optdnn.importers.scope import UNKNOWN, InnerScope, Scope
-from optdnn.importers.sequence_loops import looked_up, nodes_of, stacking
+from optdnn.importers.sequence_loops import looked_up, nodes_of, stacking, without_lists
 from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import Graph, Value
 from optdnn.limits import INLINED_NODES, SUBGRAPH_NESTING
@@ -125,7 +125,7 @@ class Subgraph:
             if ref is None or ref is UNKNOWN:
                 return ref
             if isinstance(ref, TensorList):
-                return TensorList(map(capture, ref))
+                return type(ref)(map(capture, ref))
             known = self.importer.value(ref)
             if known is not None and known.dtype != object and fits(known):
                 return inner.const(known)
@@ -163,6 +163,11 @@ class Subgraph:
         except (Unsupported, ShapeError):  # a size that is known only where the iterations are written out
             del self.importer.unsupported[reported:]
             return None
+
+    def appending(self, operands: Sequence[Any]) -> Subgraph | None:
+        lists = [k for k, v in enumerate(operands) if isinstance(v, TensorList)]
+        plain = None if any(operands[k] for k in lists) else without_lists(self.proto, lists)
+        return None if plain is None else self.variant(plain, {})
 
     def variant(self, proto: onnx.GraphProto, tables: Mapping[str, Array]) -> Subgraph:
         """Another subgraph at the same place."""

@@ -20,7 +20,7 @@ from optdnn.ops.checks import agree, emit, free
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, Subgraph
 from optdnn.ops.index import SplitAttrs
-from optdnn.ops.sequences import TensorList
+from optdnn.ops.sequences import Stack, TensorList
 from optdnn.types import BOOL, INT64, TensorType, normalize_axis
 
 
@@ -270,7 +270,7 @@ def _import_loop(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if body.inputs != 2 + len(initial):
         raise ShapeError(f"the body of Loop takes {body.inputs} values, 2 and {len(initial)} carried ones are fed")
     if any(isinstance(v, TensorList) for v in initial):
-        return _appended(node, e, body, initial) or _repeated(node, e, body, initial)
+        return _appended(node, e, body, initial) or _stacks(node, e, body, initial) or _repeated(node, e, body, initial)
     counter, flag = TensorType(INT64, ()), TensorType(BOOL, ())
     built, captured = _build_body(body, [counter, flag], [e.type(v) for v in initial], [], 1)
     attrs = LoopAttrs(built, len(initial))
@@ -297,6 +297,35 @@ def _appended(node: NodeSpec, e: Emit, body: Subgraph, initial: list[Ref]) -> Se
     return [*(next(parts if isinstance(v, TensorList) else last) for v in initial), *made[: len(made) - len(lists)]]
 
 
+def _stacks(node: NodeSpec, e: Emit, body: Subgraph, initial: list[Ref]) -> Sequence[Ref] | None:
+    """A Loop that only appends to sequences, as often as data or a symbolic size says, as one that stacks its results.
+
+    None for other loops, and where the tensors of two iterations may differ in shape.
+    """
+    plain = None
+    if node.input(0) is not None and _number(e, node.inputs[0]) is None:
+        plain = body.appending([node.input(0), node.input(1), *initial])
+    if plain is None:
+        return None
+    carried = [v for v in initial if not isinstance(v, TensorList)]
+    counter, flag = TensorType(INT64, ()), TensorType(BOOL, ())
+    built, captured = _build_body(plain, [counter, flag], [e.type(v) for v in carried], [], 1)
+    first = len(built.outputs) - (len(initial) - len(carried))
+    outside = _symbols([e.type(v) for v in captured])
+    if any(t.shape is None or _symbols([t]) - outside for t in built.outputs[first:]):
+        return None
+    operands = [node.input(0), node.input(1), *carried, *captured]
+    made = e.op("Loop", operands, LoopAttrs(built, len(carried)), outputs=len(built.outputs) - 1)
+    lists, last = iter(Stack([v]) for v in made[first - 1 :]), iter(made[: len(carried)])
+    return [*(next(lists if isinstance(v, TensorList) else last) for v in initial), *made[len(carried) : first - 1]]
+
+
+def _number(e: Emit, ref: Ref) -> int | None:
+    """The number that a ref holds; None where it is not known, or symbolic."""
+    known = e.value(ref)
+    return None if known is None or known.dtype == object else int(known.reshape(-1)[0])
+
+
 def _rows(e: Emit, stack: Ref, trips: int, row: TensorType) -> Sequence[Ref]:
     """The ``trips`` tensors that a value stacks."""
     dims = row.static_shape
@@ -309,18 +338,19 @@ def _rows(e: Emit, stack: Ref, trips: int, row: TensorType) -> Sequence[Ref]:
 
 def _repeated(node: NodeSpec, e: Emit, body: Subgraph, state: list[Ref]) -> Sequence[Ref]:
     """A Loop that carries sequences of tensors: its iterations one after the other, where their number is known."""
-    trips = None if node.input(0) is None else e.value(node.inputs[0])
-    if node.input(0) is not None and trips is None:
-        raise Unsupported("a Loop that carries a sequence of tensors must have a constant number of iterations")
-    most = None if trips is None else int(trips.reshape(-1)[0])
+    most = None if node.input(0) is None else _number(e, node.inputs[0])
+    if node.input(0) is not None and most is None:
+        raise Unsupported(
+            "a Loop that carries a sequence of tensors must have a constant number of iterations: give the inputs a shape (--shape)"
+        )
     go_on: Ref = e.const(np.array(True)) if node.input(1) is None else node.inputs[1]
     rows: list[list[Ref]] = [[] for _ in range(body.outputs - 1 - len(state))]
     count = 0
     while most is None or count < most:
-        known = e.value(go_on)
+        known = _number(e, go_on)
         if known is None:
             raise Unsupported("a Loop that carries a sequence of tensors must have a condition that is known")
-        if not known.reshape(-1)[0]:
+        if not known:
             break
         if count == MOST_REPEATED:
             raise Unsupported(f"a Loop that carries a sequence of tensors has more than {MOST_REPEATED} iterations")

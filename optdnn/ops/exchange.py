@@ -83,6 +83,13 @@ class Subgraph(Protocol):
         counter, or where the number of iterations is not known.
         """
 
+    def appending(self, operands: Sequence[Ref | None]) -> Subgraph | None:
+        """The body of a Loop, with the Loop's operands, without the sequences: the tensors that it appends to them are its last
+        outputs.
+
+        None where it does anything else with a sequence, or where a sequence is not empty at first.
+        """
+
     def repeats(self, trips: int, most: int) -> bool:
         """Whether inlining it ``trips`` times makes at most ``most`` nodes, and no more than a model may have."""
 

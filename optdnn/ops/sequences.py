@@ -1,8 +1,9 @@
 """Sequences of tensors whose length is known while a model is imported.
 
 No graph holds a sequence: it is a :class:`TensorList` of values, and its operators pick, join and split these. That covers what
-exporters write for lists of tensors (``split``, ``chunk``, ``unbind``). A Loop that carries one is written out. Sequences that a
-Scan carries, and those that are inputs or outputs of the model, are refused.
+exporters write for lists of tensors (``split``, ``chunk``, ``unbind``). A Loop that carries one is written out; one that only
+appends to it, an unknown number of times, makes a :class:`Stack`. Sequences that a Scan carries, and those that are inputs or
+outputs of the model, are refused.
 """
 
 from __future__ import annotations
@@ -25,10 +26,21 @@ class TensorList(tuple[Ref, ...]):
     """The values that a sequence consists of."""
 
 
-def _list(node: NodeSpec) -> TensorList:
+class Stack(TensorList):
+    """A sequence of an unknown number of tensors of one shape. Its one value holds them all, along the first axis."""
+
+
+def _sequence(node: NodeSpec) -> TensorList:
     found = node.input(0)
     if not isinstance(found, TensorList):
         raise ShapeError("its first operand is no sequence")
+    return found
+
+
+def _list(node: NodeSpec) -> TensorList:
+    found = _sequence(node)
+    if isinstance(found, Stack):
+        raise Unsupported("the number of tensors in its sequence is not known: give the inputs a shape (--shape)")
     return found
 
 
@@ -51,7 +63,9 @@ def _construct(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _at(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    held = _list(node)
+    held = _sequence(node)
+    if isinstance(held, Stack):
+        return [emit(e, "Gather", held[0], node.inputs[1], axis=0)]
     return [held[_position(node, e, 1, len(held), len(held) - 1)]]
 
 
@@ -70,11 +84,16 @@ def _insert(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _length(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    return [e.const(np.array(len(_list(node)), np.int64))]
+    held = _sequence(node)
+    if isinstance(held, Stack):
+        return [emit(e, "Gather", emit(e, "Shape", held[0]), np.array(0, np.int64), axis=0)]
+    return [e.const(np.array(len(held), np.int64))]
 
 
 def _concat(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    held, axis = _list(node), int(required(node, "axis"))
+    held, axis = _sequence(node), int(required(node, "axis"))
+    if isinstance(held, Stack):
+        return [_unstacked(e, held[0], axis, bool(node.get("new_axis", 0)))]
     if not held:
         raise ShapeError("nothing is joined: the sequence is empty")
     if node.get("new_axis", 0):
@@ -84,6 +103,20 @@ def _concat(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         at = np.array([axis % (rank + 1)], np.int64)
         held = TensorList(emit(e, "Unsqueeze", x, at) for x in held)
     return [emit(e, "Concat", *held, axis=axis)]
+
+
+def _unstacked(e: Emit, stack: Ref, axis: int, new_axis: bool) -> Ref:
+    """The tensors along the first axis of ``stack``, joined along an axis of their own, or along a new one."""
+    rank = len(e.type(stack).dims)
+    at = axis % (rank if new_axis else rank - 1)
+    order = [*range(1, at + 1), 0, *range(at + 1, rank)]
+    turned = emit(e, "Transpose", stack, perm=order) if at else stack
+    if new_axis:
+        return turned
+    sizes, cuts = emit(e, "Shape", turned), (0, at, at + 1, at + 2, rank)
+    parts = [emit(e, "Slice", sizes, *(np.array([n], np.int64) for n in cuts[i : i + 2])) for i in range(4)]
+    shape = emit(e, "Concat", parts[0], emit(e, "Mul", *parts[1:3]), parts[3], axis=0)
+    return emit(e, "Reshape", turned, shape, allowzero=True)
 
 
 def _split(node: NodeSpec, e: Emit) -> Sequence[Ref]:

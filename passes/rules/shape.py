@@ -9,9 +9,11 @@ from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.reduce import reduced_axes
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, reshape_target, reshaped, shape_of
+from optdnn.passes.rules.transpose import REDUCTIONS
+from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshape_target, reshaped, shape_of
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.types import Shape, broadcast_dims
@@ -134,3 +136,20 @@ def gemm_transpose(graph: Graph, op: Op) -> Match | Miss | None:
 def _reading_transposed(op: Op, inner: Op, slot: int, flag: str, patch: Patch) -> Value:
     inputs = [inner.inputs[0] if i == slot else v for i, v in enumerate(op.inputs)]
     return patch.add("Gemm", inputs, replace(op.attrs, **{flag: not getattr(op.attrs, flag)}))
+
+
+@rule("kept_axes", {"Reshape", "Unsqueeze"})
+def kept_axes(graph: Graph, op: Op) -> Match | Miss | None:
+    """A reduction whose axes are put back keeps them: ``x.mean(1).unsqueeze(1)``. So it runs in the order of its image."""
+    total = producer(graph, op.inputs[0], REDUCTIONS)
+    shape = None if total is None or total.attrs.keepdims else shape_of(graph, total.input(0))
+    axes = None if total is None or total.input(1) is None else ints(graph, total.input(1))
+    if total is None or shape is None or not axes:
+        return None
+    which = reduced_axes(total.attrs, axes, len(shape))
+    if op.outputs[0].type.shape != tuple(1 if i in which else d for i, d in enumerate(shape)):
+        return None
+    if graph.use_count(total.value) > 1:
+        return Miss(f"the result of {total.name} is used {graph.use_count(total.value)} times")
+    attrs = replace(total.attrs, keepdims=True)
+    return Match((op, total), lambda patch: patch.add(total.kind, list(total.inputs), attrs))

@@ -19,9 +19,10 @@ from optdnn.passes.support.facts import integers, ints, operand, producer, with_
 from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS
 from optdnn.types import Array, normalize_axis
 
-_REDUCTIONS = frozenset(
+REDUCTIONS = frozenset(
     f"Reduce{k}" for k in ("Mean", "Sum", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp")
 )
+"""Kinds that reduce axes, which operand 1 names."""
 _LOOK_AHEAD = 64
 """Most ops that a transpose may pass to reach another one."""
 
@@ -131,7 +132,7 @@ def _passage(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
         return _concat(graph, op, value, perm)
     if op.inputs[0] != value or any(v == value for v in op.inputs[1:]):
         return None
-    if op.kind in _REDUCTIONS:
+    if op.kind in REDUCTIONS:
         return _reduction(graph, op, perm)
     if op.kind in ("Softmax", "LogSoftmax", "Hardmax"):
         axis = perm[normalize_axis(op.attrs.axis, len(perm))]

@@ -22,7 +22,7 @@ from optdnn.passes.support.facts import (
     shape_of,
 )
 from optdnn.passes.support.stages import ACTIVATIONS, ANCHORS
-from optdnn.types import normalize_axis
+from optdnn.types import is_float, normalize_axis
 
 
 def _padding(graph: Graph, pad: Op, rank: int) -> tuple[tuple[int, ...], float] | Miss:
@@ -205,3 +205,16 @@ def spatial_reduction(graph: Graph, op: Op) -> Match | Miss | None:
         return y if target is None else reshaped(patch, y, target)
 
     return Match((op,), build)
+
+
+@rule("pool_of_all", {"MaxPool", "AveragePool"})
+def pool_of_all(graph: Graph, op: Op) -> Match | None:
+    """A pool whose one window is the whole image is a global pool: exporters write adaptive pools of one element so."""
+    x, a = operand(op), op.attrs
+    sizes = graph.type(x).dims[2:]
+    if a.kernel_shape != sizes or any(a.pads) or a.auto_pad not in ("NOTSET", "VALID") or len(op.outputs) > 1:
+        return None
+    if not is_float(graph.type(x).dtype) or any(d != 1 for d in a.dilations):
+        return None
+    kind = "GlobalMaxPool" if op.kind == "MaxPool" else "GlobalAveragePool"
+    return Match((op,), lambda patch: patch.add(kind, [x]))

@@ -27,7 +27,7 @@ def decisions(graph: Graph) -> dict[int, Op]:
     """Op id -> the op that decides, for the ops that compute the decision."""
     found: dict[int, Op] = {}
     for decider in graph.order():
-        if not _decides(graph, decider):
+        if not decides(graph, decider):
             continue
         left = [decider]
         while left:
@@ -40,14 +40,14 @@ def decisions(graph: Graph) -> dict[int, Op]:
     return found
 
 
-def _decides(graph: Graph, op: Op) -> bool:
+def decides(graph: Graph, op: Op) -> bool:
     """Whether an op's result is a place; or an If or Loop has such an op in a body."""
     if op.kind in DECIDES:
         return True
     if op.kind == "Cast":
         return is_float(graph.type(operand(op)).dtype) and op.outputs[0].type.dtype.kind in "iu"
     bodies = (getattr(op.attrs, f.name) for f in fields(op.attrs))
-    return any(_decides(b.graph, inner) for b in bodies if isinstance(b, GraphBody) for inner in b.graph.ops())
+    return any(decides(b.graph, inner) for b in bodies if isinstance(b, GraphBody) for inner in b.graph.ops())
 
 
 def _carries(op: Op) -> bool:

@@ -189,6 +189,15 @@ def test_unnamed_dimensions_get_symbols_and_equal_names_are_one():
     assert [str(graph.op(i).outputs[0].type) for i in graph.inputs] == ["fp32[N, x.1]", "fp32[z.0, 3]"]
 
 
+def test_a_question_mark_is_no_name():
+    m = model("g (float[N, 3] x) => (float[N, 3] y) { y = Relu(x) }")
+    for d in m.graph.input[0].type.tensor_type.shape.dim:  # how paddle2onnx writes an unknown size
+        d.dim_param = "?"
+    m.graph.output[0].type.tensor_type.shape.CopyFrom(m.graph.input[0].type.tensor_type.shape)
+    assert out_type(import_model(m)) == "fp32[x.0, x.1]"
+    assert out_type(import_model(m, shapes={"x": (2, 48)})) == "fp32[2, 48]"
+
+
 def test_given_shapes_bind_symbols_everywhere():
     m = model("g (float[N, C, 4] x, float[N, 2] z) => (float[N, M] y, float[N, 2] w) { y = Flatten(x) w = Relu(z) }")
     graph = import_model(m, shapes={"x": (5, None, 4)})

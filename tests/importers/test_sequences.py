@@ -161,7 +161,10 @@ def test_a_loop_that_carries_a_list_is_written_out(trips: str, most: int, rows: 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (sums(trips="n", inputs=", int64 n"), "a constant number of iterations"),
+        (
+            sums(trips="n", inputs=", int64 n").replace("(e = Add", "(e = Add").replace("row)  f", "row, at)  f"),
+            "a constant number",
+        ),
         (sums(until="n", inputs=", int64 n"), "a condition that is known"),
         (sums(on=0), "results of no iteration"),
     ],
@@ -265,3 +268,42 @@ def test_a_body_that_only_constants_decide_is_written_out(monkeypatch: pytest.Mo
     proto = model(text, 18)
     want = ReferenceEvaluator(proto).run(None, {"x": X})[0]
     np.testing.assert_array_equal(optdnn.build(proto, target="reference").run({"x": X})["y"], want)
+
+
+APPENDS = """g (float[N,3,4] x) => ({shape} y, float[3,4] p, int64 n) <int64 zero = {{0}}, int64[1] one = {{1}}, bool on = {{1}},
+        int64 at = {{-1}}, float[3,4] start = {{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}}> {{
+    empty = SequenceEmpty<dtype = 1>()  sizes = Shape(x)  trips = Gather(sizes, zero)
+    s, last = Loop<body = b (int64 i, bool go, seq(float[3,4]) held, float[3,4] sum)
+            => (bool c, seq(float[3,4]) more, float[3,4] next) {{
+        row = Gather(x, i)  next = Add(sum, row)  more = SequenceInsert(held, {row})  c = Identity(go)
+    }}>(trips, on, empty, start)
+    y = {end}  p = SequenceAt(s, at)  n = SequenceLength(s) }}"""
+
+
+@pytest.mark.parametrize(("axis", "new_axis"), [(0, 1), (1, 1), (-1, 1), (0, 0), (1, 0), (-1, 0)])
+def test_a_loop_whose_iterations_follow_from_a_size_stacks_what_it_appends(axis: int, new_axis: int) -> None:
+    """PyTorch scripts ``for i in range(len(x)): rows.append(...)`` so; the length of its list is not known at import."""
+    end = f"ConcatFromSequence<axis = {axis}, new_axis = {new_axis}>(s)"
+    proto = model(APPENDS.format(shape="float[a,b,c]" if new_axis else "float[a,b]", end=end, row="next"), 17)
+    engine = optdnn.build(proto, target="reference")
+    for size in (1, 2, 5):
+        x = np.random.default_rng(size).standard_normal((size, 3, 4)).astype(np.float32)
+        want = ReferenceEvaluator(proto).run(None, {"x": x})
+        for port, expected in zip(proto.graph.output, want, strict=True):
+            np.testing.assert_array_equal(engine.run({"x": x})[port.name], expected)
+
+
+@pytest.mark.parametrize(
+    ("row", "end", "why"),
+    [
+        ("part", "ConcatFromSequence<axis = 0>(s)", "a constant number of iterations"),
+        ("next", "ConcatFromSequence<axis = 0>(t)", "the number of tensors in its sequence is not known"),
+    ],
+)
+def test_lists_of_unknown_length_that_are_refused(row: str, end: str, why: str) -> None:
+    """Tensors of different shapes, and operators that need the length."""
+    text = APPENDS.format(shape="float[a,b]", end=end, row=row)
+    text = text.replace("next = Add", "to = Unsqueeze(i, one)  part = Slice(row, one, to, one)  next = Add")
+    text = text.replace("    y = ", "    t = SequenceErase(s)  y = ")
+    with pytest.raises(UnsupportedError, match=why):
+        import_model(model(text.replace("Unsqueeze(i, one)", "Reshape(i, one)"), 17))

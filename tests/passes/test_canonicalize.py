@@ -363,3 +363,30 @@ def test_targets_that_depend_on_data_are_refused() -> None:
 
 
 NHWC, NCHW = (0, 2, 3, 1), (0, 3, 1, 2)
+
+
+# ---------------------------------------------------------------- reductions
+
+
+@pytest.mark.parametrize("kind", ["ReduceMax", "ReduceMean", "ReduceL2"])
+@pytest.mark.parametrize("reshape", [True, False])
+def test_a_reduction_keeps_the_axis_that_is_put_back(kind: str, reshape: bool) -> None:
+    n = Net()
+    y = n.op(kind, n.input(symbol("n"), 3, 4, 5), shape_of(-3), attrs=ReduceAttrs(keepdims=False))
+    put_back = n.op("Reshape", y, shape_of(-1, 1, 4, 5)) if reshape else n.op("Unsqueeze", y, shape_of(1))
+    check_pass(CANON, n.done(put_back), changes=1, kinds={kind: 1}, rules={"kept_axes": 1}, sizes={"n": 2})
+
+
+def test_reductions_whose_axis_goes_elsewhere_stay() -> None:
+    n = Net()
+    y = n.op("ReduceMean", n.input(2, 3, 4, 5), shape_of(1), attrs=ReduceAttrs(keepdims=False))
+    check_untouched(CANON, n.done(n.op("Unsqueeze", y, shape_of(3))))
+    n = Net()
+    y = n.op("ReduceMean", n.input(2, 3, 4, 5), attrs=ReduceAttrs(keepdims=False))
+    check_untouched(CANON, n.done(n.op("Unsqueeze", y, shape_of(0))))
+
+
+def test_a_reduction_that_others_read_drops_its_axes() -> None:
+    n = Net()
+    y = n.op("ReduceMean", n.input(2, 3, 4, 5), shape_of(1), attrs=ReduceAttrs(keepdims=False))
+    check_refused(CANON, n.done(n.op("Unsqueeze", y, shape_of(1)), n.op("Exp", y)), because="is used 2 times")

@@ -257,3 +257,21 @@ def test_integer_reductions_stay() -> None:
     n = Net(np.int32)
     y = n.op("ReduceMax", n.input(2, 3, 4, 5), shape_of(2, 3), attrs=ReduceAttrs())
     check_untouched(ARITHMETIC, n.done(y))
+
+
+# ---------------------------------------------------------------- pools of all
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_a_pool_whose_window_is_the_image_is_a_global_pool(average: bool) -> None:
+    n = Net()
+    x = n.conv(n.input(2, 3, 5, 5), 4)
+    y = n.average_pool(x, 5, strides=5) if average else n.max_pool(x, 5, strides=5)
+    kinds = {"Conv": 1, "GlobalAveragePool" if average else "GlobalMaxPool": 1}
+    check_pass(ARITHMETIC, n.done(y), changes=1, kinds=kinds, rules={"pool_of_all": 1})
+
+
+@pytest.mark.parametrize("options", [{"kernel": 4}, {"pads": 1}, {"dtype": np.uint8}], ids=str)
+def test_other_pools_stay(options: dict[str, Any]) -> None:
+    n = Net(options.pop("dtype", np.float32))
+    check_untouched(ARITHMETIC, n.done(n.max_pool(n.input(2, 3, 5, 5), **{"kernel": 5, **options})))

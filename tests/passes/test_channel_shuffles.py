@@ -26,11 +26,23 @@ def shuffled(n: Net, x: Value, groups: int = 2) -> Value:
 
 
 def unit(
-    n: Net, x: Value, *, last: bool = False, kernel: int = 3, relu: bool = True, dilations: int = 1, middle: Any = None
+    n: Net,
+    x: Value,
+    *,
+    last: bool = False,
+    kernel: int = 3,
+    relu: bool = True,
+    dilations: int = 1,
+    middle: Any = None,
+    slices: bool = False,
 ) -> Value:
-    """A unit without its shuffle. ``last``: the second half is kept. ``middle``: groups of the second convolution."""
+    """A unit without its shuffle. ``last``: the second half is kept. ``middle``: groups of the second convolution. ``slices``: two
+    Slices take the halves."""
     half = n.dims(x)[1] // 2
-    parts = n.op("Split", x, n.ints(half, half), attrs=SplitAttrs(axis=1), outputs=2)
+    if slices:
+        parts = [n.op("Slice", x, n.ints(a), n.ints(a + half), n.ints(1)) for a in (0, half)]
+    else:
+        parts = n.op("Split", x, n.ints(half, half), attrs=SplitAttrs(axis=1), outputs=2)
     kept, y = reversed(parts) if last else parts
     y = n.op("Relu", n.conv(y, half, 1, pads=0, bias=True))
     y = n.conv(y, half, kernel, pads=kernel // 2 * dilations, group=middle or half, dilations=dilations)
@@ -49,7 +61,15 @@ def net(units: int = 1, channels: int = 12, first: str = "Relu", **options: Any)
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"last": True}, {"kernel": 5}, {"kernel": 3, "dilations": 2}, {"channels": 16}],
+    [
+        {},
+        {"last": True},
+        {"kernel": 5},
+        {"kernel": 3, "dilations": 2},
+        {"channels": 16},
+        {"slices": True},
+        {"slices": True, "last": True},
+    ],
     ids=str,
 )
 def test_units_become_convolutions_of_all_channels(options: dict[str, Any]) -> None:
@@ -60,7 +80,7 @@ def test_units_become_convolutions_of_all_channels(options: dict[str, Any]) -> N
         rules={"whole_unit": 2, "shuffle_into_weights": 3},
         context=FP16,
     )
-    assert not {"Split", "Concat", "Transpose", "Reshape"} & graph.kinds().keys()
+    assert not {"Split", "Slice", "Concat", "Transpose", "Reshape"} & graph.kinds().keys()
     assert report.changes == 5
 
 
@@ -99,12 +119,32 @@ def test_units_that_stay(graph: Any, context: PassContext, because: str) -> None
     assert {"Split", "Concat"} <= made.kinds().keys()
 
 
-def test_shuffles_that_stay() -> None:
+@pytest.mark.parametrize("strides", [1, 2])
+def test_a_unit_of_groups_loses_its_shuffle(strides: int) -> None:
+    """Zhang et al., 2018: groups, a shuffle, a convolution of each channel, and groups again, which become all channels."""
     n = Net()
-    x = shuffled(n, n.op("Relu", n.conv(n.input(2, 4, 6, 7), 12, 1, pads=0)))
-    check_refused(
-        ChannelShuffles(), n.done(n.conv(x, 12, 1, pads=0, group=3)), because="groups of several", context=FP16
-    )
+    x = shuffled(n, n.op("Relu", n.conv(n.input(2, 6, 6, 7), 12, 1, pads=0, group=3, bias=True)), 3)
+    y = n.conv(n.conv(x, 12, 3, pads=1, strides=strides, group=12, bias=True), 9, 1, pads=0, group=3, bias=True)
+    graph, _ = check_pass(ChannelShuffles(), n.done(y), changes=2, rules={"shuffle_into_weights": 2}, context=FP16)
+    assert "Transpose" not in graph.kinds()
+    assert sorted(op.attrs.group for op in graph.of_kind("Conv")) == [1, 3, 12]
+
+
+def test_shuffles_of_groups_that_stay() -> None:
+    def net(filters: int = 12, own: bool = False) -> Graph:
+        n = Net()
+        x = shuffled(n, n.op("Relu", n.conv(n.input(1, 4, 6, 7), 12, 1, pads=0)))
+        y = n.conv(x, 12, 3, pads=1, group=12) if own else x
+        return n.done(n.conv(y, filters, 3, pads=1, group=3))
+
+    fp32 = PassContext(precision="fp32", target="cuda:sm_90a")
+    check_refused(ChannelShuffles(), net(), because="not for fp32", context=fp32)
+    check_refused(ChannelShuffles(), net(60), because="zeros among them take longer", context=FP16)
+    check_untouched(ChannelShuffles(), net(60, own=True), FP16)
+    check_untouched(ChannelShuffles(), net(own=True), fp32)
+
+
+def test_shuffles_that_stay() -> None:
     n = Net()
     x = n.op("Relu", n.conv(n.input(2, 4, 6, 7), 12, 1, pads=0))
     check_untouched(ChannelShuffles(), n.done(n.conv(unit(n, x), 8, 1, pads=0)), FP16)

@@ -287,3 +287,27 @@ def test_a_ranking_does_not_excuse_every_result() -> None:
     wrong, doubts = judge_ranking(spoil=1e3)
     assert doubts == {}
     assert "differs from the reference" in wrong["fake/1t"]
+
+
+def cancelled(order: int) -> Graph:
+    """Rows of a table, chosen by sums that cancel to roundoff, which ``order`` of their terms (1 or -1) changes."""
+    graph = Graph()
+    x = graph.add_input("x", tensor(FP32, 1, 64))
+    parts = np.random.default_rng(0).standard_normal((64, 50))
+    ones = graph.add("Add", [x, graph.add_constant(np.ones(64, np.float32))]).value
+    terms = graph.add_constant((parts - parts.mean(0)).astype(np.float32)[::order])
+    sums = graph.add("MatMul", [ones, terms], OPDEFS["MatMul"].attrs()).value
+    best = graph.add("TopK", [sums, graph.add_constant(np.array([5]))], OPDEFS["TopK"].attrs(), outputs=2)
+    table = graph.add_constant(np.random.default_rng(1).standard_normal((50, 3)).astype(np.float32))
+    graph.add_output(graph.add("Gather", [table, Value(best.id, 1)], OPDEFS["Gather"].attrs()).value, "y")
+    return graph
+
+
+@pytest.mark.parametrize("spoil", [1.0, 1e3])
+def test_a_ranking_of_roundoff_that_no_nudge_of_a_zero_shows_is_noted(spoil: float) -> None:
+    """A picture of zeros: its proposals differ by the roundoff of their convolutions."""
+    graph = cancelled(1)
+    other = evaluate(cancelled(-1), feeds := {"x": np.zeros((1, 64), np.float32)})
+    wrong, doubts = judge_spoiled(graph, lambda _, __: {"y": other["y"] * np.float32(spoil)}, feeds)
+    assert "no made-up input can judge it" in doubts["fake/1t"] if spoil == 1 else "differs" in wrong["fake/1t"]
+    assert not (wrong if spoil == 1 else doubts)
