@@ -260,7 +260,7 @@ class _Search:
         self.progress("check results")
         assert self._feeds is not None
         wrong, doubts = check(self.graph, opened, self._feeds, self.base)
-        if wrong and (unjudged := self._taking_other_sizes(opened)):
+        if wrong and (unjudged := self._taking_other_sizes(opened, wrong)):
             self.untimed_ones += unjudged
             return
         self.doubts.update(doubts)
@@ -283,7 +283,7 @@ class _Search:
                 self.times[name] = round(ms, 4)
                 self.cache.put(contender.key(threads), self.times[name])
 
-    def _taking_other_sizes(self, opened: Mapping[str, Trial]) -> list[str]:
+    def _taking_other_sizes(self, opened: Mapping[str, Trial], wrong: Mapping[str, str]) -> list[str]:
         """The candidates that did not crash, where the reference does not take the made-up inputs: the model declares sizes free
         that are not. Exporters note a dynamic axis, and write the size of their example into a Reshape."""
         assert self._feeds is not None
@@ -297,12 +297,14 @@ class _Search:
         found = []
         for name, trial in opened.items():
             try:
-                trial.run(self._feeds)
+                if name in wrong:
+                    trial.run(self._feeds)
             except TrialLost:
                 continue
             except RunError:
                 pass
             found.append(name)
+            trial.abandon()
         return found
 
     def _turn(self, name: str, trial: Trial, seconds: float) -> list[float]:
