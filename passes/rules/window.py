@@ -209,10 +209,17 @@ def spatial_reduction(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("pool_of_all", {"MaxPool", "AveragePool"})
 def pool_of_all(graph: Graph, op: Op) -> Match | None:
-    """A pool whose one window is the whole image is a global pool: exporters write adaptive pools of one element so."""
+    """A pool whose one window is the whole image is a global pool: exporters write adaptive pools of one element so. Not of
+    sequences: for OpenVINO they are more than a pool (``openvino_faults``)."""
     x, a = operand(op), op.attrs
     sizes = graph.type(x).dims[2:]
-    if a.kernel_shape != sizes or any(a.pads) or a.auto_pad not in ("NOTSET", "VALID") or len(op.outputs) > 1:
+    if (
+        a.kernel_shape != sizes
+        or len(sizes) < 2
+        or any(a.pads)
+        or a.auto_pad not in ("NOTSET", "VALID")
+        or len(op.outputs) > 1
+    ):
         return None
     if not is_float(graph.type(x).dtype) or any(d != 1 for d in a.dilations):
         return None

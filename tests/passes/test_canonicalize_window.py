@@ -271,7 +271,8 @@ def test_a_pool_whose_window_is_the_image_is_a_global_pool(average: bool) -> Non
     check_pass(ARITHMETIC, n.done(y), changes=1, kinds=kinds, rules={"pool_of_all": 1})
 
 
-@pytest.mark.parametrize("options", [{"kernel": 4}, {"pads": 1}, {"dtype": np.uint8}], ids=str)
+@pytest.mark.parametrize("options", [{"kernel": 4}, {"pads": 1}, {"dtype": np.uint8}, {"rank": 3}], ids=str)
 def test_other_pools_stay(options: dict[str, Any]) -> None:
-    n = Net(options.pop("dtype", np.float32))
-    check_untouched(ARITHMETIC, n.done(n.max_pool(n.input(2, 3, 5, 5), **{"kernel": 5, **options})))
+    given = {"kernel": 5, **options}
+    n, dims = Net(given.pop("dtype", np.float32)), (2, 3, 5, 5)[: given.pop("rank", 4)]
+    check_untouched(ARITHMETIC, n.done(n.max_pool(n.input(*dims), **given)))

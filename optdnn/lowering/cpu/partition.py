@@ -22,7 +22,7 @@ from optdnn.lowering.cpu.base import Measured, fastest, take_turns
 from optdnn.lowering.cpu.check import check
 from optdnn.lowering.cpu.eight_bits import with_float_weights
 from optdnn.lowering.cpu.library import LIBRARIES, Contender, typical_sizes
-from optdnn.lowering.cpu.trials import Trial, Trials
+from optdnn.lowering.cpu.trials import Trial, TrialLost, Trials
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.measuring.machine import usable_cores
 from optdnn.runtime.program import Program
@@ -260,6 +260,9 @@ class _Search:
         self.progress("check results")
         assert self._feeds is not None
         wrong, doubts = check(self.graph, opened, self._feeds, self.base)
+        if wrong and (unjudged := self._taking_other_sizes(opened, wrong)):
+            self.untimed_ones += unjudged
+            return
         self.doubts.update(doubts)
         runners = {}
         for name, trial in opened.items():
@@ -279,6 +282,30 @@ class _Search:
                 self.refused.pop(name, None)  # it was right with another library's help
                 self.times[name] = round(ms, 4)
                 self.cache.put(contender.key(threads), self.times[name])
+
+    def _taking_other_sizes(self, opened: Mapping[str, Trial], wrong: Mapping[str, str]) -> list[str]:
+        """The candidates that did not crash, where the reference does not take the made-up inputs: the model declares sizes free
+        that are not. Exporters note a dynamic axis, and write the size of their example into a Reshape."""
+        assert self._feeds is not None
+        if not typical_sizes(self.graph):
+            return []
+        try:
+            evaluate(self.graph, self._feeds)
+            return []
+        except RunError as error:
+            self.untimed = f"not timed: it takes none of the made-up inputs ({error.message})"
+        found = []
+        for name, trial in opened.items():
+            try:
+                if name in wrong:
+                    trial.run(self._feeds)
+            except TrialLost:
+                continue
+            except RunError:
+                pass
+            found.append(name)
+            trial.abandon()
+        return found
 
     def _turn(self, name: str, trial: Trial, seconds: float) -> list[float]:
         """The times of one turn; none of a candidate that failed in it, which is refused."""

@@ -141,6 +141,9 @@ class Trial:
     def close(self) -> None:
         """Give the candidate up."""
 
+    def abandon(self) -> None:
+        """Give the candidate up, and its process: inputs that do not fit may have made the library write anywhere."""
+
 
 class ProcessTrial(Trial):
     """A candidate in a worker process."""
@@ -193,6 +196,11 @@ class ProcessTrial(Trial):
         if self._open:
             self._open = False
             self._trials.free(self._worker)
+
+    def abandon(self) -> None:
+        if self._open:
+            self._open = False
+            self._trials.lost(self._worker)
 
 
 class LocalTrial(Trial):

@@ -213,6 +213,20 @@ def test_inputs_that_nothing_made_up_fits_leave_the_choice_untimed():
     assert built.engine.run({"x": x, "shape": np.array([3, 1, 2])})["y"].shape == (3, 1, 2)
 
 
+def test_sizes_that_are_declared_free_and_are_not_leave_the_choice_untimed():
+    """An exporter wrote the size of its example into a Reshape: no size but 12 runs, and the build need not know it."""
+    pytest.importorskip("onnxruntime")
+    graph = Graph("baked")
+    x = graph.add_input("x", tensor(np.float32, symbol("n"), 8))
+    parts = graph.add("Reshape", [x, graph.add_constant(np.array([4, 24]))], OPDEFS["Reshape"].attrs())
+    graph.add_output(graph.add("Relu", [parts.value]).value, "y")
+    built = build_verbose(export_model(graph).proto, BuildOptions(target="cpu", threads=1))
+    assert built.compiled.measured[0].name == "onnxruntime/1t"
+    assert "takes none of the made-up inputs" in str(built.compiled.measured[0].refused)
+    x = np.arange(96, dtype=np.float32).reshape(12, 8)
+    assert built.engine.run({"x": x})["y"].tolist() == x.reshape(4, 24).tolist()
+
+
 @pytest.mark.parametrize("library", sorted(LIBRARIES))
 def test_fourier_transforms_are_neithers(library):
     graph = Graph()
