@@ -63,7 +63,7 @@ from optdnn.kernels.packed.tactics import PackedDigits, PackedGemv, PackedMma, P
 from optdnn.kernels.pointwise.custom import Custom
 from optdnn.kernels.pointwise.elementwise import Elementwise
 from optdnn.kernels.pool.max_pool import TiledMaxPool
-from optdnn.kernels.pool.pool import WindowPool
+from optdnn.kernels.pool.pool import StagedPool, WindowPool
 from optdnn.kernels.quantized.general import BandedQuantizedConv, GeneralQuantizedConv, GeneralQuantizedMatMul
 from optdnn.kernels.quantized.hopper import HopperQuantizedConv, HopperQuantizedMatMul
 from optdnn.kernels.quantized.pools import Int8MaxPool, Int8Mean
@@ -210,7 +210,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
     "Cast": (ResizedPicture(), Elementwise()),
     "Add": (NormAddNorm(), AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), GroupNormAdd(), Elementwise()),
-    "Pointwise": (GroupNormAdd(), ModulatedRows(), Elementwise()),
+    "Pointwise": (GroupNormAdd(), ModulatedRows(), StagedPool(), Elementwise()),
     "Concat": (Unfold(),),
 }
 

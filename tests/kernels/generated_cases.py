@@ -96,8 +96,13 @@ def pools(n: Net) -> list[Any]:
     return [
         n.max_pool(x), n.max_pool(x, pads=1, ceil_mode=True), n.average_pool(x, pads=1), n.average_pool(x, pads=1, include_pad=True),
         n.op("LpPool", x, attrs=lp), n.op("GlobalAveragePool", x), n.op("GlobalMaxPool", x), n.max_pool(n.input(2, 3, 9, name="one")),
-        n.average_pool(x, 5, pads=2), n.max_pool(n.input(2, 3, 24, name="long"), 11, strides=1),
+        n.average_pool(x, 5, pads=2), n.max_pool(n.input(2, 3, 24, name="long"), 11, strides=1), mixed(n, x),
     ]  # fmt: skip
+
+
+def mixed(n: Net, x: Any) -> Any:
+    """The token mixing of PoolFormer: a pool and pointwise operators after it, which read its operand."""
+    return n.op("Add", n.op("Mul", n.op("Sub", n.average_pool(x, pads=1, strides=1), x), n.random(8, 1, 1)), x)
 
 
 def convolutions(n: Net) -> list[Any]:

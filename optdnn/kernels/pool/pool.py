@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
+from optdnn.ir.graph import Graph, Op
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.pointwise.elementwise import Elementwise
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, single
 from optdnn.kernels.pool.window import (
     Rendered,
     Window,
@@ -17,7 +20,9 @@ from optdnn.kernels.pool.window import (
     pool_attrs,
 )
 from optdnn.kernels.reduce.reduce import limits
-from optdnn.kernels.tactic import Tactic
+from optdnn.kernels.tactic import Region, Tactic
+from optdnn.ops.base import Stage
+from optdnn.ops.fused import plain_stages
 from optdnn.types import is_float
 
 
@@ -39,37 +44,85 @@ class WindowPool(Tactic):
         return f"x{channel_vector_width([b.source(op.inputs[0]), b.result(op.value)])}"
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        a, x, out = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
-        window = Window.make(a.kernel_shape, a.strides, pads_of(op, x.shape, a.kernel_shape), a.dilations)
-        vec = channel_vector_width([x, out])
-        t = arithmetic(x.dtype)
-        counted = ""
-        if op.kind == "MaxPool":
-            step, start, result = "acc[j] = max_nan(acc[j], widen(v.lane[j]));", limits(t)[0], "acc[j]"
-        elif op.kind == "LpPool":
-            power = f"{t}({a.p})"
-            value = "fabs(widen(v.lane[j]))" if a.p == 1 else f"pow(fabs(widen(v.lane[j])), {power})"
-            step, start = f"acc[j] += {value};", f"{t}(0)"
-            result = "acc[j]" if a.p == 1 else f"pow(acc[j], {t}(1) / {power})"
-        else:
-            step, start, result = "acc[j] += widen(v.lane[j]);", f"{t}(0)", "acc[j] / counted"
-            counted = _counted(window, a.count_include_pad, t)
-        load = load_channels(CPP[x.dtype], vec, "at + c * p.xs[1]", "v")
+        emit_pool(b, op, op, b.target(op.value))
 
-        def apart(tap: int, at: str) -> tuple[str, str]:
-            each = f"for (int j = 0; j < {vec}; j++) {step.replace('v.lane', f'v{tap}.lane')}"
-            return load_channels(CPP[x.dtype], vec, f"{at} + c * p.xs[1]", f"v{tap}"), each
 
-        parts = Rendered(
-            f"{t} acc[{vec}]; for (int j = 0; j < {vec}; j++) acc[j] = {start}; {counted}",
-            f"{load} for (int j = 0; j < {vec}; j++) {step}",
-            f"const {t} value = {result};",
-            apart=apart,
-        )
-        attrs = pool_attrs(op, x.shape)
-        attrs |= {"count_include_pad": a.count_include_pad} if op.kind == "AveragePool" else {}
-        attrs |= {"p": a.p} if op.kind == "LpPool" else {}
-        emit_window(b, op, window, x, out, parts, vec=vec, kind=op.kind, attrs=attrs, reads=[x])
+def emit_pool(
+    b: Builder,
+    covers: Op,
+    op: Op,
+    out: TensorView,
+    stages: Sequence[Stage] = (),
+    operands: Sequence[TensorView | None] = (),
+) -> None:
+    """Add the launch of a pool. ``stages`` turn its result; ``operands``, by slot, are what they read. ``covers``: all that the launch
+    computes."""
+    a, x = op.attrs, b.operand(op.inputs[0])
+    window = Window.make(a.kernel_shape, a.strides, pads_of(op, x.shape, a.kernel_shape), a.dilations)
+    vec = channel_vector_width([x, out])
+    t = arithmetic(x.dtype)
+    counted = ""
+    if op.kind == "MaxPool":
+        step, start, result = "acc[j] = max_nan(acc[j], widen(v.lane[j]));", limits(t)[0], "acc[j]"
+    elif op.kind == "LpPool":
+        power = f"{t}({a.p})"
+        value = "fabs(widen(v.lane[j]))" if a.p == 1 else f"pow(fabs(widen(v.lane[j])), {power})"
+        step, start = f"acc[j] += {value};", f"{t}(0)"
+        result = "acc[j]" if a.p == 1 else f"pow(acc[j], {t}(1) / {power})"
+    else:
+        step, start, result = "acc[j] += widen(v.lane[j]);", f"{t}(0)", "acc[j] / counted"
+        counted = _counted(window, a.count_include_pad, t)
+    load = load_channels(CPP[x.dtype], vec, "at + c * p.xs[1]", "v")
+
+    def apart(tap: int, at: str) -> tuple[str, str]:
+        each = f"for (int j = 0; j < {vec}; j++) {step.replace('v.lane', f'v{tap}.lane')}"
+        return load_channels(CPP[x.dtype], vec, f"{at} + c * p.xs[1]", f"v{tap}"), each
+
+    parts = Rendered(
+        f"{t} acc[{vec}]; for (int j = 0; j < {vec}; j++) acc[j] = {start}; {counted}",
+        f"{load} for (int j = 0; j < {vec}; j++) {step}",
+        f"const {t} value = {result};",
+        apart=apart,
+    )
+    attrs = pool_attrs(op, x.shape)
+    attrs |= {"count_include_pad": a.count_include_pad} if op.kind == "AveragePool" else {}
+    attrs |= {"p": a.p} if op.kind == "LpPool" else {}
+    attrs |= {"epilogue": plain_stages(stages), "arity": 1} if stages else {}
+    emit_window(
+        b, covers, window, x, out, parts, vec=vec, kind=op.kind, attrs=attrs, reads=[x, *operands[1:]],
+        stages=stages, operands=operands,
+    )  # fmt: skip
+
+
+class StagedPool(Tactic):
+    """An average pool and the pointwise operator that alone reads its result (PoolFormer: Yu et al., 2022), emitted at that operator."""
+
+    name = "window_pool_staged"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        value, t = op.inputs[0], op.outputs[0].type
+        pool = None if value is None else b.graph.op(value)
+        if pool is None or value is None or pool.kind != "AveragePool":
+            return "its first operand is no average pool"
+        if value in b.reserved or op.inputs.count(value) > 1 or b.graph.sole_user(value) is None:
+            return "the pool's own result is read elsewhere"
+        if b.graph.type(value) != t or any(not is_float(b.graph.type(v).dtype) for v in op.inputs if v is not None):
+            return "it changes the type or the shape of the pool's result"
+        return WindowPool().refuse(b, pool) or Elementwise().refuse(b, op)
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The pool before it."""
+        return [] if op.inputs[0] is None else [graph.op(op.inputs[0])]
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The operator, and the pool before it."""
+        return Region(op, before=tuple(self.neighbours(b.graph, op)))
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        (pool,) = self.neighbours(b.graph, op)
+        stages = list(op.attrs.epilogue) if op.kind == "Pointwise" else single(op)
+        operands = [None, *(None if v is None else b.operand(v) for v in op.inputs[1:])]
+        emit_pool(b, replace(op, src=op.src | pool.src), pool, b.target(op.value), stages, operands)
 
 
 def _counted(window: Window, padding: bool, t: str) -> str:

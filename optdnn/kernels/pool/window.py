@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from optdnn.ir.graph import Op
@@ -192,11 +192,13 @@ def emit_window(
         {closing}"""
     used = sorted({a for s in stages for a in s.args if a is not None and a > 0})
     extra = {a: p for a in used if (p := operands[a]) is not None}
-    finish = finishing(stages, extra, len(operands), out)
+    packs = {a: p for a, p in extra.items() if vec > 1 and _in_packs(p, out, vec)}
+    finish = finishing(stages, extra, len(operands), out, packs)
     # The stages have a scope of their own: their names (v0, r0, …) may be those of loads.
     if vec > 1:
         each = f"for (int j = 0; j < {vec}; j++) {{ {parts.end} {finish} r.lane[j] = stored; }}"
-        store = f"Pack<{ty}, {vec}> r;\n    {each}\n    r.store(y);"
+        loads = "".join(f"const Pack<{CPP[p.dtype]}, {vec}> q{a}({_element(a, 'c')});\n    " for a, p in packs.items())
+        store = f"{loads}Pack<{ty}, {vec}> r;\n    {each}\n    r.store(y);"
     else:
         store = f"{{ const int j = 0; {parts.end} {finish} *y = stored; }}"
     fields = [f"const {CPP[t.dtype]}* a{i};" for i, t in enumerate(parts.arguments)]
@@ -234,8 +236,11 @@ extern "C" __global__ void __launch_bounds__({THREADS}) window(const __grid_cons
     b.emit(op, launch, placed, kind, attrs, reads, [writes or out])
 
 
-def finishing(stages: Sequence[Stage], extra: dict[int, TensorView], slots: int, out: TensorView) -> str:
-    """C++ from ``value`` by the stages to ``stored``, of the output's element type."""
+def finishing(
+    stages: Sequence[Stage], extra: dict[int, TensorView], slots: int, out: TensorView, packs: Collection[int] = ()
+) -> str:
+    """C++ from ``value`` by the stages to ``stored``, of the output's element type. ``packs``: the operands whose channels are loaded, as
+    ``q1.lane[j]``."""
     ty = CPP[out.dtype]
     if not stages:
         return f"const {ty} stored = narrow<{ty}>(value);"
@@ -244,13 +249,22 @@ def finishing(stages: Sequence[Stage], extra: dict[int, TensorView], slots: int,
         for a in range(1, slots)
     ]
     lines, result, _ = body(stages, types)
-    loads = [
-        f"const {arithmetic(p.dtype)} v{a} = widen(p.e{a}[n * p.es{a}[0] + (c + j) * p.es{a}[1] + "
-        f"d * p.es{a}[2] + h * p.es{a}[3] + w * p.es{a}[4]]);"
-        for a, p in extra.items()
-    ]
+    at = {a: f"q{a}.lane[j]" if a in packs else f"*({_element(a, '(c + j)')})" for a in extra}
+    loads = [f"const {arithmetic(p.dtype)} v{a} = widen({at[a]});" for a, p in extra.items()]
     head = f"const {arithmetic(out.dtype)} v0 = value;"
     return " ".join([head, *loads, *lines, f"const {ty} stored = narrow<{ty}>({result});"])
+
+
+def _element(slot: int, channel: str) -> str:
+    """C++ of the address of an operand's element."""
+    at = zip(("n", channel, "d", "h", "w"), range(5), strict=True)
+    return " + ".join([f"p.e{slot}", *(f"{x} * p.es{slot}[{k}]" for x, k in at)])
+
+
+def _in_packs(x: TensorView, out: TensorView, vec: int) -> bool:
+    """Whether ``vec`` neighbouring channels of an operand, broadcast to the output, are one aligned access."""
+    view = out.view(out.shape, broadcast(x, out.shape))
+    return x.dtype.itemsize * vec <= 16 and channel_vector_width([replace(view, offset=x.offset, dtype=x.dtype)]) >= vec
 
 
 def _common(given: DType, out: DType) -> DType:

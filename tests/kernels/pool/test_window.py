@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+from kernels.generated_cases import mixed
+from kernels.test_generated import compare_steps
+from support.host import WHY_NOT
+from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated
+from support.simulated import check_simulated, feeds_of, kinds, lowered
 
+from optdnn.ir.graph import Graph
+from optdnn.ops.base import Stage
+from optdnn.ops.fused import PointwiseAttrs
+from optdnn.runtime.cuda.trials.check import check_steps
+from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
 
 
@@ -35,3 +46,64 @@ def test_many_taps_are_a_loop(kernel: int) -> None:
     n = Net()
     program = check_simulated(n.done(n.max_pool(n.op("Tanh", n.input(1, 16, 12, 12)), kernel, strides=1)), "fp16")
     assert "continue" in text_of(program)
+
+
+def mixing(*, last: bool = True) -> Graph:
+    """Token mixing of an image, behind a convolution or not."""
+    n = Net()
+    x = n.input(2, 8, 9, 7)
+    return n.done(n.conv(mixed(n, n.conv(x, 8)), 8) if last else mixed(n, n.op("Relu", x)))
+
+
+def test_a_pool_takes_the_pointwise_operator_behind_it() -> None:
+    program = check_simulated(mixing(), "fp16")
+    assert "window_pool_staged" in {t["tactic"] for t in program.meta["tactics"]}  # type: ignore[union-attr,index,call-overload]
+    names = kinds(program)
+    assert names[names.index("AveragePool") + 1] == "Conv"
+    assert re.findall(r"Pack<f16, 8> q\d", text_of(program)) == ["Pack<f16, 8> q1", "Pack<f16, 8> q2"]
+
+
+def test_operands_in_another_order_are_read_one_by_one() -> None:
+    program = check_simulated(mixing(last=False), "fp16")
+    assert "AveragePool" in kinds(program)
+    assert "q1" not in text_of(program)
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_the_staged_pool_on_the_processor(precision: str, tmp_path: Path) -> None:
+    program = lowered(mixing(), precision)
+    assert compare_steps(program, feeds_of(mixing()), {"fp32": 3e-6, "fp16": 2e-3, "bf16": 1.6e-2}[precision], tmp_path)
+
+
+def another(kind: str) -> Graph:
+    """A pool behind which no launch takes the pointwise operator along."""
+    n = Net()
+    x = n.op("Relu", n.input(2, 8, 9, 3 if kind == "broadcast" else 9))
+    y = n.max_pool(x) if kind == "max" else n.average_pool(x)
+    stages = (Stage("Mul", (-1, 1)), Stage("Add", (-2, 1)))
+    z = n.op("Pointwise", y, n.input(2, 8, 4, 4, name="z"), attrs=PointwiseAttrs(epilogue=stages))
+    return n.done(n.op("Softmax", z), *([n.op("Exp", y)] if kind == "kept" else []))
+
+
+@pytest.mark.parametrize(
+    ("kind", "because"),
+    [
+        ("max", "its first operand is no average pool"),
+        ("kept", "the pool's own result is read elsewhere"),
+        ("broadcast", "it changes the type or the shape of the pool's result"),
+    ],
+)
+def test_what_stays_behind_a_pool(kind: str, because: str) -> None:
+    tactics = check_simulated(another(kind), "fp16").meta["tactics"]
+    found = [r["reason"] for t in tactics for r in t.get("refused", ()) if r["tactic"] == "window_pool_staged"]  # type: ignore[union-attr]
+    assert because in found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("last", [True, False])
+def test_the_staged_pool_does_what_its_step_means(last: bool) -> None:
+    graph = mixing(last=last)
+    context: Any = Engine(lowered(graph, "fp16", target="cuda:sm_90a")).context()
+    assert not [e for e in check_steps(context, feeds_of(graph)) if not e.error < 4e-3]
