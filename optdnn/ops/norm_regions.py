@@ -102,7 +102,7 @@ class NormPairAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class ReducedRowsAttrs(NestedAttrs):
-    """The stages ``after``. Their operand ``slot`` is absent: it is operand ``row``, reduced by ``reduce`` (a kind) over ``axes``."""
+    """The stages ``after``. Their operand ``slot`` is operand ``row``, reduced over ``axes`` by ``reduce`` (a kind)."""
 
     reduce: str
     axes: tuple[int, ...]
