@@ -102,7 +102,7 @@ class NormPairAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class ReducedRowsAttrs(NestedAttrs):
-    """The stages ``after``. Their operand ``slot`` is absent: it is operand ``row``, reduced by ``reduce`` (a kind) over ``axes``."""
+    """The stages ``after``. Their operand ``slot`` is operand ``row``, reduced over ``axes`` by ``reduce`` (a kind)."""
 
     reduce: str
     axes: tuple[int, ...]
@@ -202,12 +202,17 @@ def _infer_norm_pair(call: Call) -> Result:
 
 
 def _infer_reduced_rows(call: Call) -> Result:
+    types = _with_reduced(call)
+    assert types[0] is not None
+    return Result((infer_stages(call.attrs.after, types[0], types),))
+
+
+def _with_reduced(call: Call) -> list[TensorType | None]:
+    """The operands' types, with that of the rows as they are reduced."""
     a: ReducedRowsAttrs = call.attrs
     x, types = call.type(a.row), list(call.types)
     types[a.slot] = x.with_shape(tuple(1 if k in a.axes else n for k, n in enumerate(x.dims)))
-    first = types[0]
-    assert first is not None
-    return Result((infer_stages(a.after, first, types),))
+    return types
 
 
 def _infer_rotary_norm_pair(call: Call) -> Result:
@@ -273,7 +278,7 @@ def _cost_norm_pair(call: Call, result: Result) -> Cost:
 
 def _cost_reduced_rows(call: Call, result: Result) -> Cost:
     a: ReducedRowsAttrs = call.attrs
-    return Cost(elements(call.type(a.row)) + stages_flops(a.after, result.types[0], call.types))
+    return Cost(elements(call.type(a.row)) + stages_flops(a.after, result.types[0], _with_reduced(call)))
 
 
 def _cost_rotary_norm_pair(call: Call, result: Result) -> Cost:

@@ -47,7 +47,7 @@ def norm_pair(
 def reduced_rows(
     run: Run, *given: Array | None, reduce: str, axes: Sequence[int], row: int, slot: int, after: Sequence[Any]
 ) -> tuple[Array, ...]:
-    """The stages ``after`` on operands of which ``slot`` is the reduction ``reduce`` (a kind) of operand ``row`` over ``axes``."""
+    """The stages ``after``. Their operand ``slot`` is operand ``row``, reduced over ``axes`` by ``reduce`` (a kind)."""
     operands = list(given)
     over = {"keepdims": True, "noop_with_empty_axes": False}
     (operands[slot],) = run(reduce, [given[row], np.array(axes, np.int64)], over)

@@ -24,6 +24,7 @@ from optdnn.ops.norm_regions import (
     NormAddNormAttrs,
     NormedResidualAttrs,
     NormPairAttrs,
+    ReducedRowsAttrs,
     RotaryNormPairAttrs,
 )
 from optdnn.ops.regions import (
@@ -52,7 +53,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 44
+    assert len(REGIONS) == 45
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -176,6 +177,13 @@ def test_rotary_pair() -> None:
         np.testing.assert_array_equal(turned, run_kernel("RotaryEmbedding", [z, cos, sin], {})[0])
     with pytest.raises(ShapeError, match="does not fit the length"):
         infer("RotaryPair", attrs, [x, cos, sin, y[:, :, :3]], outputs=2)
+
+
+def test_reduced_rows() -> None:
+    x, factor = random(3, 4, 8), random(8)
+    stages = (Stage("Div", (-1, 1)), Stage("Mul", (-2, 2)))
+    (y,) = results("ReducedRows", ReducedRowsAttrs("ReduceSum", (1, 2), 0, 1, stages), [x, None, factor])
+    np.testing.assert_allclose(y, x / x.sum((1, 2), keepdims=True) * factor)
 
 
 def test_norm_pair() -> None:

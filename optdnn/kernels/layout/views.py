@@ -290,17 +290,27 @@ def _concat(b: Builder, op: Op) -> None:
         at += x.shape[axis]
         if x.buffer != part.buffer or x.offset != part.offset or not x.is_like(part.strides):
             pending.append((x, part))
-    for run in _runs(pending):
-        if len(run) == 1 or len(out.shape) == STRIDES_LIMIT:
-            for pair in run:
-                b.move(op, *pair)
-        else:
-            repeated = [_repeated(p, len(run), d, axis) for p, d in zip(run[0], _distances(*run[:2]), strict=True)]
-            b.move(op, *repeated)
+    for pair in _joined(pending, axis):
+        b.move(op, *pair)
 
 
 Pair: TypeAlias = tuple[TensorView, TensorView]
 """A part of a concatenation: where it lies, and where it belongs."""
+
+
+def _joined(pairs: list[Pair], axis: int) -> list[Pair]:
+    """The pairs with each run of them as one, and runs of such runs: four quarters of the pixels of an image are two by two."""
+    while len(runs := _runs(pairs)) < len(pairs):
+        if any(len(run) > 1 and len(run[0][0].shape) == STRIDES_LIMIT for run in runs):
+            break
+        pairs = [run[0] if len(run) == 1 else _repeated_pair(run, axis) for run in runs]
+    return pairs
+
+
+def _repeated_pair(run: Sequence[Pair], axis: int) -> Pair:
+    """A run as one pair, with a separate axis for its number."""
+    source, target = (_repeated(p, len(run), d, axis) for p, d in zip(run[0], _distances(*run[:2]), strict=True))
+    return source, target
 
 
 def _runs(pairs: Sequence[Pair]) -> list[list[Pair]]:
