@@ -53,6 +53,7 @@ from optdnn.kernels.norm.half_rows import OPERATIONS, ActivatedRows, HalfRows, Q
 from optdnn.kernels.norm.modulated import ModulatedRows
 from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.norm_add_norm import NormAddNorm
+from optdnn.kernels.norm.reduced_rows import ReducedRows
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
 from optdnn.kernels.norm.rows_grid import RowsGrid
@@ -72,6 +73,7 @@ from optdnn.kernels.recurrent.grid import GridRNN
 from optdnn.kernels.recurrent.hopper import HopperRNN
 from optdnn.kernels.recurrent.resident import ResidentRNN
 from optdnn.kernels.reduce.arg import ArgBlock, ArgExtreme
+from optdnn.kernels.reduce.means import KINDS as IMAGE_SUMS
 from optdnn.kernels.reduce.means import ImageMeans
 from optdnn.kernels.reduce.parts import ReductionParts
 from optdnn.kernels.reduce.reduce import REDUCTIONS, Reduction
@@ -204,12 +206,12 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **dict.fromkeys(positions.POSITIONS, (positions.TACTIC,)),
     "TopK": (TopRows(), positions.TACTIC),
     **dict.fromkeys(REDUCTIONS, (ReductionParts(), Reduction())),
-    **dict.fromkeys(("ReduceMean", "ReduceSum", "GlobalAveragePool"), (ImageMeans(), ReductionParts(), Reduction())),
+    **dict.fromkeys((*IMAGE_SUMS, "GlobalAveragePool"), (ImageMeans(), ReductionParts(), Reduction())),
     "GlobalMaxPool": (ReductionParts(), Reduction()),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
     "Cast": (ResizedPicture(), Elementwise()),
     "Add": (NormAddNorm(), AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), GroupNormAdd(), Elementwise()),
-    "Pointwise": (GroupNormAdd(), ModulatedRows(), StagedPool(), Elementwise()),
+    "Pointwise": (GroupNormAdd(), ModulatedRows(), StagedPool(), ReducedRows(), Elementwise()),
     "Concat": (Unfold(),),
 }
 

@@ -55,8 +55,10 @@ class Statistic:
 def emit_rows(
     b: Builder, op: Op, x: TensorView, axes: Sequence[int], out: TensorView, statistics: Sequence[Statistic], result: str,
     extras: Sequence[TensorView] = (), *, kind: str, attrs: dict[str, Any], reads: Sequence[TensorView | None], writes: TensorView,
+    before: str = "",
 ) -> None:  # fmt: skip
-    """``out = result(v, t0, …, e0, …)``; ``extras`` (``e0``, …) have the shape of ``x``. ``{N}`` is a row's length."""
+    """``out = result(v, t0, …, e0, …)``; ``extras`` (``e0``, …) have the shape of ``x``. ``{N}`` is a row's length. ``before``: statements
+    in front of the result of an element."""
     if not out.size:
         return
     kept = [i for i in range(len(x.shape)) if i not in axes]
@@ -100,7 +102,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) rows(const __grid_consta
     {newline.join(text)}
     if (live) for (u32 i = lane; i < {count}u; i += {lanes}) {{
         {begin} {walk("r", "i", "inner", len(inner), offsets)}
-        const {t} v = widen(p.x[at_x]); {loads}
+        const {t} v = widen(p.x[at_x]); {loads} {before}
         p.y[at_y] = narrow<{CPP[out.dtype]}>({t}({result.format(T=t, N=count)}));
     }}
 }}

@@ -1,4 +1,4 @@
-"""Sums and means over the pixels of 16-bit images that lie channels-last, by clusters of blocks (``means.cu``), on Hopper."""
+"""Sums, means and norms over the pixels of 16-bit images that lie channels-last, by clusters of blocks (``means.cu``), on Hopper."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.conv.maps import pitch_of
 from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.kernels.reduce import parts
-from optdnn.kernels.reduce.reduce import RULES, Reduction, reduction_of, space_of
+from optdnn.kernels.reduce.reduce import RULES, Reduced, Reduction, reduction_of, space_of
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -32,13 +32,16 @@ MOST_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Problem:
-    """``images`` of ``pixels``, ``pitch`` elements from one to the next, whose ``channels`` are summed."""
+    """``images`` of ``pixels``, ``pitch`` elements from one to the next, whose ``channels`` are summed: their ``squares``, and of
+    the result the ``root``, where that is asked for."""
 
     images: int
     pixels: int
     channels: int
     pitch: int
     dtype: str = "float16"
+    squares: bool = False
+    root: bool = False
 
     @property
     def bytes(self) -> int:
@@ -87,7 +90,7 @@ def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
 
 def launch(problem: Problem, config: Config, factor: float, gpu: GpuFacts) -> Launch:
     """The launch. Operands: ``x``, and ``output`` [images, channels]."""
-    text = render.constants({"CLUSTER": config.cluster})
+    text = render.constants({"CLUSTER": config.cluster, "SQUARES": int(problem.squares), "ROOT": int(problem.root)})
     recipe = Recipe("means.cu", gpu.arch, {"generated.cuh": f"{text}\n"}, template_options(problem.dtype))
     share = -(-problem.pixels // config.cluster)
     parameters = (
@@ -97,8 +100,11 @@ def launch(problem: Problem, config: Config, factor: float, gpu: GpuFacts) -> La
     return parameters.launch(recipe, "means", grid, THREADS, cluster=config.cluster)
 
 
+KINDS = ("ReduceMean", "ReduceSum", "ReduceL2", "ReduceSumSquare")
+
+
 class ImageMeans(Reduction):
-    """Means and sums over all pixels of images."""
+    """Means, sums and norms over all pixels of images."""
 
     name = "means_sm90"
     row_invariant: ClassVar[bool] = False
@@ -109,12 +115,12 @@ class ImageMeans(Reduction):
         if not b.arch.startswith("sm_90"):
             return "it needs clusters of blocks"
         t, made = op.outputs[0].type, reduction_of(b, op)
-        if t.dtype not in (FP16, BF16) or made is None or made.how not in ("ReduceMean", "ReduceSum"):
-            return "it is for means and sums of 16-bit floats"
-        if 0 in made.x.shape or len(made.x.shape) != 4 or made.axes != (2, 3):
+        if t.dtype not in (FP16, BF16) or made is None or made.how not in KINDS:
+            return "it is for means, sums and norms of 16-bit floats"
+        if 0 in made.x.shape or len(made.x.shape) != 4 or made.axes not in ((1, 2), (2, 3)):
             return "it is not over the pixels of images"
-        problem, out = self._problem(made.x), b.result(op.value)
-        if problem is None or out.offset % 8 or not out.is_like(_dense(out, made.x.shape[1])):
+        problem, out = self._problem(made), b.result(op.value)
+        if problem is None or out.offset % 8 or not out.is_like(_dense(out, problem.channels)):
             return "the image or its means do not lie channels-last, at multiples of 16 bytes"
         found = candidates(problem, b.gpu)
         if not found:
@@ -129,25 +135,30 @@ class ImageMeans(Reduction):
     def defer(self, b: Builder, op: Op) -> str | None:
         """Large images: the general kernel was as fast."""
         made = reduction_of(b, op)
-        problem = None if made is None else self._problem(made.x)
+        problem = None if made is None else self._problem(made)
         large = problem is not None and problem.bytes > MOST_BYTES
         return "images of more than 8 MB are summed as fast by the general kernel" if large else None
 
     @staticmethod
-    def _problem(x: TensorView) -> Problem | None:
-        n, c, h, w = x.shape
+    def _problem(made: Reduced) -> Problem | None:
+        x, (b, h, w, c) = made.x, made.x.strides
+        if made.axes == (1, 2):  # an image that is rows of channels
+            x = x.view((x.shape[0], x.shape[3], *x.shape[1:3]), (b, c, h, w))
         pitch = pitch_of(x)
-        return None if pitch is None or x.offset % 8 else Problem(n, h * w, c, pitch, map_dtype(x.dtype))
+        if pitch is None or x.offset % 8:
+            return None
+        squares, root = made.how in ("ReduceL2", "ReduceSumSquare"), made.how == "ReduceL2"
+        return Problem(x.shape[0], math.prod(x.shape[2:]), x.shape[1], pitch, map_dtype(x.dtype), squares, root)
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         made = reduction_of(b, op)
-        problem = None if made is None else self._problem(made.x)
+        problem = None if made is None else self._problem(made)
         assert problem is not None
         return [Offer(c, estimate(problem, c, b.gpu), False) for c in candidates(problem, b.gpu)]
 
     def emit(self, b: Builder, op: Op, config: Config) -> None:
         out, made = b.target(op.value), reduction_of(b, op)
-        problem = None if made is None else self._problem(made.x)
+        problem = None if made is None else self._problem(made)
         assert made is not None
         assert problem is not None
         reads = [b.operand(op.inputs[0])]
@@ -159,4 +170,4 @@ class ImageMeans(Reduction):
 
 def _dense(out: TensorView, channels: int) -> tuple[int, ...]:
     """Strides of results that follow one another."""
-    return (channels, 1, 1, 1)[: len(out.shape)]
+    return tuple(channels if k == 0 else 1 for k in range(len(out.shape)))
