@@ -27,6 +27,8 @@ from optdnn.types import is_float
 KINDS = ("ReduceMean", "ReduceSum", "ReduceMax")
 LONGEST, MOST = 16 * THREADS, 1 << 16
 """Elements of a row, and of all rows, up to which a launch is most of the time."""
+SHARED = 64
+"""Elements of a row up to which several share a block. All rows together are few, and a warp would wait for ten loads of a row of 320."""
 
 
 @dataclass(frozen=True)
@@ -107,4 +109,5 @@ class ReducedRows(Tactic):
         emit_rows(
             b, replace(op, src=op.src | reduce.src), x, axes, out, [statistic], result, extras,
             kind="ReducedRows", attrs=attrs, reads=reads, writes=out, before=" ".join([*names, *lines]),
+            shared=SHARED,
         )  # fmt: skip

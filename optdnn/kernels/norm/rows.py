@@ -55,10 +55,10 @@ class Statistic:
 def emit_rows(
     b: Builder, op: Op, x: TensorView, axes: Sequence[int], out: TensorView, statistics: Sequence[Statistic], result: str,
     extras: Sequence[TensorView] = (), *, kind: str, attrs: dict[str, Any], reads: Sequence[TensorView | None], writes: TensorView,
-    before: str = "",
+    before: str = "", shared: int = 512,
 ) -> None:  # fmt: skip
     """``out = result(v, t0, …, e0, …)``; ``extras`` (``e0``, …) have the shape of ``x``. ``{N}`` is a row's length. ``before``: statements
-    in front of the result of an element."""
+    in front of the result of an element. Rows of up to ``shared`` elements share a block."""
     if not out.size:
         return
     kept = [i for i in range(len(x.shape)) if i not in axes]
@@ -66,7 +66,7 @@ def emit_rows(
     dims, outer = merge([x.shape[i] for i in kept], [[t.strides[i] for i in kept] for t in tensors])
     inner, steps = merge([x.shape[i] for i in axes], [[t.strides[i] for i in axes] for t in tensors])
     rows, count = math.prod(dims), math.prod(inner)
-    lanes = 32 if count <= 512 else THREADS
+    lanes = 32 if count <= shared else THREADS
     t = arithmetic(x.dtype)
     names = ["y", "x", *(f"e{i}" for i in range(len(extras)))]
     fields = [f"{'' if n == 'y' else 'const '}{CPP[p.dtype]}* {n};" for n, p in zip(names, tensors, strict=True)]

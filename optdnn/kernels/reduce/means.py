@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product, starmap
 from typing import ClassVar
 
 import numpy as np
@@ -21,9 +22,9 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16
 
-THREADS, CHANNELS, LINES, AHEAD = 256, 32, 64, 8
-"""Threads and channels of a block, pixels that its threads read at once, loads of a thread that are under way at once."""
-CLUSTERS = (1, 2, 4, 8)
+CHANNELS, VECTORS, AHEAD = 32, 4, 8
+"""Channels of a block, vectors of them, and loads of a thread that are under way at once."""
+CLUSTERS, THREADS = (1, 2, 4, 8), (256, 512, 1024)
 LAUNCH_S, MEET_S, BATCH_S, BYTES_S = 1.6e-6, 0.4e-6, 0.7e-6, 2.8e12
 """Seconds of a launch after another one, of a cluster's meeting, of a batch of loads; bytes in a second."""
 MOST_BYTES = 8 << 20
@@ -51,18 +52,33 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``cluster`` blocks share the pixels of an image."""
+    """``cluster`` blocks of ``threads`` share the pixels of an image."""
 
     cluster: int
+    threads: int = 256
 
     def __str__(self) -> str:
-        return f"means{self.cluster}"
+        return f"means{self.cluster}t{self.threads}"
+
+    def share(self, problem: Problem) -> int:
+        """Pixels of a block."""
+        return -(-problem.pixels // self.cluster)
+
+    def batches(self, problem: Problem) -> int:
+        """Batches of loads of a thread."""
+        return -(-self.lines(problem) // AHEAD)
+
+    def lines(self, problem: Problem) -> int:
+        """Pixels of a thread."""
+        return -(-self.share(problem) // (self.threads // VECTORS))
 
 
 def refuse(problem: Problem, config: Config) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if config.cluster not in CLUSTERS:
         return f"{config.cluster} blocks are no cluster of this kernel"
+    if config.threads not in THREADS:
+        return f"{config.threads} threads are no block of this kernel"
     if problem.channels % 8 or problem.pitch % 8:
         return "its channels do not come in eights"
     if not (0 < problem.images < 1 << 16 and 0 < problem.pixels < 1 << 24):
@@ -75,29 +91,33 @@ def refuse(problem: Problem, config: Config) -> str | None:
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of a dependent launch."""
     blocks = config.cluster * -(-problem.channels // CHANNELS) * problem.images
-    batches = math.ceil(math.ceil(problem.pixels / config.cluster) / (LINES * AHEAD))
-    waves = math.ceil(blocks / (gpu.multiprocessors * (2048 // THREADS)))
+    waves = math.ceil(blocks / (gpu.multiprocessors * (2048 // config.threads)))
     room = min(1.0, blocks / gpu.multiprocessors)
-    work = max(waves * batches * BATCH_S, problem.bytes / BYTES_S / room)
+    work = max(waves * config.batches(problem) * BATCH_S, problem.bytes / BYTES_S / room)
     return LAUNCH_S + work + (MEET_S if config.cluster > 1 else 0.0)
 
 
 def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
     """The configurations to time, the best predicted first."""
-    found = [c for c in map(Config, CLUSTERS) if refuse(problem, c) is None]
+    found = [c for c in starmap(Config, product(CLUSTERS, THREADS)) if refuse(problem, c) is None]
     return sorted(found, key=lambda c: (estimate(problem, c, gpu), c))
 
 
 def launch(problem: Problem, config: Config, factor: float, gpu: GpuFacts) -> Launch:
     """The launch. Operands: ``x``, and ``output`` [images, channels]."""
-    text = render.constants({"CLUSTER": config.cluster, "SQUARES": int(problem.squares), "ROOT": int(problem.root)})
+    ahead = -(-config.lines(problem) // config.batches(problem))
+    text = render.constants({        "CLUSTER": config.cluster, "THREADS": config.threads, "AHEAD": ahead, "SQUARES": int(problem.squares),
+        "ROOT": int(problem.root),
+    })  # fmt: skip
     recipe = Recipe("means.cu", gpu.arch, {"generated.cuh": f"{text}\n"}, template_options(problem.dtype))
-    share = -(-problem.pixels // config.cluster)
     parameters = (
-        Parameters().pointer("x", "output").i32(problem.channels, problem.pixels, share, problem.pitch).f32(factor)
+        Parameters()
+        .pointer("x", "output")
+        .i32(problem.channels, problem.pixels, config.share(problem), problem.pitch)
+        .f32(factor)
     )
     grid = (config.cluster * -(-problem.channels // CHANNELS), problem.images, 1)
-    return parameters.launch(recipe, "means", grid, THREADS, cluster=config.cluster)
+    return parameters.launch(recipe, "means", grid, config.threads, cluster=config.cluster)
 
 
 KINDS = ("ReduceMean", "ReduceSum", "ReduceL2", "ReduceSumSquare")

@@ -1,16 +1,16 @@
 // Sums, means or norms of the channels of images that lie channels-last, 16-bit. fp32 sums in one order.
 //
-// A cluster of CLUSTER blocks takes 32 channels of an image, each block a share of its pixels. Threads take vectors of eight channels, LINES
+// A cluster of CLUSTER blocks takes 32 channels of an image, each block a share of its pixels. THREADS take vectors of eight channels, LINES
 // pixels apart, AHEAD at a time. Warps add up by shuffles, and the first block of the cluster what all blocks found.
 //
-// generated.cuh defines CLUSTER, SQUARES (1: of the elements' squares) and ROOT (1: the root of the result).
+// generated.cuh defines CLUSTER, THREADS, AHEAD, SQUARES (1: of the elements' squares) and ROOT (1: the root of the result).
 #include "vectors.cuh"
 #include "generated.cuh"
 #if CLUSTER > 1
 #include "ptx.cuh"
 #endif
 
-constexpr int THREADS = 256, CHANNELS = 32, VECTORS = CHANNELS / 8, LINES = THREADS / VECTORS, AHEAD = 8, WARPS = THREADS / 32;
+constexpr int CHANNELS = 32, VECTORS = CHANNELS / 8, LINES = THREADS / VECTORS, WARPS = THREADS / 32;
 
 struct Params {
     const u16* x;                                  // [images][pixels][pitch]
