@@ -109,6 +109,7 @@ P = means.Problem(2, 784, 72, 80)
 def test_the_kernel_refuses() -> None:
     assert means.refuse(P, means.Config(8)) is None
     assert means.refuse(P, means.Config(3)) == "3 blocks are no cluster of this kernel"
+    assert means.refuse(P, means.Config(1, 96)) == "96 threads are no block of this kernel"
     assert means.refuse(means.Problem(2, 5, 20, 24), means.Config(1)) == "its channels do not come in eights"
     assert means.refuse(means.Problem(2, 5, 72, 72), means.Config(4)) == "a block would have no pixels"
     assert (
@@ -117,10 +118,11 @@ def test_the_kernel_refuses() -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("threads", [256, 512])
 @pytest.mark.parametrize(("squares", "root"), [(False, False), (True, False), (True, True)])
-def test_the_kernel_on_the_processor(tmp_path: Path, squares: bool, root: bool) -> None:
+def test_the_kernel_on_the_processor(tmp_path: Path, squares: bool, root: bool, threads: int) -> None:
     problem = replace(P, squares=squares, root=root)
-    made = means.launch(problem, means.Config(1), 1 / P.pixels, GPU)
+    made = means.launch(problem, means.Config(1, threads), 1 / P.pixels, GPU)
     library = emulated.compiled(made.recipe, made.function, tmp_path, headers=["vectors.cuh"])
     x = np.random.default_rng(3).standard_normal((2, P.pixels, P.pitch)).astype(np.float16)
     held = {"x": emulated.aligned(x), "output": emulated.aligned(np.full((2, P.channels), 7, np.float16))}
@@ -131,10 +133,11 @@ def test_the_kernel_on_the_processor(tmp_path: Path, squares: bool, root: bool) 
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("root", [False, True])
+@pytest.mark.parametrize("threads", means.THREADS)
 @pytest.mark.parametrize("cluster", means.CLUSTERS)
-def test_the_kernel_compiles_without_spills(cluster: int, root: bool) -> None:
-    problem = replace(P, squares=root, root=root)
-    (kernel,) = nvrtc.resources(means.launch(problem, means.Config(cluster), 1.0, GPU).recipe).values()
+def test_the_kernel_compiles_without_spills(cluster: int, threads: int, root: bool) -> None:
+    problem = replace(P, pixels=8 * 784, squares=root, root=root)
+    (kernel,) = nvrtc.resources(means.launch(problem, means.Config(cluster, threads), 1.0, GPU).recipe).values()
     assert kernel.spill_bytes == 0
 
 
