@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 from support.host import COMPILER, HERE, WHY_NOT, library
 
+from optdnn.kernels.conv import cost, implicit_gemm
+from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.gpu_facts import of_arch
 
 _BEFORE = """
 #define PROLOGUE 1
 #define GATED 1
 #define GATE_ALONE {alone}
-constexpr int STAGES = {stages}, SPAN = {span}, BK = SPAN / 2, WGN = 1, BN = {rows}, STAGE_BYTES = (BN * SPAN + 1023) / 1024 * 1024;
+constexpr int THREADS = 320, MIN_CTAS = 1, STAGES = {stages}, SPAN = {span}, BK = SPAN / 2, WGN = 1, BN = {rows}, STAGE_BYTES = (BN * SPAN + 1023) / 1024 * 1024;
 struct Params {{
     const u16 *pixels, *gate;
     const float2* before;
@@ -129,3 +132,17 @@ def test_pixels_are_changed_once(
     assert changes(tmp_path, stages, span, rows, alone).run(ctypes.byref(given)) == 0
     wanted = x.astype(np.float32) if alone else x * constants[:, 0] + constants[:, 1]
     np.testing.assert_allclose(changed, (wanted * whole).astype(np.float16), rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("stages", [(("gate",),), (("scale_shift",), ("relu",))])
+@pytest.mark.parametrize("threads", [320, 448, 896])
+def test_a_prologue_needs_no_spills(stages: tuple[tuple[str], ...], threads: int) -> None:
+    """With a block of a multiprocessor, and with two, which have 72 registers a thread."""
+    gpu = of_arch("sm_90a")
+    problem = Problem(128, 40, (Source(28, 28, 240),), prologue=stages)
+    for config in cost.candidates(problem, gpu):
+        if (config.threads + problem.helpers) * config.blocks == threads:
+            break
+    (kernel,) = nvrtc.resources(implicit_gemm.recipe(problem, config, gpu.arch)).values()
+    assert kernel.spill_bytes == 0

@@ -31,7 +31,7 @@ constexpr bool TURNS_AT_STAGES = STAGES % CHANGERS != 0;
 
 constexpr int CHUNKS = SPAN / 16, CHANGED_STEP = 32 / CHUNKS, CHANGED_ROWS = WGN * BN;        // eights of channels; rows that a warp takes at once
 constexpr int PHASES = CHANGED_STEP < 8 ? 8 / CHANGED_STEP : 1;                                // a lane's rows after which the swizzle repeats
-constexpr int GATES = GATE_ALONE ? 3 : 1;                                                      // fills whose factors are under way
+constexpr int GATES = GATE_ALONE && MIN_CTAS * THREADS <= 640 ? 3 : 1;                       // fills whose factors are under way, as far as registers allow
 
 struct Factors {                                   // of eight channels of a fill's pixels
     uint4 gate, later;                             // of the tile's first image and of the one behind it
