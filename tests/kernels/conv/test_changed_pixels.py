@@ -141,8 +141,7 @@ def test_a_prologue_needs_no_spills(stages: tuple[tuple[str], ...], threads: int
     """With a block of a multiprocessor, and with two, which have 72 registers a thread."""
     gpu = of_arch("sm_90a")
     problem = Problem(128, 40, (Source(28, 28, 240),), prologue=stages)
-    for config in cost.candidates(problem, gpu):
-        if (config.threads + problem.helpers) * config.blocks == threads:
-            break
+    made = (c for c in cost.candidates(problem, gpu) if (c.threads + problem.helpers) * c.blocks == threads)
+    config = next(made)
     (kernel,) = nvrtc.resources(implicit_gemm.recipe(problem, config, gpu.arch)).values()
     assert kernel.spill_bytes == 0
