@@ -135,33 +135,37 @@ DEVICE void change_pixels(const Params& p, u32 ring, u32 full, u32 changed, int 
     if (fill.tile >= p.tiles) return;
     Factors factors[GATES];
     auto fetch = [&](Factors& f, bool constants, bool gates) {
+        if (ahead.tile >= p.tiles) return;
         f.channel = (k_begin + ahead.k) * BK + chunk * 8;
         if (constants && !GATE_ALONE) fetch_constants(p, f.channel, f);
         if (gates) fetch_gates(p, ahead, f);
     };
+    auto fetch_next = [&](Factors& f) {
+        move_on(p, ahead, CHANGERS, tile_step, k_count, sharer);
+        fetch(f, true, true);
+    };
     ahead = fill;
     fetch(factors[0], true, false);
     if (GATED) grid_dependency_wait();             // the gate is another kernel's result
+    fetch(factors[0], false, true);
     #pragma unroll
-    for (int i = 0; i < GATES; i++) {
-        if (ahead.tile < p.tiles) fetch(factors[i], i > 0, true);
-        move_on(p, ahead, CHANGERS, tile_step, k_count, sharer);
-    }
+    for (int i = 1; i < GATES; i++) fetch_next(factors[i]);
     int stage = warp, parity = 0;
     while (true) {
         #pragma unroll
         for (int i = 0; i < GATES; i++) {
             if (fill.tile >= p.tiles) return;
+            Factors now = factors[i];
+            if (GATES == 1) fetch_next(factors[i]);        // with more of them, others are under way
             if (TURNS_AT_STAGES) barrier_wait(changed + 8 * stage, parity ^ 1);   // passes at once at a stage's first fill
             barrier_wait(full + 8 * stage, parity);
-            change_fill(p, ring + stage * STAGE_BYTES, offset, first_row, factors[i]);
+            change_fill(p, ring + stage * STAGE_BYTES, offset, first_row, now);
             async_proxy_fence();
             __syncwarp();
             if (lane == 0) barrier_arrive(changed + 8 * stage);
             for (stage += CHANGERS; stage >= STAGES; stage -= STAGES) parity ^= 1;
-            if (ahead.tile < p.tiles) fetch(factors[i], true, true);
+            if (GATES > 1) fetch_next(factors[i]);
             move_on(p, fill, CHANGERS, tile_step, k_count, sharer);
-            move_on(p, ahead, CHANGERS, tile_step, k_count, sharer);
         }
     }
 }
