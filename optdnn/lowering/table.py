@@ -53,7 +53,6 @@ from optdnn.kernels.norm.half_rows import OPERATIONS, ActivatedRows, HalfRows, Q
 from optdnn.kernels.norm.modulated import ModulatedRows
 from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.norm_add_norm import NormAddNorm
-from optdnn.kernels.norm.reduced_rows import ReducedRows
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
 from optdnn.kernels.norm.rows_grid import RowsGrid
@@ -211,7 +210,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
     "Cast": (ResizedPicture(), Elementwise()),
     "Add": (NormAddNorm(), AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), GroupNormAdd(), Elementwise()),
-    "Pointwise": (GroupNormAdd(), ModulatedRows(), StagedPool(), ReducedRows(), Elementwise()),
+    "Pointwise": (GroupNormAdd(), ModulatedRows(), StagedPool(), Elementwise()),
     "Concat": (Unfold(),),
 }
 

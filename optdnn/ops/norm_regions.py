@@ -101,25 +101,6 @@ class NormPairAttrs(NestedAttrs):
 
 
 @dataclass(frozen=True)
-class ReducedRowsAttrs(NestedAttrs):
-    """The stages ``after``. Their operand ``slot`` is operand ``row``, reduced over ``axes`` by ``reduce`` (a kind)."""
-
-    reduce: str
-    axes: tuple[int, ...]
-    row: int
-    slot: int
-    after: tuple[Stage, ...] = ()
-
-    @classmethod
-    def read(cls, given: Mapping[str, Any]) -> ReducedRowsAttrs:
-        return cls(given["reduce"], tuple(given["axes"]), given["row"], given["slot"], tuple(given["after"]))
-
-    def plain(self) -> dict[str, Any]:
-        own = {"reduce": self.reduce, "axes": self.axes, "row": self.row, "slot": self.slot}
-        return {**own, "after": plain_stages(self.after)}
-
-
-@dataclass(frozen=True)
 class RotaryNormPairAttrs(Attrs):
     """The normalization ``norm`` (a kind) of each head, or with ``tokens`` of all heads of a token, and the fields of
     :class:`optdnn.ops.attention.RotaryAttrs`."""
@@ -201,20 +182,6 @@ def _infer_norm_pair(call: Call) -> Result:
     return Result(tuple(_activated(call, a.norm, a.own, stages, types) for stages, types in parts))
 
 
-def _infer_reduced_rows(call: Call) -> Result:
-    types = _with_reduced(call)
-    assert types[0] is not None
-    return Result((infer_stages(call.attrs.after, types[0], types),))
-
-
-def _with_reduced(call: Call) -> list[TensorType | None]:
-    """The operands' types, with that of the rows as they are reduced."""
-    a: ReducedRowsAttrs = call.attrs
-    x, types = call.type(a.row), list(call.types)
-    types[a.slot] = x.with_shape(tuple(1 if k in a.axes else n for k, n in enumerate(x.dims)))
-    return types
-
-
 def _infer_rotary_norm_pair(call: Call) -> Result:
     a: RotaryNormPairAttrs = call.attrs
     own, found = RotaryAttrs(a.interleaved, a.rotary_embedding_dim), list[TensorType]()
@@ -276,11 +243,6 @@ def _cost_norm_pair(call: Call, result: Result) -> Cost:
     return Cost(sum(8 * elements(y) + stages_flops(stages, y, call.types) for stages, y in pairs))
 
 
-def _cost_reduced_rows(call: Call, result: Result) -> Cost:
-    a: ReducedRowsAttrs = call.attrs
-    return Cost(elements(call.type(a.row)) + stages_flops(a.after, result.types[0], _with_reduced(call)))
-
-
 def _cost_rotary_norm_pair(call: Call, result: Result) -> Cost:
     return Cost(11 * sum(map(elements, result.types)))
 
@@ -303,7 +265,6 @@ DEFS: tuple[OpDef, ...] = (
         arity=1,
     ),
     region("NormPair", _infer_norm_pair, NormPairAttrs, cost=_cost_norm_pair),
-    region("ReducedRows", _infer_reduced_rows, ReducedRowsAttrs, cost=_cost_reduced_rows),
     region("RotaryNormPair", _infer_rotary_norm_pair, RotaryNormPairAttrs, cost=_cost_rotary_norm_pair),
     region("NormedResidual", _infer_normed_residual, NormedResidualAttrs, tol=Tol(rtol=1e-4, atol=1e-5)),
 )

@@ -44,16 +44,6 @@ def norm_pair(
     return tuple(run("ActivatedNorm", part, {**own, "epilogue": stages})[0] for part, stages in parts)
 
 
-def reduced_rows(
-    run: Run, *given: Array | None, reduce: str, axes: Sequence[int], row: int, slot: int, after: Sequence[Any]
-) -> tuple[Array, ...]:
-    """The stages ``after``. Their operand ``slot`` is operand ``row``, reduced over ``axes`` by ``reduce`` (a kind)."""
-    operands = list(given)
-    over = {"keepdims": True, "noop_with_empty_axes": False}
-    (operands[slot],) = run(reduce, [given[row], np.array(axes, np.int64)], over)
-    return run("Pointwise", operands, {"epilogue": after, "arity": 1})
-
-
 def rotary_norm_pair(
     cos: Array, sin: Array, *given: Array | None, norm: str, epsilon: float, tokens: bool, **attrs: Any
 ) -> tuple[Array, ...]:
@@ -190,6 +180,5 @@ COMPOSED: dict[str, ComposedKernel] = {
     "NormPair": norm_pair,
     "NormedProduct": normed_product,
     "NormedResidual": normed_residual,
-    "ReducedRows": reduced_rows,
     "RowMoments": row_moments,
 }

@@ -19,7 +19,6 @@ from optdnn.ops.norm_regions import (
     NormAddNormAttrs,
     NormedResidualAttrs,
     NormPairAttrs,
-    ReducedRowsAttrs,
     RotaryNormPairAttrs,
 )
 from optdnn.runtime.reference.run import run_kernel
@@ -48,13 +47,6 @@ def test_the_product_that_normalizes_its_residual() -> None:
     ):
         with pytest.raises(ShapeError, match=because):
             infer("NormedResidual", attrs, wrong)
-
-
-def test_reduced_rows() -> None:
-    x, factor = random(3, 4, 8), random(8)
-    stages = (Stage("Div", (-1, 1)), Stage("Mul", (-2, 2)))
-    (y,) = results("ReducedRows", ReducedRowsAttrs("ReduceSum", (1, 2), 0, 1, stages), [x, None, factor])
-    np.testing.assert_allclose(y, x / x.sum((1, 2), keepdims=True) * factor)
 
 
 def test_norm_pair() -> None:

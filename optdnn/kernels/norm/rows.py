@@ -55,10 +55,8 @@ class Statistic:
 def emit_rows(
     b: Builder, op: Op, x: TensorView, axes: Sequence[int], out: TensorView, statistics: Sequence[Statistic], result: str,
     extras: Sequence[TensorView] = (), *, kind: str, attrs: dict[str, Any], reads: Sequence[TensorView | None], writes: TensorView,
-    before: str = "", shared: int = 512,
 ) -> None:  # fmt: skip
-    """``out = result(v, t0, …, e0, …)``; ``extras`` (``e0``, …) have the shape of ``x``. ``{N}`` is a row's length. ``before``: statements
-    in front of the result of an element. Rows of up to ``shared`` elements share a block."""
+    """``out = result(v, t0, …, e0, …)``; ``extras`` (``e0``, …) have the shape of ``x``. ``{N}`` is a row's length."""
     if not out.size:
         return
     kept = [i for i in range(len(x.shape)) if i not in axes]
@@ -66,7 +64,7 @@ def emit_rows(
     dims, outer = merge([x.shape[i] for i in kept], [[t.strides[i] for i in kept] for t in tensors])
     inner, steps = merge([x.shape[i] for i in axes], [[t.strides[i] for i in axes] for t in tensors])
     rows, count = math.prod(dims), math.prod(inner)
-    lanes = 32 if count <= shared else THREADS
+    lanes = 32 if count <= 512 else THREADS
     t = arithmetic(x.dtype)
     names = ["y", "x", *(f"e{i}" for i in range(len(extras)))]
     fields = [f"{'' if n == 'y' else 'const '}{CPP[p.dtype]}* {n};" for n, p in zip(names, tensors, strict=True)]
@@ -102,7 +100,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) rows(const __grid_consta
     {newline.join(text)}
     if (live) for (u32 i = lane; i < {count}u; i += {lanes}) {{
         {begin} {walk("r", "i", "inner", len(inner), offsets)}
-        const {t} v = widen(p.x[at_x]); {loads} {before}
+        const {t} v = widen(p.x[at_x]); {loads}
         p.y[at_y] = narrow<{CPP[out.dtype]}>({t}({result.format(T=t, N=count)}));
     }}
 }}

@@ -23,11 +23,7 @@ from optdnn.kernels.reduce.reduce import limits
 from optdnn.kernels.tactic import Region, Tactic
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
-from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import is_float
-
-MANY = 256
-"""Threads of a multiprocessor from which on they hide one another's latencies."""
 
 
 class WindowPool(Tactic):
@@ -45,17 +41,10 @@ class WindowPool(Tactic):
 
     def variant(self, b: Builder, op: Op) -> str:
         """The channels that a thread takes."""
-        return f"x{_channels([b.source(op.inputs[0]), b.result(op.value)], b.gpu)}"
+        return f"x{channel_vector_width([b.source(op.inputs[0]), b.result(op.value)])}"
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         emit_pool(b, op, op, b.target(op.value))
-
-
-def _channels(tensors: Sequence[TensorView], gpu: GpuFacts) -> int:
-    """Neighbouring channels of a thread, for input and result: two where all threads are few, whose work is then the launch's time."""
-    widest = channel_vector_width(tensors)
-    few = tensors[-1].size < widest * MANY * gpu.multiprocessors
-    return min(widest, 2) if few else widest
 
 
 def emit_pool(
@@ -70,7 +59,7 @@ def emit_pool(
     computes."""
     a, x = op.attrs, b.operand(op.inputs[0])
     window = Window.make(a.kernel_shape, a.strides, pads_of(op, x.shape, a.kernel_shape), a.dilations)
-    vec = _channels([x, out], b.gpu)
+    vec = channel_vector_width([x, out])
     t = arithmetic(x.dtype)
     counted = ""
     if op.kind == "MaxPool":

@@ -60,15 +60,9 @@ def test_a_pool_takes_the_pointwise_operator_behind_it() -> None:
     assert "window_pool_staged" in {t["tactic"] for t in program.meta["tactics"]}  # type: ignore[union-attr,index,call-overload]
     names = kinds(program)
     assert names[names.index("AveragePool") + 1] == "Conv"
-    assert re.findall(r"Pack<f16, \d> q\d", text_of(program)) == ["Pack<f16, 2> q1", "Pack<f16, 2> q2"]
-
-
-@pytest.mark.parametrize(("size", "channels"), [(12, 2), (192, 8)])
-def test_few_threads_take_few_channels_each(size: int, channels: int) -> None:
-    n = Net()
-    x = n.conv(n.input(2, 8, size, size), 16, 1, pads=0)
-    graph = n.done(n.conv(n.average_pool(x, 3, pads=1), 8, 1, pads=0))
-    assert re.findall(r"Pack<f16, \d> v4", text_of(lowered(graph, "fp16"))) == [f"Pack<f16, {channels}> v4"]
+    found = re.findall(r"Pack<f16, \d> [qv]\d", text_of(program))
+    assert found[2:] == [f"Pack<f16, 8> v{k}" for k in range(9)]  # the operands are on their way with the first taps
+    assert found[:2] == ["Pack<f16, 8> q1", "Pack<f16, 8> q2"]
 
 
 def test_operands_in_another_order_are_read_one_by_one() -> None:
