@@ -19,7 +19,7 @@ _BEFORE = """
 #define PROLOGUE 1
 #define GATED 1
 #define GATE_ALONE {alone}
-constexpr int THREADS = 320, MIN_CTAS = 1, STAGES = {stages}, SPAN = {span}, BK = SPAN / 2, WGN = 1, BN = {rows}, STAGE_BYTES = (BN * SPAN + 1023) / 1024 * 1024;
+constexpr int STAGES = {stages}, SPAN = {span}, BK = SPAN / 2, WGN = 1, BN = {rows}, STAGE_BYTES = (BN * SPAN + 1023) / 1024 * 1024;
 struct Params {{
     const u16 *pixels, *gate;
     const float2* before;

@@ -31,13 +31,6 @@ constexpr bool TURNS_AT_STAGES = STAGES % CHANGERS != 0;
 
 constexpr int CHUNKS = SPAN / 16, CHANGED_STEP = 32 / CHUNKS, CHANGED_ROWS = WGN * BN;        // eights of channels; rows that a warp takes at once
 constexpr int PHASES = CHANGED_STEP < 8 ? 8 / CHANGED_STEP : 1;                                // a lane's rows after which the swizzle repeats
-constexpr int GATES = GATE_ALONE && MIN_CTAS * THREADS <= 640 ? 3 : 1;                       // fills whose factors are under way, as far as registers allow
-
-struct Factors {                                   // of eight channels of a fill's pixels
-    uint4 gate, later;                             // of the tile's first image and of the one behind it
-    float2 constants[8];
-    int image, until, channel;                     // the first image, and the first row behind it
-};
 
 struct Fill {                                      // one of a warp's, with its tile's first pixel and that one's image
     int tile, k, pixel, image;
@@ -46,20 +39,26 @@ struct Fill {                                      // one of a warp's, with its 
 DEVICE void move_on(const Params& p, Fill& fill, int fills, int tile_step, int k_count, int sharer, bool first = false) {
     const int before = fill.tile;
     for (fill.k += fills; fill.k >= k_count; fill.k -= k_count) fill.tile += tile_step;
-    if (!first && fill.tile == before) return;
+    if (fill.tile >= p.tiles || (!first && fill.tile == before)) return;
     int channel;
     tile_at(p, fill.tile, sharer, channel, fill.pixel);
     fill.image = GATED ? min(fill.pixel / p.image_pixels, p.images - 1) : 0;
 }
 
+struct Factors {                                   // of eight channels of a fill's pixels
+    uint4 gate, later;                             // of the tile's first image and of the one behind it
+    float2 constants[8];
+    int image, until, channel;                     // the first image, and the first row behind it
+};
+
 DEVICE uint4 gate_at(const Params& p, int image, int channel) {
     return channel < p.gate_channels ? *reinterpret_cast<const uint4*>(p.gate + (long long)image * p.gate_pitch + channel) : make_uint4(0, 0, 0, 0);
 }
 
-DEVICE void fetch_constants(const Params& p, int channel, Factors& f) {
+DEVICE void fetch_constants(const Params& p, Factors& f) {
     #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const float4 v = __ldg(reinterpret_cast<const float4*>(p.before + channel) + i);
+        const float4 v = __ldg(reinterpret_cast<const float4*>(p.before + f.channel) + i);
         f.constants[2 * i] = make_float2(v.x, v.y), f.constants[2 * i + 1] = make_float2(v.z, v.w);
     }
 }
@@ -71,16 +70,18 @@ DEVICE void fetch_gates(const Params& p, const Fill& fill, Factors& f) {
     if (f.until < CHANGED_ROWS) f.later = gate_at(p, min(f.image + 1, p.images - 1), f.channel);
 }
 
-// Changes the lane's vectors of a fill; ``gate_of``: the gate of a row. Loads first: they are on their way together.
+// Changes the lane's vectors of a fill; ``gate_of``: the gate of a row. Loads first: they are on their way together. The loop stays one:
+// blocks with few fills run it once or twice, and would wait for the instructions.
 template <class GateOf>
 DEVICE void change_rows(u32 at, const u32 (&offset)[PHASES], int first_row, const float2* constants, GateOf gate_of) {
-    constexpr int EACH = (CHANGED_ROWS + CHANGED_STEP - 1) / CHANGED_STEP, BATCH = EACH < 6 ? EACH : 6;
+    constexpr int EACH = (CHANGED_ROWS + CHANGED_STEP - 1) / CHANGED_STEP, BATCH = EACH < 4 ? EACH : 4;
     constexpr bool WHOLE = CHANGED_ROWS % CHANGED_STEP == 0;
     static_assert(EACH <= BATCH || BATCH % PHASES == 0, "a batch begins with the first phase of the swizzle");
-    for (int begin = 0; begin < EACH; begin += BATCH) {
+    #pragma unroll 1
+    for (int begin = 0; begin < EACH; begin += BATCH, at += BATCH * CHANGED_STEP * SPAN) {
         uint4 v[BATCH];
         auto is_one = [&](int i) { return (EACH % BATCH == 0 || begin + i < EACH) && (WHOLE || first_row + (begin + i) * CHANGED_STEP < CHANGED_ROWS); };
-        auto address = [&](int i) { return at + offset[i % PHASES] + (begin + i) * CHANGED_STEP * SPAN; };
+        auto address = [&](int i) { return at + offset[i % PHASES] + i * CHANGED_STEP * SPAN; };
         #pragma unroll
         for (int i = 0; i < BATCH; i++)
             if (is_one(i)) v[i] = shared_load16(address(i));
@@ -99,74 +100,66 @@ DEVICE void change_rows(u32 at, const u32 (&offset)[PHASES], int first_row, cons
 
 DEVICE void change_fill(const Params& p, u32 at, const u32 (&offset)[PHASES], int first_row, const Factors& f) {
     const int last_image = p.images - 1;
-    if (!GATED || f.until + p.image_pixels >= CHANGED_ROWS || f.image + 1 >= last_image) {     // rows of two images at most
-        auto select = [&](int row) {
-            const bool own = row < f.until;
-            return make_uint4(own ? f.gate.x : f.later.x, own ? f.gate.y : f.later.y, own ? f.gate.z : f.later.z, own ? f.gate.w : f.later.w);
-        };
-        change_rows(at, offset, first_row, f.constants, select);
-        return;
-    }
     uint4 gate = f.gate, later = f.later;
     int image = f.image, until = f.until;
-    change_rows(at, offset, first_row, f.constants, [&](int row) {
-        if (row < until) return gate;
-        gate = later, image = min(image + 1, last_image), until += p.image_pixels;
-        if (row >= until && image < last_image) {          // images of a few pixels
-            while (row >= until && image < last_image) image++, until += p.image_pixels;
-            gate = gate_at(p, image, f.channel);
-        }
-        later = gate_at(p, min(image + 1, last_image), f.channel);
-        return gate;
-    });
+    if (!GATED || until >= CHANGED_ROWS) {
+        change_rows(at, offset, first_row, f.constants, [&](int) { return gate; });
+    } else if (until + p.image_pixels >= CHANGED_ROWS || image + 1 >= last_image) {            // rows of two images
+        change_rows(at, offset, first_row, f.constants, [&](int row) {
+            const bool own = row < until;
+            return make_uint4(own ? gate.x : later.x, own ? gate.y : later.y, own ? gate.z : later.z, own ? gate.w : later.w);
+        });
+    } else {
+        change_rows(at, offset, first_row, f.constants, [&](int row) {
+            if (row < until) return gate;
+            gate = later, image = min(image + 1, last_image), until += p.image_pixels;
+            if (row >= until && image < last_image) {      // images of a few pixels
+                while (row >= until && image < last_image) image++, until += p.image_pixels;
+                gate = gate_at(p, image, f.channel);
+            }
+            later = gate_at(p, min(image + 1, last_image), f.channel);
+            return gate;
+        });
+    }
 }
 
 DEVICE void change_pixels(const Params& p, u32 ring, u32 full, u32 changed, int first_tile, int tile_step, int sharer, int k_begin, int k_count, int warp,
                           int lane) {
     const int chunk = lane % CHUNKS, first_row = lane / CHUNKS;
+    Fill ahead = {first_tile, 0, 0, 0};
+    move_on(p, ahead, warp, tile_step, k_count, sharer, true);
+    if (ahead.tile >= p.tiles) return;
+    Factors next;
+    next.channel = (k_begin + ahead.k) * BK + chunk * 8;
+    if (!GATE_ALONE) fetch_constants(p, next);
+    u32 touched = 0;
+    if (GATED) {                                   // the gate is another kernel's result
+        grid_dependency_wait();
+        const int later = (k_begin + ahead.k + lane * CHANGERS) * BK;      // of this warp's fills, so that none of them waits for L2
+        if (lane && later < min(p.gate_channels, (k_begin + k_count) * BK)) touched = touch(p.gate + (long long)ahead.image * p.gate_pitch + later);
+    }
+    fetch_gates(p, ahead, next);
     u32 offset[PHASES];                            // of a lane's first rows in a stage, without their steps
     #pragma unroll
-    for (int i = 0; i < PHASES; i++) {
-        const int row = first_row + i * CHANGED_STEP;
-        offset[i] = first_row * SPAN + ((chunk ^ (row / (128 / SPAN)) % CHUNKS) << 4);
-    }
-    Fill fill = {first_tile, 0, 0, 0}, ahead = fill;
-    move_on(p, fill, warp, tile_step, k_count, sharer, true);
-    if (fill.tile >= p.tiles) return;
-    Factors factors[GATES];
-    auto fetch = [&](Factors& f, bool constants, bool gates) {
-        if (ahead.tile >= p.tiles) return;
-        f.channel = (k_begin + ahead.k) * BK + chunk * 8;
-        if (constants && !GATE_ALONE) fetch_constants(p, f.channel, f);
-        if (gates) fetch_gates(p, ahead, f);
-    };
-    auto fetch_next = [&](Factors& f) {
-        move_on(p, ahead, CHANGERS, tile_step, k_count, sharer);
-        fetch(f, true, true);
-    };
-    ahead = fill;
-    fetch(factors[0], true, false);
-    if (GATED) grid_dependency_wait();             // the gate is another kernel's result
-    fetch(factors[0], false, true);
-    #pragma unroll
-    for (int i = 1; i < GATES; i++) fetch_next(factors[i]);
+    for (int i = 0; i < PHASES; i++) offset[i] = first_row * SPAN + ((chunk ^ ((first_row + i * CHANGED_STEP) / (128 / SPAN)) % CHUNKS) << 4);
     int stage = warp, parity = 0;
-    while (true) {
-        #pragma unroll
-        for (int i = 0; i < GATES; i++) {
-            if (fill.tile >= p.tiles) return;
-            Factors now = factors[i];
-            if (GATES == 1) fetch_next(factors[i]);        // with more of them, others are under way
-            if (TURNS_AT_STAGES) barrier_wait(changed + 8 * stage, parity ^ 1);   // passes at once at a stage's first fill
-            barrier_wait(full + 8 * stage, parity);
-            change_fill(p, ring + stage * STAGE_BYTES, offset, first_row, now);
-            async_proxy_fence();
-            __syncwarp();
-            if (lane == 0) barrier_arrive(changed + 8 * stage);
-            for (stage += CHANGERS; stage >= STAGES; stage -= STAGES) parity ^= 1;
-            if (GATES > 1) fetch_next(factors[i]);
-            move_on(p, fill, CHANGERS, tile_step, k_count, sharer);
+    for (bool more = true; more;) {
+        const Factors now = next;
+        move_on(p, ahead, CHANGERS, tile_step, k_count, sharer);
+        more = ahead.tile < p.tiles;
+        if (more) {
+            next.channel = (k_begin + ahead.k) * BK + chunk * 8;
+            if (!GATE_ALONE) fetch_constants(p, next);
+            fetch_gates(p, ahead, next);
         }
+        if (TURNS_AT_STAGES) barrier_wait(changed + 8 * stage, parity ^ 1);   // passes at once at a stage's first fill
+        barrier_wait(full + 8 * stage, parity);
+        change_fill(p, ring + stage * STAGE_BYTES, offset, first_row, now);
+        async_proxy_fence();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(changed + 8 * stage);
+        for (stage += CHANGERS; stage >= STAGES; stage -= STAGES) parity ^= 1;
     }
+    keep(touched);
 }
 #endif
