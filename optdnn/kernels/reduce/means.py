@@ -25,10 +25,11 @@ from optdnn.types import BF16, FP16
 CHANNELS, VECTORS, AHEAD = 32, 4, 8
 """Channels of a block, vectors of them, and loads of a thread that are under way at once."""
 CLUSTERS, THREADS = (1, 2, 4, 8), (256, 512, 1024)
-LAUNCH_S, MEET_S, BATCH_S, BYTES_S = 1.6e-6, 0.4e-6, 0.7e-6, 2.8e12
-"""Seconds of a launch after another one, of a cluster's meeting, of a batch of loads; bytes in a second."""
-MOST_BYTES = 8 << 20
-"""On an H200, 6.4 MB (16 x 56x56x64) took 4.8 us, by the general kernel 7.1; 12.8 MB 7.1 and 6.4; 25.7 MB 21 and 9.4."""
+LAUNCH_S, MEET_S, BATCH_S, LOAD_S, BYTES_S = 1.6e-6, 0.57e-6, 0.52e-6, 0.28e-6, 5.5e12
+"""Seconds of a launch after another one, of a cluster's meeting, of a batch of loads, and of each load of a thread; bytes in a second."""
+WIDER_S = {256: 0.0, 512: 0.15e-6, 1024: 1.4e-6}
+"""Seconds that larger blocks take longer. These are fitted to 49 timings of ConvNeXt V2's norms at batch 1 and 16 in the network, on an H200."""
+MOST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,9 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     blocks = config.cluster * -(-problem.channels // CHANNELS) * problem.images
     waves = math.ceil(blocks / (gpu.multiprocessors * (2048 // config.threads)))
     room = min(1.0, blocks / gpu.multiprocessors)
-    work = max(waves * config.batches(problem) * BATCH_S, problem.bytes / BYTES_S / room)
-    return LAUNCH_S + work + (MEET_S if config.cluster > 1 else 0.0)
+    loads = config.batches(problem) * BATCH_S + config.lines(problem) * LOAD_S
+    work = max(waves * loads, problem.bytes / BYTES_S / room)
+    return LAUNCH_S + work + WIDER_S[config.threads] + (MEET_S if config.cluster > 1 else 0.0)
 
 
 def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
@@ -153,11 +155,11 @@ class ImageMeans(Reduction):
         return None
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Large images: the general kernel was as fast."""
+        """Large images, which were not timed."""
         made = reduction_of(b, op)
         problem = None if made is None else self._problem(made)
         large = problem is not None and problem.bytes > MOST_BYTES
-        return "images of more than 8 MB are summed as fast by the general kernel" if large else None
+        return "images of more than 16 MB are left to the general kernel" if large else None
 
     @staticmethod
     def _problem(made: Reduced) -> Problem | None:
