@@ -216,12 +216,6 @@ static inline bool elect_one() { return threadIdx.x % 32 == 0; }
 static inline void barrier_init(u32 address, u32 arrivals) { barrier_at(address) = {0, arrivals, arrivals, 0}; }
 static inline void barrier_init_fence() {}
 static inline void async_proxy_fence() {}
-static inline u32 touch(const void* at) {
-    u32 word;
-    memcpy(&word, at, 4);
-    return word;
-}
-static inline void keep(u32) {}
 static inline void barrier_arrive(u32 address) {
     Barrier& b = barrier_at(address);
     if (b.pending-- == 0) abort();

@@ -14,7 +14,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.conv.maps import pitch_of
 from optdnn.kernels.launch import Launch, Parameters, template_options
-from optdnn.kernels.reduce import parts
+from optdnn.kernels.reduce import parts, reduce
 from optdnn.kernels.reduce.reduce import RULES, Reduced, Reduction, reduction_of, space_of
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.compile import render
@@ -22,11 +22,12 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16
 
-CHANNELS, VECTORS, AHEAD = 32, 4, 8
-"""Channels of a block, vectors of them, and loads of a thread that are under way at once."""
+CHANNELS, VECTORS, AHEAD, FEW = 32, 4, 8, 3
+"""Channels of a block, vectors of them, loads of a thread that are under way at once, and so few that one less gains nothing."""
 CLUSTERS, THREADS = (1, 2, 4, 8), (256, 512, 1024)
-LAUNCH_S, MEET_S, BATCH_S, LOAD_S, BYTES_S = 1.6e-6, 0.57e-6, 0.52e-6, 0.28e-6, 5.5e12
-"""Seconds of a launch after another one, of a cluster's meeting, of a batch of loads, and of each load of a thread; bytes in a second."""
+LAUNCH_S, START_S, MEET_S, BATCH_S, LOAD_S, BYTES_S = 0.6e-6, 0.1e-6, 0.57e-6, 0.52e-6, 0.28e-6, 5.5e12
+"""Seconds of a launch after another one, of a block's start, of a cluster's meeting, of a batch of loads, and of each load of a thread; bytes
+in a second."""
 WIDER_S = {256: 0.0, 512: 0.15e-6, 1024: 1.4e-6}
 """Seconds that larger blocks take longer. These are fitted to 49 timings of ConvNeXt V2's norms at batch 1 and 16 in the network, on an H200."""
 MOST_BYTES = 16 << 20
@@ -94,9 +95,10 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     blocks = config.cluster * -(-problem.channels // CHANNELS) * problem.images
     waves = math.ceil(blocks / (gpu.multiprocessors * (2048 // config.threads)))
     room = min(1.0, blocks / gpu.multiprocessors)
-    loads = config.batches(problem) * BATCH_S + config.lines(problem) * LOAD_S
+    loads = config.batches(problem) * BATCH_S + max(FEW, config.lines(problem)) * LOAD_S
     work = max(waves * loads, problem.bytes / BYTES_S / room)
-    return LAUNCH_S + work + WIDER_S[config.threads] + (MEET_S if config.cluster > 1 else 0.0)
+    started = LAUNCH_S + START_S * blocks / gpu.multiprocessors
+    return started + work + WIDER_S[config.threads] + (MEET_S if config.cluster > 1 else 0.0)
 
 
 def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
@@ -108,9 +110,8 @@ def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
 def launch(problem: Problem, config: Config, factor: float, gpu: GpuFacts) -> Launch:
     """The launch. Operands: ``x``, and ``output`` [images, channels]."""
     ahead = -(-config.lines(problem) // config.batches(problem))
-    text = render.constants({        "CLUSTER": config.cluster, "THREADS": config.threads, "AHEAD": ahead, "SQUARES": int(problem.squares),
-        "ROOT": int(problem.root),
-    })  # fmt: skip
+    numbers = {"CLUSTER": config.cluster, "THREADS": config.threads, "AHEAD": ahead}
+    text = render.constants(numbers | {"SQUARES": int(problem.squares), "ROOT": int(problem.root)})
     recipe = Recipe("means.cu", gpu.arch, {"generated.cuh": f"{text}\n"}, template_options(problem.dtype))
     parameters = (
         Parameters()
@@ -149,7 +150,7 @@ class ImageMeans(Reduction):
             return refuse(problem, Config(1))
         grid = space_of(made.x, made.axes, out).grid
         others = [parts.estimate(grid, n, b.gpu) for n in (1, *(c.parts for c in parts.candidates(grid, b.gpu)))]
-        least = LAUNCH_S + MEET_S + problem.bytes / BYTES_S  # which the general kernels' predictions leave out
+        least = reduce.LAUNCH_S + problem.bytes / BYTES_S  # which the general kernels' predictions leave out
         if estimate(problem, found[0], b.gpu) > max(least, min(others)):
             return "the general kernels are predicted to be as fast"
         return None

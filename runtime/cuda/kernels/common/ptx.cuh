@@ -272,13 +272,6 @@ template <int PENDING> DEVICE void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Brings a line into L1. The assembler drops loads whose result nothing reads: keep() reads it, and does nothing.
-DEVICE u32 touch(const void* at) {
-    u32 word;
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(__cvta_generic_to_global(at)));
-    return word;
-}
-DEVICE void keep(u32 word) { asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0xffffffff; @p nanosleep.u32 0; }" ::"r"(word)); }
 
 // ---- wgmma ---------------------------------------------------------------------------------------------------------
 

@@ -132,12 +132,7 @@ DEVICE void change_pixels(const Params& p, u32 ring, u32 full, u32 changed, int 
     Factors next;
     next.channel = (k_begin + ahead.k) * BK + chunk * 8;
     if (!GATE_ALONE) fetch_constants(p, next);
-    u32 touched = 0;
-    if (GATED) {                                   // the gate is another kernel's result
-        grid_dependency_wait();
-        const int later = (k_begin + ahead.k + lane * CHANGERS) * BK;      // of this warp's fills, so that none of them waits for L2
-        if (lane && later < min(p.gate_channels, (k_begin + k_count) * BK)) touched = touch(p.gate + (long long)ahead.image * p.gate_pitch + later);
-    }
+    if (GATED) grid_dependency_wait();             // the gate is another kernel's result
     fetch_gates(p, ahead, next);
     u32 offset[PHASES];                            // of a lane's first rows in a stage, without their steps
     #pragma unroll
@@ -160,6 +155,5 @@ DEVICE void change_pixels(const Params& p, u32 ring, u32 full, u32 changed, int 
         if (lane == 0) barrier_arrive(changed + 8 * stage);
         for (stage += CHANGERS; stage >= STAGES; stage -= STAGES) parity ^= 1;
     }
-    keep(touched);
 }
 #endif
