@@ -75,6 +75,7 @@ from optdnn.kernels.recurrent.grid import GridRNN
 from optdnn.kernels.recurrent.hopper import HopperRNN
 from optdnn.kernels.recurrent.resident import ResidentRNN
 from optdnn.kernels.reduce.arg import ArgBlock, ArgExtreme
+from optdnn.kernels.reduce.means import KINDS as IMAGE_SUMS
 from optdnn.kernels.reduce.means import ImageMeans
 from optdnn.kernels.reduce.parts import ReductionParts
 from optdnn.kernels.reduce.reduce import REDUCTIONS, Reduction
@@ -211,7 +212,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **dict.fromkeys(positions.POSITIONS, (positions.TACTIC,)),
     "TopK": (TopRows(), positions.TACTIC),
     **dict.fromkeys(REDUCTIONS, (ReductionParts(), Reduction())),
-    **dict.fromkeys(("ReduceMean", "ReduceSum", "GlobalAveragePool"), (ImageMeans(), ReductionParts(), Reduction())),
+    **dict.fromkeys((*IMAGE_SUMS, "GlobalAveragePool"), (ImageMeans(), ReductionParts(), Reduction())),
     "GlobalMaxPool": (ReductionParts(), Reduction()),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
     "Cast": (ResizedPicture(), Elementwise()),

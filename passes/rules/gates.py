@@ -7,11 +7,14 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Stage
+from optdnn.ops.checks import elements
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import channels_from_last, channels_to_last, operand, producer, shape_of
 
+LEAST = 1 << 20
+"""Elements of an image from which on a convolution applies a gate in less time than a launch that multiplies all pixels."""
 _STEPS = 6
 """Factors and constants between a value and its sum with itself."""
 
@@ -34,6 +37,8 @@ def gated_residual(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("no 1x1 convolution, and no product of an image's pixels, is its only reader")
     if op.outputs[0].type.shape != shape or not all(_is_gate(graph, f, channels) for f in factors):
         return Miss("its factors are not one number for all pixels of a channel")
+    if int(elements(graph.type(x))) < LEAST:
+        return Miss(f"its image has fewer than {LEAST} elements, which a launch multiplies as fast as a convolution")
 
     def build(patch: Patch) -> Value:
         gate = factors[-1]

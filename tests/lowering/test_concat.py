@@ -14,7 +14,9 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.builder import TensorView
 from optdnn.kernels.layout.moves import MOST_ELEMENTS, MOST_PARTS, joinable
+from optdnn.kernels.layout.views import _joined as _joined_pairs
 from optdnn.kernels.layout.views import _runs
+from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
@@ -62,17 +64,38 @@ def test_random_splits_and_concats_are_exact(first: int) -> None:
             np.testing.assert_array_equal(got[name], value, err_msg=f"seed {seed}")
 
 
+def pair_at(source: int, target: int) -> tuple[TensorView, TensorView]:
+    """A part of 2 x 4 of a matrix of 16 columns, for one of 32 columns."""
+    return TensorView(0, source, (2, 4), (16, 1), FP32), TensorView(1, target, (2, 4), (32, 1), FP32)
+
+
 def test_a_part_that_is_in_place_ends_a_run() -> None:
     """Concat(a, b, f(x), c) of one Split, where f writes its place in the result."""
-
-    def pair(source: int, target: int) -> tuple[TensorView, TensorView]:
-        return TensorView(0, source, (2, 4), (16, 1), FP32), TensorView(1, target, (2, 4), (32, 1), FP32)
-
-    a, b, c, d = pair(0, 0), pair(4, 4), pair(8, 16), pair(12, 20)
+    a, b, c, d = pair_at(0, 0), pair_at(4, 4), pair_at(8, 16), pair_at(12, 20)
     assert _runs([a, b, c, d]) == [[a, b], [c, d]]
-    assert _runs([a, b, pair(8, 8)]) == [[a, b, pair(8, 8)]]
+    assert _runs([a, b, pair_at(8, 8)]) == [[a, b, pair_at(8, 8)]]
     assert _runs([a, c]) == [[a, c]], "two parts always have one distance"
-    assert _runs([a, pair(0, 4), pair(0, 8)]) == [[a, pair(0, 4), pair(0, 8)]], "a part may repeat"
+    assert _runs([a, pair_at(0, 4), pair_at(0, 8)]) == [[a, pair_at(0, 4), pair_at(0, 8)]], "a part may repeat"
+
+
+def test_runs_of_runs_are_one_copy() -> None:
+    """The quarters of an image's pixels side by side, as Swin merges patches."""
+    n = Net()
+    x = n.op("Tanh", n.input(2, 6, 8, 4))
+    quarters = [
+        n.op("Slice", x, n.ints(i, j), n.ints(6, 8), n.ints(1, 2), n.ints(2, 2)) for j in (0, 1) for i in (0, 1)
+    ]
+    program = check_simulated(n.done(n.op("Softmax", _joined(n, quarters, 3))), "fp32")
+    assert kinds(program).count("Copy") == 1
+    assert len(_joined_pairs([pair_at(s, t) for s, t in ((0, 0), (4, 4), (40, 8), (44, 12))], 1)) == 1
+
+
+def test_runs_end_where_copies_have_no_more_axes() -> None:
+    shape = (*(1,) * (STRIDES_LIMIT - 1), 4)
+    pairs = [
+        tuple(TensorView(k, 4 * at, shape, (8,) * (STRIDES_LIMIT - 1) + (1,), FP32) for k in (0, 1)) for at in range(3)
+    ]
+    assert len(_joined_pairs(pairs, 1)) == 3  # type: ignore[arg-type]
 
 
 def test_a_chain_of_growing_concats_shares_one_buffer() -> None:

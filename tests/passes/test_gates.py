@@ -14,8 +14,17 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.image_tokens import ImageTokens
+from optdnn.passes.rules import gates
 
 PASS, ROWS = CanonicalizeArithmetic(), ImageTokens()
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small images take gates, too."""
+    monkeypatch.setattr(gates, "LEAST", 0)
+
+
 IMAGE = (2, 8, 5, 6)
 
 
@@ -34,6 +43,7 @@ def responses(
     return n.done(n.matmul(y, 32) if last else n.conv(y, 32, 1, pads=0))
 
 
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("options", [{}, {"last": True}, {"shifted": False}, {"swapped": True}])
 def test_a_value_and_its_product_are_multiplied_once(options: dict[str, Any]) -> None:
     graph, _ = check_pass(PASS, responses(**options), changes=1, rules={"gated_residual": 1})
@@ -42,6 +52,7 @@ def test_a_value_and_its_product_are_multiplied_once(options: dict[str, Any]) ->
     assert shapes.count(large) == 1 + options.get("shifted", True)
 
 
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("last", [False, True])
 def test_a_response_norm_is_a_stage_of_the_convolution(last: bool) -> None:
     program = check_simulated(responses(last=last, channels=64, dtype=np.float32), "fp16")
@@ -54,6 +65,11 @@ def gated(n: Net, x: Value, gate: Value, *, units: int = 4, kernel: int = 1) -> 
     return n.done(n.conv(n.op("Add", n.op("Mul", x, gate), x), units, kernel, pads=kernel // 2))
 
 
+def test_small_images_are_multiplied_by_a_launch() -> None:
+    check_refused(PASS, responses(), because="has fewer than", rule="gated_residual")
+
+
+@pytest.mark.usefixtures("small")
 def test_other_sums_stay() -> None:
     n = Net(np.float64)
     graph = gated(n, n.input(*IMAGE), n.input(2, 8, 1, 1, name="gate"), kernel=3)

@@ -291,21 +291,16 @@ def _concat(b: Builder, op: Op) -> None:
         at += x.shape[axis]
         if x.buffer != part.buffer or x.offset != part.offset or not x.is_like(part.strides):
             pending.append((x, part))
-    runs = _runs(pending)
-    if len(joins := _joins(pending, axis)) < len(runs):
+    pairs = _joined(pending, axis)
+    if len(joins := _joins(pending, axis)) < len(pairs):
         for some in joins:
             sources, places = zip(*some, strict=True)
             size = sum(x.shape[axis] for x in sources)
             shape = (*out.shape[:axis], size, *out.shape[axis + 1 :])
             b.join(op, sources, places[0].view(shape, out.strides), axis)
         return
-    for run in runs:
-        if len(run) == 1 or len(out.shape) == STRIDES_LIMIT:
-            for pair in run:
-                b.move(op, *pair)
-        else:
-            repeated = [_repeated(p, len(run), d, axis) for p, d in zip(run[0], _distances(*run[:2]), strict=True)]
-            b.move(op, *repeated)
+    for pair in pairs:
+        b.move(op, *pair)
 
 
 Pair: TypeAlias = tuple[TensorView, TensorView]
@@ -323,6 +318,24 @@ def _joins(pairs: Sequence[Pair], axis: int) -> list[list[Pair]]:
         else:
             found.append([pair])
     return found
+
+
+def _joined(pairs: list[Pair], axis: int) -> list[Pair]:
+    """The pairs with each run of them as one, and runs of such runs: four quarters of the pixels of an image are two by two."""
+    while True:
+        joined: list[Pair] = []
+        for run in _runs(pairs):
+            alone = len(run) == 1 or len(run[0][0].shape) == STRIDES_LIMIT
+            joined += run if alone else [_repeated_pair(run, axis)]
+        if len(joined) == len(pairs):
+            return pairs
+        pairs = joined
+
+
+def _repeated_pair(run: Sequence[Pair], axis: int) -> Pair:
+    """A run as one pair, with a separate axis for its number."""
+    source, target = (_repeated(p, len(run), d, axis) for p, d in zip(run[0], _distances(*run[:2]), strict=True))
+    return source, target
 
 
 def _runs(pairs: Sequence[Pair]) -> list[list[Pair]]:

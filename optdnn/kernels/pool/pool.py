@@ -70,7 +70,7 @@ def emit_pool(
         step, start = f"acc[j] += {value};", f"{t}(0)"
         result = "acc[j]" if a.p == 1 else f"pow(acc[j], {t}(1) / {power})"
     else:
-        step, start, result = "acc[j] += widen(v.lane[j]);", f"{t}(0)", "acc[j] / counted"
+        step, start, result = "acc[j] += widen(v.lane[j]);", f"{t}(0)", f"acc[j] * ({t}(1) / counted)"
         counted = _counted(window, a.count_include_pad, t)
     load = load_channels(CPP[x.dtype], vec, "at + c * p.xs[1]", "v")
 

@@ -220,9 +220,11 @@ def _kernel(
     # The stages have a scope of their own: their names (v0, r0, …) may be those of loads.
     if vec > 1:
         each = f"for (int j = 0; j < {vec}; j++) {{ {parts.end} {finish} r.lane[j] = stored; }}"
-        loads = "".join(f"const Pack<{CPP[p.dtype]}, {vec}> q{a}({_element(a, 'c')});\n    " for a, p in packs.items())
-        store = f"{loads}Pack<{ty}, {vec}> r;\n    {each}\n    r.store(y);"
+        # On their way while the taps' elements are: behind the taps, they would be a second wait.
+        early = "".join(f"const Pack<{CPP[p.dtype]}, {vec}> q{a}({_element(a, 'c')});\n    " for a, p in packs.items())
+        store = f"Pack<{ty}, {vec}> r;\n    {each}\n    r.store(y);"
     else:
+        early = ""
         store = f"{{ const int j = 0; {parts.end} {finish} *y = stored; }}"
     fields = [f"const {CPP[t.dtype]}* a{i};" for i, t in enumerate(parts.arguments)]
     fields += [f"const {CPP[p.dtype]}* e{a};" for a, p in extra.items()]
@@ -237,7 +239,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) window(const __grid_cons
     wait_for_predecessor();
     if (index >= p.count) return;
     const {tx}* x = p.x + n * p.xs[0];
-    {parts.start}{inside}
+    {early}{parts.start}{inside}
     {ty}* y = p.y + n * p.ys[0] + c * p.ys[1] + d * p.ys[2] + h * p.ys[3] + w * p.ys[4];
     {store}
 }}

@@ -1,10 +1,11 @@
-"""Sums and means over the pixels of 16-bit images that lie channels-last, by clusters of blocks (``means.cu``), on Hopper."""
+"""Sums, means and norms over the pixels of 16-bit images that lie channels-last, by clusters of blocks (``means.cu``), on Hopper."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product, starmap
 from typing import ClassVar
 
 import numpy as np
@@ -13,32 +14,37 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.conv.maps import pitch_of
 from optdnn.kernels.launch import Launch, Parameters, template_options
-from optdnn.kernels.reduce import parts
-from optdnn.kernels.reduce.reduce import RULES, Reduction, reduction_of, space_of
+from optdnn.kernels.reduce import parts, reduce
+from optdnn.kernels.reduce.reduce import RULES, Reduced, Reduction, reduction_of, space_of
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16
 
-THREADS, CHANNELS, LINES, AHEAD = 256, 32, 64, 8
-"""Threads and channels of a block, pixels that its threads read at once, loads of a thread that are under way at once."""
-CLUSTERS = (1, 2, 4, 8)
-LAUNCH_S, MEET_S, BATCH_S, BYTES_S = 1.6e-6, 0.4e-6, 0.7e-6, 2.8e12
-"""Seconds of a launch after another one, of a cluster's meeting, of a batch of loads; bytes in a second."""
-MOST_BYTES = 8 << 20
-"""On an H200, 6.4 MB (16 x 56x56x64) took 4.8 us, by the general kernel 7.1; 12.8 MB 7.1 and 6.4; 25.7 MB 21 and 9.4."""
+CHANNELS, VECTORS, AHEAD, FEW = 32, 4, 8, 3
+"""Channels of a block, vectors of them, loads of a thread that are under way at once, and so few that one less gains nothing."""
+CLUSTERS, THREADS = (1, 2, 4, 8), (256, 512, 1024)
+LAUNCH_S, START_S, MEET_S, BATCH_S, LOAD_S, BYTES_S = 0.6e-6, 0.1e-6, 0.57e-6, 0.52e-6, 0.28e-6, 5.5e12
+"""Seconds of a launch after another one, of a block's start, of a cluster's meeting, of a batch of loads, and of each load of a thread; bytes
+in a second."""
+WIDER_S = {256: 0.0, 512: 0.15e-6, 1024: 1.4e-6}
+"""Seconds that larger blocks take longer. These are fitted to 49 timings of ConvNeXt V2's norms at batch 1 and 16 in the network, on an H200."""
+MOST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``images`` of ``pixels``, ``pitch`` elements from one to the next, whose ``channels`` are summed."""
+    """``images`` of ``pixels``, ``pitch`` elements from one to the next, whose ``channels`` are summed: their ``squares``, and of
+    the result the ``root``, where that is asked for."""
 
     images: int
     pixels: int
     channels: int
     pitch: int
     dtype: str = "float16"
+    squares: bool = False
+    root: bool = False
 
     @property
     def bytes(self) -> int:
@@ -48,18 +54,33 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``cluster`` blocks share the pixels of an image."""
+    """``cluster`` blocks of ``threads`` share the pixels of an image."""
 
     cluster: int
+    threads: int = 256
 
     def __str__(self) -> str:
-        return f"means{self.cluster}"
+        return f"means{self.cluster}t{self.threads}"
+
+    def share(self, problem: Problem) -> int:
+        """Pixels of a block."""
+        return -(-problem.pixels // self.cluster)
+
+    def batches(self, problem: Problem) -> int:
+        """Batches of loads of a thread."""
+        return -(-self.lines(problem) // AHEAD)
+
+    def lines(self, problem: Problem) -> int:
+        """Pixels of a thread."""
+        return -(-self.share(problem) // (self.threads // VECTORS))
 
 
 def refuse(problem: Problem, config: Config) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if config.cluster not in CLUSTERS:
         return f"{config.cluster} blocks are no cluster of this kernel"
+    if config.threads not in THREADS:
+        return f"{config.threads} threads are no block of this kernel"
     if problem.channels % 8 or problem.pitch % 8:
         return "its channels do not come in eights"
     if not (0 < problem.images < 1 << 16 and 0 < problem.pixels < 1 << 24):
@@ -72,33 +93,41 @@ def refuse(problem: Problem, config: Config) -> str | None:
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of a dependent launch."""
     blocks = config.cluster * -(-problem.channels // CHANNELS) * problem.images
-    batches = math.ceil(math.ceil(problem.pixels / config.cluster) / (LINES * AHEAD))
-    waves = math.ceil(blocks / (gpu.multiprocessors * (2048 // THREADS)))
+    waves = math.ceil(blocks / (gpu.multiprocessors * (2048 // config.threads)))
     room = min(1.0, blocks / gpu.multiprocessors)
-    work = max(waves * batches * BATCH_S, problem.bytes / BYTES_S / room)
-    return LAUNCH_S + work + (MEET_S if config.cluster > 1 else 0.0)
+    loads = config.batches(problem) * BATCH_S + max(FEW, config.lines(problem)) * LOAD_S
+    work = max(waves * loads, problem.bytes / BYTES_S / room)
+    started = LAUNCH_S + START_S * blocks / gpu.multiprocessors
+    return started + work + WIDER_S[config.threads] + (MEET_S if config.cluster > 1 else 0.0)
 
 
 def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
     """The configurations to time, the best predicted first."""
-    found = [c for c in map(Config, CLUSTERS) if refuse(problem, c) is None]
+    found = [c for c in starmap(Config, product(CLUSTERS, THREADS)) if refuse(problem, c) is None]
     return sorted(found, key=lambda c: (estimate(problem, c, gpu), c))
 
 
 def launch(problem: Problem, config: Config, factor: float, gpu: GpuFacts) -> Launch:
     """The launch. Operands: ``x``, and ``output`` [images, channels]."""
-    text = render.constants({"CLUSTER": config.cluster})
+    ahead = -(-config.lines(problem) // config.batches(problem))
+    numbers = {"CLUSTER": config.cluster, "THREADS": config.threads, "AHEAD": ahead}
+    text = render.constants(numbers | {"SQUARES": int(problem.squares), "ROOT": int(problem.root)})
     recipe = Recipe("means.cu", gpu.arch, {"generated.cuh": f"{text}\n"}, template_options(problem.dtype))
-    share = -(-problem.pixels // config.cluster)
     parameters = (
-        Parameters().pointer("x", "output").i32(problem.channels, problem.pixels, share, problem.pitch).f32(factor)
+        Parameters()
+        .pointer("x", "output")
+        .i32(problem.channels, problem.pixels, config.share(problem), problem.pitch)
+        .f32(factor)
     )
     grid = (config.cluster * -(-problem.channels // CHANNELS), problem.images, 1)
-    return parameters.launch(recipe, "means", grid, THREADS, cluster=config.cluster)
+    return parameters.launch(recipe, "means", grid, config.threads, cluster=config.cluster)
+
+
+KINDS = ("ReduceMean", "ReduceSum", "ReduceL2", "ReduceSumSquare")
 
 
 class ImageMeans(Reduction):
-    """Means and sums over all pixels of images."""
+    """Means, sums and norms over all pixels of images."""
 
     name = "means_sm90"
     row_invariant: ClassVar[bool] = False
@@ -109,45 +138,50 @@ class ImageMeans(Reduction):
         if not b.arch.startswith("sm_90"):
             return "it needs clusters of blocks"
         t, made = op.outputs[0].type, reduction_of(b, op)
-        if t.dtype not in (FP16, BF16) or made is None or made.how not in ("ReduceMean", "ReduceSum"):
-            return "it is for means and sums of 16-bit floats"
-        if 0 in made.x.shape or len(made.x.shape) != 4 or made.axes != (2, 3):
+        if t.dtype not in (FP16, BF16) or made is None or made.how not in KINDS:
+            return "it is for means, sums and norms of 16-bit floats"
+        if 0 in made.x.shape or len(made.x.shape) != 4 or made.axes not in ((1, 2), (2, 3)):
             return "it is not over the pixels of images"
-        problem, out = self._problem(made.x), b.result(op.value)
-        if problem is None or out.offset % 8 or not out.is_like(_dense(out, made.x.shape[1])):
+        problem, out = self._problem(made), b.result(op.value)
+        if problem is None or out.offset % 8 or not out.is_like(_dense(out, problem.channels)):
             return "the image or its means do not lie channels-last, at multiples of 16 bytes"
         found = candidates(problem, b.gpu)
         if not found:
             return refuse(problem, Config(1))
         grid = space_of(made.x, made.axes, out).grid
         others = [parts.estimate(grid, n, b.gpu) for n in (1, *(c.parts for c in parts.candidates(grid, b.gpu)))]
-        least = LAUNCH_S + MEET_S + problem.bytes / BYTES_S  # which the general kernels' predictions leave out
+        least = reduce.LAUNCH_S + problem.bytes / BYTES_S  # which the general kernels' predictions leave out
         if estimate(problem, found[0], b.gpu) > max(least, min(others)):
             return "the general kernels are predicted to be as fast"
         return None
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Large images: the general kernel was as fast."""
+        """Large images, which were not timed."""
         made = reduction_of(b, op)
-        problem = None if made is None else self._problem(made.x)
+        problem = None if made is None else self._problem(made)
         large = problem is not None and problem.bytes > MOST_BYTES
-        return "images of more than 8 MB are summed as fast by the general kernel" if large else None
+        return "images of more than 16 MB are left to the general kernel" if large else None
 
     @staticmethod
-    def _problem(x: TensorView) -> Problem | None:
-        n, c, h, w = x.shape
+    def _problem(made: Reduced) -> Problem | None:
+        x, (b, h, w, c) = made.x, made.x.strides
+        if made.axes == (1, 2):  # an image that is rows of channels
+            x = x.view((x.shape[0], x.shape[3], *x.shape[1:3]), (b, c, h, w))
         pitch = pitch_of(x)
-        return None if pitch is None or x.offset % 8 else Problem(n, h * w, c, pitch, map_dtype(x.dtype))
+        if pitch is None or x.offset % 8:
+            return None
+        squares, root = made.how in ("ReduceL2", "ReduceSumSquare"), made.how == "ReduceL2"
+        return Problem(x.shape[0], math.prod(x.shape[2:]), x.shape[1], pitch, map_dtype(x.dtype), squares, root)
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         made = reduction_of(b, op)
-        problem = None if made is None else self._problem(made.x)
+        problem = None if made is None else self._problem(made)
         assert problem is not None
         return [Offer(c, estimate(problem, c, b.gpu), False) for c in candidates(problem, b.gpu)]
 
     def emit(self, b: Builder, op: Op, config: Config) -> None:
         out, made = b.target(op.value), reduction_of(b, op)
-        problem = None if made is None else self._problem(made.x)
+        problem = None if made is None else self._problem(made)
         assert made is not None
         assert problem is not None
         reads = [b.operand(op.inputs[0])]
@@ -159,4 +193,4 @@ class ImageMeans(Reduction):
 
 def _dense(out: TensorView, channels: int) -> tuple[int, ...]:
     """Strides of results that follow one another."""
-    return (channels, 1, 1, 1)[: len(out.shape)]
+    return tuple(channels if k == 0 else 1 for k in range(len(out.shape)))

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kernels.generated_cases import mixed
 from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
+from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 
 from optdnn.ir.graph import Graph
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import PointwiseAttrs
+from optdnn.runtime.cuda.trials.check import check_steps
+from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
 
 
@@ -56,7 +60,9 @@ def test_a_pool_takes_the_pointwise_operator_behind_it() -> None:
     assert "window_pool_staged" in {t["tactic"] for t in program.meta["tactics"]}  # type: ignore[union-attr,index,call-overload]
     names = kinds(program)
     assert names[names.index("AveragePool") + 1] == "Conv"
-    assert re.findall(r"Pack<f16, 8> q\d", text_of(program)) == ["Pack<f16, 8> q1", "Pack<f16, 8> q2"]
+    found = re.findall(r"Pack<f16, \d> [qv]\d", text_of(program))
+    assert found[2:] == [f"Pack<f16, 8> v{k}" for k in range(9)]  # the operands are on their way with the first taps
+    assert found[:2] == ["Pack<f16, 8> q1", "Pack<f16, 8> q2"]
 
 
 def test_operands_in_another_order_are_read_one_by_one() -> None:
@@ -94,3 +100,12 @@ def test_what_stays_behind_a_pool(kind: str, because: str) -> None:
     tactics = check_simulated(another(kind), "fp16").meta["tactics"]
     found = [r["reason"] for t in tactics for r in t.get("refused", ()) if r["tactic"] == "window_pool_staged"]  # type: ignore[union-attr]
     assert because in found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("last", [True, False])
+def test_the_staged_pool_does_what_its_step_means(last: bool) -> None:
+    graph = mixing(last=last)
+    context: Any = Engine(lowered(graph, "fp16", target="cuda:sm_90a")).context()
+    assert not [e for e in check_steps(context, feeds_of(graph)) if not e.error < 4e-3]

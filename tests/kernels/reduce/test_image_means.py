@@ -1,8 +1,9 @@
-"""means_sm90: sums and means over the pixels of images by clusters of blocks."""
+"""means_sm90: sums, means and norms over the pixels of images by clusters of blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,19 @@ def gate(
     return n.done(n.conv(n.op("Mul", x, n.op("Sigmoid", y)), 16, 1, pads=0))
 
 
+def rows(kind: str = "ReduceL2") -> Graph:
+    """Norms of the channels of an image that is rows of channels (global response norms), which gate it."""
+    n = Net()
+    x = n.op("Relu", n.matmul(n.input(2, 20, 28, 16), 72))
+    y = n.op(kind, x, n.ints(1, 2), attrs=ReduceAttrs())
+    return n.done(n.matmul(n.op("Mul", x, n.op("Sigmoid", n.op("Mul", y, 0.01))), 16))
+
+
 NETS = {
     "means": gate(),
+    "norms": gate("ReduceL2"),
+    "squares": gate("ReduceSumSquare", channels=40, batch=3),
+    "norms of rows": rows(),
     "sums": gate("ReduceSum", channels=40, batch=3),
     "means without axes": gate("ReduceMean", keep=False, size=57),
     "wide": gate(channels=256, batch=1, size=56),
@@ -55,13 +67,13 @@ NETS = {
 def test_images_are_summed_by_clusters(name: str, precision: str) -> None:
     program = check_simulated(NETS[name], precision, tolerance=6e-2 if precision == "bf16" else 1e-2)
     assert "means_sm90" in {t["tactic"] for t in program.meta["tactics"]}
-    assert {"GlobalAveragePool", "ReduceMean", "ReduceSum"} & set(kinds(program))
+    assert {"GlobalAveragePool", *means.KINDS} & set(kinds(program))
 
 
 @pytest.mark.parametrize(
     ("graph", "precision", "target", "because"),
     [
-        (gate, "fp32", "cuda:sm_90a", "it is for means and sums of 16-bit floats"),
+        (gate, "fp32", "cuda:sm_90a", "it is for means, sums and norms of 16-bit floats"),
         (gate, "fp16", "cuda:sm_80", "it needs clusters of blocks"),
         (lambda: gate("ReduceMean", axes=(1,)), "fp16", "cuda:sm_90a", "it is not over the pixels of images"),
         (
@@ -85,10 +97,10 @@ def test_what_it_refuses(graph: Callable[[], Graph], precision: str, target: str
 
 
 def test_large_images_are_left_to_the_general_kernel() -> None:
-    tactics = lowered(gate(size=56, channels=128, batch=16), target="cuda:sm_90a", no_cubins=True).meta["tactics"]
+    tactics = lowered(gate(size=56, channels=192, batch=16), target="cuda:sm_90a", no_cubins=True).meta["tactics"]
     (found,) = [t for t in tactics if t["kind"] == "GlobalAveragePool"]
     assert found["tactic"].startswith("reduce")
-    assert any("images of more than 8 MB" in r["reason"] for r in found["refused"])
+    assert any("images of more than 16 MB" in r["reason"] for r in found["refused"])
 
 
 P = means.Problem(2, 784, 72, 80)
@@ -97,6 +109,7 @@ P = means.Problem(2, 784, 72, 80)
 def test_the_kernel_refuses() -> None:
     assert means.refuse(P, means.Config(8)) is None
     assert means.refuse(P, means.Config(3)) == "3 blocks are no cluster of this kernel"
+    assert means.refuse(P, means.Config(1, 96)) == "96 threads are no block of this kernel"
     assert means.refuse(means.Problem(2, 5, 20, 24), means.Config(1)) == "its channels do not come in eights"
     assert means.refuse(means.Problem(2, 5, 72, 72), means.Config(4)) == "a block would have no pixels"
     assert (
@@ -105,19 +118,26 @@ def test_the_kernel_refuses() -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-def test_the_kernel_on_the_processor(tmp_path: Path) -> None:
-    made = means.launch(P, means.Config(1), 1 / P.pixels, GPU)
+@pytest.mark.parametrize("threads", [256, 512])
+@pytest.mark.parametrize(("squares", "root"), [(False, False), (True, False), (True, True)])
+def test_the_kernel_on_the_processor(tmp_path: Path, squares: bool, root: bool, threads: int) -> None:
+    problem = replace(P, squares=squares, root=root)
+    made = means.launch(problem, means.Config(1, threads), 1 / P.pixels, GPU)
     library = emulated.compiled(made.recipe, made.function, tmp_path, headers=["vectors.cuh"])
     x = np.random.default_rng(3).standard_normal((2, P.pixels, P.pitch)).astype(np.float16)
     held = {"x": emulated.aligned(x), "output": emulated.aligned(np.full((2, P.channels), 7, np.float16))}
     emulated.run(library, made, {name: a.ctypes.data for name, a in held.items()})
-    np.testing.assert_allclose(held["output"], x[..., : P.channels].astype(np.float64).mean(1), rtol=2e-3, atol=1e-5)
+    wanted = (x[..., : P.channels].astype(np.float64) ** (2 if squares else 1)).mean(1)
+    np.testing.assert_allclose(held["output"], np.sqrt(wanted) if root else wanted, rtol=2e-3, atol=1e-5)
 
 
 @pytest.mark.nvrtc
+@pytest.mark.parametrize("root", [False, True])
+@pytest.mark.parametrize("threads", means.THREADS)
 @pytest.mark.parametrize("cluster", means.CLUSTERS)
-def test_the_kernel_compiles_without_spills(cluster: int) -> None:
-    (kernel,) = nvrtc.resources(means.launch(P, means.Config(cluster), 1.0, GPU).recipe).values()
+def test_the_kernel_compiles_without_spills(cluster: int, threads: int, root: bool) -> None:
+    problem = replace(P, pixels=8 * 784, squares=root, root=root)
+    (kernel,) = nvrtc.resources(means.launch(problem, means.Config(cluster, threads), 1.0, GPU).recipe).values()
     assert kernel.spill_bytes == 0
 
 

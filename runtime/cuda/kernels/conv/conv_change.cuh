@@ -29,78 +29,127 @@ DEVICE u32 change_pair(u32 pair, const float2* c, u32 gate) {
 constexpr int CHANGERS = STAGES < 4 ? STAGES : 4;
 constexpr bool TURNS_AT_STAGES = STAGES % CHANGERS != 0;
 
-DEVICE void change_pixels(const Params& p, u32 ring, u32 full, u32 changed, int first_tile, int tile_step, int sharer, int k_begin, int k_count, int warp,
-                          int lane) {
-    constexpr int CHUNKS = SPAN / 16, STEP = 32 / CHUNKS, ROWS = WGN * BN, EACH = (ROWS + STEP - 1) / STEP, BATCH = EACH < 4 ? EACH : 4;
-    const int chunk = lane % CHUNKS, first_row = lane / CHUNKS, last_image = p.images - 1;
-    int tile = first_tile, k = warp, stage = warp, parity = 0, wanted = 0, tile_channel, tile_pixel;
-    float2 next[8];
-    uint4 next_gate = make_uint4(0, 0, 0, 0), next_later = next_gate;
-    auto settle = [&] {                            // k within a tile
-        while (k >= k_count) k -= k_count, tile += tile_step;
-        tile_at(p, tile, sharer, tile_channel, tile_pixel);
-    };
-    auto gate_at = [&](int image, int channel) {
-        return channel < p.gate_channels ? *reinterpret_cast<const uint4*>(p.gate + (long long)image * p.gate_pitch + channel) : make_uint4(0, 0, 0, 0);
-    };
-    auto fetch = [&](bool with_gate) {
-        const int channel = (k_begin + k) * BK + chunk * 8;
-        #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float4 v = __ldg(reinterpret_cast<const float4*>(p.before + channel) + i);
-            next[2 * i] = make_float2(v.x, v.y), next[2 * i + 1] = make_float2(v.z, v.w);
-        }
-        if (GATED && with_gate) {
-            wanted = min((tile_pixel + first_row) / p.image_pixels, last_image);
-            next_gate = gate_at(wanted, channel), next_later = gate_at(min(wanted + 1, last_image), channel);
-        }
-    };
-    settle();
-    if (tile >= p.tiles) return;
-    fetch(false);
-    if (GATED) {                                   // the gate is another kernel's result
-        grid_dependency_wait();
-        fetch(true);
+constexpr int CHUNKS = SPAN / 16, CHANGED_STEP = 32 / CHUNKS, CHANGED_ROWS = WGN * BN;        // eights of channels; rows that a warp takes at once
+constexpr int PHASES = CHANGED_STEP < 8 ? 8 / CHANGED_STEP : 1;                                // a lane's rows after which the swizzle repeats
+
+struct Fill {                                      // one of a warp's, with its tile's first pixel and that one's image
+    int tile, k, pixel, image;
+};
+
+DEVICE void move_on(const Params& p, Fill& fill, int fills, int tile_step, int k_count, int sharer, bool first = false) {
+    const int before = fill.tile;
+    for (fill.k += fills; fill.k >= k_count; fill.k -= k_count) fill.tile += tile_step;
+    if (fill.tile >= p.tiles || (!first && fill.tile == before)) return;
+    int channel;
+    tile_at(p, fill.tile, sharer, channel, fill.pixel);
+    fill.image = GATED ? min(fill.pixel / p.image_pixels, p.images - 1) : 0;
+}
+
+struct Factors {                                   // of eight channels of a fill's pixels
+    uint4 gate, later;                             // of the tile's first image and of the one behind it
+    float2 constants[8];
+    int image, until, channel;                     // the first image, and the first row behind it
+};
+
+DEVICE uint4 gate_at(const Params& p, int image, int channel) {
+    return channel < p.gate_channels ? *reinterpret_cast<const uint4*>(p.gate + (long long)image * p.gate_pitch + channel) : make_uint4(0, 0, 0, 0);
+}
+
+DEVICE void fetch_constants(const Params& p, Factors& f) {
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float4 v = __ldg(reinterpret_cast<const float4*>(p.before + f.channel) + i);
+        f.constants[2 * i] = make_float2(v.x, v.y), f.constants[2 * i + 1] = make_float2(v.z, v.w);
     }
-    while (tile < p.tiles) {
-        float2 c[8];
+}
+
+DEVICE void fetch_gates(const Params& p, const Fill& fill, Factors& f) {
+    f.image = fill.image, f.until = GATED ? (fill.image + 1) * p.image_pixels - fill.pixel : CHANGED_ROWS;
+    if (!GATED) return;
+    f.gate = f.later = gate_at(p, f.image, f.channel);
+    if (f.until < CHANGED_ROWS) f.later = gate_at(p, min(f.image + 1, p.images - 1), f.channel);
+}
+
+// Changes the lane's vectors of a fill; ``gate_of``: the gate of a row. Loads first: they are on their way together. The loop stays one:
+// blocks with few fills run it once or twice, and would wait for the instructions.
+template <class GateOf>
+DEVICE void change_rows(u32 at, const u32 (&offset)[PHASES], int first_row, const float2* constants, GateOf gate_of) {
+    constexpr int EACH = (CHANGED_ROWS + CHANGED_STEP - 1) / CHANGED_STEP, BATCH = EACH < 4 ? EACH : 4;
+    constexpr bool WHOLE = CHANGED_ROWS % CHANGED_STEP == 0;
+    static_assert(EACH <= BATCH || BATCH % PHASES == 0, "a batch begins with the first phase of the swizzle");
+    #pragma unroll 1
+    for (int begin = 0; begin < EACH; begin += BATCH, at += BATCH * CHANGED_STEP * SPAN) {
+        uint4 v[BATCH];
+        auto is_one = [&](int i) { return (EACH % BATCH == 0 || begin + i < EACH) && (WHOLE || first_row + (begin + i) * CHANGED_STEP < CHANGED_ROWS); };
+        auto address = [&](int i) { return at + offset[i % PHASES] + i * CHANGED_STEP * SPAN; };
         #pragma unroll
-        for (int i = 0; i < 8; i++) c[i] = next[i];
-        uint4 gate = next_gate, later = next_later;        // of the row's image and of the one behind it
-        int image = wanted, until = GATED ? (image + 1) * p.image_pixels - tile_pixel : 0;     // the first row of that one
-        const int channel = (k_begin + k) * BK + chunk * 8;
-        const u32 at = ring + stage * STAGE_BYTES;
-        auto next_image = [&](int row) {
+        for (int i = 0; i < BATCH; i++)
+            if (is_one(i)) v[i] = shared_load16(address(i));
+        #pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            if (!is_one(i)) continue;
+            const uint4 gate = gate_of(first_row + (begin + i) * CHANGED_STEP);
+            v[i].x = change_pair(v[i].x, constants, gate.x), v[i].y = change_pair(v[i].y, constants + 2, gate.y);
+            v[i].z = change_pair(v[i].z, constants + 4, gate.z), v[i].w = change_pair(v[i].w, constants + 6, gate.w);
+        }
+        #pragma unroll
+        for (int i = 0; i < BATCH; i++)
+            if (is_one(i)) shared_store16(address(i), v[i]);
+    }
+}
+
+DEVICE void change_fill(const Params& p, u32 at, const u32 (&offset)[PHASES], int first_row, const Factors& f) {
+    const int last_image = p.images - 1;
+    uint4 gate = f.gate, later = f.later;
+    int image = f.image, until = f.until;
+    if (!GATED || until >= CHANGED_ROWS) {
+        change_rows(at, offset, first_row, f.constants, [&](int) { return gate; });
+    } else if (until + p.image_pixels >= CHANGED_ROWS || image + 1 >= last_image) {            // rows of two images
+        change_rows(at, offset, first_row, f.constants, [&](int row) {
+            const bool own = row < until;
+            return make_uint4(own ? gate.x : later.x, own ? gate.y : later.y, own ? gate.z : later.z, own ? gate.w : later.w);
+        });
+    } else {
+        change_rows(at, offset, first_row, f.constants, [&](int row) {
+            if (row < until) return gate;
             gate = later, image = min(image + 1, last_image), until += p.image_pixels;
             if (row >= until && image < last_image) {      // images of a few pixels
                 while (row >= until && image < last_image) image++, until += p.image_pixels;
-                gate = gate_at(image, channel);
+                gate = gate_at(p, image, f.channel);
             }
-            later = gate_at(min(image + 1, last_image), channel);
-        };
-        auto address = [&](int row) { return at + row * SPAN + ((chunk ^ (row / (128 / SPAN)) % CHUNKS) << 4); };
-        k += CHANGERS;
-        settle();
-        if (tile < p.tiles) fetch(true);
+            later = gate_at(p, min(image + 1, last_image), f.channel);
+            return gate;
+        });
+    }
+}
+
+DEVICE void change_pixels(const Params& p, u32 ring, u32 full, u32 changed, int first_tile, int tile_step, int sharer, int k_begin, int k_count, int warp,
+                          int lane) {
+    const int chunk = lane % CHUNKS, first_row = lane / CHUNKS;
+    Fill ahead = {first_tile, 0, 0, 0};
+    move_on(p, ahead, warp, tile_step, k_count, sharer, true);
+    if (ahead.tile >= p.tiles) return;
+    Factors next;
+    next.channel = (k_begin + ahead.k) * BK + chunk * 8;
+    if (!GATE_ALONE) fetch_constants(p, next);
+    if (GATED) grid_dependency_wait();             // the gate is another kernel's result
+    fetch_gates(p, ahead, next);
+    u32 offset[PHASES];                            // of a lane's first rows in a stage, without their steps
+    #pragma unroll
+    for (int i = 0; i < PHASES; i++) offset[i] = first_row * SPAN + ((chunk ^ ((first_row + i * CHANGED_STEP) / (128 / SPAN)) % CHUNKS) << 4);
+    int stage = warp, parity = 0;
+    for (bool more = true; more;) {
+        const Factors now = next;
+        move_on(p, ahead, CHANGERS, tile_step, k_count, sharer);
+        more = ahead.tile < p.tiles;
+        if (more) {
+            next.channel = (k_begin + ahead.k) * BK + chunk * 8;
+            if (!GATE_ALONE) fetch_constants(p, next);
+            fetch_gates(p, ahead, next);
+        }
         if (TURNS_AT_STAGES) barrier_wait(changed + 8 * stage, parity ^ 1);   // passes at once at a stage's first fill
         barrier_wait(full + 8 * stage, parity);
-        for (int begin = first_row; begin < ROWS; begin += STEP * BATCH) {     // loads first: they are on their way together
-            uint4 v[BATCH];
-            #pragma unroll
-            for (int i = 0; i < BATCH; i++)
-                if (begin + i * STEP < ROWS) v[i] = shared_load16(address(begin + i * STEP));
-            #pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                const int row = begin + i * STEP;
-                if (row >= ROWS) continue;
-                if (GATED && row >= until) next_image(row);
-                v[i].x = change_pair(v[i].x, c, gate.x), v[i].y = change_pair(v[i].y, c + 2, gate.y);
-                v[i].z = change_pair(v[i].z, c + 4, gate.z), v[i].w = change_pair(v[i].w, c + 6, gate.w);
-            }
-            #pragma unroll
-            for (int i = 0; i < BATCH; i++)
-                if (begin + i * STEP < ROWS) shared_store16(address(begin + i * STEP), v[i]);
-        }
+        change_fill(p, ring + stage * STAGE_BYTES, offset, first_row, now);
         async_proxy_fence();
         __syncwarp();
         if (lane == 0) barrier_arrive(changed + 8 * stage);

@@ -1,16 +1,16 @@
-// Sums or means of the channels of images that lie channels-last, 16-bit. fp32 sums in one order.
+// Sums, means or norms of the channels of images that lie channels-last, 16-bit. fp32 sums in one order.
 //
-// A cluster of CLUSTER blocks takes 32 channels of an image, each block a share of its pixels. Threads take vectors of eight channels, LINES
+// A cluster of CLUSTER blocks takes 32 channels of an image, each block a share of its pixels. THREADS take vectors of eight channels, LINES
 // pixels apart, AHEAD at a time. Warps add up by shuffles, and the first block of the cluster what all blocks found.
 //
-// generated.cuh defines CLUSTER.
+// generated.cuh defines CLUSTER, THREADS, AHEAD, SQUARES (1: of the elements' squares) and ROOT (1: the root of the result).
 #include "vectors.cuh"
 #include "generated.cuh"
 #if CLUSTER > 1
 #include "ptx.cuh"
 #endif
 
-constexpr int THREADS = 256, CHANNELS = 32, VECTORS = CHANNELS / 8, LINES = THREADS / VECTORS, AHEAD = 8, WARPS = THREADS / 32;
+constexpr int CHANNELS = 32, VECTORS = CHANNELS / 8, LINES = THREADS / VECTORS, WARPS = THREADS / 32;
 
 struct Params {
     const u16* x;                                  // [images][pixels][pitch]
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) means(const __grid_constan
         for (int k = 0; k < AHEAD; k++) {
             if (first + k * LINES >= end) break;
             #pragma unroll
-            for (int i = 0; i < 8; i++) sum[i] += element(v[k], i);
+            for (int i = 0; i < 8; i++) sum[i] += SQUARES ? element(v[k], i) * element(v[k], i) : element(v[k], i);
         }
     }
     #pragma unroll
@@ -69,5 +69,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) means(const __grid_constan
     #pragma unroll
     for (int r = 0; r < CLUSTER; r++) total += gathered[r][lane];
 #endif
-    if (warp == 0 && slab + lane < p.channels) p.output[(long long)image * p.channels + slab + lane] = pack1(total * p.factor);
+    total *= p.factor;
+    if (warp == 0 && slab + lane < p.channels) p.output[(long long)image * p.channels + slab + lane] = pack1(ROOT ? sqrtf(total) : total);
 }
