@@ -21,18 +21,22 @@ ROWS = 16
 LEAST_WARPS, WARPS = 6, 24
 """Of a block: fewer do not hide the latency of products, more have too few registers."""
 REGISTERS = 65536
+CLUSTERS = (2, 4, 8)
+"""Blocks of a cluster."""
 
 
 @dataclass(frozen=True, order=True)
 class Config:
     """``teams`` teams of ``sharers`` warps, which share K, take groups of ``tiles`` tiles of 16 columns (of both matrices, where there are
-    two) in turn; each warp has ``ahead`` chunks of a group in flight. ``split`` blocks share K."""
+    two) in turn; each warp has ``ahead`` runs of ``run`` chunks of a group in flight. ``split`` blocks share K; ``cluster``: they are one."""
 
     tiles: int
     teams: int
     sharers: int
     ahead: int
     split: int = 1
+    cluster: bool = False
+    run: int = 1
 
     @property
     def warps(self) -> int:
@@ -45,20 +49,24 @@ class Config:
         return self.warps * 32
 
     def __str__(self) -> str:
-        shared = f"k{self.split}" if self.split > 1 else ""
-        return f"resident{self.tiles}t{self.teams}x{self.sharers}a{self.ahead}{shared}"
+        shared = f"{'c' if self.cluster else 'k'}{self.split}" if self.split > 1 else ""
+        return f"resident{self.tiles}t{self.teams}x{self.sharers}a{self.ahead}{f'r{self.run}' if self.run > 1 else ''}{shared}"
 
 
 CONFIGS = tuple(
     Config(*c)
-    for c in itertools.product((1, 2, 3, 4), range(1, 17), range(1, 25), (1, 2, 3, 4, 6), (1, 2, 3, 4, 6, 8))
-    if LEAST_WARPS <= c[1] * c[2] <= WARPS
+    for c in itertools.product(
+        (1, 2, 3, 4), range(1, 17), range(1, 25), (1, 2, 3, 4), (1, 2, 3, 4, 6, 8), (False, True), (1, 2)
+    )
+    if LEAST_WARPS <= c[1] * c[2] <= WARPS and (not c[5] or c[4] in CLUSTERS)
 )
 KNOWN = frozenset(CONFIGS)
 
 
 def parts(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     """Parts of the columns: each multiprocessor has one block."""
+    if config.cluster:
+        return min(problem.tiles, gpu.clusters_at_once(config.split))
     return min(problem.tiles, max(1, gpu.multiprocessors // config.split))
 
 
@@ -81,7 +89,7 @@ def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     barriers = -(-config.warps * (2 + config.ahead) // 16) * 128
     rows = -(-ROWS * (chunks * problem.chunk * 2 + 16 + chunks * 8) // 128) * 128
     tile = tiles.CHUNK_BYTES + tiles.CHANNELS * groups * (problem.scale_bytes + problem.zero_bytes)
-    ring, sums = config.ahead * config.tiles * tile, ROWS * (config.tiles * tiles.CHANNELS + 4) * 4
+    ring, sums = config.ahead * config.run * config.tiles * tile, ROWS * (config.tiles * tiles.CHANNELS + 4) * 4
     alone = groups_here(problem, config, gpu) <= config.teams
     return barriers + rows + config.warps * (max(ring, sums) if alone else ring + sums)
 
@@ -100,7 +108,11 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return "its sums do not fit the registers"
     if config.teams > groups_here(problem, config, gpu):
         return f"its blocks have fewer than {config.teams} groups of tiles"
-    if problem.chunks // config.split < config.sharers:
+    if config.cluster and groups_here(problem, config, gpu) > config.teams:
+        return "the blocks of a cluster add the sums of one group for each team"
+    if config.run > 1 and tiles.set_shift(problem.depth, problem.bits, problem.block):
+        return "the chunks of a run have scales of their own"
+    if problem.chunks // config.split <= (config.sharers - 1) * config.run:
         return f"{problem.chunks} chunks are not shared by {config.split * config.sharers} warps"
     return None
 
@@ -114,7 +126,7 @@ def registers(problem: Problem, config: Config) -> int:
     """Registers of a thread, about."""
     groups = tiles.groups_of(problem.bits, problem.block)
     chunk = 8 + 2 * (-(-groups * problem.scale_bytes // 4) + -(-groups * problem.zero_bytes // 4))
-    return 26 + config.tiles * (8 + 8 * (groups == 1) + chunk)
+    return 24 + config.tiles * (8 + 8 * (groups == 1) + config.run * chunk)
 
 
 def resident(problem: Problem, config: Config) -> int:
@@ -124,7 +136,7 @@ def resident(problem: Problem, config: Config) -> int:
 
 def workspace(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[int, int]:
     """Bytes of the partial sums, and of their counts, which are zero at first. Both 0 where K is not shared by blocks."""
-    if config.split == 1:
+    if config.split == 1 or config.cluster:
         return 0, 0
     blocks, fours = parts(problem, config, gpu), groups_here(problem, config, gpu) * ROWS * config.tiles * 4
     return blocks * config.split * fours * 16, blocks * 4
@@ -133,7 +145,7 @@ def workspace(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[int, int
 def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     """What to compile."""
     found = {
-        "TILES": config.tiles, "TEAMS": config.teams, "SHARERS": config.sharers, "DEPTH": config.ahead, "SPLIT": config.split,
+        "TILES": config.tiles, "TEAMS": config.teams, "SHARERS": config.sharers, "DEPTH": config.ahead, "SPLIT": config.split, "CLUSTERED": int(config.cluster), "RUN": config.run,
         "CHUNKS": chunks_here(problem, config), "GROUPS_HERE": groups_here(problem, config, gpu), "RESIDENT": resident(problem, config),
         "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "HAS_RESIDUAL": int(problem.residual), "PAIRED": problem.matrices - 1, **defines(problem),
     }  # fmt: skip
@@ -149,11 +161,11 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pi
     if reason := refuse(problem, config, gpu):
         raise InternalError(f"packed_resident: {reason}")
     parameters = product_parameters(problem, pairs=True)
-    parameters.pointer(*(("partial", "arrived") if config.split > 1 else (None, None)))
+    parameters.pointer(*(("partial", "arrived") if config.split > 1 and not config.cluster else (None, None)))
     blocks = parts(problem, config, gpu)
     parameters.i32(problem.rows, problem.columns, problem.depth, x_pitch, out_pitch, blocks)
     return parameters.launch(
-        recipe(problem, config, gpu), "packed_resident", blocks * config.split, config.threads, shared=shared_bytes(problem, config, gpu),
+        recipe(problem, config, gpu), "packed_resident", blocks * config.split, config.threads, shared=shared_bytes(problem, config, gpu), cluster=config.split if config.cluster else 1,
     )  # fmt: skip
 
 

@@ -42,6 +42,7 @@ SIZES = {
     "one team": (1, Case(12, 64, 1536), C(4, 1, 8, 1)),
     "bf16": (1, Case(15, 40, 600, dtype="bfloat16", scale="bfloat16"), C(1, 3, 2, 2)),
     "odd columns": (2, Case(12, 61, 833, block=16), C(1, 2, 5, 2)),
+    "runs of two chunks": (2, Case(11, 140, 1100, zeros="uint8"), C(2, 2, 3, 2, 1, run=2)),
 }
 
 
@@ -67,6 +68,7 @@ def test_sizes_on_a_processor(name: str, tmp_path: Path) -> None:
 PAIRS = {
     "two rounds": (1, Case(11, 120, 1700, stages=GATED), C(2, 3, 2, 2)),
     "zero points": (1, Case(16, 100, 640, zeros="uint8", stages=GATED), C(4, 2, 4, 1)),
+    "runs of two chunks": (1, Case(16, 64, 900, zeros="uint8", stages=GATED), C(2, 4, 2, 1, run=2)),
     "K shared by blocks": (
         2,
         Case(9, 61, 1024, "uint8", dtype="bfloat16", scale="bfloat16", stages=GATED),

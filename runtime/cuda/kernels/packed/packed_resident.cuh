@@ -22,7 +22,7 @@ constexpr int FOURS = EACH * 4, SUM_PITCH = TILES * 16 + 4;            // fours 
 constexpr int PIECE = (CHUNKS + WARPS - 1) / WARPS;                    // chunks of K that a warp brings the rows of
 constexpr int ROWS_AT = (WARPS * (2 + DEPTH) + 15) / 16 * 128;         // behind the barriers
 constexpr int SCALE_SET = 16 * GROUPS * SCALE_BYTES, ZERO_SET = 16 * GROUPS * ZERO_BYTES;  // bytes
-constexpr int TILE_BYTES = CHUNK_BYTES + SCALE_SET + ZERO_SET, SLOT_BYTES = TILES * TILE_BYTES, RING_BYTES = DEPTH * SLOT_BYTES;
+constexpr int TILE_BYTES = RUN * (CHUNK_BYTES + SCALE_SET + ZERO_SET), SLOT_BYTES = TILES * TILE_BYTES, RING_BYTES = DEPTH * SLOT_BYTES;
 constexpr int SUM_BYTES = ROWS * SUM_PITCH * 4;
 constexpr bool ALIASED = GROUPS_HERE <= TEAMS;     // sums take the place of the ring, which nothing more comes to
 constexpr int OWN_SUMS_AT = ALIASED ? 0 : RING_BYTES, WARP_BYTES = ALIASED ? (RING_BYTES > SUM_BYTES ? RING_BYTES : SUM_BYTES) : RING_BYTES + SUM_BYTES;
@@ -37,7 +37,14 @@ constexpr float NUMBER = 16777216.0f, OFFSET = 0.0f;
 #endif
 constexpr float START = (ZEROS ? 1.0f : -(float(1 << (BITS - 1)) + OFFSET)) / NUMBER;  // what sums of rows are multiplied by
 
+#ifdef APART_ON
+constexpr bool APART = RAW && BITS == 4 && OFFSET == 0.0f;
+#else
+constexpr bool APART = false;                      // whether numbers that lie four bits up are summed apart
+#endif
 static_assert(TILES % MATRICES == 0, "tiles of two matrices come in pairs");
+static_assert(RUN == 1 || SET_SHIFT == 0, "the chunks of a run have sets of their own");
+static_assert(!CLUSTERED || ALIASED, "the blocks of a cluster add their sums once");
 
 // What a block computes: its tiles of results, in groups, and its chunks of K.
 struct Part {
@@ -62,7 +69,7 @@ struct Ring {
     __device__ __forceinline__ Ring(const Params& p, const Part& part, u32 at, u32 full, int team, int sharer) : p(p), part(part), at(at), full(full), sharer(sharer), group(team), slot(0), parity(0) {}
 
     __device__ __forceinline__ void begin_group() {
-        chunk = part.begin + sharer;
+        chunk = part.begin + sharer * RUN;
         #pragma unroll
         for (int n = 0; n < TILES; n++) {
             const PackedWeights& matrix = n % MATRICES ? p.beside : p.weights;
@@ -74,7 +81,7 @@ struct Ring {
     }
     // Asks for the first chunks.
     __device__ __forceinline__ void begin(int lane) {
-        if (sharer >= part.count) group = part.groups;                 // there are none
+        if (sharer * RUN >= part.count) group = part.groups;           // there are none
         if (lane == 0) {
             #pragma unroll
             for (int d = 0; d < DEPTH; d++) barrier_init(full + d * 8, 1);
@@ -90,19 +97,21 @@ struct Ring {
     // Asks for a chunk of each tile of a group, by one lane.
     __device__ __forceinline__ void load() const {
         const u32 barrier = full + slot * 8, to = at + slot * SLOT_BYTES, set = chunk >> SET_SHIFT;
-        barrier_expect(barrier, SLOT_BYTES);
+        const u32 many = RUN == 1 ? 1 : min(RUN, part.begin + part.count - chunk);
+        barrier_expect(barrier, many * (SLOT_BYTES / RUN));
         #pragma unroll
         for (int n = 0; n < TILES; n++) {
-            bulk_load(to + n * TILE_BYTES, tile[n] + u64(u32(chunk)) * CHUNK_BYTES, CHUNK_BYTES, barrier);
-            bulk_load(to + n * TILE_BYTES + CHUNK_BYTES, scale[n] + u64(set) * SCALE_SET, SCALE_SET, barrier);
-            if (ZERO_SET > 0) bulk_load(to + n * TILE_BYTES + CHUNK_BYTES + SCALE_SET, zero[n] + u64(set) * ZERO_SET, ZERO_SET, barrier);
+            const u32 scales_at = to + n * TILE_BYTES + RUN * CHUNK_BYTES;
+            bulk_load(to + n * TILE_BYTES, tile[n] + u64(u32(chunk)) * CHUNK_BYTES, many * CHUNK_BYTES, barrier);
+            bulk_load(scales_at, scale[n] + u64(set) * SCALE_SET, many * SCALE_SET, barrier);
+            if (ZERO_SET > 0) bulk_load(scales_at + RUN * SCALE_SET, zero[n] + u64(set) * ZERO_SET, many * ZERO_SET, barrier);
         }
     }
     // Asks for what comes next, into the slot that was read last. By whole warps.
     __device__ __forceinline__ void ask() {
         if (group < part.groups) {
             if (elect_one()) load();
-            chunk += SHARERS;
+            chunk += SHARERS * RUN;
             if (chunk >= part.begin + part.count) group += TEAMS, begin_group();
         }
         if (++slot == DEPTH) slot = 0, parity ^= 1;
@@ -194,16 +203,24 @@ template <int BYTES> DEVICE Words<BYTES> shared_words(const u8* at) {
     return v;
 }
 
-// What a lane holds of a chunk, from its place in the ring.
-DEVICE Chunk shared_chunk(const u8* at, int lane) {
+// Where a lane reads, from a common place on. Computed here, and not again for each chunk.
+struct LanePlaces {
+    u32 weights, scales, zeros, rows, sums;
+    __device__ __forceinline__ explicit LanePlaces(int lane)
+        : weights(lane * 16), scales(lane / 4 * (GROUPS * SCALE_BYTES)), zeros(lane / 4 * (GROUPS * ZERO_BYTES)), rows(lane_rows(0, 0, lane) + (APART ? lane / 8 % 2 * 16 : 0)), sums(lane % 4 * 16) {
+        if (THREADS <= 512) asm volatile("" : "+r"(weights), "+r"(scales), "+r"(zeros), "+r"(rows), "+r"(sums));   // there is room for them
+    }
+};
+
+// What a lane holds of chunk ``r`` of a run, from its place in the ring.
+DEVICE Chunk shared_chunk(const u8* at, int r, const LanePlaces& lane) {
     Chunk c;
     #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int channel = lane / 4 + h * 8;
-        c.weights[h] = *reinterpret_cast<const uint4*>(at + h * 512 + lane * 16);
-        c.scales[h] = shared_words<GROUPS * SCALE_BYTES>(at + CHUNK_BYTES + channel * (GROUPS * SCALE_BYTES));
+        c.weights[h] = *reinterpret_cast<const uint4*>(at + lane.weights + (r * CHUNK_BYTES + h * 512));
+        c.scales[h] = shared_words<GROUPS * SCALE_BYTES>(at + lane.scales + (RUN * CHUNK_BYTES + r * SCALE_SET + h * (8 * GROUPS * SCALE_BYTES)));
 #if ZEROS
-        c.zeros[h] = shared_words<GROUPS * ZERO_BYTES>(at + CHUNK_BYTES + SCALE_SET + channel * (GROUPS * ZERO_BYTES));
+        c.zeros[h] = shared_words<GROUPS * ZERO_BYTES>(at + lane.zeros + (RUN * (CHUNK_BYTES + SCALE_SET) + r * ZERO_SET + h * (8 * GROUPS * ZERO_BYTES)));
 #endif
     }
     return c;
