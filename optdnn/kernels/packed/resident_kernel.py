@@ -111,7 +111,7 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     if config.cluster and groups_here(problem, config, gpu) > config.teams:
         return "the blocks of a cluster add the sums of one group for each team"
     if config.run > 1 and tiles.set_shift(problem.depth, problem.bits, problem.block):
-        return "the chunks of a run have scales of their own"
+        return "the chunks of a run have one scale"
     if problem.chunks // config.split <= (config.sharers - 1) * config.run:
         return f"{problem.chunks} chunks are not shared by {config.split * config.sharers} warps"
     return None

@@ -123,6 +123,11 @@ def test_what_it_refuses() -> None:
     assert why(C(4, 2, 12, 1), Case(16, 14336, 2048)) == "its sums do not fit the registers"
     assert why(C(2, 5, 4, 1)) == "its blocks have fewer than 5 groups of tiles"
     assert why(C(1, 1, 17, 1), Case(16, 2048, 2048)) == "16 chunks are not shared by 17 warps"
+    assert why(C(2, 7, 2, 1, 2, cluster=True)) is None
+    assert why(C(2, 6, 2, 1, 2, cluster=True)) == "the blocks of a cluster add the sums of one group for each team"
+    assert why(C(2, 8, 2, 1, 3, cluster=True)) == "not a tile of this kernel"
+    assert why(C(1, 7, 2, 1, run=2)) is None
+    assert why(C(1, 7, 2, 1, run=2), replace(LARGE, block=256)) == "the chunks of a run have one scale"
     assert resident.unfit(LARGE.problem, H200) is None
     assert resident.unfit(Case(16, 64, 256).problem, H200) == "2 chunks are not shared by 6 warps"
 
