@@ -86,7 +86,7 @@ def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     """Dynamic shared memory of a block: barriers, rows, sums of a chunk's rows, and of each warp a ring and sums, which take the
     ring's place where nothing more comes to it."""
     chunks, groups = chunks_here(problem, config), tiles.groups_of(problem.bits, problem.block)
-    barriers = -(-config.warps * (2 + config.ahead) // 16) * 128
+    barriers = -(-(1 + config.warps * (2 + config.ahead)) // 16) * 128
     rows = -(-ROWS * (chunks * problem.chunk * 2 + 16 + chunks * 8) // 128) * 128
     tile = tiles.CHUNK_BYTES + tiles.CHANNELS * groups * (problem.scale_bytes + problem.zero_bytes)
     ring, sums = config.ahead * config.run * config.tiles * tile, ROWS * (config.tiles * tiles.CHANNELS + 4) * 4

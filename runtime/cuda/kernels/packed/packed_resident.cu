@@ -230,6 +230,48 @@ struct Ends {
         }
     }
 #endif
+#if defined(PUSH) && CLUSTERED
+    // What a block of a cluster makes of the sums that were sent to it: results of some rows.
+    __device__ __forceinline__ void sent(const u8* sums, u32 barrier) const {
+        bool waited = false;
+        for (int i = threadIdx.x; i < part.groups * EACH * SENT; i += THREADS) {
+            const int local = i % SENT, tile = i / SENT, pair = cluster_rank() * (8 / SPLIT) + local / 8, row = pair * 2, column = (part.first + tile) * 16 + local % 8;
+            float bias[2], other[2], residual[2][2];
+            #pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const bool here = column + h * 8 < p.columns;
+                bias[h] = here ? __ldg(p.bias + column + h * 8) : 0.0f, other[h] = PAIRED && here ? __ldg(p.beside_bias + column + h * 8) : 0.0f;
+                #pragma unroll
+                for (int r = 0; r < 2; r++) residual[h][r] = HAS_RESIDUAL && here && row + r < p.rows ? unpack1(p.residual[(long long)(row + r) * p.out_pitch + column + h * 8]) : 0.0f;
+            }
+            if (!waited) barrier_wait_cluster(barrier, 0);
+            waited = true;
+            float4 sum[MATRICES];
+            #pragma unroll
+            for (int n = 0; n < MATRICES; n++) {
+                sum[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                #pragma unroll
+                for (int w = 0; w < SPLIT * SHARERS; w++)
+                    add_to(sum[n], reinterpret_cast<const float4*>(sums)[((w / SHARERS * GROUPS_HERE + tile / EACH) * SHARERS + w % SHARERS) * (TILES * SENT) + (tile % EACH * MATRICES + n) * SENT + local]);
+            }
+            if (tile >= part.tiles) continue;
+            #pragma unroll
+            for (int h = 0; h < 2; h++) {
+                #pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    if (column + h * 8 >= p.columns || row + r >= p.rows) continue;
+                    const float x = (h ? r ? sum[0].w : sum[0].z : r ? sum[0].y : sum[0].x) * (RAW ? NUMBER : 1.0f);
+                    float beside = residual[h][r];
+#if PAIRED
+                    beside = epilogue_beside((h ? r ? sum[1].w : sum[1].z : r ? sum[1].y : sum[1].x) * (RAW ? NUMBER : 1.0f), other[h], 0.0f);
+#endif
+                    p.output[(long long)(row + r) * p.out_pitch + column + h * 8] = pack1(epilogue(x, bias[h], beside));
+                }
+            }
+        }
+        if (!waited) barrier_wait_cluster(barrier, 0);                 // nobody sends to a block that has ended
+    }
+#endif
     // By all threads of the last block to come.
     __device__ __forceinline__ void block() const {
         for (int i = threadIdx.x; i < part.groups * ROWS * FOURS; i += THREADS) {
@@ -242,6 +284,20 @@ struct Ends {
         }
     }
 };
+
+#if defined(PUSH) && CLUSTERED
+// Sends the warp's sums of a group to the blocks of the cluster: to each those of its rows.
+DEVICE void send_sums(u32 to, u32 barrier, const Sums& sums, int group, int sharer, int lane) {
+    #pragma unroll
+    for (int m = 0; m < 2; m++) {
+        const int pair = m * 4 + lane % 4;
+        const u32 rank = pair * SPLIT / 8, local = pair % (8 / SPLIT) * 8 + lane / 4;
+        const u32 first = ((cluster_rank() * GROUPS_HERE + group) * SHARERS + sharer) * (TILES * SENT) + local, at = cluster_map(to + first * 16, rank), own = cluster_map(barrier, rank);
+        #pragma unroll
+        for (int n = 0; n < TILES; n++) cluster_store_async(at + n * (SENT * 16), own, sums[n][m]);
+    }
+}
+#endif
 
 // Adds the products of the run of chunks that the ring holds next.
 DEVICE void add_run(Sums& sums, const Part& part, const Rows& rows, Ring& ring, u8* behind, const u8* own_place, int chunk, const LanePlaces& lane) {
@@ -271,6 +327,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
     rows.begin();
     ring.begin(lane);
     prefetch_biases(p, part);
+#if CLUSTERED && defined(PUSH)
+    if (threadIdx.x == 0) {
+        barrier_init(smem_address(shared) + ROWS_AT - 8, 1);
+        barrier_init_fence();
+        barrier_expect(smem_address(shared) + ROWS_AT - 8, part.groups * (SHARERS * TILES * 1024));
+    }
+    cluster_arrive_relaxed();
+#endif
     __syncthreads();
     grid_dependency_wait();
     rows.ask();
@@ -286,7 +350,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
         clear(sums);
         #pragma unroll 1
         for (int chunk = sharer * RUN; chunk < part.count; chunk += SHARERS * RUN) add_run(sums, part, rows, ring, behind, own_place, chunk, places);
-#if CLUSTERED
+#if CLUSTERED && defined(PUSH)
+        cluster_wait();
+        send_sums(smem_address(behind) + SENT_AT, smem_address(shared) + ROWS_AT - 8, sums, group, sharer, lane);
+#elif CLUSTERED
         put_sums(reinterpret_cast<float*>(own_place + OWN_SUMS_AT), sums, lane);
 #else
         const Around first = ends.around(group, threadIdx.x % TEAM_THREADS);
@@ -296,7 +363,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
         if (group + TEAMS < part.groups) team_barrier(team);           // the sums' places are free
 #endif
     }
-#if CLUSTERED
+#if CLUSTERED && defined(PUSH)
+    if (team >= part.groups) cluster_wait();       // a team without tiles
+    ends.sent(behind + SENT_AT, smem_address(shared) + ROWS_AT - 8);
+#elif CLUSTERED
     const int mine = cluster_rank() * THREADS + threadIdx.x;
     const Around first = ends.around(mine / (ROWS * FOURS), mine % (ROWS * FOURS));
     cluster_arrive();

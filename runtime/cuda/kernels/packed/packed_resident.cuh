@@ -20,13 +20,14 @@ constexpr int WARPS = TEAMS * SHARERS, THREADS = WARPS * 32, TEAM_THREADS = SHAR
 constexpr int PITCH = CHUNKS * CHUNK_K * 2 + 16;   // bytes of a row: the eight rows of an ldmatrix lie in other banks
 constexpr int FOURS = EACH * 4, SUM_PITCH = TILES * 16 + 4;            // fours of results of a row of a group; floats of its sums
 constexpr int PIECE = (CHUNKS + WARPS - 1) / WARPS;                    // chunks of K that a warp brings the rows of
-constexpr int ROWS_AT = (WARPS * (2 + DEPTH) + 15) / 16 * 128;         // behind the barriers
+constexpr int ROWS_AT = (1 + WARPS * (2 + DEPTH) + 15) / 16 * 128;         // behind the barriers
 constexpr int SCALE_SET = 16 * GROUPS * SCALE_BYTES, ZERO_SET = 16 * GROUPS * ZERO_BYTES;  // bytes
 constexpr int TILE_BYTES = RUN * (CHUNK_BYTES + SCALE_SET + ZERO_SET), SLOT_BYTES = TILES * TILE_BYTES, RING_BYTES = DEPTH * SLOT_BYTES;
 constexpr int SUM_BYTES = ROWS * SUM_PITCH * 4;
 constexpr bool ALIASED = GROUPS_HERE <= TEAMS;     // sums take the place of the ring, which nothing more comes to
 constexpr int OWN_SUMS_AT = ALIASED ? 0 : RING_BYTES, WARP_BYTES = ALIASED ? (RING_BYTES > SUM_BYTES ? RING_BYTES : SUM_BYTES) : RING_BYTES + SUM_BYTES;
 constexpr int ROW_SUMS_AT = ROWS * PITCH, WARPS_AT = (ROW_SUMS_AT + CHUNKS * ROWS * 8 + 127) / 128 * 128;  // behind the rows' beginning
+constexpr int SENT_AT = WARPS_AT + WARPS * WARP_BYTES, SENT = 64 / SPLIT;   // fours of a tile of a warp that a block of a cluster gets
 constexpr int PARTIAL_FOURS = GROUPS_HERE * ROWS * FOURS * MATRICES;   // of a block
 #if defined(DTYPE_BF16)
 constexpr bool RAW = GROUPS == 1 && !FLOAT_CODES && BITS < 8;
