@@ -28,7 +28,7 @@ CLUSTERS = (2, 4, 8)
 @dataclass(frozen=True, order=True)
 class Config:
     """``teams`` teams of ``sharers`` warps, which share K, take groups of ``tiles`` tiles of 16 columns (of both matrices, where there are
-    two) in turn; each warp has ``ahead`` runs of ``run`` chunks of a group in flight. ``split`` blocks share K; ``cluster``: they are one."""
+    two) in turn; each warp has ``ahead`` chunks of a group in flight. ``split`` blocks share K; ``cluster``: they are one."""
 
     tiles: int
     teams: int
@@ -36,7 +36,6 @@ class Config:
     ahead: int
     split: int = 1
     cluster: bool = False
-    run: int = 1
 
     @property
     def warps(self) -> int:
@@ -50,13 +49,13 @@ class Config:
 
     def __str__(self) -> str:
         shared = f"{'c' if self.cluster else 'k'}{self.split}" if self.split > 1 else ""
-        return f"resident{self.tiles}t{self.teams}x{self.sharers}a{self.ahead}{f'r{self.run}' if self.run > 1 else ''}{shared}"
+        return f"resident{self.tiles}t{self.teams}x{self.sharers}a{self.ahead}{shared}"
 
 
 CONFIGS = tuple(
     Config(*c)
     for c in itertools.product(
-        (1, 2, 3, 4), range(1, 17), range(1, 25), (1, 2, 3, 4), (1, 2, 3, 4, 6, 8), (False, True), (1, 2)
+        (1, 2, 3, 4), range(1, 17), range(1, 25), (1, 2, 3, 4), (1, 2, 3, 4, 6, 8), (False, True)
     )
     if LEAST_WARPS <= c[1] * c[2] <= WARPS and (not c[5] or c[4] in CLUSTERS)
 )
@@ -84,14 +83,15 @@ def chunks_here(problem: Problem, config: Config) -> int:
 
 def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     """Dynamic shared memory of a block: barriers, rows, sums of a chunk's rows, and of each warp a ring and sums, which take the
-    ring's place where nothing more comes to it."""
+    ring's place where nothing more comes to it; and what the blocks of a cluster send."""
     chunks, groups = chunks_here(problem, config), tiles.groups_of(problem.bits, problem.block)
-    barriers = -(-(1 + config.warps * (2 + config.ahead)) // 16) * 128
+    barriers = -(-(1 + config.warps * (1 + config.ahead)) // 16) * 128
     rows = -(-ROWS * (chunks * problem.chunk * 2 + 16 + chunks * 8) // 128) * 128
     tile = tiles.CHUNK_BYTES + tiles.CHANNELS * groups * (problem.scale_bytes + problem.zero_bytes)
-    ring, sums = config.ahead * config.run * config.tiles * tile, ROWS * (config.tiles * tiles.CHANNELS + 4) * 4
+    ring, sums = config.ahead * config.tiles * tile, ROWS * (config.tiles * tiles.CHANNELS + 4) * 4
     alone = groups_here(problem, config, gpu) <= config.teams
-    return barriers + rows + config.warps * (max(ring, sums) if alone else ring + sums)
+    sent = groups_here(problem, config, gpu) * config.sharers * config.tiles * 1024 if config.cluster else 0
+    return barriers + rows + sent + config.warps * (max(ring, sums) if alone else ring + sums)
 
 
 def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
@@ -110,9 +110,7 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return f"its blocks have fewer than {config.teams} groups of tiles"
     if config.cluster and groups_here(problem, config, gpu) > config.teams:
         return "the blocks of a cluster add the sums of one group for each team"
-    if config.run > 1 and tiles.set_shift(problem.depth, problem.bits, problem.block):
-        return "the chunks of a run have one scale"
-    if problem.chunks // config.split <= (config.sharers - 1) * config.run:
+    if problem.chunks // config.split < config.sharers:
         return f"{problem.chunks} chunks are not shared by {config.split * config.sharers} warps"
     return None
 
@@ -126,7 +124,7 @@ def registers(problem: Problem, config: Config) -> int:
     """Registers of a thread, about."""
     groups = tiles.groups_of(problem.bits, problem.block)
     chunk = 8 + 2 * (-(-groups * problem.scale_bytes // 4) + -(-groups * problem.zero_bytes // 4))
-    return 24 + config.tiles * (8 + 8 * (groups == 1) + config.run * chunk)
+    return 24 + config.tiles * (8 + 8 * (groups == 1) + chunk)
 
 
 def resident(problem: Problem, config: Config) -> int:
@@ -145,7 +143,7 @@ def workspace(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[int, int
 def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     """What to compile."""
     found = {
-        "TILES": config.tiles, "TEAMS": config.teams, "SHARERS": config.sharers, "DEPTH": config.ahead, "SPLIT": config.split, "CLUSTERED": int(config.cluster), "RUN": config.run,
+        "TILES": config.tiles, "TEAMS": config.teams, "SHARERS": config.sharers, "DEPTH": config.ahead, "SPLIT": config.split, "CLUSTERED": int(config.cluster),
         "CHUNKS": chunks_here(problem, config), "GROUPS_HERE": groups_here(problem, config, gpu), "RESIDENT": resident(problem, config),
         "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "HAS_RESIDUAL": int(problem.residual), "PAIRED": problem.matrices - 1, **defines(problem),
     }  # fmt: skip

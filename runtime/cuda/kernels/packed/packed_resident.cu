@@ -61,27 +61,8 @@ DEVICE void clear(Sums& sums) {
     for (int i = 0; i < TILES * 8; i++) sums[i / 8][i / 4 % 2][i % 4] = 0.0f;
 }
 
-// Multiplies a chunk's numbers as they lie, those that lie four bits up apart: these sums are 16 times as much.
-DEVICE void multiply_apart(float (&own)[2][TILES][2][4], const Chunk (&held)[TILES], u32 rows) {
-    #pragma unroll
-    for (int word = 0; word < 4; word++) {
-        #pragma unroll
-        for (int up = 0; up < 2; up++) {
-            u32 b[4];
-            ldmatrix_x4(rows + word * 64 + up * 16, b[0], b[1], b[2], b[3]);
-            #pragma unroll
-            for (int n = 0; n < TILES; n++) {
-                const u32 low = word_of(held[n].weights[0], word), high = word_of(held[n].weights[1], word), mask = 0x000f000fu << 4 * up;
-                const u32 a[4] = {low & mask, high & mask, low >> 8 & mask, high >> 8 & mask};
-                multiply(own[up][n][0], a, b[0], b[1]);
-                multiply(own[up][n][1], a, b[2], b[3]);
-            }
-        }
-    }
-}
-
 // Adds a chunk's sums of a tile (in 1 / NUMBER), scaled, less the zero point times the sums of its rows.
-DEVICE void add_scaled(float (&sums)[2][4], const float (&own)[2][4], const float (&apart)[2][4], const float4 (&row_sum)[2], const Chunk& chunk) {
+DEVICE void add_scaled(float (&sums)[2][4], const float (&own)[2][4], const float4 (&row_sum)[2], const Chunk& chunk) {
     #pragma unroll
     for (int h = 0; h < 2; h++) {
         const Zero zero = zero_at(chunk, h, 0);
@@ -93,7 +74,6 @@ DEVICE void add_scaled(float (&sums)[2][4], const float (&own)[2][4], const floa
                 float& sum = sums[m][2 * h + i];
                 if (ZEROS > 0) sum = fmaf(less, i ? row_sum[m].y : row_sum[m].x, sum);
                 sum = fmaf(scale, own[m][2 * h + i], sum);
-                if (APART) sum = fmaf(scale * 0.0625f, apart[m][2 * h + i], sum);
             }
         }
     }
@@ -103,17 +83,16 @@ DEVICE void add_scaled(float (&sums)[2][4], const float (&own)[2][4], const floa
 DEVICE void add_group(Sums& sums, const Chunk (&held)[TILES], u8* shared, int chunk, const LanePlaces& lane) {
     const u32 rows = smem_address(shared) + chunk * (CHUNK_K * 2) + lane.rows;
     float4 row_sum[2];
-    Sums both[2], &own = both[0];
-    clear(own), clear(both[1]);
+    Sums own;
+    clear(own);
     #pragma unroll
     for (int m = 0; RAW && m < 2; m++) {
         row_sum[m] = *reinterpret_cast<const float4*>(reinterpret_cast<const u8*>(row_sums(shared, chunk, m, 0)) + lane.sums);
         #pragma unroll
         for (int n = 0; ZEROS == 0 && n < TILES; n++) own[n][m][0] = row_sum[m].x, own[n][m][1] = row_sum[m].y, own[n][m][2] = row_sum[m].z, own[n][m][3] = row_sum[m].w;
     }
-    if (APART) multiply_apart(both, held, rows);
     #pragma unroll
-    for (int step = 0; !APART && step < STEPS; step++) {
+    for (int step = 0; step < STEPS; step++) {
         u32 b[4];
         ldmatrix_x4(rows + step * 32, b[0], b[1], b[2], b[3]);
         #pragma unroll
@@ -125,7 +104,7 @@ DEVICE void add_group(Sums& sums, const Chunk (&held)[TILES], u8* shared, int ch
         }
     }
     #pragma unroll
-    for (int n = 0; RAW && n < TILES; n++) add_scaled(sums[n], own[n], both[1][n], row_sum, held[n]);
+    for (int n = 0; RAW && n < TILES; n++) add_scaled(sums[n], own[n], row_sum, held[n]);
 }
 
 // The warp's sums of a group: [ROWS][SUM_PITCH].
@@ -209,28 +188,6 @@ struct Ends {
         }
     }
 #if CLUSTERED
-    // By all threads of the blocks of a cluster, which have a part of the results each. sums: of the first warp of a block.
-    __device__ __forceinline__ void cluster(u32 sums, int mine, const Around& first) const {
-        for (int i = mine; i < part.groups * ROWS * FOURS; i += SPLIT * THREADS) {
-            const int group = i / (ROWS * FOURS), at = i % (ROWS * FOURS);
-            if (at >= p.rows * FOURS || !is_here(group, at)) continue;
-            const u32 from = sums + group * (SHARERS * WARP_BYTES) + at / FOURS * (SUM_PITCH * 4) + at % FOURS / 4 * (MATRICES * 64) + at % 4 * 16;
-            float4 sum[MATRICES];
-            #pragma unroll
-            for (int n = 0; n < MATRICES; n++) {
-                sum[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                #pragma unroll
-                for (int w = 0; w < SPLIT * SHARERS; w++) {
-                    float4 v;
-                    cluster_load(cluster_map(from + n * 64 + w % SHARERS * WARP_BYTES, w / SHARERS), v);
-                    add_to(sum[n], v);
-                }
-            }
-            store(group, at, sum, i == mine ? first : around(group, at));
-        }
-    }
-#endif
-#if defined(PUSH) && CLUSTERED
     // What a block of a cluster makes of the sums that were sent to it: results of some rows.
     __device__ __forceinline__ void sent(const u8* sums, u32 barrier) const {
         bool waited = false;
@@ -285,7 +242,7 @@ struct Ends {
     }
 };
 
-#if defined(PUSH) && CLUSTERED
+#if CLUSTERED
 // Sends the warp's sums of a group to the blocks of the cluster: to each those of its rows.
 DEVICE void send_sums(u32 to, u32 barrier, const Sums& sums, int group, int sharer, int lane) {
     #pragma unroll
@@ -299,20 +256,16 @@ DEVICE void send_sums(u32 to, u32 barrier, const Sums& sums, int group, int shar
 }
 #endif
 
-// Adds the products of the run of chunks that the ring holds next.
-DEVICE void add_run(Sums& sums, const Part& part, const Rows& rows, Ring& ring, u8* behind, const u8* own_place, int chunk, const LanePlaces& lane) {
+// Adds the products of the chunk that the ring holds next.
+DEVICE void add_step(Sums& sums, const Rows& rows, Ring& ring, u8* behind, const u8* own_place, int chunk, const LanePlaces& lane) {
     ring.wait();
-    Chunk held[RUN][TILES];
+    Chunk held[TILES];
     #pragma unroll
-    for (int i = 0; i < RUN * TILES; i++) held[i / TILES][i % TILES] = shared_chunk(own_place + ring.slot * SLOT_BYTES + i % TILES * TILE_BYTES, i / TILES, lane);
+    for (int n = 0; n < TILES; n++) held[n] = shared_chunk(own_place + ring.slot * SLOT_BYTES + n * TILE_BYTES, lane);
     __syncwarp();                                  // the slot is free
     ring.ask();
-    #pragma unroll
-    for (int r = 0; r < RUN; r++) {
-        if (r > 0 && chunk + r >= part.count) break;
-        rows.wait(chunk + r);
-        add_group(sums, held[r], behind, chunk + r, lane);
-    }
+    rows.wait(chunk);
+    add_group(sums, held, behind, chunk, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(const __grid_constant__ Params p) {
@@ -323,11 +276,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
     const int team = warp / SHARERS, sharer = warp % SHARERS;
     const Part part(p);
     const Rows rows(p, part, behind, warp, lane);
-    Ring ring(p, part, smem_address(behind) + WARPS_AT + warp * WARP_BYTES, smem_address(shared) + (2 * WARPS + warp * DEPTH) * 8, team, sharer);
+    Ring ring(p, part, smem_address(behind) + WARPS_AT + warp * WARP_BYTES, smem_address(shared) + (WARPS + warp * DEPTH) * 8, team, sharer);
     rows.begin();
     ring.begin(lane);
     prefetch_biases(p, part);
-#if CLUSTERED && defined(PUSH)
+#if CLUSTERED
     if (threadIdx.x == 0) {
         barrier_init(smem_address(shared) + ROWS_AT - 8, 1);
         barrier_init_fence();
@@ -337,7 +290,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
 #endif
     __syncthreads();
     grid_dependency_wait();
-    rows.ask();
     rows.bring();
 
     const Ends ends(p, part);
@@ -349,12 +301,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
         Sums sums;
         clear(sums);
         #pragma unroll 1
-        for (int chunk = sharer * RUN; chunk < part.count; chunk += SHARERS * RUN) add_run(sums, part, rows, ring, behind, own_place, chunk, places);
-#if CLUSTERED && defined(PUSH)
+        for (int chunk = sharer; chunk < part.count; chunk += SHARERS) add_step(sums, rows, ring, behind, own_place, chunk, places);
+#if CLUSTERED
         cluster_wait();
         send_sums(smem_address(behind) + SENT_AT, smem_address(shared) + ROWS_AT - 8, sums, group, sharer, lane);
-#elif CLUSTERED
-        put_sums(reinterpret_cast<float*>(own_place + OWN_SUMS_AT), sums, lane);
 #else
         const Around first = ends.around(group, threadIdx.x % TEAM_THREADS);
         put_sums(reinterpret_cast<float*>(own_place + OWN_SUMS_AT), sums, lane);
@@ -363,17 +313,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
         if (group + TEAMS < part.groups) team_barrier(team);           // the sums' places are free
 #endif
     }
-#if CLUSTERED && defined(PUSH)
+#if CLUSTERED
     if (team >= part.groups) cluster_wait();       // a team without tiles
     ends.sent(behind + SENT_AT, smem_address(shared) + ROWS_AT - 8);
-#elif CLUSTERED
-    const int mine = cluster_rank() * THREADS + threadIdx.x;
-    const Around first = ends.around(mine / (ROWS * FOURS), mine % (ROWS * FOURS));
-    cluster_arrive();
-    cluster_wait();
-    ends.cluster(smem_address(behind) + WARPS_AT + OWN_SUMS_AT, mine, first);
-    cluster_arrive_relaxed();                      // others read this block's sums until here
-    cluster_wait();
 #elif SPLIT > 1
     __threadfence();
     __syncthreads();                               // the rows are read no more: their first word tells who was last

@@ -20,9 +20,9 @@ constexpr int WARPS = TEAMS * SHARERS, THREADS = WARPS * 32, TEAM_THREADS = SHAR
 constexpr int PITCH = CHUNKS * CHUNK_K * 2 + 16;   // bytes of a row: the eight rows of an ldmatrix lie in other banks
 constexpr int FOURS = EACH * 4, SUM_PITCH = TILES * 16 + 4;            // fours of results of a row of a group; floats of its sums
 constexpr int PIECE = (CHUNKS + WARPS - 1) / WARPS;                    // chunks of K that a warp brings the rows of
-constexpr int ROWS_AT = (1 + WARPS * (2 + DEPTH) + 15) / 16 * 128;         // behind the barriers
+constexpr int ROWS_AT = (1 + WARPS * (1 + DEPTH) + 15) / 16 * 128;         // behind the barriers
 constexpr int SCALE_SET = 16 * GROUPS * SCALE_BYTES, ZERO_SET = 16 * GROUPS * ZERO_BYTES;  // bytes
-constexpr int TILE_BYTES = RUN * (CHUNK_BYTES + SCALE_SET + ZERO_SET), SLOT_BYTES = TILES * TILE_BYTES, RING_BYTES = DEPTH * SLOT_BYTES;
+constexpr int TILE_BYTES = CHUNK_BYTES + SCALE_SET + ZERO_SET, SLOT_BYTES = TILES * TILE_BYTES, RING_BYTES = DEPTH * SLOT_BYTES;
 constexpr int SUM_BYTES = ROWS * SUM_PITCH * 4;
 constexpr bool ALIASED = GROUPS_HERE <= TEAMS;     // sums take the place of the ring, which nothing more comes to
 constexpr int OWN_SUMS_AT = ALIASED ? 0 : RING_BYTES, WARP_BYTES = ALIASED ? (RING_BYTES > SUM_BYTES ? RING_BYTES : SUM_BYTES) : RING_BYTES + SUM_BYTES;
@@ -38,13 +38,7 @@ constexpr float NUMBER = 16777216.0f, OFFSET = 0.0f;
 #endif
 constexpr float START = (ZEROS ? 1.0f : -(float(1 << (BITS - 1)) + OFFSET)) / NUMBER;  // what sums of rows are multiplied by
 
-#ifdef APART_ON
-constexpr bool APART = RAW && BITS == 4 && OFFSET == 0.0f;
-#else
-constexpr bool APART = false;                      // whether numbers that lie four bits up are summed apart
-#endif
 static_assert(TILES % MATRICES == 0, "tiles of two matrices come in pairs");
-static_assert(RUN == 1 || SET_SHIFT == 0, "the chunks of a run have sets of their own");
 static_assert(!CLUSTERED || ALIASED, "the blocks of a cluster add their sums once");
 
 // What a block computes: its tiles of results, in groups, and its chunks of K.
@@ -70,7 +64,7 @@ struct Ring {
     __device__ __forceinline__ Ring(const Params& p, const Part& part, u32 at, u32 full, int team, int sharer) : p(p), part(part), at(at), full(full), sharer(sharer), group(team), slot(0), parity(0) {}
 
     __device__ __forceinline__ void begin_group() {
-        chunk = part.begin + sharer * RUN;
+        chunk = part.begin + sharer;
         #pragma unroll
         for (int n = 0; n < TILES; n++) {
             const PackedWeights& matrix = n % MATRICES ? p.beside : p.weights;
@@ -82,7 +76,7 @@ struct Ring {
     }
     // Asks for the first chunks.
     __device__ __forceinline__ void begin(int lane) {
-        if (sharer * RUN >= part.count) group = part.groups;           // there are none
+        if (sharer >= part.count) group = part.groups;                 // there are none
         if (lane == 0) {
             #pragma unroll
             for (int d = 0; d < DEPTH; d++) barrier_init(full + d * 8, 1);
@@ -98,21 +92,20 @@ struct Ring {
     // Asks for a chunk of each tile of a group, by one lane.
     __device__ __forceinline__ void load() const {
         const u32 barrier = full + slot * 8, to = at + slot * SLOT_BYTES, set = chunk >> SET_SHIFT;
-        const u32 many = RUN == 1 ? 1 : min(RUN, part.begin + part.count - chunk);
-        barrier_expect(barrier, many * (SLOT_BYTES / RUN));
+        barrier_expect(barrier, SLOT_BYTES);
         #pragma unroll
         for (int n = 0; n < TILES; n++) {
-            const u32 scales_at = to + n * TILE_BYTES + RUN * CHUNK_BYTES;
-            bulk_load(to + n * TILE_BYTES, tile[n] + u64(u32(chunk)) * CHUNK_BYTES, many * CHUNK_BYTES, barrier);
-            bulk_load(scales_at, scale[n] + u64(set) * SCALE_SET, many * SCALE_SET, barrier);
-            if (ZERO_SET > 0) bulk_load(scales_at + RUN * SCALE_SET, zero[n] + u64(set) * ZERO_SET, many * ZERO_SET, barrier);
+            const u32 scales_at = to + n * TILE_BYTES + CHUNK_BYTES;
+            bulk_load(to + n * TILE_BYTES, tile[n] + u64(u32(chunk)) * CHUNK_BYTES, CHUNK_BYTES, barrier);
+            bulk_load(scales_at, scale[n] + u64(set) * SCALE_SET, SCALE_SET, barrier);
+            if (ZERO_SET > 0) bulk_load(scales_at + SCALE_SET, zero[n] + u64(set) * ZERO_SET, ZERO_SET, barrier);
         }
     }
     // Asks for what comes next, into the slot that was read last. By whole warps.
     __device__ __forceinline__ void ask() {
         if (group < part.groups) {
             if (elect_one()) load();
-            chunk += SHARERS * RUN;
+            chunk += SHARERS;
             if (chunk >= part.begin + part.count) group += TEAMS, begin_group();
         }
         if (++slot == DEPTH) slot = 0, parity ^= 1;
@@ -144,46 +137,50 @@ DEVICE void sum_rows(u8* shared, int chunk, int lane) {
     }
 }
 
+// Brings the rows of a chunk, with zeros beyond K. What lies in the place of rows that there are not counts for no other row. By lanes: bulk
+// copies would wait behind those of the weights.
+DEVICE void bring_rows(const Params& p, const Part& part, u32 rows, int chunk, int lane) {
+    constexpr int VECTORS = CHUNK_K / 8, STEP = 32 / VECTORS;          // rows that the lanes copy at once
+    const int first = (part.begin + chunk) * CHUNK_K, k = first + lane % VECTORS * 8, m = lane / VECTORS;
+    const u32 to = rows + m * PITCH + chunk * (CHUNK_K * 2) + lane % VECTORS * 16;
+    const int bytes = max(0, min(16, (p.k - k) * 2));
+    const u16* from = p.x + (bytes > 0 ? (long long)m * p.x_pitch + k : 0);
+    const long long step = bytes > 0 ? STEP * p.x_pitch : 0;
+    const bool whole = first + CHUNK_K <= p.k;
+    #pragma unroll
+    for (int i = 0; i < ROWS / STEP; i++, from += step) {
+        if (m + i * STEP >= p.rows) continue;
+        if (whole)
+            copy_16_async(to + i * STEP * PITCH, from);
+        else
+            copy_16_or_zeros(to + i * STEP * PITCH, from, bytes);
+    }
+}
+
 // The rows of the block: each warp brings those of a piece of K.
 struct Rows {
     const Params& p;
     const Part& part;
     u8* const shared;
-    const int warp, lane, first, count;            // the warp's chunks; there may be none
+    const int warp, lane, first, end;              // the warp's chunks; there may be none
     __device__ __forceinline__ Rows(const Params& p, const Part& part, u8* shared, int warp, int lane)
-        : p(p), part(part), shared(shared), warp(warp), lane(lane), first(warp * PIECE), count(min(PIECE, part.count - first)) {}
+        : p(p), part(part), shared(shared), warp(warp), lane(lane), first(warp * PIECE), end(min(first + PIECE, part.count)) {}
 
-    // Shared addresses of barriers: of rows that have come, and of their sums.
-    __device__ __forceinline__ u32 landed() const { return smem_address(shared) - ROWS_AT + warp * 8; }
-    __device__ __forceinline__ u32 ready(int piece) const { return smem_address(shared) - ROWS_AT + (WARPS + piece) * 8; }
+    // The shared address of a piece's barrier.
+    __device__ __forceinline__ u32 ready(int piece) const { return smem_address(shared) - ROWS_AT + piece * 8; }
     __device__ __forceinline__ void begin() const {
-        if (lane == 0) barrier_init(landed(), 1), barrier_init(ready(warp), 1);
+        if (lane == 0) barrier_init(ready(warp), 1);
     }
-    // Asks for the warp's rows, with zeros beyond K. What lies in the place of rows that there are not counts for no other row.
-    __device__ __forceinline__ void ask() const {
-        if (count <= 0) return;
-        const int k = (part.begin + first) * CHUNK_K, vectors = count * (CHUNK_K / 8), whole = max(0, min(vectors, (p.k - k) / 8));
-        const u32 to = smem_address(shared) + first * (CHUNK_K * 2);
-        if (elect_one()) {
-            barrier_expect(landed(), p.rows * whole * 16);
-            const u16* from = p.x + k;
-            #pragma unroll 4
-            for (int m = 0; m < (whole > 0 ? p.rows : 0); m++, from += p.x_pitch) bulk_load(to + m * PITCH, from, whole * 16, landed());
-        }
-        for (int i = lane; i < (vectors - whole) * p.rows; i += 32) {
-            const int m = i % p.rows, v = whole + i / p.rows, bytes = max(0, min(16, (p.k - k - v * 8) * 2));
-            copy_16_or_zeros(to + m * PITCH + v * 16, bytes > 0 ? p.x + (long long)m * p.x_pitch + k + v * 8 : p.x, bytes);
-        }
-        copies_commit();
-    }
-    // Waits for them, and tells that they are there, with their sums.
+    // Brings the warp's rows, and tells that they are there, with their sums.
     __device__ __forceinline__ void bring() const {
-        if (count <= 0) return;
+        if (first >= end) return;
+        #pragma unroll 1
+        for (int chunk = first; chunk < end; chunk++) bring_rows(p, part, smem_address(shared), chunk, lane);
+        copies_commit();
         copies_wait_but<0>();
-        barrier_wait(landed(), 0);
         __syncwarp();
         #pragma unroll 1
-        for (int c = 0; RAW && c < count; c++) sum_rows(shared, first + c, lane);
+        for (int chunk = first; RAW && chunk < end; chunk++) sum_rows(shared, chunk, lane);
         __syncwarp();
         if (lane == 0) barrier_arrive(ready(warp));
     }
@@ -208,20 +205,20 @@ template <int BYTES> DEVICE Words<BYTES> shared_words(const u8* at) {
 struct LanePlaces {
     u32 weights, scales, zeros, rows, sums;
     __device__ __forceinline__ explicit LanePlaces(int lane)
-        : weights(lane * 16), scales(lane / 4 * (GROUPS * SCALE_BYTES)), zeros(lane / 4 * (GROUPS * ZERO_BYTES)), rows(lane_rows(0, 0, lane) + (APART ? lane / 8 % 2 * 16 : 0)), sums(lane % 4 * 16) {
+        : weights(lane * 16), scales(lane / 4 * (GROUPS * SCALE_BYTES)), zeros(lane / 4 * (GROUPS * ZERO_BYTES)), rows(lane_rows(0, 0, lane)), sums(lane % 4 * 16) {
         if (THREADS <= 512) asm volatile("" : "+r"(weights), "+r"(scales), "+r"(zeros), "+r"(rows), "+r"(sums));   // there is room for them
     }
 };
 
-// What a lane holds of chunk ``r`` of a run, from its place in the ring.
-DEVICE Chunk shared_chunk(const u8* at, int r, const LanePlaces& lane) {
+// What a lane holds of a chunk, from its place in the ring.
+DEVICE Chunk shared_chunk(const u8* at, const LanePlaces& lane) {
     Chunk c;
     #pragma unroll
     for (int h = 0; h < 2; h++) {
-        c.weights[h] = *reinterpret_cast<const uint4*>(at + lane.weights + (r * CHUNK_BYTES + h * 512));
-        c.scales[h] = shared_words<GROUPS * SCALE_BYTES>(at + lane.scales + (RUN * CHUNK_BYTES + r * SCALE_SET + h * (8 * GROUPS * SCALE_BYTES)));
+        c.weights[h] = *reinterpret_cast<const uint4*>(at + lane.weights + h * 512);
+        c.scales[h] = shared_words<GROUPS * SCALE_BYTES>(at + lane.scales + (CHUNK_BYTES + h * (8 * GROUPS * SCALE_BYTES)));
 #if ZEROS
-        c.zeros[h] = shared_words<GROUPS * ZERO_BYTES>(at + lane.zeros + (RUN * (CHUNK_BYTES + SCALE_SET) + r * ZERO_SET + h * (8 * GROUPS * ZERO_BYTES)));
+        c.zeros[h] = shared_words<GROUPS * ZERO_BYTES>(at + lane.zeros + (CHUNK_BYTES + SCALE_SET + h * (8 * GROUPS * ZERO_BYTES)));
 #endif
     }
     return c;
