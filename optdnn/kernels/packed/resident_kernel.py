@@ -124,7 +124,7 @@ def registers(problem: Problem, config: Config) -> int:
     """Registers of a thread, about."""
     groups = tiles.groups_of(problem.bits, problem.block)
     chunk = 8 + 2 * (-(-groups * problem.scale_bytes // 4) + -(-groups * problem.zero_bytes // 4))
-    return 24 + config.tiles * (8 + 8 * (groups == 1) + chunk)
+    return 26 + config.tiles * (8 + 8 * (groups == 1) + chunk)
 
 
 def resident(problem: Problem, config: Config) -> int:
@@ -169,23 +169,25 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pi
 
 LEVEL_2 = 7.2e12
 """Bytes per second from L2 to the multiprocessors."""
-CYCLES = 64.0, 73.0
+CYCLES = 98.0, 125.0
 """Of a quarter of a multiprocessor, for a step of a warp, and for each tile of it (128 of K)."""
-LATENCY = 1060.0, 205.0
+LATENCY = 437.0, 354.0
 """Cycles of a step of a warp that is alone, and of each tile of it."""
-SEVERAL = 2.8
+SEVERAL = 1.7
 """Times as many, where a chunk has several scales."""
-START, ROW_BYTE = 3.2e-6, 6.7e-12
+START, ROW_BYTE = 1.8e-6, 14.9e-12
 """Seconds until products begin, and for each byte of a block's rows."""
-SUMS, SHARER = 1.5e-6, 0.009e-6
-"""Seconds of adding the sums of blocks, and of a team: for each of its warps and tiles."""
-REST = 0.22
+FLIGHT = 0.52e-6
+"""Seconds that memory takes for what a block has in flight, at least."""
+SUMS, CLUSTER, SHARER = 1.7e-6, 0.7e-6, 0.023e-6
+"""Seconds of adding the sums of blocks, through memory and in a cluster, and of a team: for each of its warps and tiles."""
+REST = 0.14
 """Part that whatever is hidden takes all the same."""
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch, fitted to 210 timings of an H200 at 16 rows (the fastest of 4 bits within 7 %; 8 bits 14 % too
-    long): memory, L2, or the steps of warps, whichever takes longest, and a part of the others; the rows before and the sums behind them."""
+    """Predicted seconds of one dependent launch, fitted to 98 timings of an H200 at 16 rows (the one predicted to be fastest was within 8 % of the
+    fastest): memory, L2, or the steps of warps, whichever takes longest, and a part of the others; the rows before and the sums behind them."""
     blocks, groups, chunks = (
         parts(problem, config, gpu),
         groups_here(problem, config, gpu),
@@ -195,13 +197,17 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     depth *= SEVERAL if tiles.groups_of(problem.bits, problem.block) > 1 else 1.0
     busy, alone = (first + more * config.tiles * depth for first, more in (CYCLES, LATENCY))
     step = max(busy * -(-config.warps // 4), alone) / gpu.clock
-    walk = -(-groups // config.teams) * -(-chunks // config.sharers) * step
+    steps = -(-groups // config.teams) * -(-chunks // config.sharers)
     weights, rows = problem.nbytes * problem.matrices, chunks * problem.chunk * 2 * problem.rows
-    memory = weights * max(1.0, groups * each * blocks / problem.tiles) / BANDWIDTH
-    terms = memory, (weights + rows * blocks * config.split) / LEVEL_2, walk
+    memory = max(
+        weights * max(1.0, groups * each * blocks / problem.tiles) / BANDWIDTH,
+        groups * chunks / (config.warps * config.ahead) * FLIGHT,
+    )
+    terms = memory, (weights + rows * blocks * config.split) / LEVEL_2, steps * step
     sums = 2 * config.split * problem.columns * problem.matrices * ROWS * 4 / LEVEL_2
-    ends = (SUMS + sums if config.split > 1 else 0.0) + SHARER * config.sharers * config.tiles
+    ends = CLUSTER if config.cluster else SUMS + sums if config.split > 1 else 0.0
     most = max(terms)
+    ends += SHARER * config.sharers * config.tiles
     return float(START + rows * ROW_BYTE + ends + most + REST * (sum(terms) - most))
 
 
@@ -214,4 +220,4 @@ def unfit(problem: Problem, gpu: GpuFacts) -> str | None:
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:
     """The configurations to time, best predicted first."""
     found = ((estimate(problem, c, gpu), c) for c in CONFIGS if refuse(problem, c, gpu) is None)
-    return varied(found, lambda c: (c.tiles, c.teams, c.sharers, c.split), limit)
+    return varied(found, lambda c: (c.tiles, c.teams, c.sharers, c.split, c.cluster), limit)

@@ -156,11 +156,11 @@ def test_blocks() -> None:
 @pytest.mark.parametrize(
     ("problem", "best"),
     [
-        (PAIR, "resident2t7x3a1"),
-        (Case(16, 4096, 14336, stages=(("add",),)).problem, "resident2t8x3a1k8"),
-        (Case(16, 6144, 4096).problem, "resident2t6x4a1k4"),
-        (Case(16, 4096, 4096, stages=(("add",),)).problem, "resident2t4x4a1k4"),
-        (LARGE.problem, "resident2t4x6a1"),
+        (PAIR, "resident2t14x1a1c2"),
+        (Case(16, 4096, 14336, stages=(("add",),)).problem, "resident3t6x2a1c8"),
+        (Case(16, 6144, 4096).problem, "resident2t13x1a1c8"),
+        (Case(16, 4096, 4096, stages=(("add",),)).problem, "resident2t9x2a1c8"),
+        (LARGE.problem, "resident2t15x1a1c4"),
     ],
 )
 def test_what_is_predicted_to_be_fastest(problem: Problem, best: str) -> None:
