@@ -1,23 +1,23 @@
-// Some rows times packed weights (up to 16): a block keeps its rows in shared memory, and each warp streams weights from memory straight to
-// registers. 16-bit activations, fp32 sums.
+// Some rows times packed weights (up to 16): a block keeps its rows in shared memory, and each warp streams weights through a ring of its own.
+// 16-bit activations, fp32 sums.
 //
 //   out[m, column] = epilogue(sum_k x[m, k] * (number[column, k] - zero) * scale)
 //
 // SPLIT blocks share K. A block takes a part of the columns and brings the rows of its part of K to shared memory, once. Its warps are TEAMS
 // teams of SHARERS warps. A team takes groups of TILES tiles of 16 columns in turn; its warps take chunks of K in turn, and each has DEPTH
-// chunks of all tiles of the group on their way to its registers. The first are on their way before griddepcontrol.wait. Warps bring rows in
-// turn, too, WARPS chunks of K at a time, and sum them. A barrier for each chunk tells that its rows are there. So products begin with the
-// first rows, and no warp waits for another but for rows, and where a team adds its sums.
+// chunks of all tiles of the group on their way. The first are on their way before griddepcontrol.wait. Each warp brings and sums the rows of a
+// piece of K; a barrier for each piece tells that they are there. So no warp waits for another but for rows, and where a team adds its sums.
 //
 // Where a chunk has one scale, numbers are multiplied as they lie (packed_few.cuh says how), and the chunk's sums are scaled, less the
 // zero point times the sums of its rows. Where the zero point is a constant, sums begin with that. The sums of a team's warps, and of the
-// SPLIT blocks (through memory, by the last one to come), are added in a fixed order.
+// SPLIT blocks, are added in a fixed order: through memory by the last one to come, or, CLUSTERED, warps send them to the blocks of a cluster, each
+// of which makes the results of some rows.
 //
 // PAIRED: the epilogue reads the product with a second matrix of the same form, after stages of its own (gated linear units): a tile of it
 // follows each tile of the first matrix.
 //
 // generated.cuh defines TILES (of both matrices), TEAMS, SHARERS, DEPTH, SPLIT, SET_SHIFT (chunk c has the scales of set c >> SET_SHIFT), CHUNKS (of K, of a block, at most), GROUPS_HERE (of tiles, of
-// a block, at most), RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, PAIRED, epilogue() and, PAIRED, epilogue_beside(), and what
+// a block, at most), CLUSTERED, RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, PAIRED, epilogue() and, PAIRED, epilogue_beside(), and what
 // packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
@@ -187,48 +187,6 @@ struct Ends {
             if (SPLIT == 1) store(group, i, sum, i == thread ? first : around(group, i));
         }
     }
-#if CLUSTERED
-    // What a block of a cluster makes of the sums that were sent to it: results of some rows.
-    __device__ __forceinline__ void sent(const u8* sums, u32 barrier) const {
-        bool waited = false;
-        for (int i = threadIdx.x; i < part.groups * EACH * SENT; i += THREADS) {
-            const int local = i % SENT, tile = i / SENT, pair = cluster_rank() * (8 / SPLIT) + local / 8, row = pair * 2, column = (part.first + tile) * 16 + local % 8;
-            float bias[2], other[2], residual[2][2];
-            #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const bool here = column + h * 8 < p.columns;
-                bias[h] = here ? __ldg(p.bias + column + h * 8) : 0.0f, other[h] = PAIRED && here ? __ldg(p.beside_bias + column + h * 8) : 0.0f;
-                #pragma unroll
-                for (int r = 0; r < 2; r++) residual[h][r] = HAS_RESIDUAL && here && row + r < p.rows ? unpack1(p.residual[(long long)(row + r) * p.out_pitch + column + h * 8]) : 0.0f;
-            }
-            if (!waited) barrier_wait_cluster(barrier, 0);
-            waited = true;
-            float4 sum[MATRICES];
-            #pragma unroll
-            for (int n = 0; n < MATRICES; n++) {
-                sum[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                #pragma unroll
-                for (int w = 0; w < SPLIT * SHARERS; w++)
-                    add_to(sum[n], reinterpret_cast<const float4*>(sums)[((w / SHARERS * GROUPS_HERE + tile / EACH) * SHARERS + w % SHARERS) * (TILES * SENT) + (tile % EACH * MATRICES + n) * SENT + local]);
-            }
-            if (tile >= part.tiles) continue;
-            #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                #pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    if (column + h * 8 >= p.columns || row + r >= p.rows) continue;
-                    const float x = (h ? r ? sum[0].w : sum[0].z : r ? sum[0].y : sum[0].x) * (RAW ? NUMBER : 1.0f);
-                    float beside = residual[h][r];
-#if PAIRED
-                    beside = epilogue_beside((h ? r ? sum[1].w : sum[1].z : r ? sum[1].y : sum[1].x) * (RAW ? NUMBER : 1.0f), other[h], 0.0f);
-#endif
-                    p.output[(long long)(row + r) * p.out_pitch + column + h * 8] = pack1(epilogue(x, bias[h], beside));
-                }
-            }
-        }
-        if (!waited) barrier_wait_cluster(barrier, 0);                 // nobody sends to a block that has ended
-    }
-#endif
     // By all threads of the last block to come.
     __device__ __forceinline__ void block() const {
         for (int i = threadIdx.x; i < part.groups * ROWS * FOURS; i += THREADS) {
@@ -243,17 +201,74 @@ struct Ends {
 };
 
 #if CLUSTERED
-// Sends the warp's sums of a group to the blocks of the cluster: to each those of its rows.
-DEVICE void send_sums(u32 to, u32 barrier, const Sums& sums, int group, int sharer, int lane) {
-    #pragma unroll
-    for (int m = 0; m < 2; m++) {
-        const int pair = m * 4 + lane % 4;
-        const u32 rank = pair * SPLIT / 8, local = pair % (8 / SPLIT) * 8 + lane / 4;
-        const u32 first = ((cluster_rank() * GROUPS_HERE + group) * SHARERS + sharer) * (TILES * SENT) + local, at = cluster_map(to + first * 16, rank), own = cluster_map(barrier, rank);
-        #pragma unroll
-        for (int n = 0; n < TILES; n++) cluster_store_async(at + n * (SENT * 16), own, sums[n][m]);
+DEVICE float element(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// The sums that the blocks of a cluster send one another: a block gets those of 16 / SPLIT rows. Of each tile of each warp they are fours as lanes
+// have them: of rows 2 pair and 2 pair + 1, and columns g and g + 8.
+struct SentSums {
+    const Params& p;
+    const Part& part;
+    u8* const fours;
+    const u32 barrier;
+
+    // By one thread.
+    __device__ __forceinline__ void begin() const {
+        barrier_init(barrier, 1);
+        barrier_init_fence();
+        barrier_expect(barrier, part.groups * (SHARERS * TILES * SENT * SPLIT * 16));
     }
-}
+    // The place of the first four of tile 0.
+    __device__ __forceinline__ u32 place(u32 block, u32 group, u32 sharer) const { return ((block * GROUPS_HERE + group) * SHARERS + sharer) * (TILES * SENT); }
+    // Sends the warp's sums of a group.
+    __device__ __forceinline__ void send(const Sums& sums, int group, int sharer, int lane) const {
+        #pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const u32 pair = m * 4 + lane % 4, to = pair * SPLIT / 8, own = pair % (8 / SPLIT) * 8 + lane / 4;
+            const u32 first = cluster_map(smem_address(fours) + (place(cluster_rank(), group, sharer) + own) * 16, to), there = cluster_map(barrier, to);
+            #pragma unroll
+            for (int n = 0; n < TILES; n++) cluster_store_async(first + n * (SENT * 16), there, sums[n][m]);
+        }
+    }
+    // Four of a tile of results, once they have come.
+    __device__ __forceinline__ void add(float4 (&sum)[MATRICES], int tile, int own) const {
+        #pragma unroll
+        for (int n = 0; n < MATRICES; n++) {
+            sum[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            #pragma unroll
+            for (int w = 0; w < SPLIT * SHARERS; w++)
+                add_to(sum[n], reinterpret_cast<const float4*>(fours)[place(w / SHARERS, tile / EACH, w % SHARERS) + (tile % EACH * MATRICES + n) * SENT + own]);
+        }
+    }
+    // By all threads: the results. Nobody sends to a block that has ended: all of its threads wait.
+    __device__ __forceinline__ void finish() const {
+        bool waited = false;
+        for (int i = threadIdx.x; i < part.tiles * SENT; i += THREADS) {
+            const int own = i % SENT, tile = i / SENT, row = (cluster_rank() * (8 / SPLIT) + own / 8) * 2, column = (part.first + tile) * 16 + own % 8;
+            const u64 at = (u64)row * p.out_pitch + column;
+            float bias[4], beside[4], residual[4];
+            bool here[4];
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                here[j] = column + j / 2 * 8 < p.columns && row + j % 2 < p.rows;
+                bias[j] = here[j] ? __ldg(p.bias + column + j / 2 * 8) : 0.0f, beside[j] = PAIRED && here[j] ? __ldg(p.beside_bias + column + j / 2 * 8) : 0.0f;
+                residual[j] = HAS_RESIDUAL && here[j] ? unpack1(p.residual[at + j % 2 * p.out_pitch + j / 2 * 8]) : 0.0f;
+            }
+            if (!waited) barrier_wait_cluster(barrier, 0);
+            waited = true;
+            float4 sum[MATRICES];
+            add(sum, tile, own);
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                constexpr float UNIT = RAW ? NUMBER : 1.0f;
+#if PAIRED
+                residual[j] = epilogue_beside(element(sum[1], j) * UNIT, beside[j], 0.0f);
+#endif
+                if (here[j]) p.output[at + j % 2 * p.out_pitch + j / 2 * 8] = pack1(epilogue(element(sum[0], j) * UNIT, bias[j], residual[j]));
+            }
+        }
+        if (!waited) barrier_wait_cluster(barrier, 0);
+    }
+};
 #endif
 
 // Adds the products of the chunk that the ring holds next.
@@ -281,11 +296,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
     ring.begin(lane);
     prefetch_biases(p, part);
 #if CLUSTERED
-    if (threadIdx.x == 0) {
-        barrier_init(smem_address(shared) + ROWS_AT - 8, 1);
-        barrier_init_fence();
-        barrier_expect(smem_address(shared) + ROWS_AT - 8, part.groups * (SHARERS * TILES * 1024));
-    }
+    const SentSums sent = {p, part, behind + SENT_AT, smem_address(shared) + ROWS_AT - 8};
+    if (threadIdx.x == 0) sent.begin();
     cluster_arrive_relaxed();
 #endif
     __syncthreads();
@@ -303,8 +315,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
         #pragma unroll 1
         for (int chunk = sharer; chunk < part.count; chunk += SHARERS) add_step(sums, rows, ring, behind, own_place, chunk, places);
 #if CLUSTERED
-        cluster_wait();
-        send_sums(smem_address(behind) + SENT_AT, smem_address(shared) + ROWS_AT - 8, sums, group, sharer, lane);
+        cluster_wait();                            // all have begun
+        sent.send(sums, group, sharer, lane);
 #else
         const Around first = ends.around(group, threadIdx.x % TEAM_THREADS);
         put_sums(reinterpret_cast<float*>(own_place + OWN_SUMS_AT), sums, lane);
@@ -315,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
     }
 #if CLUSTERED
     if (team >= part.groups) cluster_wait();       // a team without tiles
-    ends.sent(behind + SENT_AT, smem_address(shared) + ROWS_AT - 8);
+    sent.finish();
 #elif SPLIT > 1
     __threadfence();
     __syncthreads();                               // the rows are read no more: their first word tells who was last
