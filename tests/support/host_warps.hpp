@@ -337,7 +337,6 @@ template <int WHOLE> static void copy_or_zeros(u32 target, const void* source, i
     copies[threadIdx.x].back().push_back({target, source, bytes, WHOLE});
 }
 static inline void copy_16_or_zeros(u32 target, const void* source, int bytes) { copy_or_zeros<16>(target, source, bytes); }
-static inline void copy_16_async(u32 target, const void* source) { copy_16_or_zeros(target, source, 16); }
 static inline void copies_commit() { copies[threadIdx.x].push_back({}); }
 template <int PENDING> static void copies_wait_but();
 

@@ -85,7 +85,7 @@ def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     """Dynamic shared memory of a block: barriers, rows, sums of a chunk's rows, and of each warp a ring and sums, which take the
     ring's place where nothing more comes to it; and what the blocks of a cluster send."""
     chunks, groups = chunks_here(problem, config), tiles.groups_of(problem.bits, problem.block)
-    barriers = -(-(1 + config.warps * (1 + config.ahead)) // 16) * 128
+    barriers = -(-(1 + config.warps * (2 + config.ahead)) // 16) * 128
     rows = -(-ROWS * (chunks * problem.chunk * 2 + 16 + chunks * 8) // 128) * 128
     tile = tiles.CHUNK_BYTES + tiles.CHANNELS * groups * (problem.scale_bytes + problem.zero_bytes)
     ring, sums = config.ahead * config.tiles * tile, ROWS * (config.tiles * tiles.CHANNELS + 4) * 4
@@ -186,8 +186,8 @@ REST = 0.14
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch, fitted to 98 timings of an H200 at 16 rows (the one predicted to be fastest was within 8 % of the
-    fastest): memory, L2, or the steps of warps, whichever takes longest, and a part of the others; the rows before and the sums behind them."""
+    """Predicted seconds of one dependent launch, fitted to 98 timings of an H200 at 16 rows (of nine shapes, the one predicted to be fastest was within
+    6 % of the fastest): memory, L2, or the steps of warps, whichever takes longest, and a part of the others; the rows before and the sums behind them."""
     blocks, groups, chunks = (
         parts(problem, config, gpu),
         groups_here(problem, config, gpu),

@@ -291,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
     const int team = warp / SHARERS, sharer = warp % SHARERS;
     const Part part(p);
     const Rows rows(p, part, behind, warp, lane);
-    Ring ring(p, part, smem_address(behind) + WARPS_AT + warp * WARP_BYTES, smem_address(shared) + (WARPS + warp * DEPTH) * 8, team, sharer);
+    Ring ring(p, part, smem_address(behind) + WARPS_AT + warp * WARP_BYTES, smem_address(shared) + (2 * WARPS + warp * DEPTH) * 8, team, sharer);
     rows.begin();
     ring.begin(lane);
     prefetch_biases(p, part);
@@ -302,6 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
 #endif
     __syncthreads();
     grid_dependency_wait();
+    rows.ask();
     rows.bring();
 
     const Ends ends(p, part);

@@ -20,7 +20,7 @@ constexpr int WARPS = TEAMS * SHARERS, THREADS = WARPS * 32, TEAM_THREADS = SHAR
 constexpr int PITCH = CHUNKS * CHUNK_K * 2 + 16;   // bytes of a row: the eight rows of an ldmatrix lie in other banks
 constexpr int FOURS = EACH * 4, SUM_PITCH = TILES * 16 + 4;            // fours of results of a row of a group; floats of its sums
 constexpr int PIECE = (CHUNKS + WARPS - 1) / WARPS;                    // chunks of K that a warp brings the rows of
-constexpr int ROWS_AT = (1 + WARPS * (1 + DEPTH) + 15) / 16 * 128;         // behind the barriers
+constexpr int ROWS_AT = (1 + WARPS * (2 + DEPTH) + 15) / 16 * 128;         // behind the barriers
 constexpr int SCALE_SET = 16 * GROUPS * SCALE_BYTES, ZERO_SET = 16 * GROUPS * ZERO_BYTES;  // bytes
 constexpr int TILE_BYTES = CHUNK_BYTES + SCALE_SET + ZERO_SET, SLOT_BYTES = TILES * TILE_BYTES, RING_BYTES = DEPTH * SLOT_BYTES;
 constexpr int SUM_BYTES = ROWS * SUM_PITCH * 4;
@@ -137,50 +137,46 @@ DEVICE void sum_rows(u8* shared, int chunk, int lane) {
     }
 }
 
-// Brings the rows of a chunk, with zeros beyond K. What lies in the place of rows that there are not counts for no other row. By lanes: bulk
-// copies would wait behind those of the weights.
-DEVICE void bring_rows(const Params& p, const Part& part, u32 rows, int chunk, int lane) {
-    constexpr int VECTORS = CHUNK_K / 8, STEP = 32 / VECTORS;          // rows that the lanes copy at once
-    const int first = (part.begin + chunk) * CHUNK_K, k = first + lane % VECTORS * 8, m = lane / VECTORS;
-    const u32 to = rows + m * PITCH + chunk * (CHUNK_K * 2) + lane % VECTORS * 16;
-    const int bytes = max(0, min(16, (p.k - k) * 2));
-    const u16* from = p.x + (bytes > 0 ? (long long)m * p.x_pitch + k : 0);
-    const long long step = bytes > 0 ? STEP * p.x_pitch : 0;
-    const bool whole = first + CHUNK_K <= p.k;
-    #pragma unroll
-    for (int i = 0; i < ROWS / STEP; i++, from += step) {
-        if (m + i * STEP >= p.rows) continue;
-        if (whole)
-            copy_16_async(to + i * STEP * PITCH, from);
-        else
-            copy_16_or_zeros(to + i * STEP * PITCH, from, bytes);
-    }
-}
-
 // The rows of the block: each warp brings those of a piece of K.
 struct Rows {
     const Params& p;
     const Part& part;
     u8* const shared;
-    const int warp, lane, first, end;              // the warp's chunks; there may be none
+    const int warp, lane, first, count;            // the warp's chunks; there may be none
     __device__ __forceinline__ Rows(const Params& p, const Part& part, u8* shared, int warp, int lane)
-        : p(p), part(part), shared(shared), warp(warp), lane(lane), first(warp * PIECE), end(min(first + PIECE, part.count)) {}
+        : p(p), part(part), shared(shared), warp(warp), lane(lane), first(warp * PIECE), count(min(PIECE, part.count - first)) {}
 
-    // The shared address of a piece's barrier.
-    __device__ __forceinline__ u32 ready(int piece) const { return smem_address(shared) - ROWS_AT + piece * 8; }
+    // Shared addresses of barriers: of the warp's rows that have come, and of a piece that is ready.
+    __device__ __forceinline__ u32 landed() const { return smem_address(shared) - ROWS_AT + warp * 8; }
+    __device__ __forceinline__ u32 ready(int piece) const { return smem_address(shared) - ROWS_AT + (WARPS + piece) * 8; }
     __device__ __forceinline__ void begin() const {
-        if (lane == 0) barrier_init(ready(warp), 1);
+        if (lane == 0) barrier_init(landed(), 1), barrier_init(ready(warp), 1);
     }
-    // Brings the warp's rows, and tells that they are there, with their sums.
-    __device__ __forceinline__ void bring() const {
-        if (first >= end) return;
-        #pragma unroll 1
-        for (int chunk = first; chunk < end; chunk++) bring_rows(p, part, smem_address(shared), chunk, lane);
+    // Asks for the warp's rows, with zeros beyond K. What lies in the place of rows that there are not counts for no other row.
+    __device__ __forceinline__ void ask() const {
+        if (count <= 0) return;
+        const int k = (part.begin + first) * CHUNK_K, vectors = count * (CHUNK_K / 8), whole = max(0, min(vectors, (p.k - k) / 8));
+        const u32 to = smem_address(shared) + first * (CHUNK_K * 2);
+        if (elect_one()) {
+            barrier_expect(landed(), p.rows * whole * 16);
+            const u16* from = p.x + k;
+            #pragma unroll 4
+            for (int m = 0; m < (whole > 0 ? p.rows : 0); m++, from += p.x_pitch) bulk_load(to + m * PITCH, from, whole * 16, landed());
+        }
+        for (int i = lane; i < (vectors - whole) * p.rows; i += 32) {  // around the end of K
+            const int m = i % p.rows, v = whole + i / p.rows, bytes = max(0, min(16, (p.k - k - v * 8) * 2));
+            copy_16_or_zeros(to + m * PITCH + v * 16, bytes > 0 ? p.x + (long long)m * p.x_pitch + k + v * 8 : p.x, bytes);
+        }
         copies_commit();
+    }
+    // Waits for them, sums them, and tells that they are ready.
+    __device__ __forceinline__ void bring() const {
+        if (count <= 0) return;
         copies_wait_but<0>();
+        barrier_wait(landed(), 0);
         __syncwarp();
         #pragma unroll 1
-        for (int chunk = first; RAW && chunk < end; chunk++) sum_rows(shared, chunk, lane);
+        for (int c = 0; RAW && c < count; c++) sum_rows(shared, first + c, lane);
         __syncwarp();
         if (lane == 0) barrier_arrive(ready(warp));
     }
