@@ -20,14 +20,13 @@ from support.host import HERE, library
 _RUN = """
 static Params parameters;
 extern "C" unsigned parameter_bytes() { return sizeof(Params); }
+extern "C" void of_clusters(unsigned blocks) { cluster_blocks = blocks; }
 extern "C" int run(const void* block, unsigned gx, unsigned gy, unsigned gz, unsigned threads) {
     gridDim = {gx, gy, gz}, blockDim = {threads, 1, 1};
     memcpy(&parameters, block, sizeof(Params));
     entry = [] { ENTRY(parameters); };
-    for (unsigned z = 0; z < gz; z++) for (unsigned y = 0; y < gy; y++) for (unsigned x = 0; x < gx; x++) {
-        blockIdx = {x, y, z};
-        if (!run_block(threads)) return 1;
-    }
+    for (unsigned z = 0; z < gz; z++) for (unsigned y = 0; y < gy; y++) for (unsigned x = 0; x < gx; x += cluster_blocks)
+        if (!run_cluster(x, y, z, threads)) return 1;
     return 0;
 }
 """
@@ -120,6 +119,7 @@ def run(loaded: ctypes.CDLL, made: Launch, addresses: Mapping[str, int]) -> None
         numbers = (addresses[m.operand] + m.offset, *m.shape, *m.strides, *m.box, m.swizzle)
         block[m.at : m.at + MAP_BYTES] = np.array(numbers, np.uint64).tobytes().ljust(MAP_BYTES, b"\0")
     sizes = (ctypes.c_uint(n) for n in (*made.grid, made.block))
+    loaded.of_clusters(made.cluster)
     failed = loaded.run((ctypes.c_char * len(block)).from_buffer(block), *sizes)
     assert not failed, "threads missed one another, or a copy was never waited for"
 

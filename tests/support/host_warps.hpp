@@ -367,6 +367,44 @@ template <int WHOLE> static void copy_or_zeros(u32 target, const void* source, i
 }
 static inline void copy_16_or_zeros(u32 target, const void* source, int bytes) { copy_or_zeros<16>(target, source, bytes); }
 static inline void copies_commit() { copies[threadIdx.x].push_back({}); }
+template <int PENDING> static void copies_wait_but();
+
+// Clusters whose blocks send one another numbers, once. The blocks run one after another, and twice: first for what they send (they end
+// where they wait for what others send), then with what was sent to them.
+struct Sent { u32 target, barrier; float v[4]; };
+static std::vector<Sent> sent[16];
+static unsigned cluster_blocks = 1;                    // of each
+static bool sending, received;
+static inline u32 cluster_rank() { return blockIdx.x % cluster_blocks; }
+static inline u32 cluster_map(u32 address, u32 rank) { return address | rank << 24; }
+static inline void cluster_arrive_relaxed() {}
+static inline void cluster_wait() {}
+static inline void cluster_store_async(u32 address, u32 barrier, const float* v) {
+    if (address >> 24 != barrier >> 24 || address >> 24 >= cluster_blocks) abort();
+    if (sending) sent[address >> 24].push_back({address & 0xffffff, barrier & 0xffffff, {v[0], v[1], v[2], v[3]}});
+}
+static void barrier_wait_cluster(u32 barrier, u32 parity) {
+    if (sending) meet(ENDED);
+    for (const Sent& s : sent[cluster_rank()]) {
+        if (received) break;
+        if (s.target % 16 || s.target + 16 > SHARED) abort();
+        memcpy(memory + s.target, s.v, 16);
+        barrier_at(s.barrier).bytes -= 16;
+    }
+    if (!received) settle(barrier_at(barrier));
+    received = true;
+    barrier_wait(barrier, parity);
+}
+static bool run_cluster(unsigned x, unsigned y, unsigned z, unsigned threads) {
+    for (auto& mail : sent) mail.clear();
+    for (sending = cluster_blocks > 1;; sending = false) {
+        for (unsigned i = 0; i < cluster_blocks; i++) {
+            blockIdx = {x + i, y, z}, received = false;
+            if (!run_block(threads)) return false;
+        }
+        if (!sending) return true;
+    }
+}
 template <int PENDING> static void copies_wait_but() {
     auto& own = copies[threadIdx.x];                   // the last entry is the group that is not committed yet
     while (own.size() > PENDING + 1) {

@@ -21,18 +21,21 @@ ROWS = 16
 LEAST_WARPS, WARPS = 6, 24
 """Of a block: fewer do not hide the latency of products, more have too few registers."""
 REGISTERS = 65536
+CLUSTERS = (2, 4, 8)
+"""Blocks of a cluster."""
 
 
 @dataclass(frozen=True, order=True)
 class Config:
     """``teams`` teams of ``sharers`` warps, which share K, take groups of ``tiles`` tiles of 16 columns (of both matrices, where there are
-    two) in turn; each warp has ``ahead`` chunks of a group in flight. ``split`` blocks share K."""
+    two) in turn; each warp has ``ahead`` chunks of a group in flight. ``split`` blocks share K; ``cluster``: they are one."""
 
     tiles: int
     teams: int
     sharers: int
     ahead: int
     split: int = 1
+    cluster: bool = False
 
     @property
     def warps(self) -> int:
@@ -45,20 +48,24 @@ class Config:
         return self.warps * 32
 
     def __str__(self) -> str:
-        shared = f"k{self.split}" if self.split > 1 else ""
+        shared = f"{'c' if self.cluster else 'k'}{self.split}" if self.split > 1 else ""
         return f"resident{self.tiles}t{self.teams}x{self.sharers}a{self.ahead}{shared}"
 
 
 CONFIGS = tuple(
     Config(*c)
-    for c in itertools.product((1, 2, 3, 4), range(1, 17), range(1, 25), (1, 2, 3, 4, 6), (1, 2, 3, 4, 6, 8))
-    if LEAST_WARPS <= c[1] * c[2] <= WARPS
+    for c in itertools.product(
+        (1, 2, 3, 4), range(1, 17), range(1, 25), (1, 2, 3, 4), (1, 2, 3, 4, 6, 8), (False, True)
+    )
+    if LEAST_WARPS <= c[1] * c[2] <= WARPS and (not c[5] or c[4] in CLUSTERS)
 )
 KNOWN = frozenset(CONFIGS)
 
 
 def parts(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     """Parts of the columns: each multiprocessor has one block."""
+    if config.cluster:
+        return min(problem.tiles, gpu.clusters_at_once(config.split))
     return min(problem.tiles, max(1, gpu.multiprocessors // config.split))
 
 
@@ -76,14 +83,15 @@ def chunks_here(problem: Problem, config: Config) -> int:
 
 def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     """Dynamic shared memory of a block: barriers, rows, sums of a chunk's rows, and of each warp a ring and sums, which take the
-    ring's place where nothing more comes to it."""
+    ring's place where nothing more comes to it; and what the blocks of a cluster send."""
     chunks, groups = chunks_here(problem, config), tiles.groups_of(problem.bits, problem.block)
-    barriers = -(-(chunks + config.warps * config.ahead) // 16) * 128
+    barriers = -(-(1 + config.warps * (2 + config.ahead)) // 16) * 128
     rows = -(-ROWS * (chunks * problem.chunk * 2 + 16 + chunks * 8) // 128) * 128
     tile = tiles.CHUNK_BYTES + tiles.CHANNELS * groups * (problem.scale_bytes + problem.zero_bytes)
     ring, sums = config.ahead * config.tiles * tile, ROWS * (config.tiles * tiles.CHANNELS + 4) * 4
     alone = groups_here(problem, config, gpu) <= config.teams
-    return barriers + rows + config.warps * (max(ring, sums) if alone else ring + sums)
+    sent = groups_here(problem, config, gpu) * config.sharers * config.tiles * 1024 if config.cluster else 0
+    return barriers + rows + sent + config.warps * (max(ring, sums) if alone else ring + sums)
 
 
 def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
@@ -100,6 +108,8 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return "its sums do not fit the registers"
     if config.teams > groups_here(problem, config, gpu):
         return f"its blocks have fewer than {config.teams} groups of tiles"
+    if config.cluster and groups_here(problem, config, gpu) > config.teams:
+        return "the blocks of a cluster add the sums of one group for each team"
     if problem.chunks // config.split < config.sharers:
         return f"{problem.chunks} chunks are not shared by {config.split * config.sharers} warps"
     return None
@@ -124,7 +134,7 @@ def resident(problem: Problem, config: Config) -> int:
 
 def workspace(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[int, int]:
     """Bytes of the partial sums, and of their counts, which are zero at first. Both 0 where K is not shared by blocks."""
-    if config.split == 1:
+    if config.split == 1 or config.cluster:
         return 0, 0
     blocks, fours = parts(problem, config, gpu), groups_here(problem, config, gpu) * ROWS * config.tiles * 4
     return blocks * config.split * fours * 16, blocks * 4
@@ -133,7 +143,7 @@ def workspace(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[int, int
 def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     """What to compile."""
     found = {
-        "TILES": config.tiles, "TEAMS": config.teams, "SHARERS": config.sharers, "DEPTH": config.ahead, "SPLIT": config.split,
+        "TILES": config.tiles, "TEAMS": config.teams, "SHARERS": config.sharers, "DEPTH": config.ahead, "SPLIT": config.split, "CLUSTERED": int(config.cluster),
         "CHUNKS": chunks_here(problem, config), "GROUPS_HERE": groups_here(problem, config, gpu), "RESIDENT": resident(problem, config),
         "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "HAS_RESIDUAL": int(problem.residual), "PAIRED": problem.matrices - 1, **defines(problem),
     }  # fmt: skip
@@ -149,33 +159,35 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pi
     if reason := refuse(problem, config, gpu):
         raise InternalError(f"packed_resident: {reason}")
     parameters = product_parameters(problem, pairs=True)
-    parameters.pointer(*(("partial", "arrived") if config.split > 1 else (None, None)))
+    parameters.pointer(*(("partial", "arrived") if config.split > 1 and not config.cluster else (None, None)))
     blocks = parts(problem, config, gpu)
     parameters.i32(problem.rows, problem.columns, problem.depth, x_pitch, out_pitch, blocks)
     return parameters.launch(
-        recipe(problem, config, gpu), "packed_resident", blocks * config.split, config.threads, shared=shared_bytes(problem, config, gpu),
+        recipe(problem, config, gpu), "packed_resident", blocks * config.split, config.threads, shared=shared_bytes(problem, config, gpu), cluster=config.split if config.cluster else 1,
     )  # fmt: skip
 
 
 LEVEL_2 = 7.2e12
 """Bytes per second from L2 to the multiprocessors."""
-CYCLES = 64.0, 73.0
+CYCLES = 98.0, 125.0
 """Of a quarter of a multiprocessor, for a step of a warp, and for each tile of it (128 of K)."""
-LATENCY = 1060.0, 205.0
+LATENCY = 437.0, 354.0
 """Cycles of a step of a warp that is alone, and of each tile of it."""
-SEVERAL = 2.8
+SEVERAL = 1.7
 """Times as many, where a chunk has several scales."""
-START, ROW_BYTE = 3.2e-6, 6.7e-12
+START, ROW_BYTE = 1.8e-6, 14.9e-12
 """Seconds until products begin, and for each byte of a block's rows."""
-SUMS, SHARER = 1.5e-6, 0.009e-6
-"""Seconds of adding the sums of blocks, and of a team: for each of its warps and tiles."""
-REST = 0.22
+FLIGHT = 0.52e-6
+"""Seconds that memory takes for what a block has in flight, at least."""
+SUMS, CLUSTER, SHARER = 1.7e-6, 0.7e-6, 0.023e-6
+"""Seconds of adding the sums of blocks, through memory and in a cluster, and of a team: for each of its warps and tiles."""
+REST = 0.14
 """Part that whatever is hidden takes all the same."""
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch, fitted to 210 timings of an H200 at 16 rows (the fastest of 4 bits within 7 %; 8 bits 14 % too
-    long): memory, L2, or the steps of warps, whichever takes longest, and a part of the others; the rows before and the sums behind them."""
+    """Predicted seconds of one dependent launch, fitted to 98 timings of an H200 at 16 rows (of nine shapes, the one predicted to be fastest was within
+    6 % of the fastest): memory, L2, or the steps of warps, whichever takes longest, and a part of the others; the rows before and the sums behind them."""
     blocks, groups, chunks = (
         parts(problem, config, gpu),
         groups_here(problem, config, gpu),
@@ -185,13 +197,17 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     depth *= SEVERAL if tiles.groups_of(problem.bits, problem.block) > 1 else 1.0
     busy, alone = (first + more * config.tiles * depth for first, more in (CYCLES, LATENCY))
     step = max(busy * -(-config.warps // 4), alone) / gpu.clock
-    walk = -(-groups // config.teams) * -(-chunks // config.sharers) * step
+    steps = -(-groups // config.teams) * -(-chunks // config.sharers)
     weights, rows = problem.nbytes * problem.matrices, chunks * problem.chunk * 2 * problem.rows
-    memory = weights * max(1.0, groups * each * blocks / problem.tiles) / BANDWIDTH
-    terms = memory, (weights + rows * blocks * config.split) / LEVEL_2, walk
+    memory = max(
+        weights * max(1.0, groups * each * blocks / problem.tiles) / BANDWIDTH,
+        groups * chunks / (config.warps * config.ahead) * FLIGHT,
+    )
+    terms = memory, (weights + rows * blocks * config.split) / LEVEL_2, steps * step
     sums = 2 * config.split * problem.columns * problem.matrices * ROWS * 4 / LEVEL_2
-    ends = (SUMS + sums if config.split > 1 else 0.0) + SHARER * config.sharers * config.tiles
+    ends = CLUSTER if config.cluster else SUMS + sums if config.split > 1 else 0.0
     most = max(terms)
+    ends += SHARER * config.sharers * config.tiles
     return float(START + rows * ROW_BYTE + ends + most + REST * (sum(terms) - most))
 
 
@@ -204,4 +220,4 @@ def unfit(problem: Problem, gpu: GpuFacts) -> str | None:
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:
     """The configurations to time, best predicted first."""
     found = ((estimate(problem, c, gpu), c) for c in CONFIGS if refuse(problem, c, gpu) is None)
-    return varied(found, lambda c: (c.tiles, c.teams, c.sharers, c.split), limit)
+    return varied(found, lambda c: (c.tiles, c.teams, c.sharers, c.split, c.cluster), limit)

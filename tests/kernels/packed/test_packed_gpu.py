@@ -73,6 +73,9 @@ def configurations(kernel: Any, case: Case) -> list[Any]:
     facts = (GPU,) if kernel in (digits_kernel, resident_kernel) else ()
     found = [c for c in kernel.CONFIGS if kernel.refuse(case.problem, c, *facts) is None]
     few = 4 if case in CASES.values() or kernel is resident_kernel else 2
+    if kernel is resident_kernel:  # some of each kind
+        kinds = ([c for c in found if c.cluster == kind] for kind in (False, True))
+        return [*kernel.candidates(case.problem, GPU, 1), *(c for own in kinds for c in own[:: max(1, len(own) // 3)])]
     return [*kernel.candidates(case.problem, GPU, 1), *found[:: max(1, len(found) // few)]]
 
 

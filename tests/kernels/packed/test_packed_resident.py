@@ -28,7 +28,7 @@ from optdnn.kernels.packed import resident_kernel as resident
 from optdnn.kernels.packed.problem import Problem
 from optdnn.kernels.packed.tiles import tiled_weights
 from optdnn.runtime.cuda.compile import nvrtc, render
-from optdnn.runtime.cuda.gpu_facts import named
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, clusters_of, named
 from optdnn.runtime.reference.packed import dequantized
 
 H200 = named("h200")
@@ -38,6 +38,9 @@ SIZES = {
     "16 rows, two rounds": (1, Case(16, 300, 1024, block=32), C(2, 3, 2, 1)),
     "K shared by blocks": (4, Case(16, 72, 2300, stages=(("add",), ("relu",))), C(2, 2, 3, 2, 2)),
     "K shared by three blocks": (6, Case(13, 61, 2300, zeros="uint8"), C(1, 2, 4, 3, 3)),
+    "a cluster": (2, Case(13, 61, 2300, zeros="uint8", stages=(("add",), ("relu",))), C(2, 2, 3, 2, 2, cluster=True)),
+    "clusters of four": (9, Case(9, 72, 2300), C(1, 3, 2, 1, 4, cluster=True)),
+    "a cluster of eight": (8, Case(16, 40, 2100), C(1, 3, 2, 1, 8, cluster=True)),
     "teams of one warp": (1, Case(10, 96, 640, "uint8", 64), C(1, 6, 1, 4)),
     "one team": (1, Case(12, 64, 1536), C(4, 1, 8, 1)),
     "bf16": (1, Case(15, 40, 600, dtype="bfloat16", scale="bfloat16"), C(1, 3, 2, 2)),
@@ -45,8 +48,13 @@ SIZES = {
 }
 
 
+def small_gpu(many: int) -> GpuFacts:
+    """One of so many multiprocessors."""
+    return replace(H200, multiprocessors=many, clusters=clusters_of(many))
+
+
 def run(many: int, case: Case, config: resident.Config, folder: Path) -> None:
-    p, gpu = case.problem, replace(H200, multiprocessors=many)
+    p, gpu = case.problem, small_gpu(many)
     made = resident.launch(p, config, gpu, pitch_of(case), p.columns)
     check_emulated(case, made, resident.workspace(p, config, gpu), render.mma(p.dtype), folder)
 
@@ -67,6 +75,7 @@ def test_sizes_on_a_processor(name: str, tmp_path: Path) -> None:
 PAIRS = {
     "two rounds": (1, Case(11, 120, 1700, stages=GATED), C(2, 3, 2, 2)),
     "zero points": (1, Case(16, 100, 640, zeros="uint8", stages=GATED), C(4, 2, 4, 1)),
+    "a cluster": (2, Case(16, 93, 1700, stages=GATED), C(2, 6, 1, 2, 2, cluster=True)),
     "K shared by blocks": (
         2,
         Case(9, 61, 1024, "uint8", dtype="bfloat16", scale="bfloat16", stages=GATED),
@@ -83,7 +92,7 @@ def test_two_products_on_a_processor(name: str, tmp_path: Path) -> None:
 
 def check_pair(many: int, case: Case, config: resident.Config, folder: Path) -> None:
     """The product of a case times a second one, beside float64."""
-    p, o, gpu = replace(case.problem, beside=(("bias",), ("relu",))), drawn(case), replace(H200, multiprocessors=many)
+    p, o, gpu = replace(case.problem, beside=(("bias",), ("relu",))), drawn(case), small_gpu(many)
     made = resident.launch(p, config, gpu, pitch_of(case), p.columns)
     text = made.recipe.generated["generated.cuh"].replace(render.mma(p.dtype), "")
     rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
@@ -121,6 +130,9 @@ def test_what_it_refuses() -> None:
     assert why(C(4, 2, 12, 1), Case(16, 14336, 2048)) == "its sums do not fit the registers"
     assert why(C(2, 5, 4, 1)) == "its blocks have fewer than 5 groups of tiles"
     assert why(C(1, 1, 17, 1), Case(16, 2048, 2048)) == "16 chunks are not shared by 17 warps"
+    assert why(C(2, 7, 2, 1, 2, cluster=True)) is None
+    assert why(C(2, 6, 2, 1, 2, cluster=True)) == "the blocks of a cluster add the sums of one group for each team"
+    assert why(C(2, 8, 2, 1, 3, cluster=True)) == "not a tile of this kernel"
     assert resident.unfit(LARGE.problem, H200) is None
     assert resident.unfit(Case(16, 64, 256).problem, H200) == "2 chunks are not shared by 6 warps"
 
@@ -144,11 +156,11 @@ def test_blocks() -> None:
 @pytest.mark.parametrize(
     ("problem", "best"),
     [
-        (PAIR, "resident2t7x3a1"),
-        (Case(16, 4096, 14336, stages=(("add",),)).problem, "resident2t8x3a1k8"),
-        (Case(16, 6144, 4096).problem, "resident2t6x4a1k4"),
-        (Case(16, 4096, 4096, stages=(("add",),)).problem, "resident2t4x4a1k4"),
-        (LARGE.problem, "resident2t4x6a1"),
+        (PAIR, "resident2t14x1a1c2"),
+        (Case(16, 4096, 14336, stages=(("add",),)).problem, "resident3t6x2a1c8"),
+        (Case(16, 6144, 4096).problem, "resident2t13x1a1c8"),
+        (Case(16, 4096, 4096, stages=(("add",),)).problem, "resident2t9x2a1c8"),
+        (LARGE.problem, "resident2t15x1a1c4"),
     ],
 )
 def test_what_is_predicted_to_be_fastest(problem: Problem, best: str) -> None:
@@ -160,13 +172,14 @@ def test_what_is_predicted_to_be_fastest(problem: Problem, best: str) -> None:
 @pytest.mark.parametrize(
     ("problem", "config"),
     [
-        (PAIR, C(2, 7, 3, 2)),
+        (PAIR, C(2, 7, 3, 1)),
+        (PAIR, C(2, 14, 1, 2, 2, cluster=True)),
         (Case(16, 4096, 14336, stages=(("add",),)).problem, C(2, 4, 6, 2, 4)),
         (Case(16, 6144, 4096, zeros="uint8").problem, C(3, 2, 8, 1, 2)),
         (Case(16, 4096, 4096, block=32, dtype="bfloat16", scale="bfloat16").problem, C(2, 2, 8, 2, 2)),
         (Case(16, 4096, 4096, "uint8", 0).problem, C(2, 4, 4, 1, 4)),
     ],
-    ids=("pair", "K shared by blocks", "zero points", "bf16", "8 bits"),
+    ids=("pair", "a pair by clusters", "K shared by blocks", "zero points", "bf16", "8 bits"),
 )
 def test_kernels_do_not_spill(problem: Problem, config: resident.Config) -> None:
     (kernel,) = nvrtc.resources(resident.recipe(problem, config, H200)).values()

@@ -1,23 +1,23 @@
-// Some rows times packed weights (up to 16): a block keeps its rows in shared memory, and each warp streams weights from memory straight to
-// registers. 16-bit activations, fp32 sums.
+// Some rows times packed weights (up to 16): a block keeps its rows in shared memory, and each warp streams weights through a ring of its own.
+// 16-bit activations, fp32 sums.
 //
 //   out[m, column] = epilogue(sum_k x[m, k] * (number[column, k] - zero) * scale)
 //
 // SPLIT blocks share K. A block takes a part of the columns and brings the rows of its part of K to shared memory, once. Its warps are TEAMS
 // teams of SHARERS warps. A team takes groups of TILES tiles of 16 columns in turn; its warps take chunks of K in turn, and each has DEPTH
-// chunks of all tiles of the group on their way to its registers. The first are on their way before griddepcontrol.wait. Warps bring rows in
-// turn, too, WARPS chunks of K at a time, and sum them. A barrier for each chunk tells that its rows are there. So products begin with the
-// first rows, and no warp waits for another but for rows, and where a team adds its sums.
+// chunks of all tiles of the group on their way. The first are on their way before griddepcontrol.wait. Each warp brings and sums the rows of a
+// piece of K; a barrier for each piece tells that they are there. So no warp waits for another but for rows, and where a team adds its sums.
 //
 // Where a chunk has one scale, numbers are multiplied as they lie (packed_few.cuh says how), and the chunk's sums are scaled, less the
 // zero point times the sums of its rows. Where the zero point is a constant, sums begin with that. The sums of a team's warps, and of the
-// SPLIT blocks (through memory, by the last one to come), are added in a fixed order.
+// SPLIT blocks, are added in a fixed order: through memory by the last one to come, or, CLUSTERED, warps send them to the blocks of a cluster, each
+// of which makes the results of some rows.
 //
 // PAIRED: the epilogue reads the product with a second matrix of the same form, after stages of its own (gated linear units): a tile of it
 // follows each tile of the first matrix.
 //
 // generated.cuh defines TILES (of both matrices), TEAMS, SHARERS, DEPTH, SPLIT, SET_SHIFT (chunk c has the scales of set c >> SET_SHIFT), CHUNKS (of K, of a block, at most), GROUPS_HERE (of tiles, of
-// a block, at most), RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, PAIRED, epilogue() and, PAIRED, epilogue_beside(), and what
+// a block, at most), CLUSTERED, RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, PAIRED, epilogue() and, PAIRED, epilogue_beside(), and what
 // packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
@@ -27,7 +27,7 @@
 #include "packed_sums.cuh"
 #include "packed_resident.cuh"
 
-// Pair i of a word: numbers as they lie.
+// Pair i of a word: numbers as they lie. The multiprocessor shifts and masks at half the rate of multiplications.
 DEVICE u32 raw_pair(u32 word, int i) {
 #if defined(DTYPE_BF16)
     u32 numbers = 0x00010001u * ((1 << BITS) - 1);
@@ -36,7 +36,9 @@ DEVICE u32 raw_pair(u32 word, int i) {
 #elif BITS == 8
     return __byte_perm(word, 0u, i ? 0x4342 : 0x4140);
 #else
-    return word >> (BITS * i) & 0x00010001u * ((1 << BITS) - 1);
+    const int up = BITS * i % 8;
+    const u32 numbers = (BITS * i < 8 ? word : word >> 8) & (0x00010001u * ((1 << BITS) - 1)) << up;
+    return up == 0 ? numbers : fma2(numbers, twice(0x3c00u - 0x400u * up), 0u);    // subnormal, and exact
 #endif
 }
 DEVICE void operand_of(u32 (&a)[4], const Chunk& chunk, int step) {
@@ -78,14 +80,14 @@ DEVICE void add_scaled(float (&sums)[2][4], const float (&own)[2][4], const floa
 }
 
 // Adds the products of a chunk of each tile of a group.
-DEVICE void add_group(Sums& sums, const Chunk (&held)[TILES], u8* shared, int chunk, int lane) {
-    const u32 rows = lane_rows(smem_address(shared), chunk, lane);
+DEVICE void add_group(Sums& sums, const Chunk (&held)[TILES], u8* shared, int chunk, const LanePlaces& lane) {
+    const u32 rows = smem_address(shared) + chunk * (CHUNK_K * 2) + lane.rows;
     float4 row_sum[2];
     Sums own;
     clear(own);
     #pragma unroll
     for (int m = 0; RAW && m < 2; m++) {
-        row_sum[m] = *row_sums(shared, chunk, m, lane % 4);
+        row_sum[m] = *reinterpret_cast<const float4*>(reinterpret_cast<const u8*>(row_sums(shared, chunk, m, 0)) + lane.sums);
         #pragma unroll
         for (int n = 0; ZEROS == 0 && n < TILES; n++) own[n][m][0] = row_sum[m].x, own[n][m][1] = row_sum[m].y, own[n][m][2] = row_sum[m].z, own[n][m][3] = row_sum[m].w;
     }
@@ -198,17 +200,87 @@ struct Ends {
     }
 };
 
-// Adds the products of the chunk that the ring holds next, number ``step`` of the warp's.
-DEVICE void add_step(Sums& sums, Rows& rows, Ring& ring, u8* behind, const u8* own_place, int own, int sharer, int step, int lane) {
-    const int at = sharer + step * SHARERS;
+#if CLUSTERED
+DEVICE float element(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// The sums that the blocks of a cluster send one another: a block gets those of 16 / SPLIT rows. Of each tile of each warp they are fours as lanes
+// have them: of rows 2 pair and 2 pair + 1, and columns g and g + 8.
+struct SentSums {
+    const Params& p;
+    const Part& part;
+    u8* const fours;
+    const u32 barrier;
+
+    // By one thread.
+    __device__ __forceinline__ void begin() const {
+        barrier_init(barrier, 1);
+        barrier_init_fence();
+        barrier_expect(barrier, part.groups * (SHARERS * TILES * SENT * SPLIT * 16));
+    }
+    // The place of the first four of tile 0.
+    __device__ __forceinline__ u32 place(u32 block, u32 group, u32 sharer) const { return ((block * GROUPS_HERE + group) * SHARERS + sharer) * (TILES * SENT); }
+    // Sends the warp's sums of a group.
+    __device__ __forceinline__ void send(const Sums& sums, int group, int sharer, int lane) const {
+        #pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const u32 pair = m * 4 + lane % 4, to = pair * SPLIT / 8, own = pair % (8 / SPLIT) * 8 + lane / 4;
+            const u32 first = cluster_map(smem_address(fours) + (place(cluster_rank(), group, sharer) + own) * 16, to), there = cluster_map(barrier, to);
+            #pragma unroll
+            for (int n = 0; n < TILES; n++) cluster_store_async(first + n * (SENT * 16), there, sums[n][m]);
+        }
+    }
+    // Four of a tile of results, once they have come.
+    __device__ __forceinline__ void add(float4 (&sum)[MATRICES], int tile, int own) const {
+        #pragma unroll
+        for (int n = 0; n < MATRICES; n++) {
+            sum[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            #pragma unroll
+            for (int w = 0; w < SPLIT * SHARERS; w++)
+                add_to(sum[n], reinterpret_cast<const float4*>(fours)[place(w / SHARERS, tile / EACH, w % SHARERS) + (tile % EACH * MATRICES + n) * SENT + own]);
+        }
+    }
+    // By all threads: the results. Nobody sends to a block that has ended: all of its threads wait.
+    __device__ __forceinline__ void finish() const {
+        bool waited = false;
+        for (int i = threadIdx.x; i < part.tiles * SENT; i += THREADS) {
+            const int own = i % SENT, tile = i / SENT, row = (cluster_rank() * (8 / SPLIT) + own / 8) * 2, column = (part.first + tile) * 16 + own % 8;
+            const u64 at = (u64)row * p.out_pitch + column;
+            float bias[4], beside[4], residual[4];
+            bool here[4];
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                here[j] = column + j / 2 * 8 < p.columns && row + j % 2 < p.rows;
+                bias[j] = here[j] ? __ldg(p.bias + column + j / 2 * 8) : 0.0f, beside[j] = PAIRED && here[j] ? __ldg(p.beside_bias + column + j / 2 * 8) : 0.0f;
+                residual[j] = HAS_RESIDUAL && here[j] ? unpack1(p.residual[at + j % 2 * p.out_pitch + j / 2 * 8]) : 0.0f;
+            }
+            if (!waited) barrier_wait_cluster(barrier, 0);
+            waited = true;
+            float4 sum[MATRICES];
+            add(sum, tile, own);
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                constexpr float UNIT = RAW ? NUMBER : 1.0f;
+#if PAIRED
+                residual[j] = epilogue_beside(element(sum[1], j) * UNIT, beside[j], 0.0f);
+#endif
+                if (here[j]) p.output[at + j % 2 * p.out_pitch + j / 2 * 8] = pack1(epilogue(element(sum[0], j) * UNIT, bias[j], residual[j]));
+            }
+        }
+        if (!waited) barrier_wait_cluster(barrier, 0);
+    }
+};
+#endif
+
+// Adds the products of the chunk that the ring holds next.
+DEVICE void add_step(Sums& sums, const Rows& rows, Ring& ring, u8* behind, const u8* own_place, int chunk, const LanePlaces& lane) {
     ring.wait();
     Chunk held[TILES];
     #pragma unroll
     for (int n = 0; n < TILES; n++) held[n] = shared_chunk(own_place + ring.slot * SLOT_BYTES + n * TILE_BYTES, lane);
     __syncwarp();                                  // the slot is free
-    ring.ask(own, sharer, rows);
-    rows.wait(at);
-    add_group(sums, held, behind, rows.chunk(at), lane);
+    ring.ask();
+    rows.wait(chunk);
+    add_group(sums, held, behind, chunk, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(const __grid_constant__ Params p) {
@@ -218,18 +290,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;   // uniform, and known to be
     const int team = warp / SHARERS, sharer = warp % SHARERS;
     const Part part(p);
-    Rows rows(p, part, behind, warp, lane);
-    const int own = (part.count - sharer + SHARERS - 1) / SHARERS;     // the warp's chunks of a group
-    Ring ring(p, part, smem_address(behind) + WARPS_AT + warp * WARP_BYTES, smem_address(shared) + (CHUNKS + warp * DEPTH) * 8, team);
-    ring.begin(own, sharer, lane, rows);
+    const Rows rows(p, part, behind, warp, lane);
+    Ring ring(p, part, smem_address(behind) + WARPS_AT + warp * WARP_BYTES, smem_address(shared) + (2 * WARPS + warp * DEPTH) * 8, team, sharer);
+    rows.begin();
+    ring.begin(lane);
     prefetch_biases(p, part);
-    for (int i = threadIdx.x; i < part.count; i += THREADS) barrier_init(rows.barrier(i), 1);
+#if CLUSTERED
+    const SentSums sent = {p, part, behind + SENT_AT, smem_address(shared) + ROWS_AT - 8};
+    if (threadIdx.x == 0) sent.begin();
+    cluster_arrive_relaxed();
+#endif
     __syncthreads();
     grid_dependency_wait();
     rows.ask();
-    rows.ask();
+    rows.bring();
 
     const Ends ends(p, part);
+    const LanePlaces places(lane);
     u8* const own_place = behind + WARPS_AT + warp * WARP_BYTES;
     u8* const sums_of_team = own_place - sharer * WARP_BYTES + OWN_SUMS_AT;
     #pragma unroll 1
@@ -237,17 +314,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
         Sums sums;
         clear(sums);
         #pragma unroll 1
-        for (int step = 0; step < own; step++) add_step(sums, rows, ring, behind, own_place, own, sharer, step, lane);
-        while (rows.here < part.count) rows.bring();                   // for others
+        for (int chunk = sharer; chunk < part.count; chunk += SHARERS) add_step(sums, rows, ring, behind, own_place, chunk, places);
+#if CLUSTERED
+        cluster_wait();                            // all have begun
+        sent.send(sums, group, sharer, lane);
+#else
         const Around first = ends.around(group, threadIdx.x % TEAM_THREADS);
         put_sums(reinterpret_cast<float*>(own_place + OWN_SUMS_AT), sums, lane);
         team_barrier(team);
         ends.team(sums_of_team, group, threadIdx.x % TEAM_THREADS, first);
         if (group + TEAMS < part.groups) team_barrier(team);           // the sums' places are free
+#endif
     }
-    while (rows.here < part.count) rows.bring();                       // of a team that has no tiles
-    copies_wait_but<0>();
-#if SPLIT > 1
+#if CLUSTERED
+    if (team >= part.groups) cluster_wait();       // a team without tiles
+    sent.finish();
+#elif SPLIT > 1
     __threadfence();
     __syncthreads();                               // the rows are read no more: their first word tells who was last
     if (ends.partial.is_last(reinterpret_cast<u32*>(behind), [] { __syncthreads(); })) ends.block();

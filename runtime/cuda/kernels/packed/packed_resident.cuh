@@ -19,13 +19,15 @@ constexpr int MATRICES = 1 + PAIRED, EACH = TILES / MATRICES;          // tiles 
 constexpr int WARPS = TEAMS * SHARERS, THREADS = WARPS * 32, TEAM_THREADS = SHARERS * 32, ROWS = 16;
 constexpr int PITCH = CHUNKS * CHUNK_K * 2 + 16;   // bytes of a row: the eight rows of an ldmatrix lie in other banks
 constexpr int FOURS = EACH * 4, SUM_PITCH = TILES * 16 + 4;            // fours of results of a row of a group; floats of its sums
-constexpr int ROWS_AT = (CHUNKS + WARPS * DEPTH + 15) / 16 * 128;      // behind the barriers
+constexpr int PIECE = (CHUNKS + WARPS - 1) / WARPS;                    // chunks of K that a warp brings the rows of
+constexpr int ROWS_AT = (1 + WARPS * (2 + DEPTH) + 15) / 16 * 128;         // behind the barriers
 constexpr int SCALE_SET = 16 * GROUPS * SCALE_BYTES, ZERO_SET = 16 * GROUPS * ZERO_BYTES;  // bytes
 constexpr int TILE_BYTES = CHUNK_BYTES + SCALE_SET + ZERO_SET, SLOT_BYTES = TILES * TILE_BYTES, RING_BYTES = DEPTH * SLOT_BYTES;
 constexpr int SUM_BYTES = ROWS * SUM_PITCH * 4;
 constexpr bool ALIASED = GROUPS_HERE <= TEAMS;     // sums take the place of the ring, which nothing more comes to
 constexpr int OWN_SUMS_AT = ALIASED ? 0 : RING_BYTES, WARP_BYTES = ALIASED ? (RING_BYTES > SUM_BYTES ? RING_BYTES : SUM_BYTES) : RING_BYTES + SUM_BYTES;
 constexpr int ROW_SUMS_AT = ROWS * PITCH, WARPS_AT = (ROW_SUMS_AT + CHUNKS * ROWS * 8 + 127) / 128 * 128;  // behind the rows' beginning
+constexpr int SENT_AT = WARPS_AT + WARPS * WARP_BYTES, SENT = 64 / SPLIT;   // fours of a tile of a warp that a block of a cluster gets
 constexpr int PARTIAL_FOURS = GROUPS_HERE * ROWS * FOURS * MATRICES;   // of a block
 #if defined(DTYPE_BF16)
 constexpr bool RAW = GROUPS == 1 && !FLOAT_CODES && BITS < 8;
@@ -37,6 +39,7 @@ constexpr float NUMBER = 16777216.0f, OFFSET = 0.0f;
 constexpr float START = (ZEROS ? 1.0f : -(float(1 << (BITS - 1)) + OFFSET)) / NUMBER;  // what sums of rows are multiplied by
 
 static_assert(TILES % MATRICES == 0, "tiles of two matrices come in pairs");
+static_assert(!CLUSTERED || ALIASED, "the blocks of a cluster add their sums once");
 
 // What a block computes: its tiles of results, in groups, and its chunks of K.
 struct Part {
@@ -53,14 +56,27 @@ struct Ring {
     const Params& p;
     const Part& part;
     const u32 at, full;                            // shared addresses: slots, and their barriers
-    int group, step;                               // what is asked for next
+    const int sharer;
+    int group, chunk;                              // what is asked for next
     int slot;
     u32 parity;
-    __device__ __forceinline__ Ring(const Params& p, const Part& part, u32 at, u32 full, int team) : p(p), part(part), at(at), full(full), group(team), step(0), slot(0), parity(0) {}
+    const u8 *tile[TILES], *scale[TILES], *zero[TILES];                // of the group
+    __device__ __forceinline__ Ring(const Params& p, const Part& part, u32 at, u32 full, int team, int sharer) : p(p), part(part), at(at), full(full), sharer(sharer), group(team), slot(0), parity(0) {}
 
+    __device__ __forceinline__ void begin_group() {
+        chunk = part.begin + sharer;
+        #pragma unroll
+        for (int n = 0; n < TILES; n++) {
+            const PackedWeights& matrix = n % MATRICES ? p.beside : p.weights;
+            const u32 index = part.first + min(group * EACH + n / MATRICES, part.tiles - 1), set = index * matrix.sets;
+            tile[n] = matrix.tiles + u64(index * matrix.chunks) * CHUNK_BYTES;
+            scale[n] = matrix.scales + u64(set) * SCALE_SET;
+            if (ZERO_SET > 0) zero[n] = matrix.zeros + u64(set) * ZERO_SET;
+        }
+    }
     // Asks for the first chunks.
-    template <class Order> __device__ __forceinline__ void begin(int own, int sharer, int lane, const Order& order) {
-        if (own == 0) group = part.groups;         // there are none
+    __device__ __forceinline__ void begin(int lane) {
+        if (sharer >= part.count) group = part.groups;                 // there are none
         if (lane == 0) {
             #pragma unroll
             for (int d = 0; d < DEPTH; d++) barrier_init(full + d * 8, 1);
@@ -68,48 +84,34 @@ struct Ring {
             async_proxy_fence();
         }
         __syncwarp();
+        begin_group();
         #pragma unroll 1
-        for (int d = 0; d < DEPTH; d++) ask(own, sharer, order);
+        for (int d = 0; d < DEPTH; d++) ask();
         parity = 0;
     }
     // Asks for a chunk of each tile of a group, by one lane.
-    __device__ __forceinline__ void load(int chunk) const {
-        const u32 barrier = full + slot * 8;
+    __device__ __forceinline__ void load() const {
+        const u32 barrier = full + slot * 8, to = at + slot * SLOT_BYTES, set = chunk >> SET_SHIFT;
         barrier_expect(barrier, SLOT_BYTES);
         #pragma unroll
         for (int n = 0; n < TILES; n++) {
-            const PackedWeights& matrix = n % MATRICES ? p.beside : p.weights;
-            const u32 tile = part.first + min(group * EACH + n / MATRICES, part.tiles - 1), to = at + slot * SLOT_BYTES + n * TILE_BYTES;
-            const u32 set = tile * matrix.sets + (chunk >> SET_SHIFT);
-            bulk_load(to, matrix.tiles + u64(tile * matrix.chunks + chunk) * CHUNK_BYTES, CHUNK_BYTES, barrier);
-            bulk_load(to + CHUNK_BYTES, matrix.scales + u64(set) * SCALE_SET, SCALE_SET, barrier);
-            if (ZERO_SET > 0) bulk_load(to + CHUNK_BYTES + SCALE_SET, matrix.zeros + u64(set) * ZERO_SET, ZERO_SET, barrier);
+            const u32 scales_at = to + n * TILE_BYTES + CHUNK_BYTES;
+            bulk_load(to + n * TILE_BYTES, tile[n] + u64(u32(chunk)) * CHUNK_BYTES, CHUNK_BYTES, barrier);
+            bulk_load(scales_at, scale[n] + u64(set) * SCALE_SET, SCALE_SET, barrier);
+            if (ZERO_SET > 0) bulk_load(scales_at + SCALE_SET, zero[n] + u64(set) * ZERO_SET, ZERO_SET, barrier);
         }
     }
     // Asks for what comes next, into the slot that was read last. By whole warps.
-    template <class Order> __device__ __forceinline__ void ask(int own, int sharer, const Order& order) {
+    __device__ __forceinline__ void ask() {
         if (group < part.groups) {
-            if (elect_one()) load(part.begin + order.chunk(sharer + step * SHARERS));
-            if (++step == own) step = 0, group += TEAMS;
+            if (elect_one()) load();
+            chunk += SHARERS;
+            if (chunk >= part.begin + part.count) group += TEAMS, begin_group();
         }
         if (++slot == DEPTH) slot = 0, parity ^= 1;
     }
     __device__ __forceinline__ void wait() const { barrier_wait(full + slot * 8, parity); }
 };
-
-// Brings the rows of a chunk, with zeros beyond K. What lies in the place of rows that there are not counts for no other row.
-DEVICE void bring_rows(const Params& p, const Part& part, u32 rows, int chunk, int lane) {
-    constexpr int VECTORS = CHUNK_K / 8, STEP = 32 / VECTORS;          // rows that the lanes copy at once
-    const int k = (part.begin + chunk) * CHUNK_K + lane % VECTORS * 8, bytes = max(0, min(16, (p.k - k) * 2));
-    int m = lane / VECTORS;
-    u32 to = rows + m * PITCH + chunk * (CHUNK_K * 2) + lane % VECTORS * 16;
-    const u16* from = bytes > 0 ? p.x + (long long)m * p.x_pitch + k : p.x;
-    #pragma unroll
-    for (int i = 0; i < ROWS / STEP; i++, m += STEP, to += STEP * PITCH) {
-        if (m < p.rows) copy_16_or_zeros(to, from, bytes);
-        if (bytes > 0) from += STEP * p.x_pitch;
-    }
-}
 
 // Where a lane's 16 bytes of ldmatrix begin: of both tiles of eight rows.
 DEVICE u32 lane_rows(u32 rows, int chunk, int lane) { return rows + chunk * (CHUNK_K * 2) + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16; }
@@ -135,41 +137,51 @@ DEVICE void sum_rows(u8* shared, int chunk, int lane) {
     }
 }
 
-// The rows of the block, which warps bring in turn: those of chunks ``at`` to at + WARPS - 1 at a time.
+// The rows of the block: each warp brings those of a piece of K.
 struct Rows {
     const Params& p;
     const Part& part;
     u8* const shared;
-    const int warp, lane, turned;
-    int asked, here;                               // chunks that the warp has no more to ask for, and to bring
+    const int warp, lane, first, count;            // the warp's chunks; there may be none
     __device__ __forceinline__ Rows(const Params& p, const Part& part, u8* shared, int warp, int lane)
-        : p(p), part(part), shared(shared), warp(warp), lane(lane), turned(blockIdx.x / SPLIT % part.count), asked(0), here(0) {}
+        : p(p), part(part), shared(shared), warp(warp), lane(lane), first(warp * PIECE), count(min(PIECE, part.count - first)) {}
 
-    // The chunk that comes at a place: blocks ask L2 for other rows first.
-    __device__ __forceinline__ int chunk(int at) const { return at + turned < part.count ? at + turned : at + turned - part.count; }
-    __device__ __forceinline__ u32 barrier(int at) const { return smem_address(shared) - ROWS_AT + at * 8; }
-    __device__ __forceinline__ void ask() {
-        if (asked + warp < part.count) bring_rows(p, part, smem_address(shared), chunk(asked + warp), lane);
-        copies_commit();
-        asked += WARPS;
+    // Shared addresses of barriers: of the warp's rows that have come, and of a piece that is ready.
+    __device__ __forceinline__ u32 landed() const { return smem_address(shared) - ROWS_AT + warp * 8; }
+    __device__ __forceinline__ u32 ready(int piece) const { return smem_address(shared) - ROWS_AT + (WARPS + piece) * 8; }
+    __device__ __forceinline__ void begin() const {
+        if (lane == 0) barrier_init(landed(), 1), barrier_init(ready(warp), 1);
     }
-    // Brings the warp's chunk of those that come next.
-    __device__ __forceinline__ void bring() {
-        copies_wait_but<1>();
-        __syncwarp();
-        if (here + warp < part.count) {
-            if (RAW) sum_rows(shared, chunk(here + warp), lane);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(barrier(here + warp));
+    // Asks for the warp's rows, with zeros beyond K. What lies in the place of rows that there are not counts for no other row.
+    __device__ __forceinline__ void ask() const {
+        if (count <= 0) return;
+        const int k = (part.begin + first) * CHUNK_K, vectors = count * (CHUNK_K / 8), whole = max(0, min(vectors, (p.k - k) / 8));
+        const u32 to = smem_address(shared) + first * (CHUNK_K * 2);
+        if (elect_one()) {
+            barrier_expect(landed(), p.rows * whole * 16);
+            const u16* from = p.x + k;
+            #pragma unroll 4
+            for (int m = 0; m < (whole > 0 ? p.rows : 0); m++, from += p.x_pitch) bulk_load(to + m * PITCH, from, whole * 16, landed());
         }
-        here += WARPS;
-        ask();
+        for (int i = lane; i < (vectors - whole) * p.rows; i += 32) {  // around the end of K
+            const int m = i % p.rows, v = whole + i / p.rows, bytes = max(0, min(16, (p.k - k - v * 8) * 2));
+            copy_16_or_zeros(to + m * PITCH + v * 16, bytes > 0 ? p.x + (long long)m * p.x_pitch + k + v * 8 : p.x, bytes);
+        }
+        copies_commit();
     }
-    // Waits for the rows of the chunk at a place.
-    __device__ __forceinline__ void wait(int at) {
-        while (here <= at) bring();
-        barrier_wait(barrier(at), 0);
+    // Waits for them, sums them, and tells that they are ready.
+    __device__ __forceinline__ void bring() const {
+        if (count <= 0) return;
+        copies_wait_but<0>();
+        barrier_wait(landed(), 0);
+        __syncwarp();
+        #pragma unroll 1
+        for (int c = 0; RAW && c < count; c++) sum_rows(shared, first + c, lane);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(ready(warp));
     }
+    // Waits for the rows of a chunk.
+    __device__ __forceinline__ void wait(int chunk) const { barrier_wait(ready(chunk / PIECE), 0); }
 };
 
 template <int BYTES> DEVICE Words<BYTES> shared_words(const u8* at) {
@@ -185,16 +197,24 @@ template <int BYTES> DEVICE Words<BYTES> shared_words(const u8* at) {
     return v;
 }
 
+// Where a lane reads, from a common place on. Computed here, and not again for each chunk.
+struct LanePlaces {
+    u32 weights, scales, zeros, rows, sums;
+    __device__ __forceinline__ explicit LanePlaces(int lane)
+        : weights(lane * 16), scales(lane / 4 * (GROUPS * SCALE_BYTES)), zeros(lane / 4 * (GROUPS * ZERO_BYTES)), rows(lane_rows(0, 0, lane)), sums(lane % 4 * 16) {
+        if (THREADS <= 512) asm volatile("" : "+r"(weights), "+r"(scales), "+r"(zeros), "+r"(rows), "+r"(sums));   // there is room for them
+    }
+};
+
 // What a lane holds of a chunk, from its place in the ring.
-DEVICE Chunk shared_chunk(const u8* at, int lane) {
+DEVICE Chunk shared_chunk(const u8* at, const LanePlaces& lane) {
     Chunk c;
     #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int channel = lane / 4 + h * 8;
-        c.weights[h] = *reinterpret_cast<const uint4*>(at + h * 512 + lane * 16);
-        c.scales[h] = shared_words<GROUPS * SCALE_BYTES>(at + CHUNK_BYTES + channel * (GROUPS * SCALE_BYTES));
+        c.weights[h] = *reinterpret_cast<const uint4*>(at + lane.weights + h * 512);
+        c.scales[h] = shared_words<GROUPS * SCALE_BYTES>(at + lane.scales + (CHUNK_BYTES + h * (8 * GROUPS * SCALE_BYTES)));
 #if ZEROS
-        c.zeros[h] = shared_words<GROUPS * ZERO_BYTES>(at + CHUNK_BYTES + SCALE_SET + channel * (GROUPS * ZERO_BYTES));
+        c.zeros[h] = shared_words<GROUPS * ZERO_BYTES>(at + lane.zeros + (CHUNK_BYTES + SCALE_SET + h * (8 * GROUPS * ZERO_BYTES)));
 #endif
     }
     return c;
