@@ -19,9 +19,9 @@ from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.support.facts import in_shape, integers, operand, shape_of
 from optdnn.types import is_float, normalize_axis
 
-TRIPS = 128
+TRIPS = 256
 """Most iterations that are unrolled."""
-OPS = 4096
+OPS = 8192
 """Most ops that one loop becomes."""
 SURE = frozenset(
     {

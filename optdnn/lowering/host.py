@@ -16,12 +16,13 @@ from numpy.lib.stride_tricks import as_strided
 
 from optdnn.dim import INF, Dim, DimLike
 from optdnn.errors import ShapeError
+from optdnn.ir.body import GraphBody, bodies
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.pointwise.pointwise import CPP
 from optdnn.lowering.steps import plain_shape
 from optdnn.ops.base import Call, Result
-from optdnn.ops.checks import elements
+from optdnn.ops.checks import elements, extent
 from optdnn.ops.fused import flops, plain_attrs
 from optdnn.runtime.program import Buffer, Program
 from optdnn.runtime.steps.host import COPY, HOST, TO_DEVICE, TO_HOST, copy_step, host_step
@@ -33,6 +34,8 @@ CUT_US = 10.0
 """A cut of the CUDA graph, in µs: wait for the GPU and launch the next graph."""
 NUMPY_US, NUMPY_BYTES_PER_US, NUMPY_FLOPS_PER_US = 9.0, 3_000.0, 4_000.0
 """An operator in NumPy on one core: µs per call, bytes per µs, operations per µs."""
+MOST_TRIPS = 10_000
+"""Iterations that an estimate counts at most: a condition ends a Loop that names a larger number."""
 LARGE_US = 100.0
 """A larger operator is not computed on the host for the sake of others: its operands are needed on the GPU."""
 CHEAPER = "its operands are on the host, and it costs less there than a copy"
@@ -47,6 +50,8 @@ def host_us(graph: Graph, op: Op) -> float:
     """Estimated µs of an operator on its NumPy kernel. A size that depends on data counts as 1."""
     if _is_view(graph, op):
         return NUMPY_US
+    if inside := bodies(op):
+        return NUMPY_US + _trips(graph, op) * max(map(_body_us, inside))
     given = [None if v is None else graph.type(v) for v in op.inputs]
     moved = sum(_nbytes(t) for t in (*(t for t in given if t is not None), *(o.type for o in op.outputs)))
     call = Call(op.kind, op.attrs, tuple(given), (None,) * len(given), len(op.outputs), _no_symbol)
@@ -55,6 +60,19 @@ def host_us(graph: Graph, op: Op) -> float:
     except ShapeError:
         work = 0.0
     return NUMPY_US + moved / NUMPY_BYTES_PER_US + work / NUMPY_FLOPS_PER_US
+
+
+def _body_us(body: GraphBody) -> float:
+    return sum(host_us(body.graph, op) for op in body.graph.ops() if op.kind not in STRUCTURAL)
+
+
+def _trips(graph: Graph, op: Op) -> float:
+    """How often a body runs; 1 where that depends on data."""
+    if op.kind == "Scan":
+        scanned = graph.type(op.inputs[op.attrs.states])
+        return 1 if scanned.shape is None else extent(scanned.shape[op.attrs.scan_input_axes[0]])
+    known = graph.known(op.input(0)) if op.kind == "Loop" else None
+    return 1 if known is None or known.dtype == object else min(max(int(known.reshape(-1)[0]), 0), MOST_TRIPS)
 
 
 def _is_view(graph: Graph, op: Op) -> bool:

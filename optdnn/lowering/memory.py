@@ -255,9 +255,10 @@ def pack(
     sized = [replace(v, size=_up(v.size, alignment)) for v in intervals]
     neighbours = _neighbours(sized) if together is None else together
     best: tuple[list[int], int] | None = None
+    compared = max(1, len(sized) + sum(map(len, neighbours)))
     for make in ORDERS:
         order = make(sized)
-        for _ in range(1 + min(REPAIRS, REPAIR_WORK // max(1, len(sized)))):
+        for _ in range(1 + min(REPAIRS, REPAIR_WORK // compared)):
             offsets, arena = _place(sized, neighbours, order)
             if best is None or arena < best[1]:
                 best = offsets, arena
@@ -272,8 +273,8 @@ def pack(
     return best
 
 
-REPAIRS, REPAIR_WORK = 60, 60_000
-"""Per order: most repairs of a placement above the lower bound, and most buffers that are placed in all repairs."""
+REPAIRS, REPAIR_WORK = 60, 2_000_000
+"""Per order: most repairs of a placement above the lower bound, and most comparisons of a buffer with a neighbour in all repairs."""
 CLOSE = 1.01
 """No further order is tried once the arena is below this multiple of its lower bound."""
 

@@ -13,6 +13,7 @@ from support.fallback import BOOL, I64, F, model, node
 
 from optdnn.importers.onnx import import_model
 from optdnn.ir.graph import Graph
+from optdnn.lowering.host import MOST_TRIPS, NUMPY_US, host_us
 from optdnn.passes import unroll
 from optdnn.passes.base import PassContext
 from optdnn.passes.unroll import Unroll
@@ -128,7 +129,7 @@ def test_a_known_condition_leaves_its_branch(condition: bool, kind: str) -> None
         (loop, "how often it runs is not known"),
         (lambda: loop("Not", trips=3), "its condition depends on data"),
         (lambda: loop(trips=0), "it does not run, and stacks results nevertheless"),
-        (lambda: loop(trips=129), "it runs 129 times; 128 are unrolled"),
+        (lambda: loop(trips=257), "it runs 257 times; 256 are unrolled"),
         (lambda: scan("n"), "how often it runs is not known"),
         (branch, "the values of small inputs, for which an engine makes plans"),
         (lambda: branches(("Gather", "x i")), "an operator that may fail where it is not taken"),
@@ -148,3 +149,18 @@ def test_a_large_loop_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cpu_keeps_its_loops() -> None:
     check_untouched(Unroll(), loop(trips=3), context=PassContext(target="cpu"))
+
+
+# ---------------------------------------------------------------- what is not unrolled
+
+
+def test_a_loop_on_the_host_costs_its_iterations() -> None:
+    def cost(graph: Graph, kind: str) -> float:
+        (op,) = graph.of_kind(kind)
+        return host_us(graph, op)
+
+    assert cost(loop(trips=300), "Loop") == pytest.approx(300 * 5 * NUMPY_US, rel=0.4)
+    assert cost(loop(trips=10**7), "Loop") == cost(loop(trips=MOST_TRIPS), "Loop")
+    assert cost(loop(), "Loop") < 10 * NUMPY_US  # data says how often
+    assert cost(scan(8), "Scan") == pytest.approx(2 * cost(scan(4), "Scan"), rel=0.2)
+    assert cost(branch(), "If") < 3 * NUMPY_US
