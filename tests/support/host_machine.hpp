@@ -2,7 +2,10 @@
 static inline float __double2float_rz(double v) { float f = float(v); return fabs(double(f)) > fabs(v) ? nextafterf(f, 0) : f; }
 static inline float half_to_float(u16 bits) { _Float16 h; memcpy(&h, &bits, 2); return float(h); }
 static inline u16 float_to_half(float v) { _Float16 h = _Float16(v); u16 bits; memcpy(&bits, &h, 2); return bits; }
+#ifndef ARITHMETIC                                 // general kernels on warps have both files
+#define ARITHMETIC
 static inline float saturated_fma(float a, float b, float c) { return fminf(fmaxf(fmaf(a, b, c), 0.0f), 1.0f); }
+#endif
 static inline u16 double_to_half(double v) { _Float16 h = _Float16(v); u16 bits; memcpy(&bits, &h, 2); return bits; }
 static inline u16 float_to_bfloat(float v) {
     if (v != v) return 0x7fff;

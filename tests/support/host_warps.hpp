@@ -161,7 +161,10 @@ static inline int __dp4a(int a, int b, int sum) {
     return sum;
 }
 static inline float exp2_fast(float x) { return exp2f(x); }
+#ifndef ARITHMETIC                                 // general kernels on warps have both files
+#define ARITHMETIC
 static inline float saturated_fma(float a, float b, float c) { return fminf(fmaxf(fmaf(a, b, c), 0.0f), 1.0f); }
+#endif
 static inline float tanh_fast(float x) { return tanhf(x); }
 static inline void silu_pair(float& x, float& y) { x /= 1.0f + expf(-x), y /= 1.0f + expf(-y); }
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kernels.conv.test_stem import normalized, picture
 from support.net import Net
-from support.simulated import check_simulated, kinds, lowered
+from support.simulated import check_simulated, kinds, lowered, refusals
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.conv.stem_pool import PooledStem
@@ -91,8 +91,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
 
 
 def reasons(program: Program) -> list[str]:
-    rows: Any = program.meta["tactics"]
-    return [r["reason"] for row in rows for r in row.get("refused", []) if r["tactic"] == "conv_stem_pool"]
+    return refusals(program, "conv_stem_pool")
 
 
 @pytest.mark.parametrize("name", REFUSED)

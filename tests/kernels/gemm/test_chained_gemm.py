@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from support.net import Net
-from support.simulated import check_simulated, kinds, lowered
+from support.simulated import check_simulated, kinds, lowered, refusals
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.conv import chained
@@ -104,8 +103,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
 
 
 def reasons(program: Program) -> list[str]:
-    rows: Any = program.meta["tactics"]
-    return [r["reason"] for row in rows for r in row.get("refused", []) if r["tactic"] == "chained_sm90"]
+    return refusals(program, "chained_sm90")
 
 
 @pytest.mark.parametrize("name", REFUSED)
