@@ -15,12 +15,11 @@ Stage = tuple[str | float, ...]
 """One epilogue stage: ``("bias",)``, ``("add",)``, ``("relu",)``, ``("clip", 0.0, 6.0)``, … (the keys of :data:`STAGES`)."""
 
 # The normal distribution's integral to 2e-5, a twentieth of fp16's rounding: an odd polynomial that leaves 0 .. 1 beyond 4.3, and
-# saturates. erff takes three times the instructions, and the epilogue of a product with K = 768 a third of its time. Even and odd
-# powers of x * x are two chains: in a chain each instruction waits four cycles for the one before.
+# saturates. erff takes three times the instructions, and the epilogue of a product with K = 768 a third of its time.
 _GELU = (
-    "{{ const float u = x * x, v = u * u; const float even = fmaf(fmaf(fmaf(fmaf(4.39764301e-11f, v, 1.96372838e-07f), v, "
-    "8.84865149e-05f), v, 0.00973104965f), v, 0.398853093f); const float odd = fmaf(fmaf(fmaf(-4.42044801e-09f, v, "
-    "-5.12585075e-06f), v, -0.00108068029f), v, -0.0662257895f); x *= saturated_fma(x, fmaf(odd, u, even), 0.5f); }}"
+    "{{ const float u = x * x; x *= saturated_fma(x, fmaf(fmaf(fmaf(fmaf(fmaf(fmaf(fmaf(fmaf(4.39764301e-11f, u, "
+    "-4.42044801e-09f), u, 1.96372838e-07f), u, -5.12585075e-06f), u, 8.84865149e-05f), u, -0.00108068029f), u, 0.00973104965f), "
+    "u, -0.0662257895f), u, 0.398853093f), 0.5f); }}"
 )
 
 # x is the fp32 accumulator, c the channel's bias, r the residual's element; {0}, {1} are the stage's own constants.

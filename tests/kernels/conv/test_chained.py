@@ -173,6 +173,7 @@ def test_other_machines_and_types_are_refused(options: dict[str, Any], reason: s
 
 @pytest.mark.parametrize("faster", [False, True])
 def test_the_cost_model_decides(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chained, "FEWEST", 1)
     monkeypatch.setattr(chained, "_apart", lambda problem, gpu: 1.0 if faster else 1e-9)
     program = lowered(of(bottlenecks))
     assert ("ChainedConv" in kinds(program)) == faster
@@ -186,8 +187,15 @@ def test_rows_that_depend_on_no_batch_are_made_alike_at_all_sizes(monkeypatch: p
         asked.add(problem.batch)
         return 1.0
 
+    monkeypatch.setattr(chained, "FEWEST", 1)
     monkeypatch.setattr(chained, "_apart", apart)
     for images in (1, 3):
         program = lowered(of(lambda n, images=images: bottlenecks(n, images=images)), row_invariant=True)
         assert "ChainedConv" in kinds(program)
     assert asked == {chained.MANY}
+
+
+def test_few_pixels_take_two_launches() -> None:
+    program = lowered(of(bottlenecks))
+    assert "ChainedConv" not in kinds(program)
+    assert any("pixels or rows, one launch takes as long as two (4096 are needed)" in r for r in reasons(program))

@@ -43,7 +43,7 @@ def test_residual_network(precision: str) -> None:
     assert found.count("ConvSum") == 1  # a block's last convolution with the projection beside it
     nodes = {n for s in program.steps for n in s.src}
     assert sum("Conv" in n for n in nodes) == 6, "every convolution is some step's"
-    assert found.count("ImageConv") == 1
+    assert found.count("PooledImageConv") == 1
     assert "Pointwise" not in found[1:-1], "everything else is fused"
     assert found[-1] == "Copy" or found[-1] == "Pointwise"  # the cast at the border
 
