@@ -31,6 +31,13 @@ def varied_pairs(found: Iterable[tuple[float, C]], shape: Callable[[C], Hashable
     return chosen
 
 
+def two_are_better(one: float, two: float, gain: float) -> str | None:
+    """Why two launches of ``two`` seconds in all are better than one of ``one``, which has to promise at most ``gain`` of that; or None."""
+    if one <= gain * two:
+        return None
+    return f"two launches are predicted to be as fast ({two * 1e6:.2f} us; one: {one * 1e6:.2f} us)"
+
+
 def joint(power: float, *times: float) -> float:
     """The time of what runs side by side, as a norm of the times: more than the longest, and less than their sum."""
     top = max(times)

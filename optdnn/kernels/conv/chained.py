@@ -31,6 +31,7 @@ from optdnn.kernels.conv.hopper import HopperConv, bias_of, with_pitch
 from optdnn.kernels.conv.normed import NormedConv
 from optdnn.kernels.conv.pair import POINTWISE
 from optdnn.kernels.conv.problem import Source
+from optdnn.kernels.ranking import two_are_better
 from optdnn.kernels.tactic import MANY, Offer, Region, Tactic
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -286,7 +287,5 @@ def _slower(problem: chained.Problem, gpu: GpuFacts) -> str | None:
     """Why two launches are better, as far as the cost models know, or None."""
     if problem.pixels < FEWEST:
         return f"of {problem.pixels} pixels or rows, one launch takes as long as two ({FEWEST} are needed)"
-    one, two = min((o.seconds or 0.0 for o in _offers(problem, gpu)), default=np.inf), _apart(problem, gpu)
-    if one <= GAIN * two:
-        return None
-    return f"two launches are predicted to be as fast ({two * 1e6:.2f} us; one: {one * 1e6:.2f} us)"
+    one = min((o.seconds or 0.0 for o in _offers(problem, gpu)), default=np.inf)
+    return two_are_better(one, _apart(problem, gpu), GAIN)

@@ -277,8 +277,3 @@ def _configs(problem: Problem, device: GpuFacts) -> Iterator[Config]:
         ]
         # All weights in shared memory, else deeper buffers first: what is added must be on its way.
         yield from sorted(fitting, key=lambda c: (c.stages > 0, -min(c.buffers, 3), -c.images, -c.stages))[:2]
-
-
-def with_batch(problem: Problem, batch: int) -> Problem:
-    """The same for another number of images."""
-    return replace(problem, batch=batch)

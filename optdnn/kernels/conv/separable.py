@@ -28,6 +28,7 @@ from optdnn.kernels.conv.fused import bias_row, finish, result_place, stage_oper
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, with_pitch
 from optdnn.kernels.conv.pair import DEPTHWISE, POINTWISE, ConvPair, pair_attrs, scalars
 from optdnn.kernels.conv.problem import Source
+from optdnn.kernels.ranking import two_are_better
 from optdnn.kernels.tactic import MANY, Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import Array
@@ -196,7 +197,4 @@ def _slower(problem: separable.Problem, gpu: GpuFacts, invariant: bool = False) 
     if PROJECTED * problem.channels > problem.inner:
         return f"of {problem.inner} channels become {problem.channels}: only tuning tries one launch that projects so little"
     one = min((o.seconds or 0.0 for o in _offers(problem, gpu) if o.row_invariant or not invariant), default=np.inf)
-    two = _apart(problem, gpu)
-    if one <= GAIN * two:
-        return None
-    return f"two launches are predicted to be as fast ({two * 1e6:.2f} us; one: {one * 1e6:.2f} us)"
+    return two_are_better(one, _apart(problem, gpu), GAIN)

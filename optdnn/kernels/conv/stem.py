@@ -100,12 +100,8 @@ class StemConv(Tactic):
         return stem_offers(self._problem(b, op), b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        problem, ep, wide = (
-            self._problem(b, op),
-            plan_epilogue(b.graph, op, channel_axis=1),
-            self._problem(b, op).channels,
-        )
-        target = b.target(op.value)
+        problem, ep, target = self._problem(b, op), plan_epilogue(b.graph, op, channel_axis=1), b.target(op.value)
+        wide = problem.channels
         between = b.made(result_place(b, op, ep, target, conv_maps.storable_whole(b, image(target)), wide))
         out = image(between)
         residual = None

@@ -34,9 +34,10 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     across, down = tiles(problem, config)
     count = problem.batch * across * down * -(-problem.channels // (config.columns * 8))
-    blocks = min(count, device.multiprocessors * resident(problem, config, device))
+    at_once = resident(problem, config, device)
+    blocks = min(count, device.multiprocessors * at_once)
     turns = math.ceil(count / blocks) if count < 3 * blocks else count / blocks
-    return seconds(problem, config, device, resident(problem, config, device), (count, turns, 1), problem.bytes)
+    return seconds(problem, config, device, at_once, (count, turns, 1), problem.bytes)
 
 
 def seconds(

@@ -20,6 +20,7 @@ from optdnn.kernels.conv.pooled import OVERLAP, max_pool_behind
 from optdnn.kernels.conv.stem import StemConv, stem_offers
 from optdnn.kernels.pool.max_pool import predicted
 from optdnn.kernels.pool.window import pads_of
+from optdnn.kernels.ranking import two_are_better
 from optdnn.kernels.tactic import Offer, Region
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -69,10 +70,7 @@ class PooledStem(StemConv):
         a = pool.attrs
         two = (stem_offers(problem.conv, b.gpu)[0].seconds or 0.0) - OVERLAP
         two += predicted(x, out, a.kernel_shape, a.strides, b.gpu)
-        one = _offers(problem, b.gpu)[0].seconds or 0.0
-        if one <= GAIN * two:
-            return None
-        return f"two launches are predicted to be as fast ({two * 1e6:.2f} us; one: {one * 1e6:.2f} us)"
+        return two_are_better(_offers(problem, b.gpu)[0].seconds or 0.0, two, GAIN)
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """Decided by :meth:`refuse`."""

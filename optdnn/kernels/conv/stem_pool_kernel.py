@@ -155,11 +155,11 @@ APART = 0.12
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch: by the model of the convolution alone, and :data:`APART` (63 timings on an H200)."""
-    p, count = problem, band(problem, config, device)
+    p, count, at_once = problem, band(problem, config, device), resident(problem, config, device)
     blocks, walked = p.conv.batch * -(-tiles(p, config) // count) * _parts(p, config), _walked(p, config, count)
-    turns = -(-blocks // (device.multiprocessors * resident(p, config, device)))
+    turns = -(-blocks // (device.multiprocessors * at_once))
     work = (blocks * walked, turns * walked, turns)
-    seconds = stem_cost.seconds(p.conv, config, device, resident(p, config, device), work, p.bytes)
+    seconds = stem_cost.seconds(p.conv, config, device, at_once, work, p.bytes)
     return seconds * (1 + APART * (_parts(p, config) - 1))
 
 

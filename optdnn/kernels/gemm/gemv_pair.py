@@ -26,6 +26,7 @@ from optdnn.kernels.conv.pair import ONE_PIXEL, ConvPair, pair_attrs, scalars
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.gemm import gemv_pair_kernel as pair
 from optdnn.kernels.pointwise.pointwise import copied
+from optdnn.kernels.ranking import two_are_better
 from optdnn.kernels.tactic import Offer, Region
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import Array
@@ -81,9 +82,7 @@ class GemvPair(ConvPair):
         if problem.hidden * problem.depth < SMALL:
             return f"of fewer than {SMALL} products before the hidden vector, only tuning tries one launch"
         one, two = _offers(problem, gpu)[0].seconds or 0.0, _apart(problem, gpu)
-        if one <= GAIN * two:
-            return None
-        return f"two launches are predicted to be as fast ({two * 1e6:.2f} us; one: {one * 1e6:.2f} us)"
+        return two_are_better(one, two, GAIN)
 
     def source(self, b: Builder, op: Op) -> TensorView:
         """What the launch reads: a vector for each image."""

@@ -86,10 +86,10 @@ def plan_outputs(b: Builder, kernels: frozenset[str]) -> None:
         if value is None or value not in b.reserved or b.reserved[value].dtype != b.graph.type(value).dtype:
             continue
         made = _behind_alone(b, value)
-        shape = made.outputs[0].type.static_shape if made.outputs[0].type.is_static else ()
-        if made.value == value or made.kind not in kernels | {"Concat"} or not shape:
+        t = made.outputs[0].type
+        if made.value == value or made.kind not in kernels | {"Concat"} or not t.is_static or not t.static_shape:
             continue
-        if b.reserved[value].dtype.itemsize != 2 or shape[1 if made.outputs[0].type.layout else -1] % 8 == 0:
+        if t.dtype.itemsize != 2 or t.static_shape[1 if t.layout else -1] % 8 == 0:
             _reserve_before(b, value)
 
 

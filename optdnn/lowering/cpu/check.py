@@ -80,10 +80,9 @@ def nudged_results(graph: Graph, feeds: Mapping[str, Array], nudge: float) -> li
     nudged = _nudger(nudge, 0)
 
     def ranked(op: Op, operands: list[Array | None]) -> list[Array | None]:
-        return [nudged(x) for x in operands] if op.kind in DECIDES else operands
+        return _each(nudged, operands) if op.kind in DECIDES else operands
 
-    moved = {name: x if (other := nudged(x)) is None else other for name, x in feeds.items()}
-    found = [evaluate(graph, moved)]
+    found = [evaluate(graph, {name: nudged(x) for name, x in feeds.items()})]
     if graph.of_kind(*DECIDES):
         found.append(evaluate(graph, feeds, ranked))
     if not any(is_float(x.dtype) for x in feeds.values()):
@@ -94,15 +93,19 @@ def nudged_results(graph: Graph, feeds: Mapping[str, Array], nudge: float) -> li
 def _nudged_everywhere(graph: Graph, feeds: Mapping[str, Array], nudge: float, seed: int) -> dict[str, Array]:
     """The results where each float that an operator reads changes by ``nudge`` of itself, up or down."""
     nudged = _nudger(nudge, seed)
-    return evaluate(graph, feeds, lambda _, operands: [nudged(x) for x in operands])
+    return evaluate(graph, feeds, lambda _, operands: _each(nudged, operands))
 
 
-def _nudger(nudge: float, seed: int) -> Callable[[Array | None], Array | None]:
+def _each(change: Callable[[Array], Array], operands: list[Array | None]) -> list[Array | None]:
+    return [None if x is None else change(x) for x in operands]
+
+
+def _nudger(nudge: float, seed: int) -> Callable[[Array], Array]:
     """What changes each float of an array by ``nudge`` of itself, up or down. Other arrays stay."""
     signs = np.random.default_rng(seed)
 
-    def nudged(x: Array | None) -> Array | None:
-        if x is None or not is_float(x.dtype):
+    def nudged(x: Array) -> Array:
+        if not is_float(x.dtype):
             return x
         with np.errstate(over="ignore"):  # a mask's largest number stays as it is
             moved = (x * (1 + nudge * signs.choice((-1, 1), x.shape))).astype(x.dtype)

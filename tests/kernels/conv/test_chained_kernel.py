@@ -12,6 +12,7 @@ import pytest
 from support import emulated
 from support.chained_cases import ADD_RELU, CASES, RELU, operands, places
 from support.host import COMPILER, WHY_NOT
+from support.layout import compile_checks
 from support.needs import why_no_hopper
 
 from optdnn.kernels.conv import chained_kernel as chained
@@ -116,12 +117,9 @@ def test_the_parameter_block_has_the_kernels_layout() -> None:
     names = {"input": "pixels"}
     seen = {names.get(p.operand, p.operand): p.at for p in (*launch.pointers, *launch.maps)}
     assert len(seen) == 9
-    lines = [f"static_assert(sizeof(Params) - {len(launch.parameters)} < 64);"]
-    lines += [f"static_assert(__INTADDR__(&((Params*)0)->{name}) == {at});" for name, at in seen.items()]
-    lines += [f"static_assert(BUFFER + BUFFERS * GROUPS * ROWS_BYTES == {chained.shared_bytes(made, config)});"]
-    text = "\n".join([f'#include "{launch.recipe.name}"', *lines, ""])
-    nvrtc.compile_recipe(
-        replace(launch.recipe, name="check.cu", generated={**launch.recipe.generated, "check.cu": text})
+    size = f"sizeof(Params) - {len(launch.parameters)} < 64"
+    compile_checks(
+        launch, seen, size, f"BUFFER + BUFFERS * GROUPS * ROWS_BYTES == {chained.shared_bytes(made, config)}"
     )
 
 

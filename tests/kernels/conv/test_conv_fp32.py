@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.layout import compile_checks
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, lowered, refusals, tactics
@@ -113,11 +114,7 @@ def test_kernels_compile_without_spills(name: str) -> None:
 def test_the_parameter_block_has_the_kernels_layout() -> None:
     problem, config = PROBLEMS["a residual"]
     made = fp32.launch(problem, config, of_arch("sm_90a"))
-    recipe = made.recipe
-    checks = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
-    checks += [f"static_assert(__INTADDR__(&((Params*)0)->{p.operand}) == {p.at});" for p in made.pointers]
-    text = '#include "conv_fp32.cu"\n' + "\n".join(checks)
-    nvrtc.compile_recipe(replace(recipe, name="check.cu", generated={**recipe.generated, "check.cu": text}))
+    compile_checks(made, {str(p.operand): p.at for p in made.pointers}, f"sizeof(Params) == {len(made.parameters)}")
     assert {p.operand for p in made.pointers} == {"pixels", "weights", "bias", "residual", "output"}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.conv_cases import ADD, CASES, RELU, convolve, plain_launch, same
+from support.layout import compile_checks
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv import cost as conv_cost
@@ -21,7 +22,7 @@ from optdnn.kernels.conv.general_kernel import GeneralConfig
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.patch_kernel import PatchConfig
 from optdnn.kernels.conv.problem import Depth, Problem, Source
-from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
 DEVICE = of_arch("sm_90a")
@@ -94,10 +95,7 @@ def test_the_parameter_block_has_the_kernels_layout(name: str) -> None:
         "before": 864, "partial": 896, "ahead[0]": conv_params.AHEAD[0], "ahead[1]": conv_params.AHEAD[1],
         "band_inputs": 956, "output_pitch": 960, "residual_pitch": 964,
     }  # fmt: skip
-    checks = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
-    checks += [f"static_assert(__INTADDR__(&((Params*)0)->{field}) == {at});" for field, at in fields.items()]
-    text = "\n".join([f'#include "{made.recipe.name}"', *checks, ""])
-    nvrtc.compile_recipe(replace(made.recipe, name="check.cu", generated={**made.recipe.generated, "check.cu": text}))
+    compile_checks(made, fields, f"sizeof(Params) == {len(made.parameters)}")
     places = {p.operand: p.at for p in made.pointers}
     assert places["channel"] == fields["channel"]
     assert places["output"] == fields["output_pointer"]

@@ -14,6 +14,7 @@ from support import emulated
 from support.conv_cases import same
 from support.expanded_cases import CASES, RELU6, operands, problem
 from support.host import COMPILER, WHY_NOT
+from support.layout import compile_checks
 from support.needs import why_no_hopper
 
 from optdnn.errors import InternalError
@@ -167,13 +168,8 @@ def test_the_parameter_block_has_the_kernels_layout() -> None:
     launch = expanded.launch(made, config, DEVICE)
     places = {p.operand: p.at for p in launch.pointers} | {m.operand: m.at for m in launch.maps}
     assert len(places) == 7
-    lines = [f"static_assert(sizeof(Params) - {len(launch.parameters)} < 64);"]
-    lines += [f"static_assert(__INTADDR__(&((Params*)0)->{name}) == {at});" for name, at in places.items()]
-    lines += [f"static_assert(STAGE_BYTES == {expanded.stage_bytes(made, config)});"]
-    text = "\n".join([f'#include "{launch.recipe.name}"', *lines, ""])
-    nvrtc.compile_recipe(
-        replace(launch.recipe, name="check.cu", generated={**launch.recipe.generated, "check.cu": text})
-    )
+    size = f"sizeof(Params) - {len(launch.parameters)} < 64"
+    compile_checks(launch, places, size, f"STAGE_BYTES == {expanded.stage_bytes(made, config)}")
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.conv_cases import convolve, same
+from support.layout import compile_checks
 from support.needs import why_no_hopper
 from support.separable_cases import ADD, BIAS, CASES, RELU6
 
@@ -126,17 +127,11 @@ def test_kernels_compile_without_spills(name: str) -> None:
 def test_the_parameter_block_has_the_kernels_layout() -> None:
     problem, config = CASES["residual"]
     made = separable.launch(problem, config, DEVICE)
-    recipe = made.recipe
-    places = {p.operand: p.at for p in made.pointers} | {m.operand: m.at for m in made.maps}
+    names = {"input": "pixels"}
+    places = {names.get(p.operand, p.operand): p.at for p in (*made.pointers, *made.maps)}
     assert len(places) == 7
-    lines = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
-    lines += [
-        f"static_assert(__INTADDR__(&((Params*)0)->{'pixels' if name == 'input' else name}) == {at});"
-        for name, at in places.items()
-    ]
-    lines += [f"static_assert({name} == {separable.stage_bytes(problem, config)});" for name in ("STAGE_BYTES",)]
-    text = "\n".join([f'#include "{recipe.name}"', *lines, ""])
-    nvrtc.compile_recipe(replace(recipe, name="check.cu", generated={**recipe.generated, "check.cu": text}))
+    size = f"sizeof(Params) == {len(made.parameters)}"
+    compile_checks(made, places, size, f"STAGE_BYTES == {separable.stage_bytes(problem, config)}")
 
 
 # ---------------------------------------------------------------- on a GPU
