@@ -71,20 +71,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
     grid_dependency_wait();
     Chunk held[ROUNDS];
     int buffer = 0;                                // offset of the tile's pixels: of BUFFERED, two tiles' are there
-    if constexpr (BUFFERED) {
-        copy_pixels(p, base + IMAGE_AT, tile, places);
-    } else {
-        fetch(p, tile, places, held);
-        put(p, shared + IMAGE_AT, tile, places, held);
-    }
-    copies_landed();
-    __syncthreads();
-    asm volatile("" : "+r"(b_at)::"memory");
     u32 kept[KEEP ? K_STEPS : 1][N_TILES][2];
-    if constexpr (KEEP) {
-        #pragma unroll
-        for (int k = 0; k < K_STEPS; k++) load_b(b_at + k * 32, kept[k]);
-    }
+    begin_block(p, shared, base, tile, places, b_at, held, kept);
 
     while (true) {
         Tile next = {tile.x + p.step_x, tile.y + p.step_y, tile.image + p.step_image};

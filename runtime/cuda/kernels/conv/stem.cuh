@@ -260,6 +260,24 @@ DEVICE void copy_pixels(const Params& p, u32 pixels, const Tile& tile, const Pla
     copies_commit();
 }
 
+// A block's first pixels, and after them the weights that stay in registers, from ``weights_at`` on.
+DEVICE void begin_block(const Params& p, u8* shared, u32 base, const Tile& tile, const Places& places, u32& weights_at, Chunk (&held)[ROUNDS],
+                        u32 (&kept)[KEEP ? K_STEPS : 1][N_TILES][2]) {
+    if constexpr (BUFFERED) {
+        copy_pixels(p, base + IMAGE_AT, tile, places);
+    } else {
+        fetch(p, tile, places, held);
+        put(p, shared + IMAGE_AT, tile, places, held);
+    }
+    copies_landed();
+    __syncthreads();
+    asm volatile("" : "+r"(weights_at)::"memory");
+    if constexpr (KEEP) {
+        #pragma unroll
+        for (int k = 0; k < K_STEPS; k++) load_b(weights_at + k * 32, kept[k]);
+    }
+}
+
 // ---- results -----------------------------------------------------------------------------------------------------------
 
 // Two neighbouring channels of a pixel, with the pair that is added.
