@@ -122,7 +122,7 @@ class StemConv(Tactic):
     def _described(
         self, b: Builder, op: Op, problem: stem.Problem, ep: Epilogue
     ) -> tuple[dict[str, TensorView], dict[str, Any], list[TensorView | None]]:
-        """The image and the constants by the kernel's names; the attributes of the meaning, and what it reads of these."""
+        """The image and the constants by the kernel's names; the attributes of the meaning; and the tensors that the meaning reads."""
         weight: Array | None = b.graph.constant_value(op.inputs[1])
         affine = channel_affine(b, op)
         assert weight is not None
