@@ -31,6 +31,16 @@ def varied_pairs(found: Iterable[tuple[float, C]], shape: Callable[[C], Hashable
     return chosen
 
 
+def first_reason(reasons: Iterable[str | None]) -> str | None:
+    """The first of the reasons why configurations cannot run a problem, or None where one of them can: the others are not asked."""
+    first = None
+    for why in reasons:
+        if why is None:
+            return None
+        first = why if first is None else first
+    return first
+
+
 def two_are_better(one: float, two: float, gain: float) -> str | None:
     """Why two launches of ``two`` seconds in all are better than one of ``one``, which has to promise at most ``gain`` of that; or None."""
     if one <= gain * two:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from optdnn.kernels.conv.implicit_gemm import SHARES, TWO_SETS, Config, deepest, grid_blocks, refuse, shared_bytes
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.ranking import varied_pairs
+from optdnn.runtime.cuda.compile.render import Stage
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 CLOCK = 1.75e9  # Hz under load
@@ -96,14 +98,16 @@ def most_sums(problem: Problem) -> int:
 
 def issue(problem: Problem) -> float:
     """Instructions of the epilogue for each sum of a thread."""
-    own, beside = (
-        sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in stages if name != "bias")
-        for stages in (problem.epilogue, problem.beside or ())
-    )
-    norm = 0.0 if problem.norm is None else 2.0
+    norm, own = 0.0 if problem.norm is None else 2.0, _stages_issue(problem.epilogue)
     if problem.beside is not None:  # half as many results are packed and stored
-        return norm + 2.0 + (own + beside) / 2
+        return norm + 2.0 + (own + _stages_issue(problem.beside)) / 2
     return norm + 3.0 + own
+
+
+@lru_cache(maxsize=256)
+def _stages_issue(stages: tuple[Stage, ...]) -> float:
+    """Instructions of these stages. Cached: hundreds of configurations are estimated for one problem."""
+    return sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in stages if name != "bias")
 
 
 INTENSITY, FEW_ROWS_INTENSITY, MOST_WORK = 100, 88, 1.2e10

@@ -303,7 +303,7 @@ class Problem:
         if self.residual_norm is not None and not self.residual:
             raise InternalError("there is no residual to normalize")
 
-    @property
+    @cached_property
     def rows_alone(self) -> bool:
         """Whether it is a product of rows with one matrix, and nothing else."""
         apart = self.stack or self.bands > 1 or self.prologue or self.scatter or self.pooled
@@ -314,22 +314,22 @@ class Problem:
         """Whether the prologue reads a factor per image and channel."""
         return any(stage[0] == "gate" for stage in self.prologue)
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Products of the stack; 1 where there is none."""
         return math.prod(self.stack or (1,))
 
-    @property
+    @cached_property
     def helpers(self) -> int:
         """Threads of a block besides the configuration's: those that apply the prologue, or two of three warps that work out a norm."""
         return 128 if self.prologue else 64 if self.row_norm is not None else 0
 
-    @property
+    @cached_property
     def row_norm(self) -> RowNorm | None:
         """Of the rows that it reads, or of the residual's."""
         return self.norm or self.residual_norm
 
-    @property
+    @cached_property
     def volume(self) -> bool:
         """Whether a source is a volume."""
         return any(source.depth is not None for source in self.sources)
@@ -393,7 +393,7 @@ class Problem:
         """Bytes of a row of a K step: 32, 64 or 128, also the swizzle's span."""
         return self.block * self.item
 
-    @property
+    @cached_property
     def together(self) -> int:
         """Frames of a volume that are one image of the launch."""
         return max(1 if source.depth is None else source.depth.together for source in self.sources)

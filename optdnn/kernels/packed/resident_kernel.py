@@ -9,7 +9,7 @@ from optdnn.errors import InternalError
 from optdnn.kernels.launch import Launch, template_options
 from optdnn.kernels.packed import tiles
 from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, product_parameters
-from optdnn.kernels.ranking import varied
+from optdnn.kernels.ranking import first_reason, varied
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -213,8 +213,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 def unfit(problem: Problem, gpu: GpuFacts) -> str | None:
     """Why no configuration runs the problem, or None."""
-    reasons = [refuse(problem, c, gpu) for c in CONFIGS]
-    return None if None in reasons else reasons[0]
+    return first_reason(refuse(problem, c, gpu) for c in CONFIGS)
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:

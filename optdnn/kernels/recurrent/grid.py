@@ -19,6 +19,7 @@ from optdnn.kernels.gemm.hopper import padded_rows
 from optdnn.kernels.gemm.hopper_matmul import Stacks, emit_stacks, swapped, walkable
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.pointwise.pointwise import copied, copied_later, copy
+from optdnn.kernels.ranking import first_reason
 from optdnn.kernels.recurrent import grid_kernel
 from optdnn.kernels.recurrent.hopper import initial_states, unplain
 from optdnn.kernels.tactic import Offer, ProblemTactic
@@ -104,11 +105,10 @@ class GridRNN(ProblemTactic):
         if any(b.graph.constant_value(v) is None for v in operands):
             return "its weights are not constant"
         problem = self.problem(b, op)
-        reasons = [
+        return first_reason(
             grid_kernel.refuse(problem, grid_kernel.Config(n), at_once=b.gpu.multiprocessors)
-            for n in grid_kernel.ROW_TILES
-        ]
-        return None if None in reasons else reasons[-1]
+            for n in reversed(grid_kernel.ROW_TILES)
+        )
 
     def place(self, b: Builder, op: Op) -> None:
         place_states(b, op)
