@@ -53,7 +53,7 @@ def compiled(
     before = [shim, *(_text(texts[name]) for name in first), defines] if first else [defines, shim]
     parts = [*before, rendered, *(_text(texts[name]) for name in headers), kernel, _RUN.replace("ENTRY", entry)]
     defined = [o for o in recipe.options if o.startswith("-D")]
-    return library("\n".join(parts), folder, "-O1", [*defined, *options])
+    return library("\n".join(parts), folder, "-Og", [*defined, *options])
 
 
 class MatrixProducts:
@@ -103,7 +103,7 @@ def _generated(recipe: Recipe, entry: str, folder: Path) -> ctypes.CDLL:
     return library(
         "\n".join([*before, text, _RUN.replace("ENTRY", entry)]),
         folder,
-        "-O1",
+        "-Og",
         [o for o in recipe.options if o.startswith("-D")],
     )
 

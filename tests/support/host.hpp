@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <sched.h>
-#include <ucontext.h>
+#include "host_fibers.hpp"
 using namespace std;
 
 #define __device__
@@ -20,12 +20,15 @@ struct Index { unsigned x, y, z; };
 static Index threadIdx, blockIdx, gridDim;
 
 enum { MOST = 1024, STACK = 32768 };
-static ucontext_t scheduler, fibers[MOST];
+static Fibers<MOST, STACK> fibers;
 static bool ended[MOST];
-static char* stacks;
 static void (*entry)();
-static void run_fiber() { entry(); ended[threadIdx.x] = true; }
-static void __syncthreads() { swapcontext(&fibers[threadIdx.x], &scheduler); }
+static void run_fiber() {
+    entry();
+    ended[threadIdx.x] = true;
+    fibers.end();
+}
+static void __syncthreads() { fibers.wait(threadIdx.x); }
 
 alignas(16) static unsigned char dynamic_memory[232448];
 extern "C" { int only_block = -1; }                // of a launch whose blocks are processes of their own
@@ -36,21 +39,17 @@ static void run_block(unsigned threads, bool synchronized) {
         for (unsigned t = 0; t < threads; t++) { threadIdx = {t, 0, 0}; entry(); }
         return;
     }
-    if (!stacks) stacks = static_cast<char*>(malloc(size_t(MOST) * STACK));
+    fibers.entry = run_fiber;
     for (unsigned t = 0; t < threads; t++) {
-        getcontext(&fibers[t]);
-        fibers[t].uc_stack.ss_sp = stacks + size_t(t) * STACK;
-        fibers[t].uc_stack.ss_size = STACK;
-        fibers[t].uc_link = &scheduler;
+        fibers.make(t);
         ended[t] = false;
-        makecontext(&fibers[t], run_fiber, 0);
     }
     for (unsigned left = threads; left;) {
         left = 0;
         for (unsigned t = 0; t < threads; t++) {
             if (ended[t]) continue;
             threadIdx = {t, 0, 0};
-            swapcontext(&scheduler, &fibers[t]);
+            fibers.enter(t);
             left += !ended[t];
         }
     }

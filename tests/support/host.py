@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 WHY_NOT = None if COMPILER else "there is no g++ to compile the generated kernels for the processor"
 
-HEADERS = ("algorithm", "cmath", "cstdlib", "cstring", "ucontext.h", "vector")
+HEADERS = ("<algorithm>", "<cmath>", "<cstdlib>", "<cstring>", '"host_fibers.hpp"', "<vector>")
 """What the emulations include. Precompiled, since to read them takes longer than to compile most kernels."""
 
 
@@ -53,14 +53,15 @@ def _precompiled(level: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="optdnn-host-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     header = folder / "standard.hpp"
-    header.write_text("".join(f"#include <{name}>\n" for name in HEADERS), encoding="utf-8")
+    header.write_text("".join(f"#include {name}\n" for name in HEADERS), encoding="utf-8")
     _compile(level, "-x", "c++-header", str(header), "-o", f"{header}.gch")
     return header
 
 
 def _compile(*arguments: str) -> None:
     assert COMPILER is not None
-    command = [COMPILER, "-std=c++17", "-w", "-fPIC", *arguments]
+    # Fortified, glibc's longjmp refuses to go to another stack.
+    command = [COMPILER, "-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{HERE}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:6000]
 

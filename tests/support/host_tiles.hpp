@@ -21,7 +21,7 @@ static unsigned arrived, alive, generation;
 alignas(16) static char dynamic_shared[1 << 18];
 static float passed[2][MOST];
 static unsigned char turn[MOST];
-static void yield() { swapcontext(&fibers[threadIdx.x], &scheduler); }
+static void yield() { fibers.wait(threadIdx.x); }
 static void leave() {
     if (--alive && arrived == alive) arrived = 0, generation++;
 }

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <ucontext.h>
+#include "host_fibers.hpp"
 #include <vector>
 using std::max;
 using std::min;
@@ -43,15 +43,18 @@ enum Meeting { RUNNING, WARP, BLOCK, POLL, ENDED };
 alignas(128) static u8 memory[SHARED];
 alignas(16) static u8 barriers[4096];                  // 16 bytes for each 8 of a barrier in shared memory
 static unsigned found;                                 // waits that ended
-static ucontext_t scheduler, fibers[MOST];
+static Fibers<MOST, STACK> fibers;
 static Meeting meeting[MOST];
-static char* stacks;
 static void (*entry)();
-static void run_fiber() { entry(); meeting[threadIdx.x] = ENDED; }
+static void run_fiber() {
+    entry();
+    meeting[threadIdx.x] = ENDED;
+    fibers.end();
+}
 static void meet(Meeting where) {
     const unsigned thread = threadIdx.x;
     meeting[thread] = where;
-    swapcontext(&fibers[thread], &scheduler);
+    fibers.wait(thread);
 }
 static void __syncthreads() { meet(BLOCK); }
 static void __syncwarp() { meet(WARP); }
@@ -65,16 +68,12 @@ struct Copy { u32 target; const void* source; int bytes, whole; };
 static std::vector<std::vector<Copy>> copies[MOST];
 
 static bool run_block(unsigned threads) {              // false where threads of a warp or a block miss one another
-    if (!stacks) stacks = static_cast<char*>(malloc(size_t(MOST) * STACK));
+    fibers.entry = run_fiber;
     memset(memory, 0xff, SHARED);
     for (unsigned t = 0; t < threads; t++) {
-        getcontext(&fibers[t]);
-        fibers[t].uc_stack.ss_sp = stacks + size_t(t) * STACK;
-        fibers[t].uc_stack.ss_size = STACK;
-        fibers[t].uc_link = &scheduler;
+        fibers.make(t);
         meeting[t] = RUNNING;
         copies[t].assign(1, {});
-        makecontext(&fibers[t], run_fiber, 0);
     }
     unsigned polled = 0;                               // rounds in which threads did nothing but look, and found nothing
     for (bool left = true; left;) {
@@ -94,7 +93,7 @@ static bool run_block(unsigned threads) {              // false where threads of
                     if (meeting[t] == ENDED) continue;
                     moved |= meeting[t] != POLL;
                     threadIdx = {t, 0, 0};
-                    swapcontext(&scheduler, &fibers[t]);
+                    fibers.enter(t);
                     moved |= meeting[t] != POLL;
                     warp |= meeting[t] == WARP;
                     left |= meeting[t] == BLOCK || meeting[t] == POLL;

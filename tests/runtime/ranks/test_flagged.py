@@ -35,7 +35,7 @@ static inline bool take_packet(uint2& data, const char* at, u32 flag) {
     const bool there = u32(first >> 32) == flag && u32(second >> 32) == flag;
     if (!there) {                                  // the other threads of the block send first
         if (threadIdx.x == 0) sched_yield();
-        swapcontext(&fibers[threadIdx.x], &scheduler);
+        fibers.wait(threadIdx.x);
     }
     return there;
 }
