@@ -21,6 +21,7 @@ from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.runtime.cuda import usable
 from optdnn.runtime.file.format import read
+from optdnn.tuning import candidates
 from optdnn.tuning.first_run import AS_BUILT, NOT_EARLY, ONE_LANE, forms
 
 pytestmark = pytest.mark.nvrtc
@@ -204,6 +205,7 @@ def test_a_tuned_build_loses_what_hangs_and_tells(
     model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pretend(monkeypatch)
+    monkeypatch.setattr(candidates, "MOST", 4)  # each is compiled, and one is lost
     times, out = tmp_path / "times.json", tmp_path / "a.engine"
     command = ["build", str(model), "--target", "cuda:sm_90a", "--precision", "fp16", "--tactics", "own"]
     command += ["--timing-cache", str(times), "-o", str(out)]
