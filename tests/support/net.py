@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -147,3 +147,13 @@ class Net:
             self.graph.add_output(v, f"y{i}")
         verify(self.graph)
         return self.graph
+
+
+Build = Callable[[Net], list[Value]]
+"""Adds the operators of a network, and returns its outputs."""
+
+
+def built(build: Build) -> Graph:
+    """The network."""
+    n = Net()
+    return n.done(*build(n))

@@ -105,3 +105,19 @@ def refusals(program: Program, tactic: str = "*", kind: str = "*") -> list[str]:
     """Why tactics were not taken; of those, and for operators, whose names are as the patterns say."""
     rows = [row for row in program.meta["tactics"] if fnmatch(row["kind"], kind)]
     return [r["reason"] for row in rows for r in row.get("refused", ()) if fnmatch(r["tactic"], tactic)]
+
+
+def check_not_taken(graph: Graph, tactic: str, because: str, *launches: str, **options: Any) -> None:
+    """Lower: the tactic makes no launch, for a reason with these words, and there are no ``launches`` of these kinds."""
+    program = lowered(graph, **options)
+    assert not [s for s in program.steps if str(s.params.get("tactic", "")).startswith(tactic)]
+    assert not set(launches) & set(kinds(program))
+    found = refusals(program, tactic)
+    assert any(because in reason for reason in found), found
+
+
+OTHER_MACHINES_AND_TYPES: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"precision": "fp32"}, "16-bit floats"),
+    ({"target": "cuda:sm_80", "no_cubins": True}, "sm_80"),
+)
+"""Options of builds that a launch of 16-bit floats on Hopper is not for, and the reason."""

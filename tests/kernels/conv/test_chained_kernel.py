@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from support import emulated
 from support.chained_cases import ADD_RELU, CASES, RELU, operands, places
+from support.fenced import run_fenced
 from support.host import COMPILER, WHY_NOT
 from support.layout import compile_checks
 from support.needs import why_no_hopper
 
 from optdnn.kernels.conv import chained_kernel as chained
 from optdnn.kernels.conv.chained_kernel import Config, Problem
-from optdnn.runtime.cuda.allocator import fill
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
@@ -130,28 +130,7 @@ def test_the_parameter_block_has_the_kernels_layout() -> None:
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
-    from support.bound import bound
-    from support.device_memory import Memory
-
     made, config = CASES[name]
-    memory, fence = Memory(), 4096
     arrays, middle, want = operands(made)
-    results = places(made)
-    raw = {key: memory.put(np.full(a.nbytes + 2 * fence, 0xFF, np.uint8)) for key, a in results.items()}
-    at = {key: memory.put(a) for key, a in arrays.items()} | {key: place + fence for key, place in raw.items()}
     launch = replace(chained.launch(made, config, DEVICE), recipe=chained.recipe(made, config, checked=True))
-    ready = bound(launch, at, nvrtc.KernelCache(tmp_path))
-    found: list[dict[str, np.ndarray]] = []
-    for _ in range(3):
-        for key, a in results.items():
-            fill(raw[key], 0xFF, a.nbytes + 2 * fence)
-        memory.run(ready)
-        found.append({})
-        for key, a in results.items():
-            around = memory.get(raw[key], (a.nbytes + 2 * fence,), np.dtype(np.uint8))
-            assert (around[:fence] == 0xFF).all()
-            assert (around[-fence:] == 0xFF).all()
-            found[-1][key] = around[fence:-fence].view(a.dtype).reshape(a.shape)
-    memory.free()
-    check(made, middle, want, found[0])
-    assert all(f[key].tobytes() == found[0][key].tobytes() for f in found for key in results)
+    check(made, middle, want, run_fenced(launch, arrays, places(made), tmp_path))

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from support.conv_cases import excited
-from support.net import Net
-from support.simulated import check_simulated, kinds, lowered, refusals
+from support.net import Build, Net, built
+from support.simulated import OTHER_MACHINES_AND_TYPES, check_not_taken, check_simulated, kinds, lowered, refusals
 from support.timer import FakeTimer
 
 from optdnn.config import BuildOptions
-from optdnn.ir.graph import Graph, Value
+from optdnn.ir.graph import Value
 from optdnn.kernels.conv import expanded, separable
 from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.optimize import optimize
@@ -51,7 +51,6 @@ def squeezed(n: Net, images: int = 2, size: tuple[int, int] = (9, 7)) -> list[Va
     return [n.conv(excited(n, y, 32), 16, 1, pads=0)]
 
 
-Build = Callable[[Net], list[Value]]
 NETS: dict[str, Build] = {
     "3x3": plain,
     "one image": lambda n: plain(n, 1),
@@ -65,11 +64,6 @@ NETS: dict[str, Build] = {
 }
 
 
-def of(build: Build) -> Graph:
-    n = Net()
-    return n.done(*build(n))
-
-
 def made(program: Program) -> list[Any]:
     return [s for s in program.steps if s.params["tactic"].startswith("expanded_sm90")]
 
@@ -77,7 +71,7 @@ def made(program: Program) -> list[Any]:
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
 def test_one_launch_gives_what_two_give(name: str) -> None:
-    program = check_simulated(of(NETS[name]))
+    program = check_simulated(built(NETS[name]))
     (step,) = made(program)
     assert step.params["op"]["kind"] == "SeparableConv"
     assert sum(node.startswith("Conv") for node in step.src) == 2, "both convolutions are named"
@@ -89,13 +83,13 @@ def test_one_launch_gives_what_two_give(name: str) -> None:
 
 @pytest.mark.usefixtures("chosen")
 def test_in_bf16() -> None:
-    assert made(check_simulated(of(plain), "bf16"))
+    assert made(check_simulated(built(plain), "bf16"))
 
 
 @pytest.mark.parametrize(("size", "images"), [((7, 7), 2), ((40, 36), 1)])
 @pytest.mark.usefixtures("chosen")
 def test_means_are_part_of_it(size: tuple[int, int], images: int) -> None:
-    program = check_simulated(of(lambda n: squeezed(n, images, size)), tolerance=1e-2)
+    program = check_simulated(built(lambda n: squeezed(n, images, size)), tolerance=1e-2)
     (step, *more) = made(program)
     assert step.params["op"]["kind"] == "ConvSqueeze"
     assert "GlobalAveragePool" not in kinds(program)
@@ -147,20 +141,13 @@ def reasons(program: Program) -> list[str]:
 @pytest.mark.usefixtures("chosen")
 def test_refused_with_its_reason(name: str) -> None:
     build, reason = REFUSED[name]
-    program = lowered(of(build))
-    assert not made(program)
-    assert any(reason in found for found in reasons(program)), reasons(program)
+    check_not_taken(built(build), "expanded_sm90", reason)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [({"precision": "fp32"}, "16-bit floats"), ({"target": "cuda:sm_80", "no_cubins": True}, "sm_80")],
-)
+@pytest.mark.parametrize(("options", "reason"), OTHER_MACHINES_AND_TYPES)
 @pytest.mark.usefixtures("chosen")
 def test_other_machines_and_types_are_refused(options: dict[str, Any], reason: str) -> None:
-    program = lowered(of(plain), **options)
-    assert not made(program)
-    assert any(reason in found for found in reasons(program))
+    check_not_taken(built(plain), "expanded_sm90", reason, **options)
 
 
 @pytest.mark.parametrize("build", [plain, squeezed])
@@ -171,20 +158,20 @@ def test_unmeasured_the_cost_model_decides(
 ) -> None:
     monkeypatch.setattr(expanded, "_apart", lambda problem, gpu: (1.0, 1.0) if faster else (1e-9, 1e-9))
     monkeypatch.setattr(expanded, "LEAST", 0.0)
-    program = lowered(of(build), row_invariant=invariant)
+    program = lowered(built(build), row_invariant=invariant)
     assert bool(made(program)) == faster
     assert faster or any("other launches are predicted" in r for r in reasons(program))
 
 
 def test_short_launches_are_for_tuning() -> None:
-    assert any("only tuning tries one launch for so little" in r for r in reasons(lowered(of(plain))))
+    assert any("only tuning tries one launch for so little" in r for r in reasons(lowered(built(plain))))
 
 
 @pytest.mark.parametrize(("each", "told"), [(29e-6, 58.0), (31e-6, 62.0 * expanded.LONGER)])
 def test_long_launches_take_longer_than_predicted(each: float, told: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expanded, "_apart", lambda problem, gpu: (each, each))
     monkeypatch.setattr(expanded, "GAIN", 0.0)
-    assert any(f"({told:.2f} us" in reason for reason in reasons(lowered(of(plain))))
+    assert any(f"({told:.2f} us" in reason for reason in reasons(lowered(built(plain))))
 
 
 def test_a_launch_with_the_convolution_behind_it_competes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +192,7 @@ def test_a_launch_with_the_convolution_behind_it_competes(monkeypatch: pytest.Mo
 def tuned(seconds: Callable[[str], float], build: Build) -> tuple[Tuned, list[str]]:
     """What the autotuner makes of a network whose launches take so long, and the tactics of its choices."""
     options = BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="own")
-    graph = of(build)
+    graph = built(build)
     optimize(graph, options, "cuda:sm_90a")
     timer = FakeTimer(seconds, lambda tactics: sum(map(seconds, tactics)) * 1e3)
     found = Tuner(graph, options, of_arch("sm_90a"), timer, TimingCache(), clock=lambda: timer.now).run()
@@ -241,7 +228,7 @@ def test_choices_that_exclude_one_another_leave_a_program() -> None:
     found, tactics = tuned(seconds, whole)
     assert "expanded_sm90" in tactics
     options = BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="own")
-    graph = of(whole)
+    graph = built(whole)
     optimize(graph, options, "cuda:sm_90a")
     both = {**found.choices}
     for problem in found.problems:

@@ -13,6 +13,7 @@ import pytest
 from support import emulated
 from support.conv_cases import same
 from support.expanded_cases import CASES, RELU6, operands, problem
+from support.fenced import run_fenced
 from support.host import COMPILER, WHY_NOT
 from support.layout import compile_checks
 from support.needs import why_no_hopper
@@ -21,7 +22,6 @@ from optdnn.errors import InternalError
 from optdnn.kernels.conv import expanded_kernel as expanded
 from optdnn.kernels.conv.expanded_kernel import Config, Problem
 from optdnn.kernels.conv.problem import Source
-from optdnn.runtime.cuda.allocator import fill
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
@@ -179,26 +179,9 @@ def test_the_parameter_block_has_the_kernels_layout() -> None:
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
-    from support.bound import bound
-    from support.device_memory import Memory
-
     made, config = CASES[name]
-    memory, fence = Memory(), 4096
     arrays, want = operands(made)
     out, more = results(made, config)
-    raw = memory.put(np.full(out.nbytes + 2 * fence, 0xFF, np.uint8))
-    at = {key: memory.put(a) for key, a in {**arrays, **more}.items()} | {"output": raw + fence}
     launch = replace(expanded.launch(made, config, DEVICE), recipe=expanded.recipe(made, config, checked=True))
-    ready = bound(launch, at, nvrtc.KernelCache(tmp_path))
-    found = []
-    for _ in range(3):
-        fill(raw, 0xFF, out.nbytes + 2 * fence)
-        memory.run(ready)
-        around = memory.get(raw, (out.nbytes + 2 * fence,), np.dtype(np.uint8))
-        assert (around[:fence] == 0xFF).all()
-        assert (around[-fence:] == 0xFF).all()
-        found.append(around[fence:-fence].view(out.dtype).reshape(out.shape))
-    sums = {key: memory.get(at[key], a.shape, a.dtype) for key, a in more.items()}
-    memory.free()
-    check(made, config, want, found[0], sums)
-    assert found[0].tobytes() == found[1].tobytes() == found[2].tobytes()
+    found = run_fenced(launch, {**arrays, **more}, {"output": out}, tmp_path)
+    check(made, config, want, found["output"], {key: found[key] for key in more})

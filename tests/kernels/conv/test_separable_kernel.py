@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.conv_cases import convolve, same
+from support.fenced import run_fenced
 from support.layout import compile_checks
 from support.needs import why_no_hopper
 from support.separable_cases import ADD, BIAS, CASES, RELU6
@@ -19,7 +20,6 @@ from optdnn.kernels.conv import separable_cost
 from optdnn.kernels.conv import separable_kernel as separable
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.separable_kernel import Config, Problem
-from optdnn.runtime.cuda.allocator import fill
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
@@ -163,9 +163,6 @@ def _stages(x: np.ndarray, stages: Any, bias: np.ndarray, residual: np.ndarray |
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
-    from support.bound import bound
-    from support.device_memory import Memory
-
     problem, config = CASES[name]
     s, (out_h, out_w), n = problem.source, problem.out_size, problem.batch
     dtype = np.dtype(np.float16 if problem.dtype == "float16" else ml_dtypes.bfloat16)
@@ -190,27 +187,12 @@ def test_on_a_gpu(name: str, tmp_path: Any) -> None:
     added = residual[..., : problem.channels].astype(np.float32)
     want = _stages(y @ weights[:, :, 0, 0].astype(np.float32).T, problem.epilogue, bias, added)
 
-    memory, fence = Memory(), 4096
-    shape = (n, out_h, out_w, pitches[1])
-    size = int(np.prod(shape)) * 2
-    raw = memory.put(np.full(size + 2 * fence, 0xFF, np.uint8))
-    at = {
-        "input": memory.put(x), "output": raw + fence, "residual": memory.put(residual), "bias": memory.put(bias),
-        "filters": memory.put(separable.pack_filters(filters)), "shifts": memory.put(separable.pack_shifts(shift)),
-        "weights": memory.put(separable.pack_weights(weights)),
+    operands = {
+        "input": x, "residual": residual, "bias": bias, "filters": separable.pack_filters(filters),
+        "shifts": separable.pack_shifts(shift), "weights": separable.pack_weights(weights),
     }  # fmt: skip
     made = replace(separable.launch(problem, config, DEVICE), recipe=separable.recipe(problem, config, checked=True))
-    launch = bound(made, at, nvrtc.KernelCache(tmp_path))
-    results = []
-    for _ in range(3):
-        fill(raw, 0xFF, size + 2 * fence)
-        memory.run(launch)
-        around = memory.get(raw, (size + 2 * fence,), np.dtype(np.uint8))
-        assert (around[:fence] == 0xFF).all()
-        assert (around[-fence:] == 0xFF).all()
-        results.append(around[fence:-fence].view(dtype).reshape(shape))
-    memory.free()
-    got = results[0][..., : problem.channels].astype(np.float32)
+    found = run_fenced(made, operands, {"output": np.empty((n, out_h, out_w, pitches[1]), dtype)}, tmp_path)["output"]
+    got = found[..., : problem.channels].astype(np.float32)
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[problem.dtype] * np.abs(want).max())
-    assert np.isnan(results[0][..., problem.channels :].astype(np.float32)).all(), "nothing else is written"
-    assert results[0].tobytes() == results[1].tobytes() == results[2].tobytes()
+    assert np.isnan(found[..., problem.channels :].astype(np.float32)).all(), "nothing else is written"

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from kernels.conv.test_stem import normalized, picture
-from support.net import Net
-from support.simulated import check_simulated, kinds, lowered, refusals
+from support.net import Build, Net, built
+from support.simulated import check_not_taken, check_simulated, kinds, lowered, refusals
 
-from optdnn.ir.graph import Graph, Value
+from optdnn.ir.graph import Value
 from optdnn.kernels.conv.stem_pool import PooledStem
 from optdnn.runtime.program import Program
-
-Build = Callable[[Net], list[Value]]
 
 
 @pytest.fixture
@@ -44,15 +41,10 @@ NETS: dict[str, Build] = {
 }
 
 
-def of(build: Build) -> Graph:
-    n = Net()
-    return n.done(*build(n))
-
-
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("chosen")
 def test_one_launch_gives_what_two_give(name: str) -> None:
-    program = check_simulated(of(NETS[name]))
+    program = check_simulated(built(NETS[name]))
     assert kinds(program).count("PooledImageConv") == 1
     assert not {"MaxPool", "ImageConv"} & set(kinds(program))
     (step,) = [s for s in program.steps if s.params["op"]["kind"] == "PooledImageConv"]
@@ -61,7 +53,7 @@ def test_one_launch_gives_what_two_give(name: str) -> None:
 
 @pytest.mark.usefixtures("chosen")
 def test_in_bf16() -> None:
-    assert "PooledImageConv" in kinds(check_simulated(of(NETS["ResNet"]), "bf16"))
+    assert "PooledImageConv" in kinds(check_simulated(built(NETS["ResNet"]), "bf16"))
 
 
 def two_readers(n: Net) -> list[Value]:
@@ -98,9 +90,7 @@ def reasons(program: Program) -> list[str]:
 @pytest.mark.usefixtures("chosen")
 def test_refused_with_its_reason(name: str) -> None:
     build, reason = REFUSED[name]
-    program = lowered(of(build))
-    assert "PooledImageConv" not in kinds(program)
-    assert any(reason in found for found in reasons(program)), reasons(program)
+    check_not_taken(built(build), "conv_stem_pool", reason, "PooledImageConv")
 
 
 @pytest.mark.parametrize("faster", [False, True])
@@ -108,6 +98,6 @@ def test_the_cost_model_decides(faster: bool, monkeypatch: pytest.MonkeyPatch) -
     from optdnn.kernels.conv import stem_pool
 
     monkeypatch.setattr(stem_pool, "predicted", lambda *given: 1.0 if faster else 0.0)
-    program = lowered(of(NETS["ResNet"]))
+    program = lowered(built(NETS["ResNet"]))
     assert ("PooledImageConv" in kinds(program)) == faster
     assert faster or any("two launches are predicted" in r for r in reasons(program))
