@@ -11,7 +11,7 @@ import numpy as np
 from optdnn.ir.counters import TRIPS, counters, number_of_iterations, result, without_condition
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.control import LoopAttrs
+from optdnn.ops.bodies import LoopAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.unroll import goes_on, number_of
 

@@ -10,7 +10,7 @@ from onnxtext import model, sources
 import optdnn
 from optdnn.errors import ModelError, ShapeError, UnsupportedError
 from optdnn.importers.onnx import import_model
-from optdnn.ops import control
+from optdnn.ops import sequence_loops
 
 X = np.arange(2 * 6 * 3, dtype=np.float32).reshape(2, 6, 3)
 
@@ -175,7 +175,7 @@ def test_loops_that_carry_a_list_and_are_refused(text: str, why: str) -> None:
 
 
 def test_a_loop_of_too_many_iterations_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "MOST_REPEATED", 3)
+    monkeypatch.setattr(sequence_loops, "MOST_REPEATED", 3)
     with pytest.raises(UnsupportedError, match="more than 3 iterations"):
         import_model(model(sums(), 18))
 
@@ -183,7 +183,7 @@ def test_a_loop_of_too_many_iterations_is_refused(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("trips", "most", "rows"), [("most", 3, 3), ("most", 9, 4), ("", 0, 4)])
 def test_a_list_that_only_grows_is_stacked(trips: str, most: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a counter decides is looked up by the number of the iteration."""
-    monkeypatch.setattr(control, "MOST_WRITTEN_OUT", 0)
+    monkeypatch.setattr(sequence_loops, "MOST_WRITTEN_OUT", 0)
     proto = model(sums(trips, most=most), 18)
     graph = import_model(proto)
     (loop,) = graph.of_kind("Loop")
@@ -223,12 +223,12 @@ CUT = "j = Unsqueeze(at, zero)  e = Add(j, one)  cut = Slice(x, j, e, one)  row 
     ids=["a carried tensor", "the list's length", "a list of one tensor"],
 )  # fmt: skip
 def test_other_loops_are_written_out(row: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "MOST_WRITTEN_OUT", 0)
+    monkeypatch.setattr(sequence_loops, "MOST_WRITTEN_OUT", 0)
     assert "Loop" not in agrees(GROWN.format(row=row, first=first), 18)
 
 
 def test_a_list_that_grows_in_front_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "MOST_WRITTEN_OUT", 0)
+    monkeypatch.setattr(sequence_loops, "MOST_WRITTEN_OUT", 0)
     text = GROWN.format(row=CUT + "more = SequenceInsert(held, row, begin)  kept = Identity(head)", first="empty")
     proto = model(text, 18)
     assert "Loop" not in import_model(proto).kinds()
@@ -237,7 +237,7 @@ def test_a_list_that_grows_in_front_is_written_out(monkeypatch: pytest.MonkeyPat
 
 
 def test_rows_of_different_sizes_are_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "MOST_WRITTEN_OUT", 0)
+    monkeypatch.setattr(sequence_loops, "MOST_WRITTEN_OUT", 0)
     text = """g (float[2,6,3] x) => (float[2,a,3] y) <int64[1] zero = {0}, int64[1] one = {1}, int64 most = {5}, bool on = {1}> {
         empty = SequenceEmpty<dtype = 1>()
         s = Loop<body = b (int64 i, bool go, seq(float[2,n,3]) held) => (bool c, seq(float[2,n,3]) more) {
@@ -248,7 +248,7 @@ def test_rows_of_different_sizes_are_written_out(monkeypatch: pytest.MonkeyPatch
 
 
 def test_numbers_in_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "MOST_WRITTEN_OUT", 0)
+    monkeypatch.setattr(sequence_loops, "MOST_WRITTEN_OUT", 0)
     text = """g (float[2,6,3] x) => (float[5] y) <int64 most = {5}, bool on = {1}> {
         empty = SequenceEmpty<dtype = 1>()  v = ReduceSum<keepdims = 0>(x)
         s = Loop<body = b (int64 i, bool go, seq(float) held) => (bool c, seq(float) more) {
@@ -259,7 +259,7 @@ def test_numbers_in_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_body_that_only_constants_decide_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator that has to know an operand when it is imported; nothing is reported for the attempt."""
-    monkeypatch.setattr(control, "MOST_WRITTEN_OUT", 0)
+    monkeypatch.setattr(sequence_loops, "MOST_WRITTEN_OUT", 0)
     text = """g (float[2,6,3] x) => (float[4,6,3] y) <int64 most = {2}, bool on = {1}, int64[2] axes = {0, 1}> {
         empty = SequenceEmpty<dtype = 1>()
         s = Loop<body = b (int64 i, bool go, seq(float[2,6,3]) held) => (bool c, seq(float[2,6,3]) more) {
