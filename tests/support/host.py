@@ -36,7 +36,7 @@ _loaded: dict[tuple[str, ...], ctypes.CDLL] = {}
 
 
 def library(text: str, folder: Path, level: str, options: Sequence[str] = ()) -> ctypes.CDLL:
-    """A C++17 source as a library, compiled in ``folder`` unless this process has done it before. ``level``: "-O0" or "-O1";
+    """A C++17 source as a library, compiled in ``folder`` unless this process has done it before. ``level``: "-O0" or "-Og";
     ``options``: those of the kernel."""
     key = (hashlib.sha256(text.encode()).hexdigest(), level, *options)
     if key not in _loaded:

@@ -95,7 +95,7 @@ def changes(folder: Path, stages: int, span: int, rows: int, alone: bool) -> cty
     )
     before = _BEFORE.format(alone=int(alone), stages=stages, span=span, rows=rows)
     shim = (HERE / "host_warps.hpp").read_text(encoding="utf-8")
-    return library("\n".join([shim, before, text, _AFTER]), folder, "-O1")
+    return library("\n".join([shim, before, text, _AFTER]), folder, "-Og")
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")

@@ -116,7 +116,7 @@ def _run(
     }
     header = template_files()["conv_moments.cuh"].read_text(encoding="utf-8")
     lines = [*(f"#define {k} {v}" for k, v in defines.items()), shim, _SOURCE % _text(header)]
-    loaded = library("\n".join(lines), folder, "-O1", [])
+    loaded = library("\n".join(lines), folder, "-Og", [])
     arrays = {k: v.ctypes.data if isinstance(v, np.ndarray) else v for k, v in fields.items()}
     assert loaded.run(ctypes.byref(_Params(**arrays)), what) == 0
 

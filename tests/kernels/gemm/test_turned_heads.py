@@ -208,7 +208,7 @@ def test_tiles_turn_on_the_processor(head: int, turned: int, interleaved: bool, 
     header = template_files()["conv_turns.cuh"].read_text(encoding="utf-8")
     text = "\n".join([*(f"#define {k} {v}" for k, v in defines.items()), shim, _SOURCE % _text(header)])
     block = _Params(table.ctypes.data, channels, positions, given.ctypes.data)
-    assert library(text, tmp_path, "-O1", []).run(ctypes.byref(block)) == 0
+    assert library(text, tmp_path, "-Og", []).run(ctypes.byref(block)) == 0
     got = given[:, at[0], at[1]].transpose(1, 0, 2, 3).reshape(rows, -1)
     each = (first + np.arange(rows)) % positions
     heads = x[:, :channels].astype(np.float32).reshape(1, rows, -1, head).transpose(0, 2, 1, 3)

@@ -65,7 +65,7 @@ def compiled(operation: Collective, folder: Path) -> ctypes.CDLL:
     kernel = re.sub(r"#include .*", "", texts["element.cuh"] + texts["flagged.cu"]).replace('extern "C" ', "static ")
     host = (HERE / "host.hpp").read_text(encoding="utf-8")
     text = "\n".join([host, general, PACKETS, texts["generated.cuh"], kernel, RUN])
-    return library(text.replace("#pragma once", ""), folder, "-O1")
+    return library(text.replace("#pragma once", ""), folder, "-Og")
 
 
 def ranks(world: int, work: Callable[[int], None]) -> list[int | None]:
