@@ -103,6 +103,7 @@ _SIZE = r"(?:\d+|\?)"
 _SHAPE = rf"{_SIZE}(?:x{_SIZE})*"
 _TRIPLE = re.compile(rf"({_SHAPE})\.\.({_SHAPE})\.\.({_SHAPE})")
 _DIM = re.compile(r"(\d+)\.\.(\d+)\.\.(\d+)|(\d+)|(\?)")
+_ENDS = re.compile(r"(\d+)\.\.(\d+)")
 _TEXT = re.compile(r"scalar|[\dx?.]+")
 
 
@@ -122,9 +123,12 @@ def parse_dims(text: str) -> ShapeSpec:
     for part in re.split(r"x", text):
         found = _DIM.fullmatch(part)
         if not found:
+            ends = _ENDS.fullmatch(part)
             raise UsageError(
                 f"the shape {text!r} cannot be read: {part!r} is neither a size nor a range",
-                hint="write 1x3x224x224, ? for a dimension that stays symbolic, or ranges: MIN..OPT..MAX",
+                hint="write 1x3x224x224, ? for a dimension that stays symbolic, or ranges: MIN..OPT..MAX"
+                if ends is None
+                else f"name the size to optimize for, too: {ends[1]}..OPT..{ends[2]}",
             )
         low, opt, high, size, _ = found.groups()
         dims.append(_range(int(low), int(opt), int(high), repr(text)) if low else int(size) if size else None)

@@ -31,7 +31,9 @@ def graph_inputs(
     names = [v.name for v in inputs]
     for n in shapes:
         if n not in names:
-            raise UsageError(f"{model} has no input {n!r}", hint=f"its inputs are {', '.join(map(repr, names))}")
+            several = "; give --shape once for each input" if "=" in n else ""
+            hint = f"its inputs are {', '.join(map(repr, names))}{several}"
+            raise UsageError(f"{model} has no input {n!r}", hint=hint)
     declared: dict[str, list[int | str]] = {}
     reasons: dict[str, str] = {}
     for v in inputs:

@@ -313,6 +313,7 @@ def test_the_model_is_never_overwritten(cli: Cli, tmp_path: Path) -> None:
         (["--shape", "x=1x3x8x8..4x3x8x8..2x3x8x8"], "axis 0: minimum 1, optimum 4 and maximum 2"),
         (["--shape", "x=1..2x3x8x8"], "the shape '1..2x3x8x8' cannot be read: '1..2' is neither"),
         (["--shape", "image=1x3x8x8"], "'image'"),
+        (["--shape", "x=1x3x8x8,mask=1x8"], "give --shape once for each input"),
         (["--target", "tpu"], "target 'tpu' is not one of auto, cpu, reference"),
         (["--precision", "fp64"], "precision 'fp64' is not one of"),
         (["--io-dtype", "int8"], "io-dtype 'int8' is not one of"),

@@ -56,6 +56,12 @@ def test_a_malformed_shape_is_refused(text: str, because: str) -> None:
         parse_dims(text)
 
 
+def test_a_range_without_an_optimum_is_refused_with_what_is_missing() -> None:
+    with pytest.raises(UsageError) as e:
+        parse_dims("1..4x3")
+    assert e.value.hint == "name the size to optimize for, too: 1..OPT..4"
+
+
 def test_a_name_given_again_begins_another_profile() -> None:
     shapes = parse_shapes(["x=1x8", "mask=1x8", "x=4..8..16x2", "mask=4..8..16x2"])
     assert [dict(p) for p in shapes.profiles] == [
