@@ -42,6 +42,7 @@ def conv_of_computed_weights(graph: Graph, op: Op) -> Match | Miss | None:
     results = shape_of(graph, op.value)
     assert results is not None
     places = [int(n) for n in results[2:]]  # type: ignore[arg-type]
+    whole = [*places[:-1], places[-1] + (-places[-1] % WHOLE if math.prod(places) % WHOLE else 0)]
     filters, channels = w[0] // a.group, w[1]
     if math.prod(kernel) > TAPS:
         return Miss(f"its filters have {math.prod(kernel)} taps, more than {TAPS}")
@@ -53,18 +54,20 @@ def conv_of_computed_weights(graph: Graph, op: Op) -> Match | Miss | None:
         return None
 
     def build(patch: Patch) -> Value:
-        columns = _columns(patch, operand(op), (x[0] * a.group, channels, *x[2:]), op, places)
+        columns = _columns(patch, operand(op), (x[0] * a.group, channels, *x[2:]), op, whole, whole[-1] - places[-1])
         taps = math.prod(kernel)
         rows = reshaped(patch, operand(op, 1), (a.group, filters, channels, taps))
         rows = patch.add("Transpose", [rows], TransposeAttrs((0, 1, 3, 2)))
         rows = reshaped(patch, rows, (1, a.group, filters, taps * channels))
-        count = math.prod(places)
-        columns = reshaped(patch, columns, (x[0], a.group, taps * channels, count))
-        columns = _padded(patch, columns, [0] * 4, [0, 0, 0, -count % WHOLE])
+        if (
+            x[0] > 1
+        ):  # the kernels of stacks take no stack that is repeated; filters are small beside the pixels under their taps
+            rows = patch.add("Expand", [rows, integers(patch, [x[0], 1, 1, 1], "pictures")])
+        columns = reshaped(patch, columns, (x[0], a.group, taps * channels, math.prod(whole)))
         y = patch.add("MatMul", [rows, columns], MatMulAttrs())
-        if count % WHOLE:
-            y = _sliced(patch, y, [0], [count], [3], [1])
-        y = reshaped(patch, y, (x[0], w[0], *places))
+        y = reshaped(patch, y, (x[0], w[0], *whole))
+        if whole != places:
+            y = _sliced(patch, y, [0], places[-1:], [len(whole) + 1], [1])
         bias = op.input(2)
         if bias is None:
             return y
@@ -133,11 +136,13 @@ def _depends_on_inputs(graph: Graph, value: Value) -> bool:
     return False
 
 
-def _columns(patch: Patch, x: Value, shape: Sequence[int], op: Op, places: Sequence[int]) -> Value:
-    """The pixels under each tap, (groups of all pictures, taps * channels, places)."""
+def _columns(patch: Patch, x: Value, shape: Sequence[int], op: Op, places: Sequence[int], more: int) -> Value:
+    """The pixels under each tap, (groups of all pictures, taps * channels, places). ``more``: places at the end of the last axis
+    that the convolution has not."""
     a, rank = op.attrs, len(places)
     x = reshaped(patch, x, tuple(shape))
-    x = _padded(patch, x, [0, 0, *a.pads[:rank]], [0, 0, *a.pads[rank:]])
+    behind = [*a.pads[rank:-1], a.pads[-1] + more * a.strides[-1]]
+    x = _padded(patch, x, [0, 0, *a.pads[:rank]], [0, 0, *behind])
     w = shape_of(patch.graph, operand(op, 1))
     assert w is not None
     parts = []
