@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -38,20 +39,12 @@ def conv_of_computed_weights(graph: Graph, op: Op) -> Match | Miss | None:
     if sizes is None or op.attrs.auto_pad != "NOTSET":
         return None
     x, w = sizes
-    a, kernel = op.attrs, w[2:]
-    results = shape_of(graph, op.value)
-    assert results is not None
-    places = [int(n) for n in results[2:]]  # type: ignore[arg-type]
+    a, kernel, results = op.attrs, w[2:], graph.type(op.value).static_shape
+    places = list(results[2:])
     whole = [*places[:-1], places[-1] + (-places[-1] % WHOLE if math.prod(places) % WHOLE else 0)]
     filters, channels = w[0] // a.group, w[1]
-    if math.prod(kernel) > TAPS:
-        return Miss(f"its filters have {math.prod(kernel)} taps, more than {TAPS}")
-    if filters == 1 or channels == 1:
-        return Miss(
-            "its filters are computed, but each is of one channel, or alone in its group: no product of matrices"
-        )
-    if x[0] * w[0] * channels * math.prod(kernel) * math.prod(places) < LEAST:
-        return None
+    if (refused := _refused(graph, op, x[0] * a.group, (filters, channels, *kernel))) is not False:
+        return refused
 
     def build(patch: Patch) -> Value:
         columns = _columns(patch, operand(op), (x[0] * a.group, channels, *x[2:]), op, whole, whole[-1] - places[-1])
@@ -59,9 +52,8 @@ def conv_of_computed_weights(graph: Graph, op: Op) -> Match | Miss | None:
         rows = reshaped(patch, operand(op, 1), (a.group, filters, channels, taps))
         rows = patch.add("Transpose", [rows], TransposeAttrs((0, 1, 3, 2)))
         rows = reshaped(patch, rows, (1, a.group, filters, taps * channels))
-        if (
-            x[0] > 1
-        ):  # the kernels of stacks take no stack that is repeated; filters are small beside the pixels under their taps
+        # The kernels of stacks take none that is repeated. Filters are small beside the pixels under their taps.
+        if x[0] > 1:
             rows = patch.add("Expand", [rows, integers(patch, [x[0], 1, 1, 1], "pictures")])
         columns = reshaped(patch, columns, (x[0], a.group, taps * channels, math.prod(whole)))
         y = patch.add("MatMul", [rows, columns], MatMulAttrs())
@@ -77,23 +69,23 @@ def conv_of_computed_weights(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 @rule("transposed_conv_of_computed_weights", {"ConvTranspose"})
-def transposed_conv_of_computed_weights(graph: Graph, op: Op) -> Match | None:
+def transposed_conv_of_computed_weights(graph: Graph, op: Op) -> Match | Miss | None:
     """A ConvTranspose becomes a Conv, for the other rule."""
     sizes = _sizes(graph, op)
     if sizes is None or op.attrs.output_shape or op.attrs.auto_pad != "NOTSET":
         return None
     x, w = sizes
     a, kernel, rank = op.attrs, w[2:], len(w) - 2
-    results = shape_of(graph, op.value)
-    assert results is not None
+    results = graph.type(op.value).static_shape
     channels, filters = w[0] // a.group, w[1]
+    if (refused := _refused(graph, op, x[0] * a.group, (filters, channels, *kernel))) is not False:
+        return refused
 
     def build(patch: Patch) -> Value:
         spread = _spread(patch, operand(op), x, a.strides)
         before = [a.dilations[i] * (kernel[i] - 1) - a.pads[i] for i in range(rank)]
         after = [
-            int(results[2 + i]) - 1 + a.dilations[i] * (kernel[i] - 1) + 1 - before[i] - x[2 + i] * a.strides[i]  # type: ignore[arg-type]
-            for i in range(rank)
+            results[2 + i] + a.dilations[i] * (kernel[i] - 1) - before[i] - x[2 + i] * a.strides[i] for i in range(rank)
         ]
         spread = _padded(patch, spread, [0, 0, *(max(n, 0) for n in before)], [0, 0, *(max(n, 0) for n in after)])
         if min(*before, *after) < 0:
@@ -123,6 +115,20 @@ def _sizes(graph: Graph, op: Op) -> tuple[list[int], list[int]] | None:
     return found[0], found[1]
 
 
+def _refused(graph: Graph, op: Op, groups: int, w: Sequence[int]) -> Miss | Literal[False] | None:
+    """Why a convolution is no product, None where it is too small to be one, False where it becomes one. ``groups``: of all
+    pictures; ``w``: the sizes of a group's filters."""
+    filters, channels, *kernel = w
+    if math.prod(kernel) > TAPS:
+        return Miss(f"its filters have {math.prod(kernel)} taps, more than {TAPS}")
+    if filters == 1 or channels == 1:
+        return Miss(
+            "its filters are computed, but each is of one channel, or alone in its group: no product of matrices"
+        )
+    places = math.prod(graph.type(op.value).static_shape[2:])
+    return None if groups * math.prod(w) * places < LEAST else False
+
+
 def _depends_on_inputs(graph: Graph, value: Value) -> bool:
     """Whether a value is computed from inputs of the network: quantized weights are not, though they are no constants."""
     waiting, seen = [value], {value}
@@ -143,10 +149,8 @@ def _columns(patch: Patch, x: Value, shape: Sequence[int], op: Op, places: Seque
     x = reshaped(patch, x, tuple(shape))
     behind = [*a.pads[rank:-1], a.pads[-1] + more * a.strides[-1]]
     x = _padded(patch, x, [0, 0, *a.pads[:rank]], [0, 0, *behind])
-    w = shape_of(patch.graph, operand(op, 1))
-    assert w is not None
     parts = []
-    for tap in itertools.product(*(range(int(n)) for n in w[2:])):  # type: ignore[arg-type]
+    for tap in itertools.product(*map(range, patch.graph.type(operand(op, 1)).static_shape[2:])):
         starts = [t * d for t, d in zip(tap, a.dilations, strict=True)]
         ends = [s + (n - 1) * by + 1 for s, n, by in zip(starts, places, a.strides, strict=True)]
         parts.append(_sliced(patch, x, starts, ends, range(2, rank + 2), a.strides))
