@@ -12,6 +12,7 @@ from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.channel_norms import ChannelNorms
 from optdnn.passes.channel_shuffles import ChannelShuffles
+from optdnn.passes.computed_weights import ComputedWeights
 from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
 from optdnn.passes.counted_loops import CountedLoops
 from optdnn.passes.cse import CommonSubexpressions
@@ -126,6 +127,7 @@ O2_GPU: tuple[Pass, ...] = (
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     PadHeads(),  # behind attention; before views are hoisted and epilogues fused, which hide the projections of heads
     SelectedWeights(),  # before constants are folded: its stacks of matrices become one; before epilogues
+    ComputedWeights(),  # convolutions that have no constant weights by now; before epilogues
     TakeRows(),  # behind attention, whose queries are rows; before epilogues, and before constants are folded
     FoldConstants(),  # sums of constant masks and biases; their rows
     RelativePositions(),  # biases of attention, before their views are hoisted and their arithmetic is fused

@@ -79,6 +79,7 @@ from optdnn.kernels.reduce.means import KINDS as IMAGE_SUMS
 from optdnn.kernels.reduce.means import ImageMeans
 from optdnn.kernels.reduce.parts import ReductionParts
 from optdnn.kernels.reduce.reduce import REDUCTIONS, Reduction
+from optdnn.kernels.reduce.staged import StagedReduction
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.collective import COLLECTIVES
 from optdnn.ops.table import OPDEFS
@@ -211,9 +212,11 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "LpPool": (WindowPool(),),
     **dict.fromkeys(positions.POSITIONS, (positions.TACTIC,)),
     "TopK": (TopRows(), positions.TACTIC),
-    **dict.fromkeys(REDUCTIONS, (ReductionParts(), Reduction())),
-    **dict.fromkeys((*IMAGE_SUMS, "GlobalAveragePool"), (ImageMeans(), ReductionParts(), Reduction())),
-    "GlobalMaxPool": (ReductionParts(), Reduction()),
+    **dict.fromkeys(REDUCTIONS, (StagedReduction(), ReductionParts(), Reduction())),
+    **dict.fromkeys(
+        (*IMAGE_SUMS, "GlobalAveragePool"), (StagedReduction(), ImageMeans(), ReductionParts(), Reduction())
+    ),
+    "GlobalMaxPool": (StagedReduction(), ReductionParts(), Reduction()),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
     "Cast": (ResizedPicture(), Elementwise()),
     "Add": (NormAddNorm(), AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), GroupNormAdd(), Elementwise()),

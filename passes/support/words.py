@@ -87,6 +87,8 @@ RULES: Mapping[str, str] = {
     "split_rows": "products split by rows over several devices",
     "split_batch": "batches split over several devices",
     "split_product": "products of gated units made two products",
+    "conv_of_computed_weights": "convolutions of computed weights made products",
+    "transposed_conv_of_computed_weights": "transposed convolutions of computed weights made convolutions",
     "outer_product": "products of one term written as multiplications",
     "loop_of_bags": "loops over embedding bags made one gather and one reduction",
     "concat_of_bags": "reductions of runs of rows made one reduction",

@@ -56,6 +56,7 @@ static void run_block(unsigned threads, bool synchronized) {
 }
 
 static inline unsigned atomicAdd(unsigned* at, unsigned v) { unsigned old = *at; *at += v; return old; }
+static inline double atomicAdd(double* at, double v) { double old = *at; *at += v; return old; }
 static inline unsigned long long __double_as_longlong(double v) { unsigned long long u; memcpy(&u, &v, 8); return u; }
 static inline float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
 static inline float __int_as_float(int v) { float f; memcpy(&f, &v, 4); return f; }

@@ -1,8 +1,8 @@
 """Operators of moving, ordering and counting, each a few lines over coordinates (see :mod:`optdnn.kernels.index.index_kernel`).
 
-None needs atomics. Where several inputs meet in one result (ScatterND, TopK), each result looks for its inputs, in their order. In a
-reduction over many, a warp does this: each lane reduces those that it finds, and shuffles reduce the lanes. If the search would take
-long, a scatter writes each input to its place instead (ONNX does not define two inputs for one place).
+Where several inputs meet in one result (ScatterND, TopK), each result looks for its inputs, in their order. In a reduction over many,
+a warp does this: each lane reduces those that it finds, and shuffles reduce the lanes. If the search would take long, a scatter writes
+each input to its place instead (ONNX does not define two inputs for one place), or adds it there (:func:`_adds`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from optdnn.kernels.index.index_kernel import (
 )
 from optdnn.kernels.layout.views import ints, reshaped
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copied, copy
-from optdnn.types import DTYPES, is_float, normalize_axis
+from optdnn.types import BF16, DTYPES, FP16, FP32, FP64, is_float, normalize_axis
 
 SCATTER_LIMIT = 1 << 31
 """The same as VISITS_LIMIT for scatters, whose threads read the same places at the same time."""
@@ -45,6 +45,10 @@ FEW_RESULTS = 1 << 15
 DIRECT = 1 << 20
 """Places that the results of a scatter would look at in all, from which on each update is written directly. Of 2^21, the search takes
 35 us on an H200 and the writes 3.3; it grows with the places, the writes hardly do."""
+
+
+_SUMMED = (FP16, BF16, FP32)
+"""Types whose sums are made in float64."""
 
 
 def _number(name: str, placed: TensorView | None, default: str) -> str:
@@ -232,7 +236,7 @@ def _scatter_elements(b: Builder, op: Op) -> None:
     x, index, updates, out = needed(b, op, 0), needed(b, op, 1), needed(b, op, 2), b.target(op.value)
     r, t = len(out.shape), arithmetic(x.dtype)
     axis = normalize_axis(op.attrs.axis, r)
-    if _direct(b, op):
+    if _direct(b, op) or _adds(b, op):
         places = [("i64(p.i[at_i({})])".format(coordinates("o", r)), axis)]
         _write_updates(b, op, index, updates, places, [f"to{k}" if k == axis else f"o{k}" for k in range(r)])
         return
@@ -261,7 +265,7 @@ def _scatter_nd(b: Builder, op: Op) -> None:
     count, each = math.prod(index.shape[:-1]), _together(out.shape, depth)
     flat = _rows(b, op, index, (count, depth))
     values = _rows(b, op, updates, (count, *x.shape[depth:]))
-    if _direct(b, op):
+    if _direct(b, op) or _adds(b, op):
         places = [(f"i64(p.i[at_i(o0, {k})])", k) for k in range(depth)]
         at = [f"to{k}" for k in range(depth)] + [f"o{k + 1}" for k in range(r - depth)]
         _write_updates(b, op, flat, values, places, at)
@@ -308,19 +312,40 @@ def _direct(b: Builder, op: Op) -> bool:
     return bool((np.diff(ordered, axis=axis) != 0).all())
 
 
+def _adds(b: Builder, op: Op) -> bool:
+    """Whether updates are added where they belong, by atomic additions in float64.
+
+    Sums of numbers of 11 bits between 2^-24 and 2^16 are exact there, so the order does not matter to results of fp16, and hardly ever
+    to those of bf16. An fp32 result may differ in its last bit from run to run: only where the search would be too slow for a GPU.
+    A graph network of 40,000 edges and three layers took 3.82 ms with the search on an H200, and takes 0.084.
+    """
+    visits, dtype = _lookups(b, op), op.outputs[0].type.dtype
+    return (
+        op.attrs.reduction == "add"
+        and visits > (DIRECT if dtype in (FP16, BF16) else SCATTER_LIMIT)
+        and dtype in _SUMMED
+    )
+
+
 def _write_updates(
     b: Builder, op: Op, index: TensorView, updates: TensorView, places: Sequence[tuple[str, int]], at: Sequence[str]
 ) -> None:
-    """A copy of operand 0, and a launch that writes the updates into it. ``places``: an index as text, and its axis of the result;
-    ``at``: the coordinates of the result, where ``to0``, … are these."""
-    x, out = needed(b, op, 0), b.target(op.value)
+    """A copy of operand 0, and a launch that writes the updates into it, or adds them. ``places``: an index as text, and its axis of the
+    result; ``at``: the coordinates of the result, where ``to0``, … are these."""
+    x, result = needed(b, op, 0), b.target(op.value)
+    adds = _adds(b, op)
+    out = b.new(f"{op.outputs[0].name}.sums", FP64, result.shape) if adds else result
     copy(b, op, x, out)
     found = " ".join(f"i64 to{k} = {text}; to{k} += to{k} < 0 ? p.n_y[{k}] : 0;" for text, k in places)
     inside = " && ".join(f"to{k} >= 0 && to{k} < p.n_y[{k}]" for _, k in places)
     lines = f"""{found}
-        if ({inside}) p.y[at_y({", ".join(at)})] = p.u[at_u({coordinates("o", len(updates.shape))})];"""
+        if ({inside}) {{"""
+    place, update = f"at_y({', '.join(at)})", f"p.u[at_u({coordinates('o', len(updates.shape))})]"
+    lines += f" add_to(p.y + {place}, double(widen({update}))); }}" if adds else f" p.y[{place}] = {update}; }}"
     reads = [out, *operands_of(b, op)[1:]]
     emit_index_kernel(b, op, updates.shape, {"i": index, "u": updates}, {"y": out}, lines, reads=reads)
+    if adds:
+        copy(b, op, out, result)
 
 
 def _together(shape: tuple[int, ...], depth: int) -> int:
@@ -420,7 +445,8 @@ def _limits(b: Builder, op: Op) -> str | None:
         return "how many is not known when the engine is built"
     if op.kind == "OneHot" and ints(b, op, 1) is None:
         return "its depth is not known when the engine is built"
-    visits = 0.0 if op.kind in ("ScatterElements", "ScatterND") and _direct(b, op) else _lookups(b, op)
+    places = op.kind in ("ScatterElements", "ScatterND") and (_direct(b, op) or _adds(b, op))
+    visits = 0.0 if places else _lookups(b, op)
     limit = SCATTER_LIMIT if op.kind in ("ScatterElements", "ScatterND") else VISITS_LIMIT
     return f"each result would look at {visits:.0f} candidates in all" if visits > limit else None
 

@@ -15,6 +15,9 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 ONE_TILE = 1 << 17
 """Bytes of the longest row that one block reads twice."""
+BLOCK_S, BLOCKS = 1.0e-6, 32
+"""Seconds of a block whose row is shorter than one load of all threads (32 rows of 4 elements take 3.2 us, of 49 ones 3.4, on an H200), and
+the most blocks of a multiprocessor."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,12 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     turns = -(-vectors // (config.threads * AHEAD))
     used = vectors / (turns * config.threads * AHEAD)  # of the loads that threads could have under way
     once = 2.0 * problem.rows * problem.length * problem.itemsize / gpu.bandwidth
-    return LAUNCH_S + max(1.2 * once, (two - 2 * LAUNCH_S) / min(1.0, 2 * used)) + turns * 0.3e-6
+    slowed = (two - 2 * LAUNCH_S) / min(1.0, 2 * used)
+    if (
+        vectors < config.threads
+    ):  # idle threads do not slow the others down: a wave of blocks takes what one block takes
+        slowed = min(slowed, BLOCK_S * -(-problem.rows // (gpu.multiprocessors * min(BLOCKS, 2048 // config.threads))))
+    return LAUNCH_S + max(1.2 * once, slowed) + turns * 0.3e-6
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 4) -> list[Config]:

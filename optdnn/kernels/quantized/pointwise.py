@@ -16,7 +16,7 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import coordinates, emit_index_kernel, needed, operand_at, operands_of, wide
 from optdnn.kernels.pointwise.pointwise import CPP, LARGEST, arithmetic, literal
 from optdnn.kernels.reduce.parts import best_parts
-from optdnn.kernels.reduce.reduce import emit_reduce, space_of
+from optdnn.kernels.reduce.reduce import emit_reduce, plain_source, space_of
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.quant import QuantizeAttrs
 from optdnn.runtime.reference.window import resolve_pads
@@ -75,8 +75,10 @@ def _dynamic_quantize(b: Builder, op: Op) -> None:
     bounds = []
     for kind in ("ReduceMin", "ReduceMax"):
         bounds.append(b.new(f"{name}.{kind}", x.dtype, ()))
-        parts = best_parts(space_of(x, range(rank), bounds[-1]).grid, b.gpu)
-        emit_reduce(b, op, kind, x, range(rank), bounds[-1], kind=kind, attrs=whole, reads=[x, axes], parts=parts)
+        parts = best_parts(space_of([x], range(rank), bounds[-1]).grid, b.gpu)
+        emit_reduce(
+            b, op, kind, plain_source(x), range(rank), bounds[-1], kind=kind, attrs=whole, reads=[x, axes], parts=parts
+        )
     scale, zero = (
         b.target(Value(op.id, i)) if i < len(op.outputs) else b.new(f"{name}.{i}", d, ())
         for i, d in ((1, FP32), (2, UINT8))

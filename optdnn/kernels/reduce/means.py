@@ -148,7 +148,7 @@ class ImageMeans(Reduction):
         found = candidates(problem, b.gpu)
         if not found:
             return refuse(problem, Config(1))
-        grid = space_of(made.x, made.axes, out).grid
+        grid = space_of([made.x], made.axes, out).grid
         others = [parts.estimate(grid, n, b.gpu) for n in (1, *(c.parts for c in parts.candidates(grid, b.gpu)))]
         least = reduce.LAUNCH_S + problem.bytes / BYTES_S  # which the general kernels' predictions leave out
         if estimate(problem, found[0], b.gpu) > max(least, min(others)):

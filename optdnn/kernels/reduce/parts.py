@@ -72,4 +72,4 @@ class ReductionParts(Reduction):
     def _grid(b: Builder, op: Op) -> Grid:
         made = reduction_of(b, op)
         assert made is not None
-        return space_of(made.x, made.axes, b.result(op.value)).grid
+        return space_of([made.x], made.axes, b.result(op.value)).grid

@@ -93,10 +93,8 @@ class Terms:
         return [f"({at} < {self.stop} ? {at} : {self.last})" for at in near]
 
     def loop(self, loads: Sequence[tuple[str, str]], step: str) -> str:
-        """All terms of a thread. ``loads``: for each term of a batch, the way to it and its load; ``step``: for the one of number #."""
-        before = "".join(
-            f"i64 o{k} = base; {{ {way} }}\n        {load}\n        " for k, (way, load) in enumerate(loads)
-        )
+        """All terms of a thread. ``loads``: for each term of a batch, the way to it and its loads; ``step``: for the one of number #."""
+        before = "".join(f"{way}\n        {load}\n        " for way, load in loads)
         after = ""
         for k in range(self.batch):
             guard = f"if (i + {k * self.runs}u < {self.stop}) " if self.batch > 1 else ""
@@ -108,7 +106,7 @@ class Terms:
 @dataclass(frozen=True)
 class Grid:
     """How a reduction is spread: ``outputs`` of ``count`` terms each; a block of ``threads`` has ``lanes`` accesses of ``vec`` neighbouring
-    outputs, each with ``runs`` threads. ``across``: neighbouring outputs are neighbouring threads'."""
+    outputs, each with ``runs`` threads. ``across``: neighbouring outputs are neighbouring threads'. A thread may load ``ahead`` terms together."""
 
     outputs: int
     count: int
@@ -116,6 +114,7 @@ class Grid:
     vec: int
     runs: int
     across: bool
+    ahead: int = BATCH
 
     @property
     def lanes(self) -> int:
@@ -134,7 +133,7 @@ class Grid:
     @property
     def batch(self) -> int:
         """Terms that a thread loads together."""
-        return max(1, min(BATCH, -(-self.count // self.runs)))
+        return max(1, min(self.ahead, -(-self.count // self.runs)))
 
     def seconds(self, parts: int, gpu: GpuFacts) -> float:
         """Predicted seconds of a dependent launch with ``parts`` blocks for an output."""
@@ -144,55 +143,85 @@ class Grid:
 
 @dataclass(frozen=True)
 class Space:
-    """The axes of a reduction, merged: those of the outputs (``dims``, with strides of result and input), and those of the terms."""
+    """The axes of a reduction, merged: those of the outputs (``dims``, with strides of the result and of each input), and those of the
+    terms."""
 
     dims: list[int]
     so: list[int]
-    sx: list[int]
+    sx: list[list[int]]
     inner: list[int]
-    rx: list[int]
+    rx: list[list[int]]
     grid: Grid
 
 
-def space_of(x: TensorView, axes: Sequence[int], out: TensorView) -> Space:
-    """How ``x`` is reduced over ``axes``."""
+def space_of(xs: Sequence[TensorView], axes: Sequence[int], out: TensorView) -> Space:
+    """How what ``xs`` hold is reduced over ``axes``. They have one shape; the first one is the largest in memory."""
+    x = xs[0]
     kept = [i for i in range(len(x.shape)) if i not in axes]
     out_strides = out.strides if len(out.shape) == len(kept) else [out.strides[i] for i in kept]
-    dims, (so, sx) = merge([x.shape[i] for i in kept], [out_strides, [x.strides[i] for i in kept]])
-    inner, (rx, _) = merge([x.shape[i] for i in axes], [[x.strides[i] for i in axes]] * 2)
+    dims, (so, *sx) = merge([x.shape[i] for i in kept], [out_strides, *([x.strides[i] for i in kept] for x in xs)])
+    inner, rx = merge([x.shape[i] for i in axes], [[x.strides[i] for i in axes] for x in xs])
     count = math.prod(inner)
     # Neighbouring outputs that are neighbours in memory share a block, so that loads coalesce; a thread takes 16 bytes of them.
-    across = sx[-1] == 1 and dims[-1] >= 8 and rx[-1] != 1
+    across = sx[0][-1] == 1 and dims[-1] >= 8 and rx[0][-1] != 1
     threads = 4 * THREADS if count > (FEW if across else 4 * THREADS - 1) else THREADS
-    vec = _together(x, dims[-1], [*sx[:-1], *rx]) if across else 1
+    moving = [(x, [*s[:-1], *r]) for x, s, r in zip(xs, sx, rx, strict=True) if s[-1]]
+    vec = (
+        min(_together(x, dims[-1], strides) for x, strides in moving)
+        if across and all(s[-1] in (0, 1) for s in sx)
+        else 1
+    )
     # Else neighbouring terms are neighbouring threads', and outputs of few terms share a block.
     most = threads * vec // WIDTH if across else threads
     runs = min(most, 1 << max((count - 1).bit_length() - (0 if across else 2), 0)) if vec > 1 or not across else most
-    return Space(dims, so, sx, inner, rx, Grid(math.prod(dims), count, threads, vec, runs, across))
+    grid = Grid(math.prod(dims), count, threads, vec, runs, across, max(1, BATCH // len(xs)))
+    return Space(dims, so, sx, inner, rx, grid)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is reduced. ``value``: C++ that computes an element ``v``, of the arithmetic type ``t``, from the elements ``x0``, ``x1``, …
+    of ``tensors``. These have one shape (perhaps by strides of 0); the first one is the largest in memory."""
+
+    tensors: Sequence[TensorView]
+    t: str
+    value: str
+
+    def names(self, stem: str) -> list[str]:
+        """What belongs to each tensor, by name."""
+        return [stem] if len(self.tensors) == 1 else [f"{stem}_{k}" for k in range(len(self.tensors))]
+
+
+def plain_source(x: TensorView) -> Source:
+    """The elements of a tensor, as they are."""
+    return Source([x], arithmetic(x.dtype), "")
 
 
 def emit_reduce(
-    b: Builder, op: Op, how: str, x: TensorView, axes: Sequence[int], out: TensorView, *, kind: str, attrs: dict[str, Any],
-    reads: Sequence[TensorView | None], parts: int = 1,
+    b: Builder, op: Op, how: str, source: Source, axes: Sequence[int], out: TensorView, *, kind: str,
+    attrs: dict[str, Any], reads: Sequence[TensorView | None], parts: int = 1,
 ) -> None:  # fmt: skip
-    """``out = how(x over axes)``; ``out`` has x's shape with the axes reduced to 1, or dropped. ``parts`` blocks share an output's terms; the
-    last of them adds up what they found."""
+    """``out = how(source over axes)``; ``out`` has the source's shape with the axes reduced to 1, or dropped. ``parts`` blocks share an
+    output's terms; the last of them adds up what they found."""
     if 0 in out.shape:
         return
-    space, t = space_of(x, axes, out), arithmetic(x.dtype)
-    text = _kernel(how, x, out, space, parts)
+    space, t = space_of(source.tensors, axes, out), source.t
+    text = _kernel(how, source, out, space, parts)
     grid, vec = space.grid, space.grid.vec
     dims = [*space.dims[:-1], space.dims[-1] // vec]
-    operands, names, scratch, kept = {"x": x, "y": out}, ["x", "y"], [], []
+    names, scratch, kept = [*source.names("x"), "y"], [], []
+    operands = dict(zip(names, [*source.tensors, out], strict=True))
     if parts > 1:
         values = 2 if how == "ReduceLogSumExp" else 1
         scratch = [b.new(f"{op.outputs[0].name}.parts", _of_arithmetic(t), (values, parts, grid.outputs))]
         kept = [b.new(f"{op.outputs[0].name}.arrived", INT32, (grid.blocks,))]
         operands |= {"parts": scratch[0], "arrived": kept[0]}
         names += ["parts", "arrived"]
-    strides = [[*s[:-1], s[-1] * vec] for s in (space.so, space.sx)]
     parameters = Parameters().pointer(*names).u32(grid.accesses, *dims, *space.inner)
-    parameters.i64(*strides[0], *strides[1], *space.rx)
+    for s in (space.so, *space.sx):
+        parameters.i64(*s[:-1], s[-1] * vec)
+    for r in space.rx:
+        parameters.i64(*r)
     launch = parameters.generated(b.arch, text, "reduce", grid.blocks * parts, grid.threads)
     b.emit(op, launch, operands, kind, attrs, reads, [out], scratch=scratch, kept=kept)
 
@@ -224,34 +253,51 @@ def _each(grid: Grid) -> str:
     return f"for (int j = 0; j < {grid.vec}; j++)"
 
 
-def _loop(space: Space, parts: int, tx: str, t: str, step: str) -> str:
+def _loop(space: Space, parts: int, source: Source, step: str) -> str:
     """C++ that does ``step`` with each element ``v`` of a thread's run."""
-    grid, count = space.grid, space.grid.count
+    grid, count, t = space.grid, space.grid.count, source.t
+    widths = [
+        grid.vec if s[-1] or grid.vec == 1 else 1 for s in space.sx
+    ]  # the others have one element for all outputs
     terms = Terms("run", f"{count}u", f"{count - 1}u", grid.runs, grid.batch)
     if parts > 1:
         terms = Terms("begin + run", "end", "end - 1u", grid.runs, grid.batch)
-    loads = [
-        (
-            walk("r", term, "inner", len(space.inner), [(f"o{k}", "rx")]),
-            load_channels(tx, grid.vec, f"p.x + o{k}", f"found{k}"),
+    loads = []
+    for k, term in enumerate(terms.places):
+        ways = list(zip(source.names(f"o{k}"), source.names("base"), source.names("rx"), strict=True))
+        begin = " ".join(f"i64 {at} = {base};" for at, base, _ in ways)
+        way = walk("r", term, "inner", len(space.inner), [(at, strides) for at, _, strides in ways])
+        tensors = zip(source.names("x"), source.names(f"o{k}"), source.names(f"found{k}"), strict=True)
+        load = " ".join(
+            load_channels(CPP[x.dtype], width, f"p.{name} + {at}", found)
+            for x, width, (name, at, found) in zip(source.tensors, widths, tensors, strict=True)
         )
-        for k, term in enumerate(terms.places)
+        loads.append((f"{begin} {{ {way} }}", load))
+    lanes = [
+        f"widen({f}.lane[{'j' if n == grid.vec else 0}])" for f, n in zip(source.names("found#"), widths, strict=True)
     ]
-    return terms.loop(loads, f"{_each(grid)} {{ const {t} v = widen(found#.lane[j]); {step} }}")
+    value = f"const {t} v = {lanes[0]};"
+    if source.value:
+        known = (
+            f"const {arithmetic(x.dtype)} x{i} = {lane};"
+            for i, (x, lane) in enumerate(zip(source.tensors, lanes, strict=True))
+        )
+        value = f"{' '.join(known)} {source.value}"
+    return terms.loop(loads, f"{_each(grid)} {{ {value} {step} }}")
 
 
-def _kernel(how: str, x: TensorView, out: TensorView, space: Space, parts: int) -> str:
+def _kernel(how: str, source: Source, out: TensorView, space: Space, parts: int) -> str:
     """The kernel's text."""
     grid, inner = space.grid, space.inner
     count, vec, runs, lanes = grid.count, grid.vec, grid.runs, grid.lanes
-    tx, ty, t = CPP[x.dtype], CPP[out.dtype], arithmetic(x.dtype)
+    ty, t = CPP[out.dtype], source.t
     low, high = limits(t)
     start, term, combine, result = (
         s.format(T=t, N=max(count, 1), LOW=low, HIGH=high, F="double" if t != "float" else "float") for s in RULES[how]
     )
     fast, slow = (f"threadIdx.x {sign} {lanes if grid.across else runs}" for sign in "%/")
     lane, run = (fast, slow) if grid.across else (slow, fast)
-    each, loop = _each(grid), partial(_loop, space, parts, tx, t)
+    each, loop = _each(grid), partial(_loop, space, parts, source)
     top, tree = _tree(grid, t, "max_nan(a, b)"), _tree(grid, t, combine)
     of_top, first = "", f"{t} s[{vec}]; {each} s[j] = {start};"
     if how == "ReduceLogSumExp":
@@ -270,7 +316,17 @@ def _kernel(how: str, x: TensorView, out: TensorView, space: Space, parts: int) 
             f"end = begin + {chunk}u < {count}u ? begin + {chunk}u : {count}u;"
         )
         merged = _merged(how, t, grid, parts, start, combine, low, top, tree, each)
-    return f"""struct Params {{ const {tx}* x; {ty}* y;{also} u32 count, dims[{len(space.dims)}], inner[{len(inner)}]; i64 so[{len(space.dims)}], sx[{len(space.dims)}], rx[{len(inner)}]; }};
+    pointers = " ".join(
+        f"const {CPP[x.dtype]}* {name};" for x, name in zip(source.tensors, source.names("x"), strict=True)
+    )
+    strides = ", ".join(
+        [
+            *(f"{name}[{len(space.dims)}]" for name in ("so", *source.names("sx"))),
+            *(f"{name}[{len(inner)}]" for name in source.names("rx")),
+        ]
+    )
+    bases = list(zip(source.names("base"), source.names("sx"), strict=True))
+    return f"""struct Params {{ {pointers} {ty}* y;{also} u32 count, dims[{len(space.dims)}], inner[{len(inner)}]; i64 {strides}; }};
 
 extern "C" __global__ void __launch_bounds__({grid.threads}) reduce(const __grid_constant__ Params p) {{
     __shared__ {t} {_sum_at(grid, runs, lanes).replace("j", str(vec), 1)};
@@ -278,8 +334,8 @@ extern "C" __global__ void __launch_bounds__({grid.threads}) reduce(const __grid
     wait_for_predecessor();
     const u32 lane = {lane}, run = {run}, index = {block} * {lanes} + lane;{span}
     const bool live = index < p.count;
-    i64 base = 0, to = 0;
-    if (live) {{ {walk("q", "index", "dims", len(space.dims), [("base", "sx"), ("to", "so")])} }}
+    i64 {" = 0, ".join(source.names("base"))} = 0, to = 0;
+    if (live) {{ {walk("q", "index", "dims", len(space.dims), [*bases, ("to", "so")])} }}
     {first}
     if (live) {loop(f"{of_top} const {t} a = s[j], b = {t}({term}); s[j] = {combine};")}
     {tree}{merged}
@@ -334,7 +390,7 @@ class Reduction(Tactic):
 
     def seconds(self, b: Builder, op: Op) -> float | None:
         made = reduction_of(b, op)
-        grid = None if made is None else space_of(made.x, made.axes, b.result(op.value)).grid
+        grid = None if made is None else space_of([made.x], made.axes, b.result(op.value)).grid
         return None if grid is None or grid.count <= LONG * grid.runs * BATCH else grid.seconds(1, b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
@@ -346,7 +402,7 @@ class Reduction(Tactic):
         if op.kind in RULES:
             reads.append(b.constant(np.array(made.named, np.int64), "axes"))
         emit_reduce(
-            b, op, made.how, made.x, made.axes, out,
+            b, op, made.how, plain_source(made.x), made.axes, out,
             kind=op.kind, attrs=made.attrs, reads=reads, parts=getattr(config, "parts", 1),
         )  # fmt: skip
 

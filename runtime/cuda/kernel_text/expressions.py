@@ -31,8 +31,8 @@ FUNCTIONS = words("""
     own_row own_column column_of
 """)
 """Functions of numbers, barriers, and the two calls of dependent launch."""
-MEETINGS = words("meet arrives_last")
-"""Meetings of blocks, whose first argument is a pointer to counts."""
+MEETINGS = words("meet arrives_last add_to")
+"""Meetings of blocks, whose first argument is a pointer to counts, and of threads that add to one number, at a pointer."""
 BUILT_IN = words("threadIdx blockIdx gridDim")
 MEMBERS = words("x y z w from to")
 """Numbers within a small struct; ``lane`` is an array of them."""

@@ -24,7 +24,7 @@ from optdnn.runtime.cuda.launches.plan import parse
 from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
-from optdnn.types import FP16, INT64
+from optdnn.types import BF16, FP16, FP32, FP64, INT64
 
 UNPOOLED = (4096, 8192)
 """Updates and results of a scatter that is large enough to be written directly."""
@@ -83,9 +83,28 @@ def test_places_that_meet_from_both_ends_are_not_written_directly() -> None:
     assert not _written_directly(graph)
 
 
-def test_sums_are_not_written_directly() -> None:
-    graph, _ = many("vector", reduction="add")
-    assert not _written_directly(graph)
+def test_only_sums_are_added_where_they_belong() -> None:
+    assert _written_directly(many("vector", reduction="add")[0])
+    assert not _written_directly(many("vector", reduction="max")[0])
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_sums(kind: str, dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy in float64, the additions, and a copy back."""
+    monkeypatch.setattr(positions, "DIRECT", 0)
+    graph, feeds = meeting(kind, "add", dtype)
+    program = lowered(graph, no_cubins=True)
+    assert FP64 in [b.dtype for b in program.buffers]
+    assert compare_steps(program, feeds, 0.0, tmp_path) == 3
+
+
+def test_sums_of_fp32_keep_their_order_where_the_search_is_bearable(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, _ = many("vector", reduction="add", dtype=FP32)
+    assert _points(lowered(graph, "fp32", no_cubins=True)) == 32 * UNPOOLED[1]
+    monkeypatch.setattr(positions, "SCATTER_LIMIT", 1)
+    assert _points(lowered(graph, "fp32", no_cubins=True)) == UNPOOLED[0]
 
 
 def _written_directly(graph: Graph) -> bool:
@@ -165,6 +184,22 @@ def test_updates_that_meet_on_a_gpu(kind: str, reduction: str) -> None:
     graph, feeds = meeting(kind, reduction, FP16, count=20000 if reduction != "mul" else 300)
     found = check_steps(Engine(lowered(graph, "fp16", target="cuda:sm_90a")).context(), feeds)
     assert max(e.error for e in found if e.kind.startswith("Scatter")) <= (2e-3 if reduction in ("add", "mul") else 0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_sums_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of atomic additions does not matter: the bits are the same from run to run."""
+    monkeypatch.setattr(positions, "DIRECT", 0)
+    graph, feeds = meeting(kind, "add", FP16, count=20000)
+    context: Any = Engine(lowered(graph, "fp16", target="cuda:sm_90a")).context()
+    found = check_steps(context, feeds)
+    assert [e.error for e in found if e.kind.startswith("Scatter")] == [0.0]
+    (first,) = context.run(feeds).values()
+    for _ in range(10):
+        (again,) = context.run(feeds).values()
+        assert again.tobytes() == first.tobytes()
 
 
 def network(features: int, axis: int, turned: bool, length: int = 6, count: int = 2) -> Graph:

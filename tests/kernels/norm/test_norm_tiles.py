@@ -300,3 +300,12 @@ def test_rows_with_scales_of_their_own_run(tiles: int, tmp_path: Path) -> None:
     memory = {"input": x, "output": out, "scale": scale, "bias": bias, "moments": moments}
     run_launches(rows.launches(problem, rows.Config(tiles, 32, 8), DEVICE), memory, tmp_path)
     check(out, run_kernel("LayerNormalization", [x.astype(np.float64), scale, bias], {"epsilon": 1e-3})[0])
+
+
+@pytest.mark.parametrize(("length", "run"), [(4, 4), (1, 1), (128, 16), (49, 49)])
+def test_short_rows_take_one_launch_of_a_few_microseconds(length: int, run: int) -> None:
+    """GroupNorm of the small images of a detector's last level. Threads without elements do not slow the others down."""
+    problem = rows.Problem(32, length, run, 32)
+    best = rows.candidates(problem, DEVICE)[0]
+    assert best.tiles == 1
+    assert 2e-6 < rows.estimate(problem, best, DEVICE) < 5e-6

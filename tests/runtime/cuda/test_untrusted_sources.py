@@ -110,6 +110,7 @@ STATEMENTS = [
     "u64 q = *(7);",
     "meet(7);",
     "meet(rest, p.out);",
+    "add_to(7, 1.0);",
     "extern __shared__ __align__(16) unsigned char q[]; const i64 z = i64(q);",
     "int q = (" * 300,
     "int q = 7 /* 8 */;",

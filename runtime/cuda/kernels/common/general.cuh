@@ -191,6 +191,8 @@ DEVICE double max_nan(double a, double b) { return a > b || a != a ? a : b; }
 DEVICE double min_nan(double a, double b) { return a < b || a != a ? a : b; }
 template <typename T> DEVICE T max_nan(T a, T b) { return a > b ? a : b; }
 template <typename T> DEVICE T min_nan(T a, T b) { return a < b ? a : b; }
+// Adds to a number that other threads may add to as well.
+DEVICE void add_to(double* at, double v) { atomicAdd(at, v); }
 
 // ---- 8-bit integers and floats, without the slow conversions ---------------------------------------------------------------
 

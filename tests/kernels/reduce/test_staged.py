@@ -1,0 +1,59 @@
+"""Reductions that compute their own operands: what takes the kernel, what does not, and what it computes on the processor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
+from support.host import WHY_NOT
+from support.net import Net
+from support.simulated import check_simulated, feeds_of, lowered
+from support.staged_cases import CASES, REFUSED, case
+from support.sweep import sweep
+
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.recipes import recipe_of
+from optdnn.runtime.program import Program
+
+
+def tactics(program: Program) -> list[str]:
+    """Those of all steps."""
+    return [str(s.params.get("tactic", "")).split(" ")[0] for s in program.steps]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_meanings(name: str) -> None:
+    """One launch computes and reduces, and its meaning gives the graph's own values."""
+    found = tactics(check_simulated(case(name), "fp32", tolerance=2e-5))
+    assert "reduce_staged" in found
+    assert not {"reduce", "pointwise"}.intersection(found)
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_it_refuses(reason: str) -> None:
+    made, kind = REFUSED[reason]
+    n = Net()
+    program = lowered(n.done(*made(n)), "fp32")
+    (found,) = (t for t in program.meta["tactics"] if t["kind"] == kind)  # type: ignore[union-attr, index, call-overload]
+    assert {r["tactic"]: r["reason"] for r in found["refused"]}["reduce_staged"] == reason  # type: ignore[union-attr, index, call-overload]
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    sweep([(name, precision) for name in CASES for precision in ("fp32", "fp16")], *((name, "fp16") for name in CASES)),
+)
+def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
+    graph = case(name)
+    program = lowered(graph, precision)
+    assert compare_steps(program, feeds_of(graph), {"fp32": 3e-6, "fp16": 1.2e-3}[precision], tmp_path)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("name", CASES)
+def test_it_compiles_without_spills(name: str) -> None:
+    program = lowered(case(name), "fp16", target="cuda:sm_90a")
+    for kernel in (k for k in program.kernels if k.function == "reduce"):
+        found = nvrtc.resources(recipe_of(kernel))["reduce"]
+        assert found.spill_bytes == 0, (name, found)

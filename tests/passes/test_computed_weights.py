@@ -1,0 +1,103 @@
+"""computed_weights: convolutions whose filters are computed are products of matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated
+
+from optdnn.ir.graph import Graph
+from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
+from optdnn.passes import computed_weights
+from optdnn.passes.computed_weights import ComputedWeights
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small convolutions count as well."""
+    monkeypatch.setattr(computed_weights, "LEAST", 0)
+
+
+def conv(x: tuple[int, ...], w: tuple[int, ...], *, bias: bool = False, **attrs: Any) -> Graph:
+    """A Conv whose weights are an input."""
+    n, rank = Net(), len(w) - 2
+    given = {"strides": (1,) * rank, "pads": (0,) * 2 * rank, "dilations": (1,) * rank} | attrs
+    more = [n.input(w[0], name="b")] if bias else []
+    return n.done(n.op("Conv", n.input(*x), n.input(*w, name="w"), *more, attrs=ConvAttrs(**given)))
+
+
+def transposed(x: tuple[int, ...], w: tuple[int, ...], *, bias: bool = False, **attrs: Any) -> Graph:
+    n, rank = Net(), len(w) - 2
+    given = {"strides": (1,) * rank, "pads": (0,) * 2 * rank, "dilations": (1,) * rank, "output_padding": (0,) * rank}
+    given |= attrs
+    more = [n.input(w[1] * given.get("group", 1), name="b")] if bias else []
+    return n.done(n.op("ConvTranspose", n.input(*x), n.input(*w, name="w"), *more, attrs=ConvTransposeAttrs(**given)))
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        conv((2, 4, 6, 7), (3, 4, 3, 3)),
+        conv((2, 4, 6, 7), (3, 4, 3, 2), bias=True, pads=(1, 0, 1, 1), strides=(2, 1)),
+        conv((2, 6, 6, 7), (4, 3, 3, 3), group=2, dilations=(1, 2), pads=(1, 2, 1, 2)),
+        conv((1, 4, 9), (3, 4, 4), strides=(3,)),
+        conv((2, 3, 4, 5, 6), (2, 3, 2, 2, 3), bias=True, pads=(0, 1, 1, 0, 1, 1)),
+        conv((2, 4, 6, 7), (3, 4, 1, 1)),
+    ],
+)
+def test_convolutions(graph: Graph) -> None:
+    check_pass(ComputedWeights(), graph, changes=1, rules={"conv_of_computed_weights": 1})
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        transposed((2, 4, 5, 6), (4, 3, 3, 3)),
+        transposed((2, 4, 5, 6), (4, 3, 3, 3), bias=True, strides=(2, 2), pads=(1, 1, 1, 1), output_padding=(1, 1)),
+        transposed((1, 6, 5, 6), (6, 2, 4, 4), group=2, strides=(2, 2), pads=(1, 1, 1, 1)),
+        transposed((1, 4, 5, 6), (4, 3, 2, 3), strides=(3, 1), dilations=(2, 1)),
+        transposed((1, 4, 9), (4, 3, 2), strides=(2,), pads=(2, 3)),  # it cuts off what the filter would add
+    ],
+)
+def test_transposed_convolutions(graph: Graph) -> None:
+    """First a convolution, which the other rule then takes."""
+    rules = {"transposed_conv_of_computed_weights": 1, "conv_of_computed_weights": 1}
+    check_pass(ComputedWeights(), graph, changes=2, rules=rules)
+
+
+def test_what_it_refuses() -> None:
+    check_refused(
+        ComputedWeights(), conv((1, 2, 9, 9), (2, 2, 9, 9), pads=(4,) * 4), because="have 81 taps, more than 64"
+    )
+    for graph in (conv((1, 4, 6, 6), (4, 1, 3, 3), group=4), conv((1, 4, 6, 6), (1, 4, 3, 3))):
+        check_refused(ComputedWeights(), graph, because="each is of one channel, or alone in its group")
+
+
+def test_small_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(computed_weights, "LEAST", 1 << 20)
+    check_untouched(ComputedWeights(), conv((2, 4, 6, 7), (3, 4, 3, 3)))
+
+
+def test_constant_and_quantized_weights_stay() -> None:
+    n = Net()
+    attrs = ConvAttrs(strides=(1, 1), pads=(0,) * 4, dilations=(1, 1))
+    w = n.const(np.ones((3, 4, 3, 3), np.float32))
+    check_untouched(ComputedWeights(), n.done(n.op("Conv", n.input(2, 4, 6, 7), w, attrs=attrs)))
+    n = Net()
+    w = n.op("DequantizeLinear", n.const(np.ones((3, 4, 3, 3), np.int8)), 0.5)
+    check_untouched(ComputedWeights(), n.done(n.op("Conv", n.input(2, 4, 6, 7), w, attrs=attrs)))
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [conv((2, 16, 9, 9), (16, 16, 3, 3), pads=(1,) * 4), transposed((1, 16, 8, 8), (16, 16, 3, 3), strides=(2, 2))],
+)
+def test_they_run_on_tensor_cores(graph: Graph) -> None:
+    program = check_simulated(graph, "fp16")
+    tactics = {str(s.params.get("tactic", "")).split(" ")[0] for s in program.steps}
+    assert not {"conv_direct", "conv_transpose_direct"} & tactics
+    assert "matmul_sm90" in tactics

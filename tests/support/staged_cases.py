@@ -1,0 +1,109 @@
+"""Networks of reductions whose operands pointwise operators make, which :mod:`optdnn.kernels.reduce.staged` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from optdnn.ir.graph import Graph
+from optdnn.ops import reduce, shape
+from optdnn.types import INT64
+from support.net import Net
+
+KINDS = ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum")
+DROPPED = reduce.ReduceAttrs(False)
+
+
+def _kinds(n: Net) -> list[Any]:
+    x, y = n.input(3, 4, 7), n.input(3, 4, 7)
+    made = [n.op("Exp", n.op("Mul", n.op("Add", x, 0.1 * i), y)) for i in range(len(KINDS))]
+    return [n.op(f"Reduce{k}", one, n.ints(2)) for k, one in zip(KINDS, made, strict=True)]
+
+
+def _pairs(n: Net) -> list[Any]:
+    """What gated attention sums: two factors that are repeated along different axes, and a third."""
+    a, b, c = n.input(2, 5, 1, 16), n.input(2, 1, 6, 16), n.input(2, 5, 6, 16)
+    return [n.op("ReduceSum", n.op("Mul", n.op("Mul", a, b), c), n.ints(3), attrs=DROPPED)]
+
+
+def _distances(n: Net) -> list[Any]:
+    """Squares of differences of all pairs of points: no operand has the shape of what is summed."""
+    return [n.op("ReduceSumSquare", n.op("Sub", n.input(9, 1, 3), n.input(1, 11, 3)), n.ints(2), attrs=DROPPED)]
+
+
+def _columns(n: Net) -> list[Any]:
+    """Neighbouring outputs are neighbours in memory; one factor belongs to a row, one to a column."""
+    x, row, column = n.input(57, 16), n.input(57, 1), n.input(16)
+    return [
+        n.op("ReduceSum", n.op("Add", n.op("Mul", x, row), column), n.ints(0)),
+        n.op("ReduceMax", n.op("Sub", x, row), n.ints(0), attrs=DROPPED),
+    ]
+
+
+def _images(n: Net) -> list[Any]:
+    """An image channels-last, times a factor of each channel."""
+    x, gate = n.op("Transpose", n.input(2, 6, 5, 16), attrs=shape.TransposeAttrs((0, 3, 1, 2))), n.input(2, 16, 1, 1)
+    return [n.op("ReduceMean", n.op("Mul", x, gate), n.ints(2, 3))]
+
+
+def _selected(n: Net) -> list[Any]:
+    """A comparison chooses what is added; the axes are not neighbours."""
+    x, y = n.input(4, 6, 5), n.input(4, 6, 1)
+    return [n.op("ReduceSum", n.op("Where", n.op("Less", x, y), x, n.op("Neg", y)), n.ints(0, 2))]
+
+
+CASES: dict[str, Callable[[Net], list[Any]]] = {
+    "kinds": _kinds,
+    "pairs": _pairs,
+    "distances": _distances,
+    "columns": _columns,
+    "images": _images,
+    "selected": _selected,
+}
+
+
+def _shared(n: Net) -> list[Any]:
+    x = n.op("Mul", n.input(4, 6), n.input(4, 6))
+    return [n.op("ReduceSum", x, n.ints(1)), n.op("Transpose", x, attrs=shape.TransposeAttrs((1, 0)))]
+
+
+def _many(n: Net) -> list[Any]:
+    x, *others = [n.input(4, 6) for _ in range(8)]
+    for y in others:
+        x = n.op("Mul", x, y)
+    return [n.op("ReduceSum", x, n.ints(1))]
+
+
+REFUSED: dict[str, tuple[Callable[[Net], list[Any]], str]] = {
+    "its operand is no result of a pointwise operator": (
+        lambda n: [n.op("ReduceSum", n.input(4, 6), n.ints(1))],
+        "ReduceSum",
+    ),
+    "the operand itself is read elsewhere": (_shared, "ReduceSum"),
+    "it reads each element twice": (
+        lambda n: [n.op("ReduceLogSumExp", n.op("Mul", n.input(4, 6), n.input(4, 6)), n.ints(1))],
+        "ReduceLogSumExp",
+    ),
+    "its operand holds no floats": (
+        lambda n: [n.op("ReduceSum", n.op("Add", n.input(4, 6, dtype=INT64), n.input(4, 6, dtype=INT64)), n.ints(1))],
+        "ReduceSum",
+    ),
+    "it reduces nothing": (
+        lambda n: [
+            n.op("ReduceL1", n.op("Mul", n.input(4, 6), n.input(4, 6)), n.ints(), attrs=reduce.ReduceAttrs(True, True))
+        ],
+        "ReduceL1",
+    ),
+    "8 tensors make its operand; 6 are the most": (_many, "ReduceSum"),
+    "several blocks would share the terms of an output": (
+        lambda n: [n.op("ReduceSum", n.op("Mul", n.input(64, 128, 200), n.input(64, 128, 200)), n.ints(0, 1, 2))],
+        "ReduceSum",
+    ),
+}
+"""Reason -> a network, and the reduction that is refused in it."""
+
+
+def case(name: str) -> Graph:
+    """The network of one of :data:`CASES`."""
+    n = Net()
+    return n.done(*CASES[name](n))
