@@ -26,13 +26,14 @@ from optdnn.runtime.cuda.compile.recipes import recipe_of
 
 HOT = frozenset(
     {
-        "conv_sm90.cu", "conv_patch_sm90.cu", "conv_sm80.cu", "conv_stem.cu", "conv_stem_pool.cu", "chained_sm90.cu",
-        "conv_fp32.cu", "matmul_fp32.cu", "matmul_mma.cu", "depthwise.cu", "depthwise_sm90.cu", "grouped_sm90.cu",
-        "separable_sm90.cu", "expanded_sm90.cu", "attention_sm90.cu", "attention_sm80.cu", "attention_channels.cu",
-        "channel_sums.cu", "channel_results.cu", "rows.cu", "rows_across.cu", "group_norm.cu", "group_norm_tiles.cu",
-        "row_norm_tiles.cu", "rotary.cu", "rotary_norm.cu", "means.cu", "rnn_sm90.cu", "rnn_grid.cu", "rnn_resident.cu",
-        "pool_int8.cu", "gemv.cu", "squeeze_finish.cu", "packed_digits.cu", "packed_gemv.cu", "packed_mma.cu",
-        "packed_resident.cu", "packed_sm90.cu", "packed_dense.cu",
+        "conv_sm90.cu", "conv_patch_sm90.cu", "conv_sm80.cu", "conv_stem.cu", "conv_stem_pool.cu",
+        "conv_stem_pool_sm90.cu", "chained_sm90.cu", "conv_fp32.cu", "matmul_fp32.cu", "matmul_mma.cu",
+        "depthwise.cu", "depthwise_sm90.cu", "grouped_sm90.cu", "separable_sm90.cu", "expanded_sm90.cu",
+        "attention_sm90.cu", "attention_sm80.cu", "attention_channels.cu", "channel_sums.cu",
+        "channel_results.cu", "rows.cu", "rows_across.cu", "group_norm.cu", "group_norm_tiles.cu",
+        "row_norm_tiles.cu", "rotary.cu", "rotary_norm.cu", "means.cu", "rnn_sm90.cu", "rnn_grid.cu",
+        "rnn_resident.cu", "pool_int8.cu", "gemv.cu", "squeeze_finish.cu", "packed_digits.cu",
+        "packed_gemv.cu", "packed_mma.cu", "packed_resident.cu", "packed_sm90.cu", "packed_dense.cu",
     }
 )  # fmt: skip
 """Templates whose kernels must keep everything in registers; the general ones may spill where they serve rare shapes."""

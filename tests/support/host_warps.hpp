@@ -328,16 +328,18 @@ template <int SPAN> static u64 wgmma_descriptor(u32 address) { return address >>
 static inline void wgmma_fence() {}
 static inline void wgmma_commit() {}
 template <int PENDING> static void wgmma_wait() {}
+// Operand B has rows of 64 of K; or, where the descriptor has strides, is made of core matrices without a swizzle.
 template <int N> static void wgmma_pixels(float (&d)[N], const u32 (&a)[4], u64 b, int accumulate) {
     show(a, 4);
-    const unsigned lane = threadIdx.x % 32;
+    const unsigned lane = threadIdx.x % 32, deep = unsigned(b >> 16 & 0x3fff) << 4, wide = unsigned(b >> 32 & 0x3fff) << 4;
     for (int i = 0; i < N; i++) {
         const unsigned row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
         float total = 0;
         for (unsigned k = 0; k < 16; k++) {
             const u32 left = shown(row % 8 * 4 + k % 8 / 2)[row / 8 + k / 8 * 2], at = u32(b << 4) + column * 128 + k * 2;
+            const u32 apart = u32((b & 0x3fff) << 4) + column / 8 * wide + k / 8 * deep + column % 8 * 16 + k % 8 * 2;
             u16 bits;
-            memcpy(&bits, memory + (at ^ (at >> 7 & 7) << 4), 2);
+            memcpy(&bits, memory + (wide ? apart : at ^ (at >> 7 & 7) << 4), 2);
             total += (k % 2 ? high_float(left) : low_float(left)) * unpack1(bits);
         }
         d[i] = (accumulate ? d[i] : 0) + total;

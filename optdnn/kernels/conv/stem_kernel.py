@@ -112,13 +112,15 @@ class Problem(OneSource):
 @dataclass(frozen=True)
 class Layout:
     """``planes``: each channel by itself, ``lead`` taps (of weight 0) before a filter row's first, ``columns`` with them and with
-    what makes them even. Else ``together`` (2 or 4) channels of a pixel as neighbours; of planes, ``together`` is their number."""
+    what makes them even. Else ``together`` (2 or 4) channels of a pixel as neighbours; of planes, ``together`` is their number.
+    ``by_rows``: sums go through the channels of a filter's row, and not through the rows of a channel, where there are planes."""
 
     planes: bool
     together: int
     rows: int
     columns: int
     lead: int
+    by_rows: bool = False
 
     @property
     def depth(self) -> int:
@@ -341,7 +343,9 @@ def pack_weights(problem: Problem, weight: Array) -> Array:
     packed = np.zeros((problem.channels, layout.steps * 16), weight.dtype)
     part = packed[:o, : layout.depth]
     if layout.planes:
-        part.reshape(o, c, kh, layout.columns)[..., layout.lead : layout.lead + kw] = weight
+        order = (0, 2, 1, 3) if layout.by_rows else (0, 1, 2, 3)
+        taps = part.reshape(o, *((kh, c) if layout.by_rows else (c, kh)), layout.columns).transpose(order)
+        taps[..., layout.lead : layout.lead + kw] = weight
     else:
         part.reshape(o, kh, kw, layout.together)[..., :c] = weight.transpose(0, 2, 3, 1)
     return packed
@@ -350,7 +354,9 @@ def pack_weights(problem: Problem, weight: Array) -> Array:
 def weight_view(problem: Problem) -> tuple[tuple[int, ...], int]:
     """Strides and offset of OIHW (of a volume OIDHW) weights in the packed ones."""
     layout, row, depth = problem.layout, problem.layout.steps * 16, problem.source.depth
-    if layout.planes:
+    if layout.by_rows:
+        channel, pixel, lead = layout.columns, (layout.together * layout.columns, 1), layout.lead
+    elif layout.planes:
         channel, pixel, lead = layout.rows * layout.columns, (layout.columns, 1), layout.lead
     else:
         channel, pixel, lead = 1, (layout.columns * layout.together, layout.together), 0

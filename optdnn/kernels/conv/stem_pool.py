@@ -15,6 +15,8 @@ from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, channels_last, unmade, up
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import stem_pool_kernel as stem_pool
+from optdnn.kernels.conv import stem_pool_sm90_cost as sm90_cost
+from optdnn.kernels.conv import stem_pool_sm90_kernel as sm90
 from optdnn.kernels.conv.fused import stage_operands
 from optdnn.kernels.conv.pooled import OVERLAP, max_pool_behind
 from optdnn.kernels.conv.stem import StemConv, stem_offers
@@ -30,8 +32,15 @@ GAIN = 0.97
 
 @lru_cache(maxsize=1024)
 def _offers(problem: stem_pool.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """Each configuration sums in the same order."""
-    return tuple(Offer(c, stem_pool.estimate(problem, c, gpu)) for c in stem_pool.candidates(problem, gpu))
+    """Of mma.sync and of Hopper's wgmma, the best predicted first."""
+    mma = [Offer(c, stem_pool.estimate(problem, c, gpu)) for c in stem_pool.candidates(problem, gpu)]
+    return tuple(sorted([*mma, *wgmma_offers(problem, gpu)], key=lambda offer: offer.seconds or 0.0))
+
+
+def wgmma_offers(problem: stem_pool.Problem, gpu: GpuFacts) -> list[Offer]:
+    """Of Hopper's wgmma."""
+    made = sm90.of(problem)
+    return [Offer(c, sm90_cost.estimate(made, c, gpu)) for c in sm90_cost.candidates(made, gpu)]
 
 
 class PooledStem(StemConv):
@@ -107,9 +116,11 @@ class PooledStem(StemConv):
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         pool, ep = self._pool(b, op), plan_epilogue(b.graph, op, channel_axis=1)
         problem, out = self._pooled(b, op, pool), b.target(pool.value)
+        wgmma = isinstance(config, sm90.Config)
+        problem = sm90.of(problem) if wgmma else problem
         operands, attrs, reads = self._described(b, op, problem.conv, ep)
-        pitch = conv_maps.pitch_of(out) or problem.conv.channels
-        made = stem_pool.launch(problem, config, b.gpu, pitch, (attrs["factors"], attrs["shifts"]))
+        pitch, normalization = conv_maps.pitch_of(out) or problem.conv.channels, (attrs["factors"], attrs["shifts"])
+        made = (sm90 if wgmma else stem_pool).launch(problem, config, b.gpu, pitch, normalization)
         attrs |= {"window": problem.window, "begins": (problem.top, problem.left), "size": problem.size}
         joint = replace(op, src=op.src | pool.src)
         b.emit(

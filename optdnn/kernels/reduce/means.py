@@ -15,7 +15,7 @@ from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.conv.maps import pitch_of
 from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.kernels.reduce import parts, reduce
-from optdnn.kernels.reduce.reduce import RULES, Reduced, Reduction, reduction_of, space_of
+from optdnn.kernels.reduce.reduce import RULES, Grid, Reduced, Reduction, reduction_of, space_of
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -25,12 +25,18 @@ from optdnn.types import BF16, FP16
 CHANNELS, VECTORS, AHEAD, FEW = 32, 4, 8, 3
 """Channels of a block, vectors of them, loads of a thread that are under way at once, and so few that one less gains nothing."""
 CLUSTERS, THREADS = (1, 2, 4, 8), (256, 512, 1024)
-LAUNCH_S, START_S, MEET_S, BATCH_S, LOAD_S, BYTES_S = 0.6e-6, 0.1e-6, 0.57e-6, 0.52e-6, 0.28e-6, 5.5e12
-"""Seconds of a launch after another one, of a block's start, of a cluster's meeting, of a batch of loads, and of each load of a thread; bytes
-in a second."""
+LAUNCH_S, START_S, MEET_S, BATCH_S, LOAD_S = 0.6e-6, 0.1e-6, 0.57e-6, 0.52e-6, 0.28e-6
+"""Seconds of a launch after another one, of the start of each of :data:`TOGETHER` blocks of a multiprocessor, of a cluster's meeting, of a
+batch of loads, and of each load of a thread."""
+BYTES_S, LARGE_BYTES_S = 5.5e12, 3.4e12
+"""Bytes in a second, and in images that fill more than half of L2."""
 WIDER_S = {256: 0.0, 512: 0.15e-6, 1024: 1.4e-6}
 """Seconds that larger blocks take longer. These are fitted to 49 timings of ConvNeXt V2's norms at batch 1 and 16 in the network, on an H200."""
-MOST_BYTES = 16 << 20
+TOGETHER = 8
+"""Later blocks start while others work."""
+GENERAL_S, GENERAL_BYTES_S, GENERAL_THREAD_S = 1e-6, 3.2e12, 8.2e-12
+"""Of the general kernel at least: seconds of a launch, bytes in a second, and seconds of a thread. These and LARGE_BYTES_S are fitted to 17
+images of 10 to 200 MB on an H200."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +102,17 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     waves = math.ceil(blocks / (gpu.multiprocessors * (2048 // config.threads)))
     room = min(1.0, blocks / gpu.multiprocessors)
     loads = config.batches(problem) * BATCH_S + max(FEW, config.lines(problem)) * LOAD_S
-    work = max(waves * loads, problem.bytes / BYTES_S / room)
-    started = LAUNCH_S + START_S * blocks / gpu.multiprocessors
+    rate = BYTES_S if 2 * problem.bytes <= gpu.l2_bytes else LARGE_BYTES_S
+    work = max(waves * loads, problem.bytes / rate / room)
+    started = LAUNCH_S + START_S * min(TOGETHER, blocks / gpu.multiprocessors)
     return started + work + WIDER_S[config.threads] + (MEET_S if config.cluster > 1 else 0.0)
+
+
+def general_seconds(problem: Problem, grid: Grid, gpu: GpuFacts) -> float:
+    """Predicted seconds of the general kernels. Their own predictions leave out memory, and that blocks of few terms take their start."""
+    others = [parts.estimate(grid, n, gpu) for n in (1, *(c.parts for c in parts.candidates(grid, gpu)))]
+    busy = max(problem.bytes / GENERAL_BYTES_S, grid.blocks * grid.threads * GENERAL_THREAD_S)
+    return max(reduce.LAUNCH_S + problem.bytes / BYTES_S, GENERAL_S + busy, min(others))
 
 
 def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
@@ -149,18 +163,9 @@ class ImageMeans(Reduction):
         if not found:
             return refuse(problem, Config(1))
         grid = space_of([made.x], made.axes, out).grid
-        others = [parts.estimate(grid, n, b.gpu) for n in (1, *(c.parts for c in parts.candidates(grid, b.gpu)))]
-        least = reduce.LAUNCH_S + problem.bytes / BYTES_S  # which the general kernels' predictions leave out
-        if estimate(problem, found[0], b.gpu) > max(least, min(others)):
+        if estimate(problem, found[0], b.gpu) > general_seconds(problem, grid, b.gpu):
             return "the general kernels are predicted to be as fast"
         return None
-
-    def defer(self, b: Builder, op: Op) -> str | None:
-        """Large images, which were not timed."""
-        made = reduction_of(b, op)
-        problem = None if made is None else self._problem(made)
-        large = problem is not None and problem.bytes > MOST_BYTES
-        return "images of more than 16 MB are left to the general kernel" if large else None
 
     @staticmethod
     def _problem(made: Reduced) -> Problem | None:

@@ -110,9 +110,9 @@ def test_candidates_can_run_and_are_ranked(batch: int) -> None:
     assert pooled.candidates(replace(made, window=5), DEVICE) == []
 
 
-def operands(p: Problem) -> tuple[dict[str, Array], tuple[list[float], list[float]], Array]:
-    """The kernel's operands, factors and shifts of the channels, and the result by its definition."""
-    conv, rng = p.conv, np.random.default_rng(1)
+def convolution(conv: stem.Problem) -> tuple[dict[str, Array], tuple[list[float], list[float]], Array]:
+    """The kernel's operands, factors and shifts of the channels, and the convolution's result by its definition."""
+    rng = np.random.default_rng(1)
     s, dtype = conv.source, np.dtype(ml_dtypes.bfloat16 if conv.dtype == "bfloat16" else np.float16)
     kind = dtype if conv.image == "bfloat16" else np.dtype(conv.image)
     shape = (conv.batch, s.channels, s.height, s.width)
@@ -131,14 +131,30 @@ def operands(p: Problem) -> tuple[dict[str, Array], tuple[list[float], list[floa
             "clip": lambda y, *n: np.clip(y, *n),
             "silu": lambda y: y / (1 + np.exp(-y)),
         }[str(name)](y, *numbers)
-    want = np.full((conv.batch, *p.size, conv.channels), -np.inf, np.float32)
+    last = conv.strides[1] == 1 and s.channels > 1
+    made = {
+        "image": image.transpose(0, 2, 3, 1) if last else image,
+        "weights": stem.pack_weights(conv, weight),
+        "bias": bias,
+    }
+    return made, ([float(x) for x in factors], [float(x) for x in shifts]), y
+
+
+def operands(p: Problem) -> tuple[dict[str, Array], tuple[list[float], list[float]], Array]:
+    """As of the convolution, and the pooled result."""
+    made, normalization, y = convolution(p.conv)
+    return made, normalization, pooled_by_definition(p, y)
+
+
+def pooled_by_definition(p: Problem, y: Array) -> Array:
+    """The pool of the convolution's result."""
+    want = np.full((p.conv.batch, *p.size, p.conv.channels), -np.inf, np.float32)
     for row in range(p.size[0]):
         for column in range(p.size[1]):
             top, left = 2 * row - p.top, 2 * column - p.left
             window = y[:, max(top, 0) : top + p.window, max(left, 0) : left + p.window]
             want[:, row, column] = window.max((1, 2))
-    made = {"image": image, "weights": stem.pack_weights(conv, weight), "bias": bias}
-    return made, ([float(x) for x in factors], [float(x) for x in shifts]), want
+    return want
 
 
 def place(p: Problem) -> Array:
@@ -165,7 +181,7 @@ def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     instructions = (HERE / "host_stem.hpp").read_text(encoding="utf-8")
     final = re.search(r"#define FINAL_SILU", generated)
     library = emulated.compiled(
-        launch.recipe, launch.function, tmp_path, rendered=instructions + rendered, headers=["stem.cuh"],
+        launch.recipe, launch.function, tmp_path, rendered=instructions + rendered, headers=["stem_pixels.cuh", "stem.cuh"],
         options=["-DFINAL_SILU=0"] if final is None else [],
     )  # fmt: skip
     held = {key: emulated.aligned(a) for key, a in {**arrays, "output": place(p)}.items()}

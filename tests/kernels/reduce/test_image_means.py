@@ -96,11 +96,15 @@ def test_what_it_refuses(graph: Callable[[], Graph], precision: str, target: str
     assert because in found
 
 
-def test_large_images_are_left_to_the_general_kernel() -> None:
-    tactics = lowered(gate(size=56, channels=192, batch=16), target="cuda:sm_90a", no_cubins=True).meta["tactics"]
+@pytest.mark.parametrize("shape", [(56, 192, 16), (7, 2048, 128), (7, 1024, 512), (14, 1024, 128), (56, 256, 128)])
+def test_large_images_are_summed_by_clusters(shape: tuple[int, int, int]) -> None:
+    """10 images of 10 to 200 MB took 5 to 40 % less than by the general kernel."""
+    size, channels, batch = shape
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(batch, 16, size, size), channels, 1, pads=0))
+    tactics = lowered(n.done(n.op("GlobalAveragePool", x)), target="cuda:sm_90a", no_cubins=True).meta["tactics"]
     (found,) = [t for t in tactics if t["kind"] == "GlobalAveragePool"]
-    assert found["tactic"].startswith("reduce")
-    assert any("images of more than 16 MB" in r["reason"] for r in found["refused"])
+    assert found["tactic"] == "means_sm90"
 
 
 P = means.Problem(2, 784, 72, 80)
