@@ -142,6 +142,10 @@ class Parameters:
         self._to_multiple(self._align)
         return self._launch(recipe, function, grid, block, shared, cluster, waits)
 
+    def finished(self) -> tuple[bytes, tuple[Pointer[str], ...]]:
+        """The block so far, and the addresses that belong into it."""
+        return bytes(self._data), tuple(self._pointers)
+
     def generated(
         self, arch: str, text: str, function: str, grid: int | tuple[int, int, int], block: int, *, shared: int = 0,
         options: tuple[str, ...] = GENERAL, template: str = "general.cu", waits: str = "",

@@ -20,7 +20,7 @@ SITE = "site"
 
 def placed(program: Program) -> Program:
     """The program with its arena."""
-    before = earlier(program) if program.lanes else None
+    before = _before(program)
     program, plan = place_buffers(
         program,
         ALIGNMENT,
@@ -30,6 +30,19 @@ def placed(program: Program) -> Program:
     )
     program.meta["memory"] = {"arena_bytes": plan.arena_bytes, "live_bytes": plan.live_bytes}
     return program
+
+
+def _before(program: Program) -> list[int] | None:
+    """For each step the set (as bits) of the steps that have ended when it begins; None where steps run one by one. Jobs of a run begin
+    together: a fast block may write a result while a slow one still reads for an earlier job."""
+    runs = [step.params.get("launch", {}).get("part") for step in program.steps]
+    if not any(runs):
+        return earlier(program) if program.lanes else None
+    before = earlier(program)
+    return [
+        mask if part is None else mask & ((1 << (k - part[1])) - 1)
+        for k, (mask, part) in enumerate(zip(before, runs, strict=True))
+    ]
 
 
 def overwritable(program: Program, step: Step) -> list[tuple[int, int]]:

@@ -37,6 +37,7 @@ from optdnn.lowering.schedule import group_steps, keep_inputs_on_host
 from optdnn.lowering.sites import NoKernel, Planner, Visit, emit_plan, no_visit
 from optdnn.lowering.step_times import with_step_times
 from optdnn.lowering.steps import plain_shape
+from optdnn.lowering.streams import with_streams
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.measuring.machine import usable_cores
@@ -124,8 +125,14 @@ def lower_cuda(
         emitted.program.meta = {**meta, **emitted.program.meta}
     times = {} if streams is None else streams.seconds
     seconds, measured = emitted.seconds(times), emitted.measured(times)
-    program = with_step_times(with_ahead(emitted.program, gpu, seconds), gpu, seconds, measured)
-    program = on_lanes(program, gpu, seconds, options, streams)
+    program = emitted.program
+    if not options.row_invariant:
+        program, moved = with_streams(program, gpu, seconds)
+        seconds = {k: seconds[old] for k, old in moved.items() if old in seconds}
+        measured = {k for k, old in moved.items() if old in measured}
+    program = with_step_times(with_ahead(program, gpu, seconds), gpu, seconds, measured)
+    if not program.meta.get("runs"):  # a stream leaves nothing idle for other lanes
+        program = on_lanes(program, gpu, seconds, options, streams)
     if not TargetName.parse(options.target).simulated and not options.no_cubins:
         program = _compiled(program, say, prepared.cubins, options.custom_ops)
     return placed(program)

@@ -25,7 +25,8 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.chain import Chain, Item, Transfer, do, follows_copy, timed
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream
 from optdnn.runtime.cuda.launches.nvtx import marked
-from optdnn.runtime.cuda.launches.plan import GRID, Ahead, CudaStep, TensorMap
+from optdnn.runtime.cuda.launches.plan import GRID, Ahead, CudaStep, LaunchPlan, TensorMap
+from optdnn.runtime.cuda.launches.runs import grouped, joined_parameters
 from optdnn.runtime.cuda.launches.steps import GpuProgramRunner
 from optdnn.runtime.cuda.libraries.calls import Called, LibraryCall
 from optdnn.runtime.cuda.libraries.handles import Caller
@@ -56,6 +57,8 @@ class CudaRunner(GpuProgramRunner):
         self.in_place = kept_in_place(program, self.steps)
         """Output -> input buffer: the output begins as a copy of the input, which nothing else reads. Where the caller gives both
         the same memory, nothing is copied."""
+        self.groups = grouped(self.steps, joined=not program.lanes)
+        """The numbers of the steps of each launch of a graph."""
         self._lock = threading.Lock()
         self._loaded: Loaded | None = None
 
@@ -121,6 +124,16 @@ class CudaContext(BaseContext):
         """Every launch of a program without host steps, its parameters filled in; ``given`` as in :meth:`items`."""
         return [item for item in self.items(given) if isinstance(item, (Launch, Called))]
 
+    def _joined_launches(self, given: Mapping[int, int]) -> list[Launch | Called]:
+        """As :meth:`launches`, the jobs of a run in one."""
+        items = self.items(given)
+        kept = [[k for k in group if not isinstance(items[k], Transfer)] for group in self.runner.groups]
+        return [
+            self._unit(group, given) if len(group) > 1 else items[group[0]]  # type: ignore[misc]
+            for group in kept
+            if group
+        ]
+
     def items(self, given: Mapping[int, int]) -> list[Item]:
         """The work of each step of the program. ``given``: addresses of inputs and outputs that are the caller's, by buffer."""
         launches: list[Item] = []
@@ -146,6 +159,16 @@ class CudaContext(BaseContext):
                 name: self.memory.address(operands[i], given) + offset for name, (i, offset) in launch.operands.items()
             }
             return self._caller.call(launch.operation, at, self._lane(k), dependent=dependent)
+        block, grid = self._parameters(launch, operands, given), launch.grid
+        if launch.part is not None:
+            return self._joined(launch, [block], parsed.label)
+        return Launch(
+            self._loaded.functions[launch.kernel], grid, launch.block, [block], shared=launch.shared,
+            cluster=launch.cluster, label=parsed.label, dependent=dependent and launch.dependent,
+            cooperative=launch.waits == GRID,
+        )  # fmt: skip
+
+    def _parameters(self, launch: LaunchPlan, operands: Sequence[int], given: Mapping[int, int]) -> bytes:
         block = bytearray(launch.parameters)
         for r in launch.relocations:
             if isinstance(r, Ahead):
@@ -155,11 +178,30 @@ class CudaContext(BaseContext):
             pointer = self.memory.address(operands[r.operand], given) + r.offset
             value = encode(r, pointer) if isinstance(r, TensorMap) else pointer.to_bytes(8, "little")
             block[r.at : r.at + len(value)] = value
+        return bytes(block)
+
+    def _joined(self, first: LaunchPlan, blocks: Sequence[bytes], label: str) -> Launch:
+        """One launch of the jobs of a run; ``blocks``: the parameters of their own launches."""
+        assert first.part is not None
+        grid = (min(first.grid[0], self.device.multiprocessors), 1, 1)
+        parameters = joined_parameters(first.part, blocks)
         return Launch(
-            self._loaded.functions[launch.kernel], launch.grid, launch.block, [bytes(block)], shared=launch.shared,
-            cluster=launch.cluster, label=parsed.label, dependent=dependent and launch.dependent,
-            cooperative=launch.waits == GRID,
+            self._loaded.functions[first.kernel], grid, first.block, [parameters], shared=first.shared, label=label, dependent=False,
+            cooperative=True,
         )  # fmt: skip
+
+    def _unit(self, steps: Sequence[int], given: Mapping[int, int]) -> Launch | Called:
+        """One launch of these steps: several of a run, or one."""
+        parsed = [p for k in steps if isinstance(p := self.runner.steps[k], CudaStep)]
+        first = parsed[0].launch
+        if len(steps) == 1 or isinstance(first, LibraryCall):
+            return self._launch(steps[0], parsed[0], given)
+        blocks = []
+        for k, p in zip(steps, parsed, strict=True):
+            assert isinstance(p.launch, LaunchPlan)
+            step = self.program.steps[k]
+            blocks.append(self._parameters(p.launch, (*step.inputs, *step.outputs), given))
+        return self._joined(first, blocks, f"{parsed[0].label} to {parsed[-1].label}")
 
     @property
     def device(self) -> Device:
@@ -199,17 +241,19 @@ class CudaContext(BaseContext):
         if any(isinstance(s, HostPlan) for s in self.runner.steps):
             return self._chain(given)
         if any(given.get(o, 0) and given.get(o) == given.get(i) for o, i in self.runner.in_place.items()):
-            return Graph(self.launches(given), self.stream)  # without the copies: it has other nodes than the rest
+            return Graph(
+                self._joined_launches(given), self.stream
+            )  # without the copies: it has other nodes than the rest
         if self._first is None:
-            self._first = Graph(self.launches({}), self.stream, self.runner.waits)
+            self._first = Graph(self._joined_launches({}), self.stream, self.runner.waits)
         changed = {
-            k: self._launch(k, parsed, given)
-            for k, (step, parsed) in enumerate(zip(self.program.steps, self.runner.steps, strict=True))
-            if isinstance(parsed, CudaStep) and not given.keys().isdisjoint((*step.inputs, *step.outputs))
+            n: self._unit(group, given)
+            for n, group in enumerate(self.runner.groups)
+            if any(not given.keys().isdisjoint((*(s := self.program.steps[k]).inputs, *s.outputs)) for k in group)
         }
         kernels = {k: launch for k, launch in changed.items() if isinstance(launch, Launch)}
         if len(kernels) < len(changed):  # a library's own nodes cannot be changed: all launches are captured again
-            return Graph(self.launches(given), self.stream, self.runner.waits)
+            return Graph(self._joined_launches(given), self.stream, self.runner.waits)
         return self._first.moved(kernels)
 
     def _check_pointers(self, given: Mapping[int, int]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.errors import EngineError
 from optdnn.runtime.file.plan_options import check_plan_options
-from optdnn.runtime.program import LANES, WRITE_PARTS, Buffer, Dynamic, Kernel, Program, Ranks, Source, agree
+from optdnn.runtime.program import LANES, WRITE_PARTS, Buffer, Dynamic, Kernel, Program, Ranks, Source, Step, agree
 from optdnn.types import Array, TensorSpec
 
 GENERATED = "generated.cuh"
@@ -122,7 +122,7 @@ def _check_steps(program: Program, written: set[int]) -> None:
 
 
 def _check_retained(program: Program) -> None:
-    """A retained buffer is an output of one step, read by no other step, and has its own memory."""
+    """A retained buffer is an output of one step, or of those of one run, read by no other step, and has its own memory."""
     ports = {i for _, i in (*program.inputs, *program.outputs)}
     _require(list(program.retained) == sorted(set(program.retained)), "the retained buffers are not in ascending order")
     for i in program.retained:
@@ -130,8 +130,16 @@ def _check_retained(program: Program) -> None:
         b = program.buffers[i]
         own = b.blob is None and b.offset is None and b.nbytes is not None and i not in ports
         _require(own, f"buffer {i} ({b.name!r}), which is retained, has no memory of its own")
-        users = [s.outputs.count(i) - s.inputs.count(i) for s in program.steps if i in (*s.inputs, *s.outputs)]
-        _require(users == [1], f"buffer {i} ({b.name!r}), which is retained, is not one step's alone")
+        users = [s for s in program.steps if i in (*s.inputs, *s.outputs)]
+        written = all(s.outputs.count(i) == 1 and i not in s.inputs for s in users)
+        alone = len(users) == 1 or (users and len({_run_of(s) for s in users}) == 1 and _run_of(users[0]) is not None)
+        _require(written and alone, f"buffer {i} ({b.name!r}), which is retained, is not one step's alone")
+
+
+def _run_of(step: Step) -> int | None:
+    """The run that a step's launch is a part of (:class:`optdnn.runtime.cuda.launches.plan.RunPart`), or None."""
+    part = step.params.get("launch", {}).get("part")
+    return int(part[0]) if part else None
 
 
 def _check_lanes(program: Program) -> None:

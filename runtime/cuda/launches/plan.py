@@ -6,7 +6,8 @@ A step's params are a table with
     ``kernel`` (number in the program's table), ``grid`` and ``block`` (three and one numbers), ``shared`` (dynamic shared
     bytes), ``cluster`` (blocks per cluster along x), ``dependent`` (programmatic dependent launch), ``parameters`` (the kernel's
     one parameter block, in hexadecimal), ``relocations``: the addresses that the runner writes into the block, and
-    ``waits``: what its blocks wait for (:data:`WAITS`; files before version 1.6 leave it out).
+    ``waits``: what its blocks wait for (:data:`WAITS`; files before version 1.6 leave it out), and ``part`` (may be absent):
+    :class:`RunPart`.
 ``call`` (in place of ``launch``)
     A call of a vendor's library: see :mod:`optdnn.runtime.cuda.libraries.calls`.
 ``tactic`` (may be absent)
@@ -40,6 +41,8 @@ TF32 = "tf32"
 NOTHING, CLUSTER, LOWER, GRID = "nothing", "cluster", "lower", "grid"
 WAITS = (NOTHING, CLUSTER, LOWER, GRID)
 """What the blocks of a launch wait for, besides earlier launches: :mod:`optdnn.runtime.cuda.launches.waits` defines them."""
+PARAMETERS_LIMIT = 32764
+"""Most bytes of a kernel's parameters (CUDA C++ Programming Guide, from compute capability 7.0 on)."""
 MAP_ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "tfloat32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 """Element type of a tensor map -> its bytes."""
 
@@ -116,6 +119,22 @@ Relocation = Pointer[int] | TensorMap[int] | Ahead
 
 
 @dataclass(frozen=True)
+class RunPart:
+    """A launch that may be joined with its neighbours: job ``number`` of run ``run``. The kernel's parameters are ``header`` bytes (the
+    first job's number and the count of jobs last, ``int`` each) and up to ``most`` jobs of ``size`` bytes. The launch alone has one.
+    Fewer blocks than its grid's do its work, too."""
+
+    run: int
+    number: int
+    most: int
+    header: int
+    size: int
+
+    def to_plain(self) -> Plain:
+        return [self.run, self.number, self.most, self.header, self.size]
+
+
+@dataclass(frozen=True)
 class LaunchPlan:
     """One kernel launch, but for addresses.
 
@@ -132,6 +151,7 @@ class LaunchPlan:
     cluster: int = 1
     dependent: bool = True
     waits: str = NOTHING
+    part: RunPart | None = None
 
     @property
     def resident(self) -> int:
@@ -149,6 +169,7 @@ class LaunchPlan:
             "cluster": self.cluster,
             "dependent": self.dependent,
             "waits": self.waits,
+            **({} if self.part is None else {"part": self.part.to_plain()}),
         }
 
 
@@ -247,7 +268,7 @@ def _view(value: Plain, sizes: Sequence[tuple[int, int]]) -> OperandView | None:
 
 def _launch(p: Any, program: Program, operands: Sequence[int]) -> LaunchPlan:
     keys = {"kernel", "grid", "block", "parameters", "relocations", "shared", "cluster", "dependent"}
-    _need(isinstance(p, dict) and set(p) - {"waits"} == keys, "has a malformed launch")
+    _need(isinstance(p, dict) and set(p) - {"waits", "part"} == keys, "has a malformed launch")
     block = bytes.fromhex(p["parameters"])
     relocations = tuple(_relocation(r, program, operands, len(block)) for r in p["relocations"])
     x, y, z = map(_int, p["grid"])
@@ -259,7 +280,17 @@ def _launch(p: Any, program: Program, operands: Sequence[int]) -> LaunchPlan:
     _need(x < GRID_LIMIT[0] and max(y, z) < GRID_LIMIT[1] and numbers[1] <= SHARED_LIMIT, "has an impossible launch")
     waits = p.get("waits", CLUSTER if numbers[2] > 1 else NOTHING)
     _need(waits in WAITS, f"waits for {waits!r}, which is none of {', '.join(WAITS)}")
-    return LaunchPlan(kernel, (x, y, z), numbers[0], block, relocations, numbers[1], numbers[2], p["dependent"], waits)
+    part = _part(p["part"], block) if "part" in p else None
+    return LaunchPlan(
+        kernel, (x, y, z), numbers[0], block, relocations, numbers[1], numbers[2], p["dependent"], waits, part
+    )
+
+
+def _part(p: Any, block: bytes) -> RunPart:
+    part = RunPart(*map(_int, p))
+    _need(part.header >= 8 and len(block) == part.header + part.size, "has a job of another size than its launch")
+    _need(1 <= part.most <= (PARAMETERS_LIMIT - part.header) // part.size, "has more jobs than parameters hold")
+    return part
 
 
 def _relocation(p: Any, program: Program, operands: Sequence[int], size: int) -> Relocation:

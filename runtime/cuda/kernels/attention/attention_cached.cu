@@ -20,11 +20,8 @@
 #include "generated.cuh"
 
 constexpr int THREADS = WARPS * 32, BLOCK_KEYS = WARPS * 16;
-constexpr int TILES = (GROUP + 7) / 8;             // of eight queries
-constexpr int WHOLE = HEAD / 32, REST = HEAD % 32 / 16;                        // pairs of steps of 16 features, and a last single step
-constexpr int PARTS = (HEAD + 63) / 64;            // of 64 features of the values
-constexpr int ROW = HEAD + 32;                     // elements between rows in shared memory
-static_assert(GROUP >= 1 && TILES <= 2 && HEAD % 16 == 0 && TURNED % 4 == 0 && TURNED <= HEAD, "what fragments and words hold");
+constexpr int WARP_PARTS = (HEAD + 63) / 64;        // all
+#include "attention_cached.cuh"
 constexpr bool KEEP = HEAD <= 128;                 // queries in registers
 
 struct Rows {                                      // strides in elements
@@ -45,27 +42,10 @@ struct Params {
     float cap_in, cap_out;                         // of a softcap: 2 log2(e) scale / cap, and cap log2(e)
 };
 
-DEVICE float infinity() { return __int_as_float(0x7f800000); }
-DEVICE u32 word_at(const u16* at) { return *reinterpret_cast<const u32*>(at); }
-DEVICE void put_word(u16* at, u32 word) { *reinterpret_cast<u32*>(at) = word; }
-
-// Two pairs of features of a row, turned. ``unit`` counts fours of features.
-DEVICE void turn_unit(u16* to, const u16* from, const u16* cosines, const u16* sines, int unit) {
-    const int left = TURNED == 0 || INTERLEAVED || unit >= TURNED / 4 ? 4 * unit : 2 * unit;
-    const int right = TURNED == 0 || INTERLEAVED || unit >= TURNED / 4 ? left + 2 : left + TURNED / 2;
-    u32 a = word_at(from + left), b = word_at(from + right);
-    if (TURNED && unit < TURNED / 4) {
-        const u32 c = word_at(cosines + 2 * unit), s = word_at(sines + 2 * unit);
-        // Of neighbours, a word is a pair; of halves, a pair has an element of both words.
-        const float x0 = low_float(a), y0 = INTERLEAVED ? high_float(a) : low_float(b);
-        const float x1 = INTERLEAVED ? low_float(b) : high_float(a), y1 = high_float(b);
-        const float u0 = low_float(c) * x0 - low_float(s) * y0, v0 = low_float(s) * x0 + low_float(c) * y0;
-        const float u1 = high_float(c) * x1 - high_float(s) * y1, v1 = high_float(s) * x1 + high_float(c) * y1;
-        a = INTERLEAVED ? pack2(u0, v0) : pack2(u0, u1);
-        b = INTERLEAVED ? pack2(u1, v1) : pack2(v0, v1);
-    }
-    put_word(to + left, a), put_word(to + right, b);
-}
+struct Row {                                       // of turn_unit
+    const u16* from;
+    __device__ __forceinline__ void operator()(u32& a, u32& b, int left, int right) const { a = word_at(from + left), b = word_at(from + right); }
+};
 
 // The keys that are seen, and the tiles that hold them.
 struct Range {
@@ -89,27 +69,6 @@ DEVICE void prefetch_tile(const Params& p, const u16* keys, const u16* values, i
         if (row < 16 && at < end) prefetch_l2(keys + at * p.key_position + line), prefetch_l2(values + at * p.value_position + line);
     }
 }
-
-// What a lane holds of rows of keys, or of queries: of each 32 features the eight at 8 (lane % 4), of a last 16 the four at 4 (lane % 4).
-struct Fragment {
-    u32 word[WHOLE * 4 + REST * 2];
-
-    __device__ __forceinline__ void load(const u16* row, int quarter) {
-        #pragma unroll
-        for (int c = 0; c < WHOLE; c++) {
-            const uint4 v = *reinterpret_cast<const uint4*>(row + 32 * c + 8 * quarter);
-            word[4 * c] = v.x, word[4 * c + 1] = v.y, word[4 * c + 2] = v.z, word[4 * c + 3] = v.w;
-        }
-        if (REST) {
-            const uint2 v = *reinterpret_cast<const uint2*>(row + 32 * WHOLE + 4 * quarter);
-            word[WHOLE * 4] = v.x, word[WHOLE * 4 + 1] = v.y;
-        }
-    }
-    __device__ __forceinline__ void clear() {
-        #pragma unroll
-        for (int i = 0; i < WHOLE * 4 + REST * 2; i++) word[i] = 0;
-    }
-};
 
 // The keys that a block sees, and the row that this launch writes.
 struct Seen {
@@ -144,138 +103,6 @@ DEVICE void load_values(uint4 (&v)[PARTS][4], const Seen& seen, int first, int l
             const bool inside = live && (HEAD % 64 == 0 || 64 * c + lane / 4 * 8 < HEAD);
             v[c][j] = inside ? *reinterpret_cast<const uint4*>(row + 64 * c) : make_uint4(0u, 0u, 0u, 0u);
         }
-    }
-}
-
-// s[j][i]: query lane / 4 + 8 (i / 2), key 8 j + 2 (lane % 4) + i % 2.
-DEVICE void score(float (&s)[2][4], const Fragment (&q)[TILES], const Fragment (&k)[2]) {
-    #pragma unroll
-    for (int j = 0; j < 2; j++) {
-        #pragma unroll
-        for (int i = 0; i < 4; i++) s[j][i] = 0.0f;
-        #pragma unroll
-        for (int step = 0; step < WHOLE * 2 + REST; step++) {
-            const u32 a[4] = {q[0].word[2 * step], TILES > 1 ? q[TILES - 1].word[2 * step] : 0u, q[0].word[2 * step + 1],
-                              TILES > 1 ? q[TILES - 1].word[2 * step + 1] : 0u};
-            multiply(s[j], a, k[j].word[2 * step], k[j].word[2 * step + 1]);
-        }
-    }
-}
-
-// Words of two keys: their low and their high halves side by side.
-DEVICE u32 low_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
-DEVICE u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
-DEVICE u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-
-constexpr int FOUND = (GROUP * (HEAD + 2) + 3) / 4 * 4;                        // floats of what a warp, or a block, has found
-constexpr int BATCH = 4;                           // of them that are read at a time
-
-// What a warp has found so far. sum[m][c][w][i]: feature 64 c + 8 (lane / 4) + 2 w + i / 2, query 8 m + 2 (lane % 4) + i % 2; largest[m] and
-// weight[m], the lane's part of it: of query 8 m + lane / 4.
-struct Found {
-    float sum[TILES][PARTS][4][4], largest[TILES], weight[TILES];
-
-    __device__ __forceinline__ void clear() {
-        #pragma unroll
-        for (int m = 0; m < TILES; m++) {
-            largest[m] = -infinity(), weight[m] = 0.0f;
-            #pragma unroll
-            for (int i = 0; i < PARTS * 16; i++) sum[m][i / 16][i / 4 % 4][i % 4] = 0.0f;
-        }
-    }
-
-    // A number of query 8 m + lane / 4, as lanes have it that hold sums of query 2 (lane % 4) + i.
-    static __device__ __forceinline__ float of_column(float number, int lane, int i) {
-        return __uint_as_float(__shfl_sync(0xffffffffu, __float_as_uint(number), lane % 4 * 8 + i * 4));
-    }
-
-    // Scores, with minus infinity for keys that are not seen, become weights, packed as the second product takes them.
-    __device__ __forceinline__ void weigh(u32 (&packed)[TILES][2], float (&s)[2][4], float factor, int lane) {
-        #pragma unroll
-        for (int m = 0; m < TILES; m++) {
-            float most = fmaxf(fmaxf(s[0][2 * m], s[0][2 * m + 1]), fmaxf(s[1][2 * m], s[1][2 * m + 1]));
-            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-            most = fmaxf(fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2)), largest[m]);
-            const float shift = most == -infinity() ? 0.0f : most * factor;
-            const float rescale = exp2_fast(largest[m] * factor - shift);
-            largest[m] = most;
-            float total = 0.0f;
-            #pragma unroll
-            for (int j = 0; j < 2; j++) {
-                const float a = exp2_fast(fmaf(s[j][2 * m], factor, -shift)), b = exp2_fast(fmaf(s[j][2 * m + 1], factor, -shift));
-                packed[m][j] = pack2(a, b);
-                total += a + b;
-            }
-            weight[m] = fmaf(weight[m], rescale, total);
-            const float even = of_column(rescale, lane, 0), odd = of_column(rescale, lane, 1);
-            #pragma unroll
-            for (int i = 0; i < PARTS * 16; i++) sum[m][i / 16][i / 4 % 4][i % 4] *= i % 2 ? odd : even;
-        }
-    }
-
-    __device__ __forceinline__ void add(const u32 (&packed)[TILES][2], const uint4 (&v)[PARTS][4]) {
-        #pragma unroll
-        for (int c = 0; c < PARTS; c++) {
-            #pragma unroll
-            for (int w = 0; w < 4; w++) {
-                const u32 x = word_of(v[c][0], w), y = word_of(v[c][1], w), z = word_of(v[c][2], w), t = word_of(v[c][3], w);
-                const u32 a[4] = {low_halves(x, y), high_halves(x, y), low_halves(z, t), high_halves(z, t)};
-                #pragma unroll
-                for (int m = 0; m < TILES; m++) multiply(sum[m][c][w], a, packed[m][0], packed[m][1]);
-            }
-        }
-    }
-
-    // To shared memory: [GROUP][HEAD] sums, then largest scores and sums of weights, [GROUP] each.
-    __device__ __forceinline__ void put(float* to, int lane) const {
-        #pragma unroll
-        for (int m = 0; m < TILES; m++) {
-            #pragma unroll
-            for (int i = 0; i < PARTS * 16; i++) {
-                const int query = 8 * m + lane % 4 * 2 + i % 2, feature = i / 16 * 64 + lane / 4 * 8 + i / 4 % 4 * 2 + i / 2 % 2;
-                if (query < GROUP && (HEAD % 64 == 0 || feature < HEAD)) to[query * HEAD + feature] = sum[m][i / 16][i / 4 % 4][i % 4];
-            }
-            float whole = weight[m];
-            whole += __shfl_xor_sync(0xffffffffu, whole, 1);
-            whole += __shfl_xor_sync(0xffffffffu, whole, 2);
-            const int query = 8 * m + lane / 4;
-            if (lane % 4 == 0 && query < GROUP) to[GROUP * HEAD + query] = largest[m], to[GROUP * (HEAD + 1) + query] = whole;
-        }
-    }
-};
-
-// Four neighbouring features: the sums of ``count`` that lie side by side, at a common largest score. ``put`` takes the query, the first feature,
-// the sums, the sum of weights and the largest score. GLOBAL: other blocks wrote them.
-template <bool GLOBAL, class Put> DEVICE void add_up(const float* parts, int count, float factor, const Put& put) {
-    auto number = [](const float* at) { return GLOBAL ? __ldcg(at) : *at; };
-    for (int e = threadIdx.x; e < GROUP * HEAD / 4; e += THREADS) {
-        const int query = 4 * e / HEAD;
-        float most = -infinity(), weight = 0.0f;
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        for (int i = 0; i < count; i += BATCH) {
-            #pragma unroll
-            for (int j = 0; j < BATCH; j++)
-                if (i + j < count) most = fmaxf(most, number(parts + (i + j) * FOUND + GROUP * HEAD + query));
-        }
-        const float shift = most == -infinity() ? 0.0f : most * factor;
-        for (int i = 0; i < count; i += BATCH) {
-            float rescale[BATCH], weights[BATCH];
-            float4 v[BATCH];
-            #pragma unroll
-            for (int j = 0; j < BATCH; j++) {
-                const float* part = parts + min(i + j, count - 1) * FOUND;
-                const float4* four = reinterpret_cast<const float4*>(part) + e;
-                rescale[j] = i + j < count ? exp2_fast(fmaf(number(part + GROUP * HEAD + query), factor, -shift)) : 0.0f;
-                v[j] = GLOBAL ? __ldcg(four) : *four, weights[j] = number(part + GROUP * (HEAD + 1) + query);
-            }
-            #pragma unroll
-            for (int j = 0; j < BATCH; j++) {
-                sum.x = fmaf(v[j].x, rescale[j], sum.x), sum.y = fmaf(v[j].y, rescale[j], sum.y);
-                sum.z = fmaf(v[j].z, rescale[j], sum.z), sum.w = fmaf(v[j].w, rescale[j], sum.w);
-                weight = fmaf(weights[j], rescale[j], weight);
-            }
-        }
-        put(query, 4 * e % HEAD, sum, weight, most);
     }
 }
 
@@ -344,9 +171,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
         const int row = e / UNITS, unit = e % UNITS;
         if (row < GROUP) {
             const u16* from = p.queries + batch * p.of_queries.batch + (head * GROUP + row) * p.of_queries.head;
-            turn_unit(queries + row * ROW, from, cosines, sines, unit);
+            turn_unit(queries + row * ROW, Row{from}, cosines, sines, unit);
         } else if (row == GROUP) {
-            turn_unit(new_key, p.new_keys + batch * p.of_new_keys.batch + head * p.of_new_keys.head, cosines, sines, unit);
+            turn_unit(new_key, Row{p.new_keys + batch * p.of_new_keys.batch + head * p.of_new_keys.head}, cosines, sines, unit);
         } else {
             const u16* from = p.new_values + batch * p.of_new_values.batch + head * p.of_new_values.head + 4 * unit;
             put_word(new_value + 4 * unit, word_at(from)), put_word(new_value + 4 * unit + 2, word_at(from + 2));
@@ -397,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
         load_values(v, seen, next, lane);
         at = next;
     }
-    found.put(found_at + warp * FOUND, lane);
+    found.put(found_at + warp * FOUND, lane, 0);
     __syncthreads();
 
     const float factor = SOFTCAP ? 1.0f : p.scale_log2;

@@ -1,0 +1,172 @@
+"""Jobs of a stream, from the launches of ``gemv.cu`` and ``attention_cached.cu`` that they take the place of."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from optdnn.kernels.launch import Parameters
+from optdnn.kernels.stream.kernel import ATTENTION_KIND, HEADER, JOB_BYTES, AttentionKind, Kinds, ProductKind
+from optdnn.runtime.cuda.launches.plan import LaunchPlan, Pointer
+from optdnn.runtime.program import Kernel, Program, Step
+
+GEMV, ATTENTION = "gemv", "attention_cached"
+EXCHANGE = "exchange"
+"""The name of the operand through which rows pass."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor in a program's buffer, from byte ``at`` on; ``pitch``: elements between its rows (of attention: its heads)."""
+
+    operand: int
+    buffer: int
+    at: int
+    pitch: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step as a job. ``rows``: names of the rows that it reads -> their places; ``out``: of its result, ``out_bytes`` bytes of it.
+    ``constants``: the other operands by the names of the kernel's fields. ``numbers``: the rest of its parameters."""
+
+    kind: ProductKind | AttentionKind
+    dtype: str
+    rows: Mapping[str, Place]
+    out: Place
+    out_bytes: int
+    constants: Mapping[str, Place]
+    numbers: Mapping[str, float]
+
+
+def job_of(step: Step, launch: LaunchPlan, program: Program) -> Job | str:
+    """The step as a job, or why it is none."""
+    kernel = program.kernels[launch.kernel]
+    if kernel.function not in (GEMV, ATTENTION):
+        return f"{kernel.function} is no job of a stream"
+    fields = _fields(kernel)
+    at = {r.at: r for r in launch.relocations if isinstance(r, Pointer)}
+    if len(at) != len(launch.relocations):
+        return "its parameters hold more than addresses"
+    dtype = "bfloat16" if "-DDTYPE_BF16" in kernel.options else "float16"
+    return (_product if kernel.function == GEMV else _attention)(step, launch, fields, at, dtype, program, kernel)
+
+
+def _fields(kernel: Kernel) -> dict[str, int]:
+    lines = (line.split() for line in kernel.generated["generated.cuh"].splitlines() if line.startswith("#define"))
+    return {name: int(value) for _, name, value in lines}
+
+
+def _place(step: Step, at: Mapping[int, Pointer[int]], where: int, pitch: int = 0) -> Place | None:
+    r = at.get(where)
+    return None if r is None else Place(r.operand, (*step.inputs, *step.outputs)[r.operand], r.offset, pitch)
+
+
+def _product(
+    step: Step, launch: LaunchPlan, fields: Mapping[str, int], at: Mapping[int, Pointer[int]], dtype: str, program: Program, kernel: Kernel,
+) -> Job | str:  # fmt: skip
+    """The parameters are those of ``gemv.cu``: eight addresses, four integers and an epsilon."""
+    if fields["RESULT_FLOAT"]:
+        return "its results are fp32"
+    columns, depth, x_pitch, out_pitch = struct.unpack_from("<4i", launch.parameters, 64)
+    (epsilon,) = struct.unpack_from("<f", launch.parameters, 80)
+    text = kernel.generated["generated.cuh"]
+    functions = text[text.index("DEVICE float epilogue") :]
+    residual = bool(fields["HAS_RESIDUAL"])
+    kind = ProductKind(
+        fields["ROWS"], columns, depth, bool(fields["NORM"]), bool(fields["PAIRED"]), residual, functions
+    )
+    names = {"weights": 8, "bias": 16, "beside": 40, "beside_bias": 48, "scale": 56}
+    places = {name: _place(step, at, where) for name, where in names.items()}
+    rows = {"x": _place(step, at, 0, x_pitch), "residual": _place(step, at, 24, out_pitch) if residual else None}
+    out = _place(step, at, 32, out_pitch)
+    assert out is not None
+    nbytes = ((kind.rows - 1) * out_pitch + columns) * 2
+    return Job(kind, dtype, _present(rows), out, nbytes, _present(places), {"epsilon": epsilon})
+
+
+def _attention(
+    step: Step, launch: LaunchPlan, fields: Mapping[str, int], at: Mapping[int, Pointer[int]], dtype: str, program: Program, kernel: Kernel,
+) -> Job | str:  # fmt: skip
+    """The parameters are those of ``attention_cached.cu``: twelve addresses, strides, two integers and three floats."""
+    _, heads, batch = launch.grid
+    if batch != 1:
+        return f"it is of {batch} sequences"
+    strides = struct.unpack_from("<18q", launch.parameters, 96)
+    capacity, reach, scale, cap_in, cap_out = struct.unpack_from("<2i3f", launch.parameters, 240)
+    queries, new_keys, new_values, keys, values, out = strides[1:12:2]
+    size, group = fields["HEAD"], fields["GROUP"]
+    if strides[12:14] != (size, size):
+        return "positions of its cache do not follow one another"
+    kind = AttentionKind(heads, group, size, fields["TURNED"], bool(fields["INTERLEAVED"]), bool(fields["SOFTCAP"]))
+    names = {"cosines": 24, "sines": 32, "starts": 40, "lengths": 48, "keys": 56, "values": 64}
+    places = {name: _place(step, at, where) for name, where in names.items()}
+    rows = {
+        "queries": _place(step, at, 0, queries),
+        "new_keys": _place(step, at, 8, new_keys),
+        "new_values": _place(step, at, 16, new_values),
+    }
+    target = _place(step, at, 72, out)
+    assert target is not None
+    numbers = {
+        "keys_head": keys, "values_head": values, "capacity": capacity, "reach": reach if fields["WINDOW"] else -1, "scale": scale, "cap_in": cap_in,
+        "cap_out": cap_out,
+    }  # fmt: skip
+    nbytes = ((heads * group - 1) * out + size) * 2
+    return Job(kind, dtype, _present(rows), target, nbytes, _present(places), numbers)
+
+
+def _present(places: Mapping[str, Place | None]) -> dict[str, Place]:
+    return {name: place for name, place in places.items() if place is not None}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a job finds a row besides in its buffer: among the packets of the run, from byte ``packets`` of the exchange on, which job ``job``
+    writes (-1: none does)."""
+
+    packets: int = 0
+    job: int = -1
+
+
+def parameters(
+    job: Job, kinds: Kinds, number: int, sources: Mapping[str, Source], packets: int, partial: int
+) -> tuple[bytes, Sequence[Pointer[str]]]:
+    """The parameters of the job as a launch of its own, and what belongs into them. ``packets``, ``partial``: bytes of the exchange before the
+    job's own packets, and before those of a head's blocks. Operands are named by their number, and :data:`EXCHANGE`."""
+    p = Parameters().pointer(EXCHANGE).i32(number, 1)
+    p.i32(kinds.number(job.kind), 0, 0, 0)
+
+    def constant(*names: str) -> None:
+        for name in names:
+            place = job.constants.get(name)
+            p.pointer(*(None,) if place is None else (str(place.operand),), offset=0 if place is None else place.at)
+
+    def row(name: str) -> None:
+        place, source = job.rows.get(name), sources.get(name, Source())
+        p.pointer(*(None,) if place is None else (str(place.operand),), offset=0 if place is None else place.at)
+        p.pointer(None if source.job < 0 else EXCHANGE, offset=source.packets)
+        p.i32(source.job, 0 if place is None else place.pitch)
+
+    def target() -> None:
+        p.pointer(str(job.out.operand), offset=job.out.at).pointer(EXCHANGE, offset=packets).i32(job.out.pitch, 0)
+
+    n = job.numbers
+    if isinstance(job.kind, ProductKind):
+        constant("weights", "beside", "bias", "beside_bias", "scale")
+        row("x")
+        row("residual")
+        target()
+        p.f32(n["epsilon"])
+    else:
+        assert kinds.number(job.kind) == ATTENTION_KIND
+        for name in ("queries", "new_keys", "new_values"):
+            row(name)
+        target()
+        constant("cosines", "sines", "starts", "lengths", "keys", "values")
+        p.pointer(EXCHANGE, offset=partial)
+        p.i64(int(n["keys_head"]), int(n["values_head"])).i32(int(n["capacity"]), int(n["reach"]))
+        p.f32(n["scale"], n["cap_in"], n["cap_out"])
+    block, pointers = p.finished()
+    return block.ljust(HEADER + 16 + JOB_BYTES, b"\0"), pointers

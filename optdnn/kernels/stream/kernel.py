@@ -1,0 +1,167 @@
+"""What a stream compiles (``stream.cu``), and the room that it takes: from the kinds of its jobs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from optdnn.kernels.launch import template_options
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, on_every_gpu
+
+WARPS, THREADS = 16, 640
+"""Warps that take slots, and threads: with those that ask for them."""
+TILE, PITCH = 16, 1024 + 64
+"""Columns of a slot of weights, and the bytes between them."""
+SLOT_BYTES = TILE * PITCH
+STAGE = 512
+"""Of K in a slot."""
+TILE_KEYS, KEY_WARPS, MOST_SPLITS = 64, 4, 32
+REQUESTS = 2
+"""Slots that a block asks for at a time. An H200, 16 layers of width 2,048 without the head: 2 took 309 us, 3 318, 4 342, all free ones 370."""
+LEAST_SLOTS = 4
+JOB_BYTES, HEADER = 192, 16
+"""Of a job behind its kind, and of the parameters before the first job."""
+MOST_PARAMETERS = 32764
+"""Bytes of a kernel's parameters from Volta on (CUDA C++ Programming Guide)."""
+MOST_KINDS = 6
+ATTENTION_KIND = 6
+
+
+@dataclass(frozen=True, order=True)
+class ProductKind:
+    """Jobs that the same code does: ``rows`` rows of ``depth`` elements times a matrix (``paired``: two). ``functions``: the epilogues, as
+    ``gemv.cu`` has them."""
+
+    rows: int
+    columns: int
+    depth: int
+    norm: bool
+    paired: bool
+    residual: bool
+    functions: str
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 columns."""
+        return -(-self.columns // TILE)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return (1 + self.paired) * self.columns * self.depth * 2
+
+    def shared_bytes(self, blocks: int) -> int:
+        """Shared memory beside the ring: sums of the warps, sums of squares, rows (two parts where they are normalized)."""
+        sums = -(-self.tiles // blocks) * (1 + self.paired) * WARPS * self.rows * TILE * 4
+        filled = -(-self.depth // STAGE) * STAGE
+        return sums + WARPS * self.rows * 4 + (1 + self.norm) * self.rows * filled * 2
+
+
+@dataclass(frozen=True, order=True)
+class AttentionKind:
+    """Attention of one position: ``heads`` heads of keys (of the whole batch), each of ``group`` queries."""
+
+    heads: int
+    group: int
+    features: int
+    turned: int
+    interleaved: bool
+    softcap: bool
+
+    def splits(self, blocks: int) -> int:
+        """Blocks that share a head."""
+        return min(MOST_SPLITS, blocks // self.heads)
+
+    @property
+    def found(self) -> int:
+        """Floats of what a warp has found."""
+        return -(-self.group * (self.features + 2) // 4) * 4
+
+    def partial_bytes(self, blocks: int) -> int:
+        """What blocks of a head exchange: packets of a float."""
+        return self.heads * self.splits(blocks) * self.group * (self.features + 2) * 8
+
+    def shared_bytes(self) -> int:
+        """Shared memory beside the ring: queries and the new rows, and what each warp has found."""
+        rows = 8 * -(-self.group // 8) + 2
+        return rows * (self.features + 32) * 2 + KEY_WARPS * self.found * 4
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """All kinds of a stream's jobs."""
+
+    products: tuple[ProductKind, ...]
+    attention: AttentionKind | None
+    dtype: str
+
+    def number(self, kind: ProductKind | AttentionKind) -> int:
+        """As the kernel counts them."""
+        return self.products.index(kind) if isinstance(kind, ProductKind) else ATTENTION_KIND
+
+
+def refuse_product(kind: ProductKind, weights_at: int, gpu: GpuFacts) -> str | None:
+    """Why a product is no job of a stream, or None. ``weights_at``: bytes before the weights in their buffer."""
+    if kind.rows * (1 + kind.norm) > 8:
+        return f"{kind.rows} rows are more than the columns of a product"
+    if kind.depth % 8 or weights_at % 16:
+        return "copies of 16 bytes need a depth that is a multiple of 8, and weights that are aligned"
+    if kind.columns % 2:
+        return f"results pass by twos, not {kind.columns}"
+    if (needed := least_shared(kind.shared_bytes(on_every_gpu(gpu)))) > gpu.shared_per_block:
+        return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
+    return None
+
+
+def refuse_attention(kind: AttentionKind, gpu: GpuFacts) -> str | None:
+    """Why attention is no job of a stream, or None."""
+    if kind.heads > (blocks := on_every_gpu(gpu)):
+        return f"{kind.heads} heads of keys are more than {blocks} blocks"
+    if TILE_KEYS * kind.features * 2 > SLOT_BYTES:
+        return f"a slot does not hold {TILE_KEYS} keys of {kind.features} features"
+    if kind.group > 8:
+        return f"groups of {kind.group} queries need more registers than there are"
+    return None
+
+
+def least_shared(beside: int) -> int:
+    """Shared memory of a block with so much beside a ring of few slots."""
+    return LEAST_SLOTS * (SLOT_BYTES + 16) + 128 + beside
+
+
+def most_jobs() -> int:
+    """Jobs of a launch: its parameters hold them."""
+    return (MOST_PARAMETERS - HEADER) // (JOB_BYTES + 16)
+
+
+def slots(kinds: Kinds, gpu: GpuFacts) -> tuple[int, int]:
+    """Slots of the ring, and shared bytes of a block."""
+    beside = max(
+        [k.shared_bytes(on_every_gpu(gpu)) for k in kinds.products]
+        + [kinds.attention.shared_bytes() if kinds.attention else 0]
+    )
+    found = (gpu.shared_per_block - 128 - beside) // (SLOT_BYTES + 16)
+    return found, -(-found * (SLOT_BYTES + 16) // 128) * 128 + beside
+
+
+def recipe(kinds: Kinds, run: int, gpu: GpuFacts) -> Recipe:
+    """What to compile. ``run``: jobs of the whole run."""
+    defines = {
+        "LEAST_BLOCKS": on_every_gpu(gpu), "RUN": run, "MOST_JOBS": min(run, most_jobs()), "JOB_BYTES": JOB_BYTES, "SLOTS": slots(kinds, gpu)[0],
+        "SLOT_BYTES": SLOT_BYTES, "REQUESTS": REQUESTS, "KINDS": len(kinds.products), "ATTENTION": int(kinds.attention is not None),
+    }  # fmt: skip
+    functions = []
+    for n, kind in enumerate(kinds.products):
+        values = (kind.rows, kind.columns, kind.depth, int(kind.norm), int(kind.paired), int(kind.residual))
+        names = ("ROWS", "COLUMNS", "DEPTH", "NORM", "PAIRED", "RESIDUAL")
+        defines |= {f"{name}_{n}": value for name, value in zip(names, values, strict=True)}
+        functions.append(re.sub(r"\b(epilogue(?:_beside)?)\(", rf"\1_{n}(", kind.functions))
+    if (a := kinds.attention) is not None:
+        defines |= {
+            "SPLITS": a.splits(on_every_gpu(gpu)), "HEADS": a.heads, "GROUP": a.group, "HEAD": a.features, "TURNED": a.turned,
+            "INTERLEAVED": int(a.interleaved), "SOFTCAP": int(a.softcap),
+        }  # fmt: skip
+    text = "\n".join([render.constants(defines), render.mma(kinds.dtype), *functions, ""])
+    return Recipe("stream.cu", gpu.arch, {"generated.cuh": text}, template_options(kinds.dtype))

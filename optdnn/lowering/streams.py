@@ -1,0 +1,224 @@
+"""Streams: neighbouring products of a few rows and attention over a cache become jobs of one persistent launch, where that is predicted to be
+faster (:mod:`optdnn.kernels.stream`).
+
+A decoder's token is such a chain. As launches, each reads its weights when the one before it has ended. As jobs, weights are read
+without a pause. Each step of a stream stays a step, with a launch of its own for checks and profiles; a run joins them
+(:mod:`optdnn.runtime.cuda.launches.runs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from optdnn.kernels.stream import jobs as stream
+from optdnn.kernels.stream.jobs import EXCHANGE, Job, Source
+from optdnn.kernels.stream.kernel import (
+    HEADER,
+    JOB_BYTES,
+    MOST_KINDS,
+    THREADS,
+    AttentionKind,
+    Kinds,
+    ProductKind,
+    most_jobs,
+    recipe,
+    refuse_attention,
+    refuse_product,
+    slots,
+)
+from optdnn.lowering.lanes import load_of
+from optdnn.runtime.cuda.compile.recipes import source_digest
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, on_every_gpu
+from optdnn.runtime.cuda.launches.plan import GRID, LaunchPlan, Pointer, RunPart, parse
+from optdnn.runtime.cuda.libraries.calls import LibraryCall
+from optdnn.runtime.program import Buffer, Kernel, Program, Step
+from optdnn.runtime.steps.lanes import dependencies
+from optdnn.types import UINT8
+
+LEAST_JOBS = 4
+"""Jobs that are worth a launch whose blocks wait for one another."""
+STREAMED, JOB_SECONDS = 1.17, 0.5e-6
+"""Of the time that memory's nominal bandwidth takes for the weights, and seconds of each job besides. Fitted to decoders on an H200 (a layer: 19.3 us of width
+2,048, 36.5 of Llama 3.2 1B, 110 of Llama 3 8B)."""
+PRODUCT_SECONDS, ATTENTION_SECONDS = 2.9e-6, 5e-6
+"""Seconds from the results of the job before to those of a job, at least."""
+STATE_BYTES = 256
+"""Of the exchange: how many launches there were."""
+ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Run:
+    """Steps (by number) that become one stream, and their jobs."""
+
+    steps: tuple[int, ...]
+    jobs: tuple[Job, ...]
+
+    @property
+    def kinds(self) -> Kinds:
+        """The kinds of all jobs."""
+        products = dict.fromkeys(j.kind for j in self.jobs if isinstance(j.kind, ProductKind))
+        attention = next((j.kind for j in self.jobs if isinstance(j.kind, AttentionKind)), None)
+        return Kinds(tuple(products), attention, self.jobs[0].dtype)
+
+
+def with_streams(program: Program, gpu: GpuFacts, seconds: Mapping[int, float]) -> tuple[Program, dict[int, int]]:
+    """The program with its streams, and for each step its number in ``program``; both unchanged where nothing is gained.
+
+    ``seconds``: predicted or measured times of steps by number.
+    """
+    same = {k: k for k in range(len(program.steps))}
+    if not gpu.hopper or any(s.executor != "cuda" for s in program.steps):
+        return program, same
+    deps = dependencies(program)
+    found = [_job(step, program, gpu) for step in program.steps]
+    order, runs = planned(deps, found)
+    spent = {k: load_of(program.steps[k], program, gpu, seconds.get(k)).seconds for run in runs for k in run.steps}
+    runs = [run for run in runs if gains(run, gpu, spent)]
+    if not runs:
+        return program, same
+    ordered = replace(program, steps=tuple(program.steps[k] for k in order))
+    number = {k: i for i, k in enumerate(order)}
+    for run in runs:
+        ordered = _streamed(ordered, replace(run, steps=tuple(number[k] for k in run.steps)), gpu)
+    return ordered, dict(enumerate(order))
+
+
+def _job(step: Step, program: Program, gpu: GpuFacts) -> Job | str:
+    launch = parse(step, program).launch
+    if isinstance(launch, LibraryCall):
+        return "a library runs it"
+    job = stream.job_of(step, launch, program)
+    if isinstance(job, str):
+        return job
+    if isinstance(job.kind, AttentionKind):
+        return refuse_attention(job.kind, gpu) or job
+    return refuse_product(job.kind, job.constants["weights"].at, gpu) or job
+
+
+def planned(deps: Sequence[set[int]], found: Sequence[Job | str]) -> tuple[list[int], list[Run]]:
+    """The order of the steps, and the runs: the jobs of each are neighbours in it.
+
+    Steps that need nothing of a run come before it, those that do behind it. A job that needs one of the latter begins a new run.
+    """
+    order: list[int] = []
+    runs: list[Run] = []
+    run: list[int] = []
+    late: list[int] = []
+
+    def close() -> None:
+        nonlocal run, late
+        if len(run) >= LEAST_JOBS:
+            jobs = tuple(j for k in run if isinstance(j := found[k], Job))
+            runs.append(Run(tuple(run), jobs))
+            order.extend((*run, *late))
+        else:
+            order.extend(sorted((*run, *late)))
+        run, late = [], []
+
+    for k, job in enumerate(found):
+        if isinstance(job, Job) and not deps[k].intersection(late):
+            if run and not _together([found[r] for r in run], job):
+                close()
+            run.append(k)
+        elif run and deps[k].intersection((*run, *late)):
+            if isinstance(job, Job):
+                close()
+                run.append(k)
+            else:
+                late.append(k)
+        else:
+            order.append(k)
+    close()
+    return order, runs
+
+
+def _together(run: Sequence[Job | str], job: Job) -> bool:
+    """Whether one kernel can have the kinds of all."""
+    kinds = {j.kind for j in (*run, job) if isinstance(j, Job)}
+    products = sum(isinstance(k, ProductKind) for k in kinds)
+    first = run[0]
+    same = isinstance(first, Job) and first.dtype == job.dtype
+    return same and products <= MOST_KINDS and len(kinds) - products <= 1
+
+
+def gains(run: Run, gpu: GpuFacts, seconds: Mapping[int, float]) -> bool:
+    """Whether the run is predicted to take less time as a stream."""
+    return stream_seconds(run, gpu) < sum(seconds[k] for k in run.steps)
+
+
+def stream_seconds(run: Run, gpu: GpuFacts) -> float:
+    """Predicted seconds of the stream."""
+    read = sum(j.kind.nbytes for j in run.jobs if isinstance(j.kind, ProductKind)) / gpu.bandwidth
+    chain = sum(PRODUCT_SECONDS if isinstance(j.kind, ProductKind) else ATTENTION_SECONDS for j in run.jobs)
+    return max(STREAMED * read + JOB_SECONDS * len(run.jobs), chain)
+
+
+# ---------------------------------------------------------------- the steps of a stream
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Bytes of the exchange before the packets of each job, before those of a head's blocks, and in all."""
+
+    packets: tuple[int, ...]
+    partial: int
+    nbytes: int
+
+
+def _layout(run: Run, gpu: GpuFacts) -> _Layout:
+    at, packets = STATE_BYTES, []
+    for job in run.jobs:
+        packets.append(at)
+        at += -(-job.out_bytes * 2 // ALIGN) * ALIGN
+    attention = run.kinds.attention
+    return _Layout(tuple(packets), at, at + (attention.partial_bytes(on_every_gpu(gpu)) if attention else 0))
+
+
+def _sources(run: Run, n: int, layout: _Layout) -> dict[str, Source]:
+    """Which jobs before job ``n`` write its rows, and where their packets lie."""
+    found: dict[str, Source] = {}
+    for name, place in run.jobs[n].rows.items():
+        for k in reversed(range(n)):
+            out, nbytes = run.jobs[k].out, run.jobs[k].out_bytes
+            if out.buffer == place.buffer and out.at <= place.at < out.at + nbytes:
+                found[name] = Source(layout.packets[k] + (place.at - out.at) * 2, k)
+                break
+    return found
+
+
+def _streamed(program: Program, run: Run, gpu: GpuFacts) -> Program:
+    """The program with the launches of a run's steps as jobs."""
+    kinds, layout = run.kinds, _layout(run, gpu)
+    made = recipe(kinds, len(run.jobs), gpu)
+    kernel = Kernel(made.name, "stream", made.arch, dict(made.generated), tuple(made.options), source_digest(made))
+    exchange = Buffer(f"{EXCHANGE}.{len(program.kernels)}", UINT8, (layout.nbytes,))
+    number, buffer = len(program.kernels), len(program.buffers)
+    blocks, shared = gpu.multiprocessors, slots(kinds, gpu)[1]
+    most = min(len(run.jobs), most_jobs())
+    steps = list(program.steps)
+    for n, (k, job) in enumerate(zip(run.steps, run.jobs, strict=True)):
+        step = steps[k]
+        last = len(step.inputs) + len(step.outputs)
+        block, pointers = stream.parameters(job, kinds, n, _sources(run, n, layout), layout.packets[n], layout.partial)
+        relocations = tuple(
+            Pointer(p.at, last if p.operand == EXCHANGE else int(p.operand), p.offset) for p in pointers
+        )
+        part = RunPart(number, n, most, HEADER, JOB_BYTES + 16)
+        plan = LaunchPlan(
+            number, (blocks, 1, 1), THREADS, block, relocations, shared, dependent=False, waits=GRID, part=part
+        )
+        params = {**step.params, "launch": plan.to_plain()}
+        steps[k] = replace(step, params=params, outputs=(*step.outputs, buffer))
+    return replace(
+        program, steps=tuple(steps), kernels=(*program.kernels, kernel), buffers=(*program.buffers, exchange),
+        retained=(*program.retained, buffer), meta={**program.meta, "runs": _facts(program, run)},
+    )  # fmt: skip
+
+
+def _facts(program: Program, run: Run) -> list[dict[str, Any]]:
+    """What reports say of the streams."""
+    before: list[dict[str, Any]] = list(program.meta.get("runs", ()))
+    return [*before, {"first": run.steps[0], "jobs": len(run.steps)}]

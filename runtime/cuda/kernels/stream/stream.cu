@@ -1,0 +1,64 @@
+// Products of a few rows and attention over a cache, job after job, in one persistent launch: a decoder's token is bound by reading its weights, and they
+// never stop to stream. As launches, each job begins with an empty memory system and waits for the one before it.
+//
+// A block for each multiprocessor. Four threads bring what the block reads, of all jobs, through a ring of shared memory (stream_ring.cuh). 16
+// warps take it, job by job. Rows pass from job to job as packets (stream_exchange.cuh).
+//
+// All blocks wait for one another, so the launch is cooperative.
+//
+// generated.cuh defines LEAST_BLOCKS (of any grid that the launch may have), RUN (jobs of the run, for tags), MOST_JOBS (of a launch), multiply(), KINDS (of products, up to 6), of kind n ROWS_n, COLUMNS_n,
+// DEPTH_n, NORM_n, PAIRED_n, RESIDUAL_n, epilogue_n() and, PAIRED_n, epilogue_beside_n(), ATTENTION (whether there is any), and what the files
+// below say.
+#include "ptx.cuh"
+#include "mma.cuh"
+#include "generated.cuh"
+#include "stream_ring.cuh"
+#include "stream_exchange.cuh"
+#include "stream_product.cuh"
+#if ATTENTION
+#include "stream_attention.cuh"
+#endif
+#include "stream_kinds.cuh"
+
+struct alignas(16) Job {
+    int kind, padding[3];
+    u8 job[JOB_BYTES];                             // a ProductJob or an AttentionJob
+};
+struct Params {
+    u32* state;                                    // how many launches there were, and the blocks that have ended
+    int first, jobs;                               // of the run
+    Job job[MOST_JOBS];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) stream(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) u8 shared[];
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = __shfl_sync(0xffffffffu, threadIdx.x % 32, threadIdx.x % 32);
+    if (threadIdx.x == 0) Ring(shared).init();
+    __syncthreads();
+    if (warp >= WARPS) {
+        give_registers<24>();
+        if (lane) return;
+        Producer me(shared, warp - WARPS);
+        bool waited = false;
+        for (int i = 0; i < p.jobs; i++) {
+            const Job& job = p.job[i];
+            if (job.kind == ATTENTION_KIND && !waited) grid_dependency_wait(), waited = true;    // for the lengths
+            produce(job.kind, job.job, me, p.first + i);
+        }
+        return;
+    }
+    take_registers<112>();
+    grid_dependency_wait();
+    Ring ring(shared);
+    const u32 epoch = *reinterpret_cast<volatile u32*>(p.state);
+    const Now now = {epoch * RUN + 1, p.first};
+    for (int i = 0; i < p.jobs; i++) {
+        const Job& job = p.job[i];
+        consume(job.kind, job.job, ring, shared + RING_BYTES, warp, lane, now, p.first + i);
+        sync_warps();                              // the next job writes to the same shared memory
+    }
+    if (threadIdx.x == 0 && count_arrival(p.state + 1) == gridDim.x - 1) {
+        p.state[1] = 0;
+        *reinterpret_cast<volatile u32*>(p.state) = epoch + 1;
+    }
+}

@@ -1,0 +1,80 @@
+// Rows pass from job to job as packets: two numbers of 16 bits and a tag, eight bytes that are written and read at once. Who reads the tag of the
+// job that it waits for has its numbers, too: no flag, no fence, no barrier of the grid. A fence would wait for the stores behind it while memory is
+// busy (0.5 to 1.4 us). Tags go on from launch to launch, so that nothing has to be cleared.
+//
+// A job may run alone, as a launch of its own: then its rows are what earlier launches have left in plain buffers.
+#pragma once
+
+struct Source {
+    const u16* plain;
+    const uint2* packets;                          // of the first number, which is even
+    int from;                                      // the job of the run that makes it, -1: none
+    int pitch;                                     // elements between rows, of both
+};
+struct Target {
+    u16* plain;
+    uint2* packets;
+    int pitch;
+};
+// The launch: the first of its jobs, and the tag of a job.
+struct Now {
+    u32 base;
+    int first;
+    __device__ __forceinline__ bool here(const Source& s) const { return s.from >= first; }
+    __device__ __forceinline__ u32 tag(int job) const { return base + job; }
+};
+
+DEVICE uint4 read_packets(const uint2* from) {     // two; not from L1
+    uint4 v;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+    return v;
+}
+DEVICE uint2 read_packet(const uint2* from) {
+    uint2 v;
+    asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
+    return v;
+}
+DEVICE void write_packet(uint2* to, u32 word, u32 tag) {
+    asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(word), "r"(tag) : "memory");
+}
+DEVICE void write_packets(uint2* to, u32 first, u32 second, u32 tag) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to), "r"(first), "r"(tag), "r"(second) : "memory");
+}
+struct Tries {
+    int count = 0;
+    __device__ __forceinline__ void next() {
+#ifdef BARRIER_TRAP                                // a protocol fault ends the kernel with an error and does not hang the GPU
+        if (++count > 4000000) __trap();
+#endif
+    }
+};
+// Waits for one packet by one lane, so that waiting for a whole row is little traffic.
+DEVICE void wait_packet(const uint2* at, u32 tag, int lane) {
+    Tries tries;
+    if (lane == 0)
+        while (read_packet(at).y != tag) tries.next();
+    __syncwarp();
+}
+// N pairs of packets, those that are ``live``; they are asked for together.
+template <int N> DEVICE void receive(uint2 (&words)[N], const uint2* const (&at)[N], const bool (&live)[N], u32 tag) {
+    Tries tries;
+    for (bool there = false; !there; tries.next()) {
+        uint4 v[N];
+        #pragma unroll
+        for (int i = 0; i < N; i++)
+            if (live[i]) v[i] = read_packets(at[i]);
+        there = true;
+        #pragma unroll
+        for (int i = 0; i < N; i++)
+            if (live[i]) there = there && v[i].y == tag && v[i].w == tag, words[i] = make_uint2(v[i].x, v[i].z);
+    }
+}
+// Two numbers from element ``n`` (even) of a row.
+DEVICE u32 receive_word(const Source& s, long long n, const Now& now) {
+    if (!now.here(s)) return __ldcg(reinterpret_cast<const u32*>(s.plain + n));
+    Tries tries;
+    for (;; tries.next()) {
+        const uint2 v = read_packet(s.packets + n / 2);
+        if (v.y == now.tag(s.from)) return v.x;
+    }
+}
