@@ -20,7 +20,9 @@ STAGE = 512
 TILE_KEYS, KEY_WARPS, MOST_SPLITS = 64, 4, 32
 REQUESTS = 2
 """Slots that a block asks for at a time. An H200, 16 layers of width 2,048 without the head: 2 took 309 us, 3 318, 4 342, all free ones 370."""
-LEAST_SLOTS = 4
+LONG_REQUESTS = 4
+"""Of a job of more than twice as many slots as the ring has."""
+LEAST_SLOTS = 6
 JOB_BYTES, HEADER = 192, 16
 """Of a job behind its kind, and of the parameters before the first job."""
 MOST_PARAMETERS = 32764
@@ -150,7 +152,8 @@ def recipe(kinds: Kinds, run: int, gpu: GpuFacts) -> Recipe:
     """What to compile. ``run``: jobs of the whole run."""
     defines = {
         "LEAST_BLOCKS": on_every_gpu(gpu), "RUN": run, "MOST_JOBS": min(run, most_jobs()), "JOB_BYTES": JOB_BYTES, "SLOTS": slots(kinds, gpu)[0],
-        "SLOT_BYTES": SLOT_BYTES, "REQUESTS": REQUESTS, "KINDS": len(kinds.products), "ATTENTION": int(kinds.attention is not None),
+        "SLOT_BYTES": SLOT_BYTES, "REQUESTS": REQUESTS,
+        "LONG_REQUESTS": LONG_REQUESTS, "KINDS": len(kinds.products), "ATTENTION": int(kinds.attention is not None),
     }  # fmt: skip
     functions = []
     for n, kind in enumerate(kinds.products):

@@ -42,6 +42,7 @@ struct Attention {
         const int split = blockIdx.x / HEADS, head = blockIdx.x % HEADS;
         if (split >= SPLITS) return;
         const SeenKeys seen(p);
+        me.job(0);
         #pragma unroll 1
         for (int tile = seen.first + split; tile < seen.last; tile += SPLITS) {
             const u32 bytes = min(TILE_KEYS, p.capacity - tile * TILE_KEYS) * (HEAD * 2);

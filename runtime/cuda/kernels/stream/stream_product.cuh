@@ -41,6 +41,7 @@ template <class Kind> struct Product {
     static __device__ __forceinline__ void produce(const ProductJob& job, Producer& me, int number) {
         constexpr int MINE = TILE / PRODUCERS;
         const Share share(TILES, number);
+        me.job(share.count * MATRICES * STAGES);
         #pragma unroll 1
         for (int t = 0; t < share.count * MATRICES; t++) {
             const u16* const matrix = t % MATRICES ? job.beside : job.weights;
@@ -101,7 +102,7 @@ template <class Kind> struct Product {
         #pragma unroll
         for (int e = 0; e < EACH; e++) {
             const int i = e * THREADS + threadIdx.x;
-            row[e] = i * 8 / FILLED, k[e] = i * 8 % FILLED;
+            row[e] = ROWS == 1 ? 0 : i * 8 / FILLED, k[e] = i * 8 - row[e] * FILLED;
             live[2 * e] = live[2 * e + 1] = i < EIGHTS && k[e] < K;
             word[2 * e] = word[2 * e + 1] = make_uint2(0u, 0u);
             if (Kind::NORM && live[2 * e]) {

@@ -1,14 +1,14 @@
 // A ring of slots in shared memory, through which all that a block reads from memory passes, job after job: weights, and keys and values of
 // caches. PRODUCERS threads ask for it, WARPS warps take it. What a later job reads is on its way while an earlier one waits for rows.
 //
-// Few requests are on their way at a time (REQUESTS slots a block: 32 KB, which is what latency times bandwidth asks for). A full ring of requests
-// would queue in front of memory, and rows that pass between jobs would wait behind it.
+// Few requests are on their way at a time (REQUESTS slots a block: 34 KB, about latency times bandwidth). A full ring of requests
+// would queue in front of memory, and rows that pass between jobs would wait behind it. A job of many slots has LONG_REQUESTS.
 //
-// generated.cuh defines SLOTS, SLOT_BYTES and REQUESTS.
+// generated.cuh defines SLOTS, SLOT_BYTES, REQUESTS and LONG_REQUESTS.
 #pragma once
 
 constexpr int WARPS = 16, THREADS = WARPS * 32, PRODUCERS = 4;
-static_assert(REQUESTS < SLOTS, "a slot that is waited for is not asked for again");
+static_assert(REQUESTS < SLOTS && LONG_REQUESTS < SLOTS, "a slot that is waited for is not asked for again");
 
 struct Ring {
     u32 base, full, empty;                         // slots, and their barriers
@@ -39,17 +39,20 @@ constexpr int RING_BYTES = (SLOTS * (SLOT_BYTES + 16) + 127) / 128 * 128;
 // One of the threads that ask for slots: each for its part of all of them.
 struct Producer {
     int part;
-    Ring ring, before;                             // ``before``: the slot that was asked for REQUESTS slots ago
-    int asked = 0;
+    Ring ring, before;                             // ``before``: the first slot that may be on its way
+    int waiting = 0, most = REQUESTS;              // slots on their way, and the most of them
     u64 policy;                                    // weights are read once: they make way in L2 for what is read again
 
     __device__ __forceinline__ Producer(u8* shared, int part) : part(part), ring(shared), before(shared) {
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     }
-    // The next slot is free, and no more than REQUESTS - 1 others are on their way.
+    // A job of so many slots begins.
+    __device__ __forceinline__ void job(int slots) { most = slots > 2 * SLOTS ? LONG_REQUESTS : REQUESTS; }
+    // The next slot is free, and fewer than ``most`` others are on their way.
     __device__ __forceinline__ void begin(u32 bytes) {
         ring.wait_empty();
-        if (asked++ >= REQUESTS) before.wait_full(), before.next();
+        for (; waiting >= most; waiting--) before.wait_full(), before.next();
+        waiting++;
         if (bytes) barrier_expect(ring.full_at(), bytes);
         else barrier_arrive(ring.full_at());
     }
