@@ -33,11 +33,11 @@ from optdnn.lowering.l2_prefetch import with_ahead
 from optdnn.lowering.lane_choice import LaneChoice, on_lanes
 from optdnn.lowering.lanes import LATENCY
 from optdnn.lowering.likely_shapes import sizes_needed
+from optdnn.lowering.megakernels import with_megakernels
 from optdnn.lowering.schedule import group_steps, keep_inputs_on_host
 from optdnn.lowering.sites import NoKernel, Planner, Visit, emit_plan, no_visit
 from optdnn.lowering.step_times import with_step_times
 from optdnn.lowering.steps import plain_shape
-from optdnn.lowering.streams import with_streams
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.measuring.machine import usable_cores
@@ -127,11 +127,11 @@ def lower_cuda(
     seconds, measured = emitted.seconds(times), emitted.measured(times)
     program = emitted.program
     if not options.row_invariant:
-        program, moved = with_streams(program, gpu, seconds)
+        program, moved = with_megakernels(program, gpu, seconds)
         seconds = {k: seconds[old] for k, old in moved.items() if old in seconds}
         measured = {k for k, old in moved.items() if old in measured}
     program = with_step_times(with_ahead(program, gpu, seconds), gpu, seconds, measured)
-    if not program.meta.get("runs"):  # a stream leaves nothing idle for other lanes
+    if not program.meta.get("runs"):  # a megakernel leaves nothing idle for other lanes
         program = on_lanes(program, gpu, seconds, options, streams)
     if not TargetName.parse(options.target).simulated and not options.no_cubins:
         program = _compiled(program, say, prepared.cubins, options.custom_ops)

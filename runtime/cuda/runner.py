@@ -184,10 +184,9 @@ class CudaContext(BaseContext):
         """One launch of the jobs of a run; ``blocks``: the parameters of their own launches."""
         assert first.part is not None
         grid = (min(first.grid[0], self.device.multiprocessors), 1, 1)
-        parameters = joined_parameters(first.part, blocks)
         return Launch(
-            self._loaded.functions[first.kernel], grid, first.block, [parameters], shared=first.shared, label=label, dependent=False,
-            cooperative=True,
+            self._loaded.functions[first.kernel], grid, first.block, [joined_parameters(first.part, blocks)], shared=first.shared,
+            label=label, dependent=False, cooperative=True,
         )  # fmt: skip
 
     def _unit(self, steps: Sequence[int], given: Mapping[int, int]) -> Launch | Called:

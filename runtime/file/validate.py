@@ -132,7 +132,8 @@ def _check_retained(program: Program) -> None:
         _require(own, f"buffer {i} ({b.name!r}), which is retained, has no memory of its own")
         users = [s for s in program.steps if i in (*s.inputs, *s.outputs)]
         written = all(s.outputs.count(i) == 1 and i not in s.inputs for s in users)
-        alone = len(users) == 1 or (users and len({_run_of(s) for s in users}) == 1 and _run_of(users[0]) is not None)
+        runs = {_run_of(s) for s in users}
+        alone = len(users) == 1 or (len(runs) == 1 and None not in runs)
         _require(written and alone, f"buffer {i} ({b.name!r}), which is retained, is not one step's alone")
 
 

@@ -120,9 +120,11 @@ Relocation = Pointer[int] | TensorMap[int] | Ahead
 
 @dataclass(frozen=True)
 class RunPart:
-    """A launch that may be joined with its neighbours: job ``number`` of run ``run``. The kernel's parameters are ``header`` bytes (the
-    first job's number and the count of jobs last, ``int`` each) and up to ``most`` jobs of ``size`` bytes. The launch alone has one.
-    Fewer blocks than its grid's do its work, too."""
+    """A launch that may be joined with its neighbours: job ``number`` of run ``run``.
+
+    The kernel's parameters are ``header`` bytes (at their end the first job's number and the count of jobs, ``int`` each) and up to
+    ``most`` jobs of ``size`` bytes. The launch alone has one. Fewer blocks than its grid's do its work, too.
+    """
 
     run: int
     number: int

@@ -1,7 +1,7 @@
 """Launches that are joined: the jobs of neighbouring steps, in one launch of their kernel.
 
-A step of a run (:class:`~optdnn.runtime.cuda.launches.plan.RunPart`) has a launch of its own, of one job. Checks and profiles use it. A graph has
-the launch of all jobs: rows pass from job to job without the end of a launch between them.
+A step of a run (:class:`~optdnn.runtime.cuda.launches.plan.RunPart`) has a launch of its own, of one job, for checks and profiles.
+A graph has the launch of all jobs: rows pass from job to job without the end of a launch between them.
 """
 
 from __future__ import annotations

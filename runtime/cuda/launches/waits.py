@@ -78,8 +78,8 @@ def may_not_end(launch: LaunchPlan, arch: str) -> str | None:
 def check_room(steps: Sequence[object], blocks: int) -> None:
     """Check that a GPU that surely runs ``blocks`` at once (one on each multiprocessor) holds every grid that waits for itself.
 
-    A part of a run has no more blocks than there is room for, whatever its plan says. Raises EngineError that names the first which may
-    find no room; the driver would refuse its launch.
+    A part of a run gets no more blocks than there is room for. Raises EngineError that names the first which may find no room:
+    the driver would refuse its launch.
     """
     for step in steps:
         if not isinstance(step, CudaStep) or isinstance(step.launch, LibraryCall):

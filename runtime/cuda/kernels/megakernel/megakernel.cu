@@ -1,8 +1,8 @@
-// Products of a few rows and attention over a cache, job after job, in one persistent launch: a decoder's token is bound by reading its weights, and they
-// never stop to stream. As launches, each job begins with an empty memory system and waits for the one before it.
+// Products of a few rows and attention over a cache, job after job, in one persistent launch: a decoder's token is bound by reading its weights, and reading
+// them never pauses. As launches, each job begins with an empty memory system and waits for the one before it.
 //
-// A block for each multiprocessor. Four threads bring what the block reads, of all jobs, through a ring of shared memory (stream_ring.cuh). 16
-// warps take it, job by job. Rows pass from job to job as packets (stream_exchange.cuh).
+// A block for each multiprocessor. Four threads bring what the block reads, of all jobs, through a ring of shared memory (mega_ring.cuh). 16
+// warps take it, job by job. Rows pass from job to job as packets (mega_exchange.cuh).
 //
 // All blocks wait for one another, so the launch is cooperative.
 //
@@ -12,13 +12,13 @@
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
-#include "stream_ring.cuh"
-#include "stream_exchange.cuh"
-#include "stream_product.cuh"
+#include "mega_ring.cuh"
+#include "mega_exchange.cuh"
+#include "mega_product.cuh"
 #if ATTENTION
-#include "stream_attention.cuh"
+#include "mega_attention.cuh"
 #endif
-#include "stream_kinds.cuh"
+#include "mega_kinds.cuh"
 
 struct alignas(16) Job {
     int kind, padding[3];
@@ -30,7 +30,7 @@ struct Params {
     Job job[MOST_JOBS];
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) stream(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) megakernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = __shfl_sync(0xffffffffu, threadIdx.x % 32, threadIdx.x % 32);
     if (threadIdx.x == 0) Ring(shared).init();

@@ -1,8 +1,8 @@
-"""Streams: neighbouring products of a few rows and attention over a cache become jobs of one persistent launch, where that is predicted to be
-faster (:mod:`optdnn.kernels.stream`).
+"""Megakernels: neighbouring products of a few rows and attention over a cache become jobs of one persistent launch, where that is predicted to be
+faster (:mod:`optdnn.kernels.megakernel`).
 
 A decoder's token is such a chain. As launches, each reads its weights when the one before it has ended. As jobs, weights are read
-without a pause. Each step of a stream stays a step, with a launch of its own for checks and profiles; a run joins them
+without a pause. Each step of one stays a step, with a launch of its own for checks and profiles; a run joins them
 (:mod:`optdnn.runtime.cuda.launches.runs`).
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optdnn.kernels.stream import jobs as stream
-from optdnn.kernels.stream.jobs import EXCHANGE, Job, Source
-from optdnn.kernels.stream.kernel import (
+from optdnn.kernels.megakernel import jobs
+from optdnn.kernels.megakernel.jobs import EXCHANGE, Job, Source
+from optdnn.kernels.megakernel.kernel import (
     HEADER,
     JOB_BYTES,
     MOST_KINDS,
@@ -39,7 +39,7 @@ from optdnn.types import UINT8
 
 LEAST_JOBS = 4
 """Jobs that are worth a launch whose blocks wait for one another."""
-STREAMED, JOB_SECONDS = 1.17, 0.5e-6
+READING, JOB_SECONDS = 1.17, 0.5e-6
 """Of the time that memory's nominal bandwidth takes for the weights, and seconds of each job besides. Fitted to decoders on an H200 (a layer: 19.3 us of width
 2,048, 36.5 of Llama 3.2 1B, 110 of Llama 3 8B)."""
 PRODUCT_SECONDS, ATTENTION_SECONDS = 2.9e-6, 5e-6
@@ -51,7 +51,7 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class Run:
-    """Steps (by number) that become one stream, and their jobs."""
+    """Steps (by number) that become one megakernel, and their jobs."""
 
     steps: tuple[int, ...]
     jobs: tuple[Job, ...]
@@ -64,8 +64,8 @@ class Run:
         return Kinds(tuple(products), attention, self.jobs[0].dtype)
 
 
-def with_streams(program: Program, gpu: GpuFacts, seconds: Mapping[int, float]) -> tuple[Program, dict[int, int]]:
-    """The program with its streams, and for each step its number in ``program``; both unchanged where nothing is gained.
+def with_megakernels(program: Program, gpu: GpuFacts, seconds: Mapping[int, float]) -> tuple[Program, dict[int, int]]:
+    """The program with its megakernels, and for each step its number in ``program``; both unchanged where nothing is gained.
 
     ``seconds``: predicted or measured times of steps by number.
     """
@@ -82,7 +82,7 @@ def with_streams(program: Program, gpu: GpuFacts, seconds: Mapping[int, float]) 
     ordered = replace(program, steps=tuple(program.steps[k] for k in order))
     number = {k: i for i, k in enumerate(order)}
     for run in runs:
-        ordered = _streamed(ordered, replace(run, steps=tuple(number[k] for k in run.steps)), gpu)
+        ordered = _joined(ordered, replace(run, steps=tuple(number[k] for k in run.steps)), gpu)
     return ordered, dict(enumerate(order))
 
 
@@ -90,7 +90,7 @@ def _job(step: Step, program: Program, gpu: GpuFacts) -> Job | str:
     launch = parse(step, program).launch
     if isinstance(launch, LibraryCall):
         return "a library runs it"
-    job = stream.job_of(step, launch, program)
+    job = jobs.job_of(step, launch, program)
     if isinstance(job, str):
         return job
     if isinstance(job.kind, AttentionKind):
@@ -145,18 +145,18 @@ def _together(run: Sequence[Job | str], job: Job) -> bool:
 
 
 def gains(run: Run, gpu: GpuFacts, seconds: Mapping[int, float]) -> bool:
-    """Whether the run is predicted to take less time as a stream."""
-    return stream_seconds(run, gpu) < sum(seconds[k] for k in run.steps)
+    """Whether the run is predicted to take less time as a megakernel."""
+    return seconds_of(run, gpu) < sum(seconds[k] for k in run.steps)
 
 
-def stream_seconds(run: Run, gpu: GpuFacts) -> float:
-    """Predicted seconds of the stream."""
+def seconds_of(run: Run, gpu: GpuFacts) -> float:
+    """Predicted seconds of the megakernel."""
     read = sum(j.kind.nbytes for j in run.jobs if isinstance(j.kind, ProductKind)) / gpu.bandwidth
     chain = sum(PRODUCT_SECONDS if isinstance(j.kind, ProductKind) else ATTENTION_SECONDS for j in run.jobs)
-    return max(STREAMED * read + JOB_SECONDS * len(run.jobs), chain)
+    return max(READING * read + JOB_SECONDS * len(run.jobs), chain)
 
 
-# ---------------------------------------------------------------- the steps of a stream
+# ---------------------------------------------------------------- the steps of a megakernel
 
 
 @dataclass(frozen=True)
@@ -189,11 +189,11 @@ def _sources(run: Run, n: int, layout: _Layout) -> dict[str, Source]:
     return found
 
 
-def _streamed(program: Program, run: Run, gpu: GpuFacts) -> Program:
+def _joined(program: Program, run: Run, gpu: GpuFacts) -> Program:
     """The program with the launches of a run's steps as jobs."""
     kinds, layout = run.kinds, _layout(run, gpu)
     made = recipe(kinds, len(run.jobs), gpu)
-    kernel = Kernel(made.name, "stream", made.arch, dict(made.generated), tuple(made.options), source_digest(made))
+    kernel = Kernel(made.name, "megakernel", made.arch, dict(made.generated), tuple(made.options), source_digest(made))
     exchange = Buffer(f"{EXCHANGE}.{len(program.kernels)}", UINT8, (layout.nbytes,))
     number, buffer = len(program.kernels), len(program.buffers)
     blocks, shared = gpu.multiprocessors, slots(kinds, gpu)[1]
@@ -202,7 +202,7 @@ def _streamed(program: Program, run: Run, gpu: GpuFacts) -> Program:
     for n, (k, job) in enumerate(zip(run.steps, run.jobs, strict=True)):
         step = steps[k]
         last = len(step.inputs) + len(step.outputs)
-        block, pointers = stream.parameters(job, kinds, n, _sources(run, n, layout), layout.packets[n], layout.partial)
+        block, pointers = jobs.parameters(job, kinds, n, _sources(run, n, layout), layout.packets[n], layout.partial)
         relocations = tuple(
             Pointer(p.at, last if p.operand == EXCHANGE else int(p.operand), p.offset) for p in pointers
         )
@@ -219,6 +219,6 @@ def _streamed(program: Program, run: Run, gpu: GpuFacts) -> Program:
 
 
 def _facts(program: Program, run: Run) -> list[dict[str, Any]]:
-    """What reports say of the streams."""
+    """What reports say of the megakernels."""
     before: list[dict[str, Any]] = list(program.meta.get("runs", ()))
     return [*before, {"first": run.steps[0], "jobs": len(run.steps)}]

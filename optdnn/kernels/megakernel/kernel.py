@@ -1,4 +1,4 @@
-"""What a stream compiles (``stream.cu``), and the room that it takes: from the kinds of its jobs."""
+"""What a megakernel compiles (``megakernel.cu``), and the room that it takes: from the kinds of its jobs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class AttentionKind:
 
 @dataclass(frozen=True)
 class Kinds:
-    """All kinds of a stream's jobs."""
+    """All kinds of a megakernel's jobs."""
 
     products: tuple[ProductKind, ...]
     attention: AttentionKind | None
@@ -105,7 +105,7 @@ class Kinds:
 
 
 def refuse_product(kind: ProductKind, weights_at: int, gpu: GpuFacts) -> str | None:
-    """Why a product is no job of a stream, or None. ``weights_at``: bytes before the weights in their buffer."""
+    """Why a product is no job of a megakernel, or None. ``weights_at``: bytes before the weights in their buffer."""
     if kind.rows * (1 + kind.norm) > 8:
         return f"{kind.rows} rows are more than the columns of a product"
     if kind.depth % 8 or weights_at % 16:
@@ -118,7 +118,7 @@ def refuse_product(kind: ProductKind, weights_at: int, gpu: GpuFacts) -> str | N
 
 
 def refuse_attention(kind: AttentionKind, gpu: GpuFacts) -> str | None:
-    """Why attention is no job of a stream, or None."""
+    """Why attention is no job of a megakernel, or None."""
     if kind.heads > (blocks := on_every_gpu(gpu)):
         return f"{kind.heads} heads of keys are more than {blocks} blocks"
     if TILE_KEYS * kind.features * 2 > SLOT_BYTES:
@@ -167,4 +167,4 @@ def recipe(kinds: Kinds, run: int, gpu: GpuFacts) -> Recipe:
             "INTERLEAVED": int(a.interleaved), "SOFTCAP": int(a.softcap),
         }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(kinds.dtype), *functions, ""])
-    return Recipe("stream.cu", gpu.arch, {"generated.cuh": text}, template_options(kinds.dtype))
+    return Recipe("megakernel.cu", gpu.arch, {"generated.cuh": text}, template_options(kinds.dtype))

@@ -1,4 +1,4 @@
-// A job of the stream: a few rows times a matrix of 16-bit floats, as gemv.cu computes it.
+// A job of a megakernel: a few rows times a matrix of 16-bit floats, as gemv.cu computes it.
 //
 //   out[m, column] = epilogue(sum_k x[m, k] * weights[column, k])
 //

@@ -1,4 +1,4 @@
-// A job of the stream: attention of one new position over a cache, as attention_cached.cu computes it.
+// A job of a megakernel: attention of one new position over a cache, as attention_cached.cu computes it.
 //
 // A block takes the GROUP queries that share a head of keys, and every SPLITS-th tile of 64 keys that they see. Its keys, then its values, come
 // through the ring. A warp takes 16 keys and 64 features of the values; warps beyond that only give the slots back. Blocks that share a

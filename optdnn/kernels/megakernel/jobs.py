@@ -1,4 +1,4 @@
-"""Jobs of a stream, from the launches of ``gemv.cu`` and ``attention_cached.cu`` that they take the place of."""
+"""Jobs of a megakernel, from the launches of ``gemv.cu`` and ``attention_cached.cu`` that they take the place of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.stream.kernel import ATTENTION_KIND, HEADER, JOB_BYTES, AttentionKind, Kinds, ProductKind
+from optdnn.kernels.megakernel.kernel import ATTENTION_KIND, HEADER, JOB_BYTES, AttentionKind, Kinds, ProductKind
 from optdnn.runtime.cuda.launches.plan import LaunchPlan, Pointer
 from optdnn.runtime.program import Kernel, Program, Step
 
@@ -44,7 +44,7 @@ def job_of(step: Step, launch: LaunchPlan, program: Program) -> Job | str:
     """The step as a job, or why it is none."""
     kernel = program.kernels[launch.kernel]
     if kernel.function not in (GEMV, ATTENTION):
-        return f"{kernel.function} is no job of a stream"
+        return f"{kernel.function} is no job of a megakernel"
     fields = _fields(kernel)
     at = {r.at: r for r in launch.relocations if isinstance(r, Pointer)}
     if len(at) != len(launch.relocations):

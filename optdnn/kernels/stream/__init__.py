@@ -1,1 +1,0 @@
-"""The family of streams: products of a few rows and attention over a cache, job after job, in one persistent launch."""
