@@ -210,7 +210,7 @@ def _joined(program: Program, run: Run, gpu: GpuFacts) -> Program:
         plan = LaunchPlan(
             number, (blocks, 1, 1), THREADS, block, relocations, shared, dependent=False, waits=GRID, part=part
         )
-        params = {**step.params, "launch": plan.to_plain()}
+        params = {**step.params, "launch": plan.to_plain(), "tactic": "megakernel"}
         steps[k] = replace(step, params=params, outputs=(*step.outputs, buffer))
     return replace(
         program, steps=tuple(steps), kernels=(*program.kernels, kernel), buffers=(*program.buffers, exchange),

@@ -1,0 +1,272 @@
+"""Which steps become jobs of one launch, in which order, and what their launches then hold."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from support.decoder import decoder, empty
+from support.simulated import simulate
+
+import optdnn
+from optdnn.kernels.megakernel.jobs import Job, Place, job_of
+from optdnn.kernels.megakernel.kernel import AttentionKind, Kinds, ProductKind, refuse_attention, refuse_product
+from optdnn.lowering import megakernels
+from optdnn.lowering.megakernels import Run, gains, planned, seconds_of, with_megakernels
+from optdnn.runtime.cuda.gpu_facts import named
+from optdnn.runtime.cuda.launches.plan import GRID, LaunchPlan, parse
+from optdnn.runtime.file.validate import validate
+from optdnn.runtime.program import Program
+
+H200 = named("h200")
+PLAIN = "DEVICE float epilogue(float x, float c, float r) {\n    x = x + c;\n    return x;\n}\n"
+PRODUCT = ProductKind(1, 2048, 2048, False, False, False, PLAIN)
+ATTENTION = AttentionKind(8, 4, 64, 64, False, False)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small networks, too."""
+    monkeypatch.setattr(megakernels, "gains", lambda run, gpu, seconds: True)
+
+
+def built(*, heads: int = 16, groups: int = 4, size: int = 64, **options: Any) -> Program:
+    options = {"target": "cuda:h200", "precision": "fp16", "io_dtype": "fp16", "no_cubins": True, **options}
+    return optdnn.build(decoder(heads=heads, groups=groups, size=size), **options).program
+
+
+def launch_of(program: Program, k: int) -> LaunchPlan:
+    launch = parse(program.steps[k], program).launch
+    assert isinstance(launch, LaunchPlan)
+    return launch
+
+
+def parts(program: Program) -> list[int]:
+    return [k for k in range(len(program.steps)) if launch_of(program, k).part is not None]
+
+
+# ---------------------------------------------------------------- a decoder
+
+
+@pytest.mark.usefixtures("always")
+def test_the_layers_of_a_decoder_are_one_run_of_neighbours() -> None:
+    program = built()
+    found = parts(program)
+    assert found == list(range(found[0], found[0] + 10))
+    layer = ["RowProduct", "CachedAttention", "Conv", "RowProduct", "Conv"]
+    assert [program.steps[k].params["op"]["kind"] for k in found] == 2 * layer
+    launches = [launch_of(program, k) for k in found]
+    assert len({x.kernel for x in launches}) == 1
+    assert [x.part.number for x in launches if x.part] == list(range(10))
+    assert all(x.waits == GRID and not x.dependent and x.grid == (132, 1, 1) and x.cluster == 1 for x in launches)
+    assert program.meta["runs"] == [{"first": found[0], "jobs": 10}]
+    assert not program.lanes
+    validate(program)
+
+
+@pytest.mark.usefixtures("always")
+def test_a_run_computes_what_its_steps_computed_and_keeps_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = built()
+    monkeypatch.setattr(megakernels, "LEAST_JOBS", 1000)
+    apart = built(streams=1)
+    model = decoder(heads=16, groups=4, size=64)
+    rng = np.random.default_rng(0)
+    feeds = {n: rng.standard_normal(a.shape).astype(np.float16) for n, a in empty(model, 0).items()}
+    feeds |= {"token": np.full((1, 1), 5), "at": np.array([17])}
+    a, b = simulate(run, feeds), simulate(apart, feeds)
+    assert all(np.array_equal(a[name], b[name]) for name in b)
+    assert sorted(s.src for s in run.steps) == sorted(s.src for s in apart.steps)
+
+
+@pytest.mark.usefixtures("always")
+def test_jobs_are_no_jobs_again() -> None:
+    program = built()
+    again, moved = with_megakernels(program, H200, {})
+    assert again is program
+    assert moved == {k: k for k in range(len(program.steps))}
+
+
+@pytest.mark.usefixtures("always")
+def test_rows_come_from_the_jobs_that_make_them() -> None:
+    """A job's x is the packets of the job before it; the first one reads what earlier launches left."""
+    program = built()
+    found = parts(program)
+    first, attention, after = (launch_of(program, k) for k in found[:3])
+    # Of a product, the number of the source is 16 bytes into x, behind 16 of the header, 16 of the kind and 40 of constants.
+    assert struct.unpack_from("<i", first.parameters, 32 + 56) == (-1,)
+    assert struct.unpack_from("<i", after.parameters, 32 + 56) == (1,)
+    assert [struct.unpack_from("<i", attention.parameters, 32 + 24 * n + 16)[0] for n in range(3)] == [0, 0, 0]
+    down = launch_of(program, found[4])
+    assert struct.unpack_from("<2i", down.parameters, 32 + 56)[0] == 3
+    assert struct.unpack_from("<i", down.parameters, 32 + 80) == (2,), "its residual"
+    assert struct.unpack_from("<2i", down.parameters, 8) == (4, 1), "its number, and one job"
+
+
+@pytest.mark.usefixtures("always")
+def test_results_of_a_run_share_no_memory() -> None:
+    """A fast block may write a result while a slow one still reads for an earlier job."""
+    program = built()
+    at = [
+        (b.offset, b.offset + (b.nbytes or 0))
+        for k in parts(program)
+        for i in program.steps[k].outputs
+        if (b := program.buffers[i]).offset is not None
+    ]
+    assert len(at) == 10
+    ordered = sorted(set(at))
+    assert len(ordered) == 10
+    assert all(a[1] <= b[0] for a, b in pairwise(ordered))
+
+
+@pytest.mark.usefixtures("always")
+def test_a_retained_buffer_is_of_one_run() -> None:
+    program = built()
+    (exchange,) = program.retained
+    other = next(k for k in range(len(program.steps)) if k not in parts(program))
+    steps = list(program.steps)
+    steps[other] = replace(steps[other], outputs=(*steps[other].outputs, exchange))
+    with pytest.raises(optdnn.errors.EngineError, match="not one step's alone"):
+        validate(replace(program, steps=tuple(steps)))
+
+
+def test_small_networks_other_gpus_and_invariant_rows_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not parts(built()), "a job waits longer for its rows than these launches take"
+    monkeypatch.setattr(megakernels, "gains", lambda run, gpu, seconds: True)
+    assert not parts(built(target="cuda:a100"))
+    assert not parts(built(row_invariant=True))
+    assert parts(built())
+
+
+# ---------------------------------------------------------------- the prediction
+
+
+def job(kind: ProductKind | AttentionKind) -> Job:
+    return Job(kind, "float16", {}, Place(0, 0, 0, 0), 0, {}, {})
+
+
+def run_of(*kinds: ProductKind | AttentionKind) -> Run:
+    return Run(tuple(range(len(kinds))), tuple(map(job, kinds)))
+
+
+def test_large_jobs_gain_and_small_ones_do_not() -> None:
+    """Products of 2,048 x 2,048 take 3 us as launches, and no less as jobs; those of 2,048 x 8,192 gain."""
+    large = replace(PRODUCT, columns=8192)
+    assert gains(run_of(*[large] * 5), H200, dict.fromkeys(range(5), 9.8e-6))
+    assert not gains(run_of(*[PRODUCT] * 5), H200, dict.fromkeys(range(5), 2.8e-6))
+    layer = run_of(
+        replace(PRODUCT, columns=3072), ATTENTION, PRODUCT, replace(PRODUCT, columns=8192), replace(PRODUCT, depth=4096)
+    )
+    assert seconds_of(layer, H200) == pytest.approx(19.3e-6, rel=0.1), "a layer of width 2,048, as an H200 took it"
+
+
+# ---------------------------------------------------------------- runs
+
+
+def test_the_order_of_steps_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megakernels, "LEAST_JOBS", 2)
+    a, other = job(PRODUCT), "no job"
+    # Step 1 needs nothing of a run and comes first. Step 3 needs job 2 and comes behind; a job that needs it begins a new run.
+    deps: list[set[int]] = [set(), set(), {0}, {2}, {2}, {3}, {5}]
+    order, runs = planned(deps, [a, other, a, other, a, a, a])
+    assert order == [1, 0, 2, 4, 3, 5, 6]
+    assert [r.steps for r in runs] == [(0, 2, 4), (5, 6)]
+
+
+def test_few_jobs_stay_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megakernels, "LEAST_JOBS", 3)
+    order, runs = planned([set(), {0}, {0}, {1}], [job(PRODUCT), "no job", job(PRODUCT), "no job"])
+    assert order == [0, 1, 2, 3]
+    assert not runs
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(job(PRODUCT), dtype="bfloat16"),
+        job(replace(ATTENTION, features=128)),
+    ],
+    ids=["another type", "another attention"],
+)
+def test_what_begins_another_run(other: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megakernels, "LEAST_JOBS", 2)
+    found = [job(ATTENTION), job(PRODUCT), other, other]
+    assert [r.steps for r in planned([set()] * 4, found)[1]] == [(0, 1), (2, 3)]
+
+
+def test_a_kernel_has_six_kinds_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megakernels, "LEAST_JOBS", 2)
+    found = [job(replace(PRODUCT, columns=16 * n)) for n in range(1, 9)]
+    assert [len(r.steps) for r in planned([set()] * 8, found)[1]] == [6, 2]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("because", "kind", "at"),
+    [
+        ("9 rows are more than the columns", replace(PRODUCT, rows=9), 0),
+        ("5 rows are more than the columns", replace(PRODUCT, rows=5, norm=True), 0),
+        ("a depth that is a multiple of 8", replace(PRODUCT, depth=2044), 0),
+        ("weights that are aligned", PRODUCT, 8),
+        ("results pass by twos, not 1001", replace(PRODUCT, columns=1001), 0),
+        ("bytes of shared memory exceed", replace(PRODUCT, depth=65536), 0),
+    ],
+)
+def test_products_that_are_no_jobs(because: str, kind: ProductKind, at: int) -> None:
+    assert because in (refuse_product(kind, at, H200) or "")
+
+
+@pytest.mark.parametrize(
+    ("because", "kind"),
+    [
+        ("115 heads of keys are more than 114 blocks", replace(ATTENTION, heads=115)),
+        ("a slot does not hold 64 keys of 256 features", replace(ATTENTION, features=256)),
+        ("groups of 9 queries need more registers", replace(ATTENTION, group=9)),
+    ],
+)
+def test_attention_that_is_no_job(because: str, kind: AttentionKind) -> None:
+    assert because in (refuse_attention(kind, H200) or "")
+
+
+def test_what_is_a_job() -> None:
+    assert refuse_product(PRODUCT, 0, H200) is None
+    assert refuse_attention(ATTENTION, H200) is None
+    kinds = Kinds((PRODUCT,), ATTENTION, "float16")
+    assert (kinds.number(PRODUCT), kinds.number(ATTENTION)) == (0, 6)
+
+
+def test_launches_that_are_no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megakernels, "LEAST_JOBS", 1000)
+    program = built(streams=1)
+
+    def why(kind: str, change: Callable[[LaunchPlan], LaunchPlan] = lambda launch: launch, **text: str) -> str:
+        k = next(k for k, s in enumerate(program.steps) if s.params["op"]["kind"] == kind)
+        launch, changed = change(launch_of(program, k)), program
+        if text:
+            kernel = program.kernels[launch.kernel]
+            ((old, new),) = text.items()
+            generated = {
+                n: t.replace(f"#define {old}", f"#define {old} {new}\n//") for n, t in kernel.generated.items()
+            }
+            kernels = list(program.kernels)
+            kernels[launch.kernel] = replace(kernel, generated=generated)
+            changed = replace(program, kernels=tuple(kernels))
+        found = job_of(program.steps[k], launch, changed)
+        return found if isinstance(found, str) else "a job"
+
+    assert why("RowProduct") == why("CachedAttention") == "a job"
+    assert why("Gather") == "gather is no job of a megakernel"
+    assert why("RowProduct", RESULT_FLOAT="1") == "its results are fp32"
+    assert why("CachedAttention", lambda x: replace(x, grid=(*x.grid[:2], 3))) == "it is of 3 sequences"
+    apart = struct.pack("<q", 999)
+
+    def moved(launch: LaunchPlan) -> LaunchPlan:
+        return replace(launch, parameters=launch.parameters[:192] + apart + launch.parameters[200:])
+
+    assert why("CachedAttention", moved) == "positions of its cache do not follow one another"
