@@ -61,6 +61,7 @@ static void __syncwarp() { meet(WARP); }
 static void __threadfence() {}
 static inline void prefetch_l2(const void*) {}
 static inline void bulk_prefetch(const void*, u32) {}
+static inline double atomicAdd(double* at, double v) { double old = *at; *at += v; return old; }
 static u32 count_arrival(u32* count) { return (*count)++; }
 
 // Copies of each thread that are under way, in groups.
