@@ -127,7 +127,7 @@ def lower_cuda(
     seconds, measured = emitted.seconds(times), emitted.measured(times)
     program = emitted.program
     if not options.row_invariant:
-        program, moved = with_megakernels(program, gpu, seconds)
+        program, moved = with_megakernels(program, gpu)
         seconds = {k: seconds[old] for k, old in moved.items() if old in seconds}
         measured = {k for k, old in moved.items() if old in measured}
     program = with_step_times(with_ahead(program, gpu, seconds), gpu, seconds, measured)

@@ -8,7 +8,7 @@ without a pause. Each step of one stays a step, with a launch of its own for che
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,6 @@ from optdnn.kernels.megakernel.kernel import (
     refuse_product,
     slots,
 )
-from optdnn.lowering.lanes import load_of
 from optdnn.runtime.cuda.compile.recipes import source_digest
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, on_every_gpu
 from optdnn.runtime.cuda.launches.plan import GRID, LaunchPlan, Pointer, RunPart, parse
@@ -39,9 +38,11 @@ from optdnn.types import UINT8
 
 LEAST_JOBS = 4
 """Jobs that are worth a launch whose blocks wait for one another."""
-READING, JOB_SECONDS = 1.17, 0.5e-6
-"""Of the time that memory's nominal bandwidth takes for the weights, and seconds of each job besides. Fitted to decoders on an H200 (a layer: 19.3 us of width
-2,048, 36.5 of Llama 3.2 1B, 110 of Llama 3 8B)."""
+LAUNCHED, PRODUCT_LAUNCH, ATTENTION_LAUNCH = 0.9, 2.6e-6, 3e-6
+"""Of the memory's nominal bandwidth, as launches reach it, and seconds of each launch besides. On an H200, a layer of width 2,048 takes 27.7 us, one of
+Llama 3.2 1B 41, and one of Llama 3 8B 115 to 119."""
+JOINED, MEGAKERNEL = 0.73, 8e-6
+"""Of the same bandwidth, as a megakernel reaches it, and seconds of its launch. These layers take 20.2, 37 and 130 us."""
 PRODUCT_SECONDS, ATTENTION_SECONDS = 2.9e-6, 5e-6
 """Seconds from the results of the job before to those of a job, at least."""
 STATE_BYTES = 256
@@ -64,19 +65,15 @@ class Run:
         return Kinds(tuple(products), attention, self.jobs[0].dtype)
 
 
-def with_megakernels(program: Program, gpu: GpuFacts, seconds: Mapping[int, float]) -> tuple[Program, dict[int, int]]:
-    """The program with its megakernels, and for each step its number in ``program``; both unchanged where nothing is gained.
-
-    ``seconds``: predicted or measured times of steps by number.
-    """
+def with_megakernels(program: Program, gpu: GpuFacts) -> tuple[Program, dict[int, int]]:
+    """The program with its megakernels, and for each step its number in ``program``; both unchanged where nothing is gained."""
     same = {k: k for k in range(len(program.steps))}
     if not gpu.hopper or any(s.executor != "cuda" for s in program.steps):
         return program, same
     deps = dependencies(program)
     found = [_job(step, program, gpu) for step in program.steps]
     order, runs = planned(deps, found)
-    spent = {k: load_of(program.steps[k], program, gpu, seconds.get(k)).seconds for run in runs for k in run.steps}
-    runs = [run for run in runs if gains(run, gpu, spent)]
+    runs = [run for run in (trimmed(run, gpu) for run in runs) if gains(run, gpu)]
     if not runs:
         return program, same
     ordered = replace(program, steps=tuple(program.steps[k] for k in order))
@@ -144,16 +141,35 @@ def _together(run: Sequence[Job | str], job: Job) -> bool:
     return same and products <= MOST_KINDS and len(kinds) - products <= 1
 
 
-def gains(run: Run, gpu: GpuFacts, seconds: Mapping[int, float]) -> bool:
+def gains(run: Run, gpu: GpuFacts) -> bool:
     """Whether the run is predicted to take less time as a megakernel."""
-    return seconds_of(run, gpu) < sum(seconds[k] for k in run.steps)
+    return len(run.jobs) >= LEAST_JOBS and joined_seconds(run.jobs, gpu) < sum(launch_seconds(j, gpu) for j in run.jobs)
 
 
-def seconds_of(run: Run, gpu: GpuFacts) -> float:
-    """Predicted seconds of the megakernel."""
-    read = sum(j.kind.nbytes for j in run.jobs if isinstance(j.kind, ProductKind)) / gpu.bandwidth
-    chain = sum(PRODUCT_SECONDS if isinstance(j.kind, ProductKind) else ATTENTION_SECONDS for j in run.jobs)
-    return max(READING * read + JOB_SECONDS * len(run.jobs), chain)
+def launch_seconds(job: Job, gpu: GpuFacts) -> float:
+    """Predicted seconds of a job as a launch between others."""
+    if isinstance(job.kind, AttentionKind):
+        return ATTENTION_LAUNCH
+    return job.kind.nbytes / (LAUNCHED * gpu.bandwidth) + PRODUCT_LAUNCH
+
+
+def reading_seconds(job: Job, gpu: GpuFacts) -> float:
+    """Predicted seconds in which a megakernel reads a job's weights."""
+    return job.kind.nbytes / (JOINED * gpu.bandwidth) if isinstance(job.kind, ProductKind) else 0.0
+
+
+def joined_seconds(jobs: Sequence[Job], gpu: GpuFacts) -> float:
+    """Predicted seconds of a megakernel."""
+    chain = sum(PRODUCT_SECONDS if isinstance(j.kind, ProductKind) else ATTENTION_SECONDS for j in jobs)
+    return MEGAKERNEL + max(sum(reading_seconds(j, gpu) for j in jobs), chain)
+
+
+def trimmed(run: Run, gpu: GpuFacts) -> Run:
+    """The run without the jobs at its ends that read for so long that launches are faster: a head of many words."""
+    keeps = [reading_seconds(j, gpu) <= launch_seconds(j, gpu) for j in run.jobs]
+    inside = [n for n, keep in enumerate(keeps) if keep] or [0]
+    begin, end = inside[0], inside[-1] + 1
+    return Run(run.steps[begin:end], run.jobs[begin:end])
 
 
 # ---------------------------------------------------------------- the steps of a megakernel

@@ -39,14 +39,19 @@ def _text(source: str) -> str:
 
 def compiled(
     recipe: Recipe, entry: str, folder: Path, *, headers: Sequence[str] = (), rendered: str = "", options: Sequence[str] = (),
-    first: Sequence[str] = (),
+    first: Sequence[str] = (), inside: Sequence[str] = (),
 ) -> ctypes.CDLL:  # fmt: skip
-    """The kernel ``entry`` of a recipe as a library. ``headers``: which of its headers are taken besides, ``first``: those that
-    the kernel includes before its constants, ``rendered``: what of the generated one besides its constants (its instructions are
-    the shim's)."""
+    """The kernel ``entry`` of a recipe as a library.
+
+    ``headers``: which of its headers are taken besides. ``first``: those that the kernel includes before its constants, ``inside``: those
+    behind constants of its own. ``rendered``: what of the generated one besides its constants (its instructions are the shim's).
+    """
     texts = recipe.sources()
     defines = "\n".join(line for line in texts["generated.cuh"].splitlines() if line.startswith("#define"))
-    kernel = _text(texts[recipe.name]).replace('extern "C" ', "static ")
+    source = texts[recipe.name]
+    for name in inside:
+        source = source.replace(f'#include "{name}"', texts[name])
+    kernel = _text(source).replace('extern "C" ', "static ")
     for align in (16, 128, 1024):
         kernel = kernel.replace(f"extern __shared__ __align__({align}) u8 shared[];", "u8* const shared = memory;")
     shim = (HERE / "host_warps.hpp").read_text(encoding="utf-8")

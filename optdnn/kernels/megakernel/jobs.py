@@ -94,12 +94,14 @@ def _attention(
     if batch != 1:
         return f"it is of {batch} sequences"
     strides = struct.unpack_from("<18q", launch.parameters, 96)
-    capacity, reach, scale, cap_in, cap_out = struct.unpack_from("<2i3f", launch.parameters, 240)
+    capacity, _, scale = struct.unpack_from("<2if", launch.parameters, 240)
     queries, new_keys, new_values, keys, values, out = strides[1:12:2]
     size, group = fields["HEAD"], fields["GROUP"]
+    if fields["WINDOW"] or fields["SOFTCAP"] or fields["INTERLEAVED"]:
+        return "it has a window, a softcap, or pairs of neighbours that turn"
     if strides[12:14] != (size, size):
         return "positions of its cache do not follow one another"
-    kind = AttentionKind(heads, group, size, fields["TURNED"], bool(fields["INTERLEAVED"]), bool(fields["SOFTCAP"]))
+    kind = AttentionKind(heads, group, size, fields["TURNED"])
     names = {"cosines": 24, "sines": 32, "starts": 40, "lengths": 48, "keys": 56, "values": 64}
     places = {name: _place(step, at, where) for name, where in names.items()}
     rows = {
@@ -109,10 +111,7 @@ def _attention(
     }
     target = _place(step, at, 72, out)
     assert target is not None
-    numbers = {
-        "keys_head": keys, "values_head": values, "capacity": capacity, "reach": reach if fields["WINDOW"] else -1, "scale": scale, "cap_in": cap_in,
-        "cap_out": cap_out,
-    }  # fmt: skip
+    numbers = {"keys_head": keys, "values_head": values, "capacity": capacity, "scale": scale}
     nbytes = ((heads * group - 1) * out + size) * 2
     return Job(kind, dtype, _present(rows), target, nbytes, _present(places), numbers)
 
@@ -166,7 +165,7 @@ def parameters(
         target()
         constant("cosines", "sines", "starts", "lengths", "keys", "values")
         p.pointer(EXCHANGE, offset=partial)
-        p.i64(int(n["keys_head"]), int(n["values_head"])).i32(int(n["capacity"]), int(n["reach"]))
-        p.f32(n["scale"], n["cap_in"], n["cap_out"])
+        p.i64(int(n["keys_head"]), int(n["values_head"])).i32(int(n["capacity"]), -1)
+        p.f32(n["scale"], 0.0, 0.0)
     block, pointers = p.finished()
     return block.ljust(HEADER + 16 + JOB_BYTES, b"\0"), pointers

@@ -27,7 +27,7 @@ def run(name: str, config: cached.Config, folder: Path) -> None:
     made = cached.launch(p, config, of_arch("sm_90a"), o.places)
     text = made.recipe.generated["generated.cuh"].replace(render.mma(p.dtype), "")
     library = emulated.compiled(made.recipe, made.function, folder, rendered="\n".join(
-        line for line in text.splitlines() if not line.startswith("#define")))  # fmt: skip
+        line for line in text.splitlines() if not line.startswith("#define")), inside=["attention_cached.cuh"])  # fmt: skip
     partial, arrived = cached.workspace(p, config)
     held = {n: emulated.aligned(a) for n, a in o.held.items()}
     held["partial"], held["arrived"] = emulated.aligned(np.full(partial, 0xFF, np.uint8)), np.zeros(arrived, np.uint8)

@@ -22,7 +22,7 @@ def layer(hidden: int, inner: int, heads: int, groups: int, size: int, rows: int
         ProductKind(rows, inner, hidden, True, True, False, GATED),
         ProductKind(rows, hidden, inner, False, False, True, ADDED),
     )
-    attention = AttentionKind(groups, heads // groups, size, size, False, False) if rows == 1 else None
+    attention = AttentionKind(groups, heads // groups, size, size) if rows == 1 else None
     return Kinds(products, attention, dtype)
 
 

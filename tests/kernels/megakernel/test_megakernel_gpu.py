@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.decoder import decoder, empty, generated, states, tokens
-from support.language_models import feeds_of as language_feeds
-from support.language_models import language_model
 from support.needs import why_no_hopper
 
 import optdnn
@@ -21,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, r
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small networks, too."""
-    monkeypatch.setattr(megakernels, "gains", lambda run, gpu, seconds: True)
+    monkeypatch.setattr(megakernels, "gains", lambda run, gpu: True)
 
 
 def engine_of(model: Any, precision: str = "fp16", **options: Any) -> Any:
@@ -32,11 +30,8 @@ def engine_of(model: Any, precision: str = "fp16", **options: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("heads", "groups", "size", "capacity", "at"),
-    [
-        (8, 2, 64, 64, 37), (32, 8, 64, 2048, 1500), (14, 2, 64, 600, 599), (12, 2, 128, 1000, 700), (4, 4, 48, 96, 0),
-        (10, 10, 16, 4000, 3999),
-    ],
-)  # fmt: skip
+    [(32, 8, 64, 2048, 1500), (14, 2, 64, 600, 599), (12, 2, 128, 1000, 700)],
+)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_decoder_job_by_job_and_in_one_launch(
     heads: int, groups: int, size: int, capacity: int, at: int, precision: str
@@ -60,9 +55,10 @@ def test_a_decoder_job_by_job_and_in_one_launch(
 def test_tokens_of_a_decoder() -> None:
     """Caches in place: the graph of bound arrays has the joined launch, too."""
     cupy = pytest.importorskip("cupy")
-    model = decoder(heads=8, groups=2, size=32)
+    model = decoder(heads=16, groups=4, size=64)
     want = generated(optdnn.build(model, target="reference"), model, 20)
     context = engine_of(model).context()
+    assert context.program.meta["runs"]
     given = {"token": cupy.zeros((1, 1), np.int64), "at": cupy.zeros(1, np.int64)}
     caches = {name: cupy.asarray(a) for name, a in empty(model, 0, np.float16).items()}
     bound = context.bind({**given, **caches}, state=states())
@@ -70,37 +66,3 @@ def test_tokens_of_a_decoder() -> None:
         given["at"][:], given["token"][:] = k, cupy.asarray(token)
         y = cupy.asnumpy(bound.run()["logits"]).astype(np.float32)
         np.testing.assert_allclose(y, want[k], rtol=0, atol=0.03 * np.abs(want[k]).max())
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3", "phi2"])
-def test_a_language_model(family: str) -> None:
-    model = language_model(family, size=16)
-    feeds = language_feeds(model, 1, 7)
-    capacity = {n: (*a.shape[:2], 16, a.shape[3]) for n, a in feeds.items() if n.startswith("past")}
-    feeds |= {n: np.zeros(s, np.float16) for n, s in capacity.items()}
-    feeds["attention_mask"] = np.ones((1, 16), np.int64)
-    feeds["attention_mask"][:, 8:] = 0
-    context = engine_of(model, shapes={n: a.shape for n, a in feeds.items()}).context()
-    assert context.program.meta["runs"]
-    found = check_steps(context, feeds)
-    assert not [e for e in found if not e.error < 8e-3]
-    joined, alone = context.run(feeds), run_singly(context, feeds)
-    assert all(y.tobytes() == alone[name].tobytes() for name, y in joined.items())
-
-
-def test_fewer_blocks_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU with fewer multiprocessors than the plan's."""
-    model = decoder(heads=8, groups=2, size=64, capacity=64)
-    context = engine_of(model).context()
-    rng = np.random.default_rng(0)
-    feeds = {n: rng.standard_normal(a.shape).astype(np.float16) for n, a in empty(model, 0).items()}
-    feeds |= {"token": np.full((1, 1), 5), "at": np.array([37])}
-    want = context.run(feeds)
-    monkeypatch.setattr(type(context.device), "multiprocessors", 114, raising=False)
-    other = context.runner.context()
-    object.__setattr__(other.device, "multiprocessors", 114)
-    got = other.run(feeds)
-    for name, y in want.items():
-        np.testing.assert_allclose(
-            got[name].astype(np.float32), y.astype(np.float32), rtol=0, atol=4e-3 * float(np.abs(y).max())
-        )

@@ -67,7 +67,7 @@ def test_a_part_needs_no_room_beyond_the_gpu() -> None:
     ],
 )
 def test_parts_of_a_file_are_checked(message: str, part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megakernels, "gains", lambda run, gpu, seconds: True)
+    monkeypatch.setattr(megakernels, "gains", lambda run, gpu: True)
     model = decoder(heads=16, groups=4, size=64)
     options: Any = {"target": "cuda:h200", "precision": "fp16", "io_dtype": "fp16", "no_cubins": True}
     program = optdnn.build(model, **options).program
