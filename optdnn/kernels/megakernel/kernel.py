@@ -158,7 +158,8 @@ def recipe(kinds: Kinds, run: int, gpu: GpuFacts) -> Recipe:
         values = (kind.rows, kind.columns, kind.depth, int(kind.norm), int(kind.paired), int(kind.residual))
         names = ("ROWS", "COLUMNS", "DEPTH", "NORM", "PAIRED", "RESIDUAL")
         defines |= {f"{name}_{n}": value for name, value in zip(names, values, strict=True)}
-        functions.append(re.sub(r"\b(epilogue(?:_beside)?)\(", rf"\1_{n}(", kind.functions))
+        beside = "" if kind.paired else render.epilogue((), "epilogue_beside")  # each kind names one
+        functions.append(re.sub(r"\b(epilogue(?:_beside)?)\(", rf"\1_{n}(", f"{kind.functions}\n{beside}"))
     if (a := kinds.attention) is not None:
         defines |= {
             "SPLITS": a.splits(on_every_gpu(gpu)), "HEADS": a.heads, "GROUP": a.group, "HEAD": a.features, "TURNED": a.turned,

@@ -1,14 +1,14 @@
-// Products of a few rows and attention over a cache, job after job, in one persistent launch: a decoder's token is bound by reading its weights, and reading
-// them never pauses. As launches, each job begins with an empty memory system and waits for the one before it.
+// Products of a few rows and attention over a cache, job after job, in one persistent launch. A decoder's token is bound by reading its
+// weights: as launches, each job begins with an idle memory and waits for the one before it; here the next jobs' weights are on their way.
 //
-// A block for each multiprocessor. Four threads bring what the block reads, of all jobs, through a ring of shared memory (mega_ring.cuh). 16
-// warps take it, job by job. Rows pass from job to job as packets (mega_exchange.cuh).
+// A block for each multiprocessor. Four threads bring what the block reads, of all jobs, through a ring of shared memory (mega_ring.cuh).
+// 16 warps take it, job by job. Rows pass from job to job as packets (mega_exchange.cuh).
 //
 // All blocks wait for one another, so the launch is cooperative.
 //
-// generated.cuh defines LEAST_BLOCKS (of any grid that the launch may have), RUN (jobs of the run, for tags), MOST_JOBS (of a launch), multiply(), KINDS (of products, up to 6), of kind n ROWS_n, COLUMNS_n,
-// DEPTH_n, NORM_n, PAIRED_n, RESIDUAL_n, epilogue_n() and, PAIRED_n, epilogue_beside_n(), ATTENTION (whether there is any), and what the files
-// below say.
+// generated.cuh defines LEAST_BLOCKS (of any grid that the launch may have), RUN (jobs of the run, for tags), MOST_JOBS (of a launch),
+// multiply(), KINDS (of products, up to 6), of kind n ROWS_n, COLUMNS_n, DEPTH_n, NORM_n, PAIRED_n, RESIDUAL_n, epilogue_n() and
+// epilogue_beside_n(), ATTENTION (whether there is any), and what the files below say.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
