@@ -43,8 +43,9 @@ def compiled(
 ) -> ctypes.CDLL:  # fmt: skip
     """The kernel ``entry`` of a recipe as a library.
 
-    ``headers``: which of its headers are taken besides. ``first``: those that the kernel includes before its constants. ``inside``:
-    those behind constants of its own. ``rendered``: what of the generated one besides its constants (its instructions are the shim's).
+    ``headers``: which of its headers are taken besides. ``first``: those that the kernel includes before its constants.
+    ``inside``: those behind constants of its own. ``rendered``: what of the generated one besides its constants (its instructions
+    are the shim's).
     """
     texts = recipe.sources()
     defines = "\n".join(line for line in texts["generated.cuh"].splitlines() if line.startswith("#define"))
