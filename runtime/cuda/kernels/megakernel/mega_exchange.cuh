@@ -4,6 +4,7 @@
 //
 // A job may run alone, as a launch of its own: then its rows are what earlier launches have left in plain buffers.
 #pragma once
+#include "packets.cuh"
 
 struct Source {
     const u16* plain;
@@ -37,9 +38,7 @@ DEVICE uint2 read_packet(const uint2* from) {
 DEVICE void write_packet(uint2* to, u32 word, u32 tag) {
     asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(word), "r"(tag) : "memory");
 }
-DEVICE void write_packets(uint2* to, u32 first, u32 second, u32 tag) {
-    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to), "r"(first), "r"(tag), "r"(second) : "memory");
-}
+DEVICE void write_packets(uint2* to, u32 first, u32 second, u32 tag) { put_packet(reinterpret_cast<char*>(to), make_uint2(first, second), tag); }
 struct Tries {
     int count = 0;
     __device__ __forceinline__ void next() {
