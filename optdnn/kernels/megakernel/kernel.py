@@ -104,8 +104,8 @@ class Kinds:
 
 def refuse_product(kind: ProductKind, weights_at: int, gpu: GpuFacts) -> str | None:
     """Why a product is no job of a megakernel, or None. ``weights_at``: bytes before the weights in their buffer."""
-    if kind.rows * (1 + kind.norm) > 8:
-        return f"{kind.rows} rows are more than the columns of a product"
+    if kind.rows > 1:
+        return f"it is of {kind.rows} rows"
     if kind.depth % 8 or weights_at % 16:
         return "copies of 16 bytes need a depth that is a multiple of 8, and weights that are aligned"
     if kind.columns % 2:
