@@ -133,12 +133,15 @@ def planned(deps: Sequence[set[int]], found: Sequence[Job | str]) -> tuple[list[
 
 
 def _together(run: Sequence[Job | str], job: Job) -> bool:
-    """Whether one kernel can have the kinds of all."""
-    kinds = {j.kind for j in (*run, job) if isinstance(j, Job)}
+    """Whether one kernel can have the kinds of all, and the job reads of the others' results whole rows, each of one of them."""
+    before = [j for j in run if isinstance(j, Job)]
+    kinds = {j.kind for j in (*before, job)}
     products = sum(isinstance(k, ProductKind) for k in kinds)
-    first = run[0]
-    same = isinstance(first, Job) and first.dtype == job.dtype
-    return same and products <= MOST_KINDS and len(kinds) - products <= 1
+    made = {j.out.buffer for j in before}
+    rows = all(p.buffer not in made or any(j.out.holds(p) for j in before) for p in job.rows.values())
+    others = made.isdisjoint(p.buffer for p in job.constants.values())
+    same = all(j.dtype == job.dtype for j in before)
+    return same and rows and others and products <= MOST_KINDS and len(kinds) - products <= 1
 
 
 def gains(run: Run, gpu: GpuFacts) -> bool:
@@ -188,7 +191,7 @@ def _layout(run: Run, gpu: GpuFacts) -> _Layout:
     at, packets = STATE_BYTES, []
     for job in run.jobs:
         packets.append(at)
-        at += -(-job.out_bytes * 2 // ALIGN) * ALIGN
+        at += -(-job.out.nbytes * 2 // ALIGN) * ALIGN
     attention = run.kinds.attention
     return _Layout(tuple(packets), at, at + (attention.partial_bytes(on_every_gpu(gpu)) if attention else 0))
 
@@ -197,11 +200,9 @@ def _sources(run: Run, n: int, layout: _Layout) -> dict[str, Source]:
     """Which jobs before job ``n`` write its rows, and where their packets lie."""
     found: dict[str, Source] = {}
     for name, place in run.jobs[n].rows.items():
-        for k in reversed(range(n)):
-            out, nbytes = run.jobs[k].out, run.jobs[k].out_bytes
-            if out.buffer == place.buffer and out.at <= place.at < out.at + nbytes:
-                found[name] = Source(layout.packets[k] + (place.at - out.at) * 2, k)
-                break
+        for k, job in enumerate(run.jobs[:n]):
+            if job.out.holds(place):
+                found[name] = Source(layout.packets[k] + (place.at - job.out.at) * 2, k)
     return found
 
 

@@ -146,7 +146,7 @@ def test_small_networks_other_gpus_and_invariant_rows_stay_as_they_are(monkeypat
 
 
 def job(kind: ProductKind | AttentionKind) -> Job:
-    return Job(kind, "float16", {}, Place(0, 0, 0, 0), 0, {}, {})
+    return Job(kind, "float16", {}, Place(0, 0, 0), {}, {})
 
 
 def run_of(*kinds: ProductKind | AttentionKind) -> Run:
@@ -212,18 +212,36 @@ def test_few_jobs_stay_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not runs
 
 
+MADE = Place(0, 9, 64, 0, 128)
+"""Where a job writes, in the following."""
+
+
 @pytest.mark.parametrize(
     "other",
     [
         replace(job(PRODUCT), dtype="bfloat16"),
         job(replace(ATTENTION, features=128)),
+        replace(job(PRODUCT), rows={"x": replace(MADE, nbytes=256)}),
+        replace(job(PRODUCT), rows={"x": replace(MADE, at=0)}),
+        replace(job(PRODUCT), constants={"weights": replace(MADE, at=4096)}),
     ],
-    ids=["another type", "another attention"],
+    ids=["another type", "another attention", "a row beyond a result", "a row in front of it", "computed weights"],
 )
 def test_what_begins_another_run(other: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megakernels, "LEAST_JOBS", 2)
-    found = [job(ATTENTION), job(PRODUCT), other, other]
+    found = [job(ATTENTION), replace(job(PRODUCT), out=MADE), other, other]
     assert [r.steps for r in planned([set()] * 4, found)[1]] == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [MADE, replace(MADE, at=80, nbytes=112), replace(MADE, buffer=8, at=0, nbytes=4096)],
+    ids=["all of it", "a part", "another buffer"],
+)
+def test_rows_that_stay_in_the_run(row: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megakernels, "LEAST_JOBS", 2)
+    found = [replace(job(PRODUCT), out=MADE), replace(job(PRODUCT), rows={"x": row})]
+    assert [r.steps for r in planned([set(), {0}], found)[1]] == [(0, 1)]
 
 
 def test_a_kernel_has_six_kinds_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,6 +308,11 @@ def test_launches_that_are_no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why("RowProduct") == why("CachedAttention") == "a job"
     assert why("Gather") == "gather is no job of a megakernel"
     assert why("RowProduct", RESULT_FLOAT="1") == "its results are fp32"
+
+    def beside(launch: LaunchPlan) -> LaunchPlan:
+        return replace(launch, relocations=tuple(replace(r, offset=4) if r.at == 32 else r for r in launch.relocations))  # type: ignore[arg-type]
+
+    assert why("RowProduct", beside) == "its rows are not aligned to four numbers"
     for name in ("WINDOW", "SOFTCAP", "INTERLEAVED"):
         assert "a window, a softcap, or pairs" in why("CachedAttention", **{name: "1"})
     assert why("CachedAttention", lambda x: replace(x, grid=(*x.grid[:2], 3))) == "it is of 3 sequences"

@@ -18,24 +18,29 @@ EXCHANGE = "exchange"
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor in a program's buffer, from byte ``at`` on; ``pitch``: elements between its rows (of attention: its heads)."""
+    """A tensor in a program's buffer: ``nbytes`` bytes from byte ``at`` on (0: not known). ``pitch``: elements between its rows (of attention:
+    its heads)."""
 
     operand: int
     buffer: int
     at: int
-    pitch: int
+    pitch: int = 0
+    nbytes: int = 0
+
+    def holds(self, other: Place) -> bool:
+        """Whether the other one is a part of it."""
+        return self.buffer == other.buffer and self.at <= other.at and other.at + other.nbytes <= self.at + self.nbytes
 
 
 @dataclass(frozen=True)
 class Job:
-    """A step as a job. ``rows``: names of the rows that it reads -> their places; ``out``: of its result, ``out_bytes`` bytes of it.
-    ``constants``: the other operands by the names of the kernel's fields. ``numbers``: the rest of its parameters."""
+    """A step as a job. ``rows``: names of the rows that it reads -> their places; ``out``: of its result. ``constants``: the other operands by
+    the names of the kernel's fields. ``numbers``: the rest of its parameters."""
 
     kind: ProductKind | AttentionKind
     dtype: str
     rows: Mapping[str, Place]
     out: Place
-    out_bytes: int
     constants: Mapping[str, Place]
     numbers: Mapping[str, float]
 
@@ -58,9 +63,12 @@ def _fields(kernel: Kernel) -> dict[str, int]:
     return {name: int(value) for _, name, value in lines}
 
 
-def _place(step: Step, at: Mapping[int, Pointer[int]], where: int, pitch: int = 0) -> Place | None:
+def _place(step: Step, at: Mapping[int, Pointer[int]], where: int, pitch: int = 0, elements: int = 0) -> Place | None:
+    """``elements``: of the tensor, 16 bits each."""
     r = at.get(where)
-    return None if r is None else Place(r.operand, (*step.inputs, *step.outputs)[r.operand], r.offset, pitch)
+    if r is None:
+        return None
+    return Place(r.operand, (*step.inputs, *step.outputs)[r.operand], r.offset, pitch, 2 * elements)
 
 
 def _product(
@@ -79,11 +87,16 @@ def _product(
     )
     names = {"weights": 8, "bias": 16, "beside": 40, "beside_bias": 48, "scale": 56}
     places = {name: _place(step, at, where) for name, where in names.items()}
-    rows = {"x": _place(step, at, 0, x_pitch), "residual": _place(step, at, 24, out_pitch) if residual else None}
-    out = _place(step, at, 32, out_pitch)
+    size = (kind.rows - 1) * out_pitch + columns
+    rows = _present({
+        "x": _place(step, at, 0, x_pitch, (kind.rows - 1) * x_pitch + depth),
+        "residual": _place(step, at, 24, out_pitch, size) if residual else None,
+    })  # fmt: skip
+    out = _place(step, at, 32, out_pitch, size)
     assert out is not None
-    nbytes = ((kind.rows - 1) * out_pitch + columns) * 2
-    return Job(kind, dtype, _present(rows), out, nbytes, _present(places), {"epsilon": epsilon})
+    if any(place.at % 8 for place in (out, *rows.values())):
+        return "its rows are not aligned to four numbers"
+    return Job(kind, dtype, rows, out, _present(places), {"epsilon": epsilon})
 
 
 def _attention(
@@ -104,16 +117,18 @@ def _attention(
     kind = AttentionKind(heads, group, size, fields["TURNED"])
     names = {"cosines": 24, "sines": 32, "starts": 40, "lengths": 48, "keys": 56, "values": 64}
     places = {name: _place(step, at, where) for name, where in names.items()}
-    rows = {
-        "queries": _place(step, at, 0, queries),
-        "new_keys": _place(step, at, 8, new_keys),
-        "new_values": _place(step, at, 16, new_values),
-    }
-    target = _place(step, at, 72, out)
+    all_queries = heads * group
+    rows = _present({
+        "queries": _place(step, at, 0, queries, (all_queries - 1) * queries + size),
+        "new_keys": _place(step, at, 8, new_keys, (heads - 1) * new_keys + size),
+        "new_values": _place(step, at, 16, new_values, (heads - 1) * new_values + size),
+    })  # fmt: skip
+    target = _place(step, at, 72, out, (all_queries - 1) * out + size)
     assert target is not None
+    if any(place.at % 8 for place in (target, *rows.values())):
+        return "its rows are not aligned to four numbers"
     numbers = {"keys_head": keys, "values_head": values, "capacity": capacity, "scale": scale}
-    nbytes = ((heads * group - 1) * out + size) * 2
-    return Job(kind, dtype, _present(rows), target, nbytes, _present(places), numbers)
+    return Job(kind, dtype, rows, target, _present(places), numbers)
 
 
 def _present(places: Mapping[str, Place | None]) -> dict[str, Place]:
