@@ -223,7 +223,7 @@ def _joined(program: Program, run: Run, gpu: GpuFacts) -> Program:
         relocations = tuple(
             Pointer(p.at, last if p.operand == EXCHANGE else int(p.operand), p.offset) for p in pointers
         )
-        part = RunPart(number, n, most, HEADER, JOB_BYTES + 16)
+        part = RunPart(number, n, most, HEADER, JOB_BYTES + 16, on_every_gpu(gpu))
         plan = LaunchPlan(
             number, (blocks, 1, 1), THREADS, block, relocations, shared, dependent=False, waits=GRID, part=part
         )

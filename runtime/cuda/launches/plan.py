@@ -123,7 +123,7 @@ class RunPart:
     """A launch that may be joined with its neighbours: job ``number`` of run ``run``.
 
     The kernel's parameters are ``header`` bytes (at their end the first job's number and the count of jobs, ``int`` each) and up to
-    ``most`` jobs of ``size`` bytes. The launch alone has one. Fewer blocks than its grid's do its work, too.
+    ``most`` jobs of ``size`` bytes. The launch alone has one. ``least`` blocks, or more up to its grid's, do its work.
     """
 
     run: int
@@ -131,9 +131,10 @@ class RunPart:
     most: int
     header: int
     size: int
+    least: int
 
     def to_plain(self) -> Plain:
-        return [self.run, self.number, self.most, self.header, self.size]
+        return [self.run, self.number, self.most, self.header, self.size, self.least]
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ class LaunchPlan:
     @property
     def resident(self) -> int:
         """How many of its blocks must be on the GPU at once for its waits to end."""
-        return {CLUSTER: self.cluster, GRID: math.prod(self.grid)}.get(self.waits, 1)
+        grid = math.prod(self.grid) if self.part is None else self.part.least
+        return {CLUSTER: self.cluster, GRID: grid}.get(self.waits, 1)
 
     def to_plain(self) -> Plain:
         return {
@@ -282,16 +284,17 @@ def _launch(p: Any, program: Program, operands: Sequence[int]) -> LaunchPlan:
     _need(x < GRID_LIMIT[0] and max(y, z) < GRID_LIMIT[1] and numbers[1] <= SHARED_LIMIT, "has an impossible launch")
     waits = p.get("waits", CLUSTER if numbers[2] > 1 else NOTHING)
     _need(waits in WAITS, f"waits for {waits!r}, which is none of {', '.join(WAITS)}")
-    part = _part(p["part"], block) if "part" in p else None
+    part = _part(p["part"], block, x) if "part" in p else None
     return LaunchPlan(
         kernel, (x, y, z), numbers[0], block, relocations, numbers[1], numbers[2], p["dependent"], waits, part
     )
 
 
-def _part(p: Any, block: bytes) -> RunPart:
+def _part(p: Any, block: bytes, blocks: int) -> RunPart:
     part = RunPart(*map(_int, p))
     _need(part.header >= 8 and len(block) == part.header + part.size, "has a job of another size than its launch")
     _need(1 <= part.most <= (PARAMETERS_LIMIT - part.header) // part.size, "has more jobs than parameters hold")
+    _need(1 <= part.least <= blocks, "needs more blocks than it has")
     return part
 
 

@@ -78,13 +78,13 @@ def may_not_end(launch: LaunchPlan, arch: str) -> str | None:
 def check_room(steps: Sequence[object], blocks: int) -> None:
     """Check that a GPU that surely runs ``blocks`` at once (one on each multiprocessor) holds every grid that waits for itself.
 
-    A part of a run gets no more blocks than there is room for. Raises EngineError that names the first which may find no room:
-    the driver would refuse its launch.
+    A part of a run gets no more blocks than there is room for, but needs its least. Raises EngineError that names the first
+    which may find no room: the driver would refuse its launch.
     """
     for step in steps:
         if not isinstance(step, CudaStep) or isinstance(step.launch, LibraryCall):
             continue
-        if step.launch.waits == GRID and step.launch.part is None and step.launch.resident > blocks:
+        if step.launch.waits == GRID and step.launch.resident > blocks:
             raise EngineError(
                 f"the kernel for {step.label} needs {step.launch.resident} blocks on the GPU at once, and this one runs {blocks}",
                 hint="build the engine for this GPU",

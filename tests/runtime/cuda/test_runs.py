@@ -16,7 +16,7 @@ from optdnn.runtime.cuda.launches.plan import CudaStep, LaunchPlan, ReferenceOp,
 from optdnn.runtime.cuda.launches.runs import grouped, joined_parameters, part_of
 from optdnn.runtime.cuda.launches.waits import check_room
 
-PART = RunPart(3, 0, 4, 16, 8)
+PART = RunPart(3, 0, 4, 16, 8, 114)
 
 
 def step(part: RunPart | None) -> CudaStep:
@@ -49,8 +49,10 @@ def test_the_parameters_of_two_jobs() -> None:
 
 
 def test_a_part_needs_no_room_beyond_the_gpu() -> None:
-    """The runtime gives it as many blocks as there is room for; another grid that waits for itself has to fit."""
+    """The runtime gives it as many blocks as there is room for. Another grid that waits for itself has to fit."""
     check_room(run(0), 114)
+    with pytest.raises(EngineError, match="needs 114 blocks on the GPU at once, and this one runs 78"):
+        check_room(run(0), 78)
     with pytest.raises(EngineError, match="needs 132 blocks on the GPU at once, and this one runs 114"):
         check_room([step(None)], 114)
 
@@ -58,8 +60,10 @@ def test_a_part_needs_no_room_beyond_the_gpu() -> None:
 @pytest.mark.parametrize(
     ("message", "part"),
     [
-        ("a job of another size than its launch", lambda p: [*p[:4], p[4] + 8]),
-        ("a job of another size than its launch", lambda p: [*p[:3], 4, p[4] + 12]),
+        ("a job of another size than its launch", lambda p: [*p[:4], p[4] + 8, p[5]]),
+        ("a job of another size than its launch", lambda p: [*p[:3], 4, p[4] + 12, p[5]]),
+        ("more blocks than it has", lambda p: [*p[:5], 133]),
+        ("more blocks than it has", lambda p: [*p[:5], 0]),
         ("more jobs than parameters hold", lambda p: [*p[:2], 1000, *p[3:]]),
         ("more jobs than parameters hold", lambda p: [*p[:2], 0, *p[3:]]),
         ("holds -1 for a size", lambda p: [-1, *p[1:]]),
