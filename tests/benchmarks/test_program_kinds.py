@@ -13,6 +13,7 @@ from optdnn.ops.fused import plain_attrs, typed_attrs
 from optdnn.ops.table import FAMILIES, OPDEFS
 from optdnn.runtime.cuda.launches.plan import TF32, CudaStep, OperandView, parse
 from optdnn.runtime.program import Program, Step
+from optdnn.runtime.reference.run import PlainStage
 from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.types import FP32, INT8, NARROW_FLOATS, TensorType, is_float
 
@@ -56,6 +57,12 @@ def test_launches_are_of_defined_kinds(name: str) -> None:
         kind, given = parsed.meaning.kind, attrs_from_plain(dict(parsed.meaning.attrs))
         given.pop(TF32, None)
         assert kind in OPDEFS
+        if (
+            kind not in REGIONS and OPDEFS[kind].arity is None
+        ):  # a reduction that computes its own operand has stages besides
+            stages = [*given.pop("prologue", ()), *given.pop("epilogue", ())]
+            assert all(isinstance(s, PlainStage) for s in stages)
+            assert given.pop("arity", 1) >= 1
         attrs = typed_attrs(OPDEFS[kind], given)
         if kind not in REGIONS:
             continue

@@ -33,6 +33,7 @@ from kernels.norm.test_short_rows import pair  # type: ignore[import-not-found]
 from kernels.pointwise.test_prologue import dense_layer, gated  # type: ignore[import-not-found]
 from kernels.reduce.test_image_means import gate  # type: ignore[import-not-found]
 
+from support.decoder import decoder
 from support.net import Net
 from support.packed_cases import CASES, network
 from support.quantized_nets import FP8, NARROWED, NETS, QNet
@@ -173,6 +174,20 @@ def _never(*given: Any) -> None:
     """A tactic's ``defer`` where it is taken whatever the cost model predicts."""
 
 
+def by_wgmma(problem: Any, gpu: Any) -> Any:
+    """The configurations of a pooled stem on wgmma alone."""
+    from optdnn.kernels.conv.stem_pool import wgmma_offers
+
+    return tuple(wgmma_offers(problem, gpu))
+
+
+def layers() -> Any:
+    """Two layers of a decoder, a token."""
+    from optdnn.importers.onnx import import_model
+
+    return import_model(decoder(heads=16, groups=4, size=64))
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "pool behind a convolution": {"conv.pooled.OVERLAP": -1.0},
     "a gate": {"gemm.gemv_pair.GemvPair.defer": _never, "gemm.gemv_pair.PooledPair.defer": _never},
@@ -187,6 +202,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "norms of images": {"conv.normed.NormedConv.defer": _never},
     "chained": {"conv.chained.GAIN": 99.0},
     "a first convolution": {"conv.stem_pool.GAIN": 99.0},
+    "a first convolution and its pool, by wgmma": {"conv.stem_pool._offers": by_wgmma},
 }
 """How the names of families begin -> what is set in ``optdnn.kernels``, so that their kernels are taken."""
 
@@ -199,12 +215,15 @@ def forced(name: str) -> Iterator[None]:
 
     from optdnn.kernels.conv import general
     from optdnn.kernels.norm import group_norm, group_norm_grid
+    from optdnn.lowering import megakernels
     from optdnn.lowering.table import TACTICS
 
     with pytest.MonkeyPatch.context() as patch:
         for begin, settings in SETTINGS.items():
             for place, value in settings.items() if name.startswith(begin) else ():
                 patch.setattr(f"optdnn.kernels.{place}", value)
+        if name == "layers in one launch":
+            patch.setattr(megakernels, "gains", lambda run, gpu: True)
         if name == "stream-K":
             test_stream_k.prefer_stream_k(patch)
         if name == "a grid that keeps an image":
@@ -323,6 +342,7 @@ def depthwise_convolutions() -> Graphs:
         "chained convolutions": (net(Net, bottlenecks), "fp16"),
         "chained products": (net(Net, perceptron), "fp16"),
         "a first convolution and its pool": (net(Net, stem_and_pool), "fp16"),
+        "a first convolution and its pool, by wgmma": (net(Net, stem_and_pool), "fp16"),
         "a gate": (lambda: excited(images=1), "fp16"),
         "a gate of means": (lambda: excited(images=1, means=True), "fp16"),
     }
@@ -413,6 +433,7 @@ def sequences() -> Graphs:
     return {
         **{f"{kind}: {name}": (cases[name][0], "fp16") for kind, cases, names in picked for name in names},
         "attention over a cache": (step, "fp16"),
+        "layers in one launch": (layers, "fp16"),
         "attention over a cache, keys shared": (lambda: step(batch=1, capacity=2048), "fp16"),
         "attention between channels": (between_channels, "fp16"),
         "attention between channels over many tokens": (lambda: between_channels(tokens=3000), "fp16"),
