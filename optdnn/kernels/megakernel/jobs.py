@@ -55,7 +55,13 @@ def job_of(step: Step, launch: LaunchPlan, program: Program) -> Job | str:
     if len(at) != len(launch.relocations):
         return "its parameters hold more than addresses"
     dtype = "bfloat16" if "-DDTYPE_BF16" in kernel.options else "float16"
-    return (_product if kernel.function == GEMV else _attention)(step, launch, fields, at, dtype, program, kernel)
+    if kernel.function == GEMV:
+        job = _product(step, launch, fields, at, dtype, kernel)
+    else:
+        job = _attention(step, launch, fields, at, dtype)
+    if isinstance(job, Job) and any(place.at % 8 for place in (job.out, *job.rows.values())):
+        return "its rows are not aligned to four numbers"
+    return job
 
 
 def _fields(kernel: Kernel) -> dict[str, int]:
@@ -72,7 +78,7 @@ def _place(step: Step, at: Mapping[int, Pointer[int]], where: int, pitch: int = 
 
 
 def _product(
-    step: Step, launch: LaunchPlan, fields: Mapping[str, int], at: Mapping[int, Pointer[int]], dtype: str, program: Program, kernel: Kernel,
+    step: Step, launch: LaunchPlan, fields: Mapping[str, int], at: Mapping[int, Pointer[int]], dtype: str, kernel: Kernel,
 ) -> Job | str:  # fmt: skip
     """The parameters are those of ``gemv.cu``: eight addresses, four integers and an epsilon."""
     if fields["RESULT_FLOAT"]:
@@ -94,13 +100,11 @@ def _product(
     })  # fmt: skip
     out = _place(step, at, 32, out_pitch, size)
     assert out is not None
-    if any(place.at % 8 for place in (out, *rows.values())):
-        return "its rows are not aligned to four numbers"
     return Job(kind, dtype, rows, out, _present(places), {"epsilon": epsilon})
 
 
 def _attention(
-    step: Step, launch: LaunchPlan, fields: Mapping[str, int], at: Mapping[int, Pointer[int]], dtype: str, program: Program, kernel: Kernel,
+    step: Step, launch: LaunchPlan, fields: Mapping[str, int], at: Mapping[int, Pointer[int]], dtype: str,
 ) -> Job | str:  # fmt: skip
     """The parameters are those of ``attention_cached.cu``: twelve addresses, strides, two integers and three floats."""
     _, heads, batch = launch.grid
@@ -125,8 +129,6 @@ def _attention(
     })  # fmt: skip
     target = _place(step, at, 72, out, (all_queries - 1) * out + size)
     assert target is not None
-    if any(place.at % 8 for place in (target, *rows.values())):
-        return "its rows are not aligned to four numbers"
     numbers = {"keys_head": keys, "values_head": values, "capacity": capacity, "scale": scale}
     return Job(kind, dtype, rows, target, _present(places), numbers)
 
