@@ -126,28 +126,24 @@ class CudaContext(BaseContext):
 
     def _joined_launches(self, given: Mapping[int, int]) -> list[Launch | Called]:
         """As :meth:`launches`, the jobs of a run in one."""
-        items = self.items(given)
-        kept = [[k for k in group if not isinstance(items[k], Transfer)] for group in self.runner.groups]
-        return [
-            self._unit(group, given) if len(group) > 1 else items[group[0]]  # type: ignore[misc]
-            for group in kept
-            if group
-        ]
+        return [item for item in self.items(given, self.runner.groups) if isinstance(item, (Launch, Called))]
 
-    def items(self, given: Mapping[int, int]) -> list[Item]:
-        """The work of each step of the program. ``given``: addresses of inputs and outputs that are the caller's, by buffer."""
+    def items(self, given: Mapping[int, int], groups: Sequence[Sequence[int]] = ()) -> list[Item]:
+        """The work of each step of the program, or of each group of steps. ``given``: addresses of inputs and outputs that are the caller's, by
+        buffer."""
         launches: list[Item] = []
-        for k, parsed in enumerate(self.runner.steps):
-            if isinstance(parsed, HostPlan):
+        for k, *others in groups or ([k] for k in range(len(self.runner.steps))):
+            parsed = self.runner.steps[k]
+            if others:
+                launches.append(self._unit((k, *others), given))
+            elif isinstance(parsed, HostPlan):
                 launches.append(partial(self.memory.run_on_host, parsed))
-                continue
-            if isinstance(parsed, CopyPlan):
+            elif isinstance(parsed, CopyPlan):
                 launches.append(self.memory.transfer(parsed, given))
-                continue
-            if stays(self.program.steps[k], given, self.runner.in_place):
+            elif stays(self.program.steps[k], given, self.runner.in_place):
                 launches.append(Transfer(0, 0, 0, False, parsed.label))
-                continue
-            launches.append(self._launch(k, parsed, given, dependent=not follows_copy(launches)))
+            else:
+                launches.append(self._launch(k, parsed, given, dependent=not follows_copy(launches)))
         return launches
 
     def _launch(self, k: int, parsed: CudaStep, given: Mapping[int, int], *, dependent: bool = True) -> Launch | Called:

@@ -35,9 +35,11 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megakernels, "gains", lambda run, gpu: True)
 
 
-def built(*, heads: int = 16, groups: int = 4, size: int = 64, **options: Any) -> Program:
+def built(
+    *, heads: int = 16, groups: int = 4, size: int = 64, grouped: dict[str, Any] | None = None, **options: Any
+) -> Program:
     options = {"target": "cuda:h200", "precision": "fp16", "io_dtype": "fp16", "no_cubins": True, **options}
-    return optdnn.build(decoder(heads=heads, groups=groups, size=size), **options).program
+    return optdnn.build(decoder(heads=heads, groups=groups, size=size, grouped=grouped), **options).program
 
 
 def launch_of(program: Program, k: int) -> LaunchPlan:
@@ -105,6 +107,20 @@ def test_rows_come_from_the_jobs_that_make_them() -> None:
     assert struct.unpack_from("<2i", down.parameters, 32 + 56)[0] == 3
     assert struct.unpack_from("<i", down.parameters, 32 + 80) == (2,), "its residual"
     assert struct.unpack_from("<2i", down.parameters, 8) == (4, 1), "its number, and one job"
+
+
+@pytest.mark.usefixtures("always")
+def test_windows_softcaps_and_interleaved_pairs_stay_with_their_attention() -> None:
+    grouped = {"local_window_size": 7, "softcap": 10.0, "rotary_interleaved": 1}
+    program = built(grouped=grouped)
+    attention = launch_of(program, parts(program)[1])
+    text = program.kernels[attention.kernel].generated["generated.cuh"]
+    assert "#define SOFTCAP 1" in text
+    assert "#define INTERLEAVED 1" in text
+    # Behind the header, the kind, four rows, six constants, the exchange and two strides.
+    capacity, reach, *scales = struct.unpack_from("<2i3f", attention.parameters, 32 + 4 * 24 + 6 * 8 + 8 + 16)
+    assert (capacity, reach) == (32, 6)
+    assert scales == pytest.approx([np.log2(np.e) / 8, 2 * np.log2(np.e) / 80, 10 * np.log2(np.e)])
 
 
 @pytest.mark.usefixtures("always")
@@ -313,8 +329,6 @@ def test_launches_that_are_no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(launch, relocations=tuple(replace(r, offset=4) if r.at == 32 else r for r in launch.relocations))  # type: ignore[arg-type]
 
     assert why("RowProduct", beside) == "its rows are not aligned to four numbers"
-    for name in ("WINDOW", "SOFTCAP", "INTERLEAVED"):
-        assert "a window, a softcap, or pairs" in why("CachedAttention", **{name: "1"})
     assert why("CachedAttention", lambda x: replace(x, grid=(*x.grid[:2], 3))) == "it is of 3 sequences"
     apart = struct.pack("<q", 999)
 

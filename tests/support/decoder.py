@@ -12,13 +12,15 @@ VOCABULARY, POSITIONS = 128, 4096
 
 
 def decoder(
-    *, layers: int = 2, heads: int = 4, groups: int = 2, size: int = 16, capacity: int = 32, grows: bool = False
-) -> onnx.ModelProto:
+    *, layers: int = 2, heads: int = 4, groups: int = 2, size: int = 16, capacity: int = 32, grows: bool = False,
+    grouped: dict[str, Any] | None = None,
+) -> onnx.ModelProto:  # fmt: skip
     """Pre-norm layers of grouped-query attention with rotary positions, and gated MLPs (opset 24), seeded.
 
     Inputs: ``token`` (1, 1), ``at`` (1,), the number of positions that the caches hold, and per layer ``key.N`` and ``value.N``,
     (1, groups, capacity, size), or (1, groups, held, size) where they grow. Outputs: ``logits`` (1, 1, VOCABULARY), and
     ``new.key.N``, ``new.value.N``: written at ``at`` by TensorScatter, or one longer by Concat.
+    ``grouped``: attention, rotary positions and writes are a GroupQueryAttention with these attributes.
     """
     rng, width = np.random.default_rng(0), heads * size
     nodes: list[onnx.NodeProto] = []
@@ -45,26 +47,11 @@ def decoder(
     def norm(out: str, x: str) -> str:
         return node("RMSNormalization", out, x, constant(f"{out}.scale", np.ones(width, np.float32)))
 
-    held: Any = "held" if grows else capacity
-    longer: Any = "longer" if grows else capacity
-    inputs = [helper.make_tensor_value_info("token", 7, [1, 1]), helper.make_tensor_value_info("at", 7, [1])]
-    outputs = [helper.make_tensor_value_info("logits", 1, [1, 1, VOCABULARY])]
-    angles = np.arange(POSITIONS)[:, None] / 10000 ** (np.arange(size // 2) / (size // 2))
-    cos, sin = (constant(n, f(angles).astype(np.float32)) for n, f in (("cos", np.cos), ("sin", np.sin)))
-    node("Reshape", "place", "at", constant("one_by_one", np.array([1, 1])))
-    node("Add", "total", "at", constant("one", np.array([1])))
-    x = node("Gather", "embedded", matrix("embedding", VOCABULARY, width), "token")
-    for i in range(layers):
-        y = norm(f"norm.{i}", x)
-        q, k = (
-            split(f"{n}.{i}", linear(f"to_{n}.{i}", y, width, c * size), c) for n, c in (("q", heads), ("k", groups))
-        )
-        v = split(f"v.{i}", linear(f"to_v.{i}", y, width, groups * size), groups)
+    def attended(i: int, q: str, k: str, v: str) -> str:
+        q, k, v = (split(f"{n}.{i}", x, c) for n, x, c in (("q", q, heads), ("k", k, groups), ("v", v, groups)))
         q, k = (node("RotaryEmbedding", f"turned_{a}", a, cos, sin, "place") for a in (q, k))
         new = []
         for what, value in (("key", k), ("value", v)):
-            inputs.append(helper.make_tensor_value_info(f"{what}.{i}", 1, [1, groups, held, size]))
-            outputs.append(helper.make_tensor_value_info(f"new.{what}.{i}", 1, [1, groups, longer, size]))
             out = f"new.{what}.{i}"
             if grows:
                 new.append(node("Concat", out, f"{what}.{i}", value, axis=2))
@@ -73,7 +60,36 @@ def decoder(
         lengths = () if grows else ("", "", "", "total")
         y = node("Attention", f"attended.{i}", q, *new, *lengths)
         y = node("Transpose", f"heads.{i}", y, perm=[0, 2, 1, 3])
-        y = node("Reshape", f"joined.{i}", y, constant(f"joined.{i}.shape", np.array([1, 1, width])))
+        return node("Reshape", f"joined.{i}", y, constant(f"joined.{i}.shape", np.array([1, 1, width])))
+
+    def attended_in_groups(i: int, q: str, k: str, v: str) -> str:
+        whole = constant(f"capacity.{i}", np.array(capacity, np.int32))
+        operands = (q, k, v, f"key.{i}", f"value.{i}", "last", whole, cos, sin)
+        results = [f"attended.{i}", f"new.key.{i}", f"new.value.{i}"]
+        attrs = {"num_heads": heads, "kv_num_heads": groups, "do_rotary": 1, **(grouped or {})}
+        nodes.append(
+            helper.make_node("GroupQueryAttention", operands, results, results[0], domain="com.microsoft", **attrs)
+        )
+        return results[0]
+
+    held: Any = "held" if grows else capacity
+    longer: Any = "longer" if grows else capacity
+    inputs = [helper.make_tensor_value_info("token", 7, [1, 1]), helper.make_tensor_value_info("at", 7, [1])]
+    outputs = [helper.make_tensor_value_info("logits", 1, [1, 1, VOCABULARY])]
+    angles = np.arange(POSITIONS)[:, None] / 10000 ** (np.arange(size // 2) / (size // 2))
+    cos, sin = (constant(n, f(angles).astype(np.float32)) for n, f in (("cos", np.cos), ("sin", np.sin)))
+    node("Reshape", "place", "at", constant("one_by_one", np.array([1, 1])))
+    node("Add", "total", "at", constant("one", np.array([1])))
+    if grouped is not None:
+        node("Cast", "last", "at", to=onnx.TensorProto.INT32)
+    x = node("Gather", "embedded", matrix("embedding", VOCABULARY, width), "token")
+    for i in range(layers):
+        y = norm(f"norm.{i}", x)
+        for what in ("key", "value"):
+            inputs.append(helper.make_tensor_value_info(f"{what}.{i}", 1, [1, groups, held, size]))
+            outputs.append(helper.make_tensor_value_info(f"new.{what}.{i}", 1, [1, groups, longer, size]))
+        q, k, v = (linear(f"to_{n}.{i}", y, width, c * size) for n, c in (("q", heads), ("k", groups), ("v", groups)))
+        y = attended(i, q, k, v) if grouped is None else attended_in_groups(i, q, k, v)
         x = node("Add", f"attention.{i}", x, linear(f"projected.{i}", y, width, width))
         y = norm(f"mlp_norm.{i}", x)
         gate = linear(f"gate.{i}", y, width, 2 * width)
@@ -82,7 +98,9 @@ def decoder(
         x = node("Add", f"mlp.{i}", x, linear(f"down.{i}", y, 2 * width, width))
     node("Identity", "logits", linear("scores", norm("last_norm", x), width, VOCABULARY))
     graph = helper.make_graph(nodes, "decoder", inputs, outputs, weights)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
+    return helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)], ir_version=11
+    )
 
 
 def states(layers: int = 2) -> dict[str, str]:

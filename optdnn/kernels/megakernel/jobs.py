@@ -14,6 +14,8 @@ from optdnn.runtime.program import Kernel, Program, Step
 GEMV, ATTENTION = "gemv", "attention_cached"
 EXCHANGE = "exchange"
 """The name of the operand through which rows pass."""
+SCALES = "scale_log2", "cap_in", "cap_out"
+"""Of attention, as both kernels name them: 0 where there is no softcap."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +113,12 @@ def _attention(
     if batch != 1:
         return f"it is of {batch} sequences"
     strides = struct.unpack_from("<18q", launch.parameters, 96)
-    capacity, _, scale = struct.unpack_from("<2if", launch.parameters, 240)
+    capacity, reach, *scales = struct.unpack_from("<2i3f", launch.parameters, 240)
     queries, new_keys, new_values, keys, values, out = strides[1:12:2]
     size, group = fields["HEAD"], fields["GROUP"]
-    if fields["WINDOW"] or fields["SOFTCAP"] or fields["INTERLEAVED"]:
-        return "it has a window, a softcap, or pairs of neighbours that turn"
     if strides[12:14] != (size, size):
         return "positions of its cache do not follow one another"
-    kind = AttentionKind(heads, group, size, fields["TURNED"])
+    kind = AttentionKind(heads, group, size, fields["TURNED"], bool(fields["INTERLEAVED"]), bool(fields["SOFTCAP"]))
     names = {"cosines": 24, "sines": 32, "starts": 40, "lengths": 48, "keys": 56, "values": 64}
     places = {name: _place(step, at, where) for name, where in names.items()}
     all_queries = heads * group
@@ -129,7 +129,8 @@ def _attention(
     })  # fmt: skip
     target = _place(step, at, 72, out, (all_queries - 1) * out + size)
     assert target is not None
-    numbers = {"keys_head": keys, "values_head": values, "capacity": capacity, "scale": scale}
+    numbers = {"keys_head": keys, "values_head": values, "capacity": capacity, "reach": reach}
+    numbers |= dict(zip(SCALES, scales, strict=True))
     return Job(kind, dtype, rows, target, _present(places), numbers)
 
 
@@ -182,7 +183,7 @@ def parameters(
         target()
         constant("cosines", "sines", "starts", "lengths", "keys", "values")
         p.pointer(EXCHANGE, offset=partial)
-        p.i64(int(n["keys_head"]), int(n["values_head"])).i32(int(n["capacity"]), -1)
-        p.f32(n["scale"], 0.0, 0.0)
+        p.i64(int(n["keys_head"]), int(n["values_head"])).i32(int(n["capacity"]), int(n["reach"]))
+        p.f32(*(n[name] for name in SCALES))
     block, pointers = p.finished()
     return block.ljust(HEADER + 16 + JOB_BYTES, b"\0"), pointers

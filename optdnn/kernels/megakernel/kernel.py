@@ -69,6 +69,8 @@ class AttentionKind:
     group: int
     features: int
     turned: int
+    interleaved: bool = False
+    softcap: bool = False
 
     def splits(self, blocks: int) -> int:
         """Blocks that share a head."""
@@ -163,7 +165,7 @@ def recipe(kinds: Kinds, run: int, gpu: GpuFacts) -> Recipe:
     if (a := kinds.attention) is not None:
         defines |= {
             "SPLITS": a.splits(on_every_gpu(gpu)), "HEADS": a.heads, "GROUP": a.group, "HEAD": a.features, "TURNED": a.turned,
-            "INTERLEAVED": 0, "SOFTCAP": 0,
+            "INTERLEAVED": int(a.interleaved), "SOFTCAP": int(a.softcap),
         }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(kinds.dtype), *functions, ""])
     return Recipe("megakernel.cu", gpu.arch, {"generated.cuh": text}, template_options(kinds.dtype))

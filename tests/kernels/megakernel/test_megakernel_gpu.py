@@ -29,14 +29,19 @@ def engine_of(model: Any, precision: str = "fp16", **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "size", "capacity", "at"),
-    [(32, 8, 64, 2048, 1500), (14, 2, 64, 600, 599), (12, 2, 128, 1000, 700)],
-)
+    ("heads", "groups", "size", "capacity", "at", "grouped"),
+    [
+        (32, 8, 64, 2048, 1500, None), (14, 2, 64, 600, 599, None), (12, 2, 128, 1000, 700, None),
+        (32, 8, 64, 2048, 1500, {"local_window_size": 300, "rotary_interleaved": 1}),
+        (14, 2, 64, 600, 50, {"local_window_size": 100, "softcap": 20.0}),
+        (12, 2, 128, 1000, 999, {"softcap": 5.0, "rotary_interleaved": 1}),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_decoder_job_by_job_and_in_one_launch(
-    heads: int, groups: int, size: int, capacity: int, at: int, precision: str
+    heads: int, groups: int, size: int, capacity: int, at: int, grouped: dict[str, Any] | None, precision: str
 ) -> None:
-    model = decoder(heads=heads, groups=groups, size=size, capacity=capacity)
+    model = decoder(heads=heads, groups=groups, size=size, capacity=capacity, grouped=grouped)
     context = engine_of(model, precision).context()
     assert context.program.meta["runs"][0]["jobs"] >= 10
     assert max(map(len, context.runner.groups)) >= 10
@@ -52,10 +57,11 @@ def test_a_decoder_job_by_job_and_in_one_launch(
     assert not check_arena(context.runner, feeds)
 
 
-def test_tokens_of_a_decoder() -> None:
+@pytest.mark.parametrize("grouped", [None, {"local_window_size": 7, "softcap": 10.0, "rotary_interleaved": 1}])
+def test_tokens_of_a_decoder(grouped: dict[str, Any] | None) -> None:
     """Caches in place: the graph of bound arrays has the joined launch, too."""
     cupy = pytest.importorskip("cupy")
-    model = decoder(heads=16, groups=4, size=64)
+    model = decoder(heads=16, groups=4, size=64, grouped=grouped)
     want = generated(optdnn.build(model, target="reference"), model, 20)
     context = engine_of(model).context()
     assert context.program.meta["runs"]
