@@ -129,8 +129,8 @@ class CudaContext(BaseContext):
         return [item for item in self.items(given, self.runner.groups) if isinstance(item, (Launch, Called))]
 
     def items(self, given: Mapping[int, int], groups: Sequence[Sequence[int]] = ()) -> list[Item]:
-        """The work of each step of the program, or of each group of steps. ``given``: addresses of inputs and outputs that are the caller's, by
-        buffer."""
+        """The work of each step of the program, or of each group of steps. ``given``: addresses of inputs and outputs that are
+        the caller's, by buffer."""
         launches: list[Item] = []
         for k, *others in groups or ([k] for k in range(len(self.runner.steps))):
             parsed = self.runner.steps[k]
