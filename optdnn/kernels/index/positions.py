@@ -1,17 +1,12 @@
 """Operators of moving, ordering and counting, each a few lines over coordinates (see :mod:`optdnn.kernels.index.index_kernel`).
 
-Where several inputs meet in one result (ScatterND, TopK), each result looks for its inputs, in their order. In a reduction over many,
-a warp does this: each lane reduces those that it finds, and shuffles reduce the lanes. If the search would take long, a scatter writes
-each input to its place instead (ONNX does not define two inputs for one place), or adds it there (:func:`_adds`).
+Scatters are in :mod:`optdnn.kernels.index.scatters`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from collections.abc import Callable
 
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
@@ -25,40 +20,18 @@ from optdnn.kernels.index.index_kernel import (
     operands_of,
     shape_at,
 )
-from optdnn.kernels.layout.views import ints, reshaped
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copied, copy
-from optdnn.types import DTYPES, FP16, FP64, is_float, normalize_axis
-
-SCATTER_LIMIT = 1 << 31
-"""The same as VISITS_LIMIT for scatters, whose threads read the same places at the same time."""
+from optdnn.kernels.layout.views import ints
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
+from optdnn.types import is_float, normalize_axis
 
 WARP = 32
 FEW_LINES = 1 << 13
 """Lines of a running sum that are too few for a thread each: a thread's loads of 128 elements, one after the other, take 9 us on an H200."""
 
-SHARED_SEARCH = 128
-"""Updates from which on a warp searches for those of a result. A thread takes 57 ns for each on an H200: 12,288 took 700 us,
-and 240 with warps; 13,264 for the 2,708 x 80 results of a GCN 15 ms, and 0.4 with warps."""
-FEW_RESULTS = 1 << 15
-"""Results up to which a warp searches also where its lanes read indices that are apart."""
-
-DIRECT = 1 << 20
-"""Places that the results of a scatter would look at in all, from which on each update is written directly. Of 2^21, the search takes
-35 us on an H200 and the writes 3.3; it grows with the places, the writes hardly do."""
-
 
 def _number(name: str, placed: TensorView | None, default: str) -> str:
     """The one element of a tensor as a 64-bit integer."""
     return default if placed is None else f"i64(widen(p.{name}[0]))"
-
-
-def _rows(b: Builder, op: Op, x: TensorView, shape: tuple[int, ...]) -> TensorView:
-    """``x`` in another shape: the same memory, or a dense copy."""
-    found = reshaped(x, shape)
-    if found is None:
-        found = reshaped(copied(b, op, x, "dense"), shape)
-        assert found is not None
-    return found
 
 
 # ---------------------------------------------------------------- the operators
@@ -178,207 +151,6 @@ def _reverse_sequence(b: Builder, op: Op) -> None:
     emit_index_kernel(b, op, out.shape, {"x": x, "l": lengths}, {"y": out}, lines, reads=operands_of(b, op))
 
 
-_REDUCE = {"none": "u", "add": "v + u", "mul": "v * u", "max": "max_nan(v, u)", "min": "min_nan(v, u)"}
-
-
-@dataclass(frozen=True)
-class _Search:
-    """How a result of a scatter looks for its updates among ``count``: one thread, or the lanes of a warp, as C++. ``rank``: axes of the
-    space of results; ``number``: the type of the sums."""
-
-    op: Op
-    count: int
-    rank: int
-    number: str
-
-    @property
-    def shared(self) -> bool:
-        """Whether the lanes of a warp share it."""
-        return self.op.attrs.reduction != "none" and self.count >= SHARED_SEARCH
-
-    @property
-    def first(self) -> str:
-        return f"o{self.rank}" if self.shared else "0"
-
-    @property
-    def step(self) -> int:
-        return WARP if self.shared else 1
-
-    def space(self, results: Sequence[int]) -> tuple[int, ...]:
-        return (*results, WARP) if self.shared else tuple(results)
-
-    def begin(self, name: str, given: str) -> str:
-        """The sum of a lane begins with operand 0 once, where that counts."""
-        if self.shared and self.op.attrs.reduction in ("add", "mul"):
-            neutral = 0 if self.op.attrs.reduction == "add" else 1
-            return f"{self.number} {name} = {self.number}({neutral}); if (o{self.rank} == 0) {name} = {given};"
-        return f"{self.number} {name} = {given};"
-
-    def end(self, names: Sequence[str], stores: str) -> str:
-        """The lanes' sums become one, which the first lane stores."""
-        if not self.shared:
-            return stores
-        merge = " ".join(
-            f"{{ const {self.number} v = {name}, u = __shfl_xor_sync(0xffffffffu, {name}, step); "
-            f"{name} = {self.number}({_REDUCE[self.op.attrs.reduction]}); }}"
-            for name in names
-        )
-        return f"""#pragma unroll
-        for (int step = {WARP // 2}; step; step /= 2) {{ {merge} }}
-        if (o{self.rank} == 0) {{ {stores} }}"""
-
-
-def _scatter_elements(b: Builder, op: Op) -> None:
-    x, index, updates, out = needed(b, op, 0), needed(b, op, 1), needed(b, op, 2), b.target(op.value)
-    r, t = len(out.shape), arithmetic(x.dtype)
-    axis = normalize_axis(op.attrs.axis, r)
-    if _direct(b, op) or _adds(b, op):
-        places = [("i64(p.i[at_i({})])".format(coordinates("o", r)), axis)]
-        _write_updates(b, op, index, updates, places, [f"to{k}" if k == axis else f"o{k}" for k in range(r)])
-        return
-    inside = " && ".join(f"o{k} < p.n_i[{k}]" for k in range(r) if k != axis) or "true"
-    at, own = coordinates("o", r, {axis: "j"}), coordinates("o", r)
-    search = _Search(op, index.shape[axis], r, t)
-    near = index.strides[axis] == 1 or math.prod(out.shape) <= FEW_RESULTS
-    search = search if near else replace(search, count=0)
-    lines = f"""{search.begin("sum", f"widen(p.x[at_x({own})])")}
-        if ({inside}) for (i64 j = {search.first}; j < p.n_i[{axis}]; j += {search.step}) {{
-            i64 to = i64(p.i[at_i({at})]);
-            to += to < 0 ? p.n_x[{axis}] : 0;
-            if (to != o{axis}) continue;
-            const {t} v = sum, u = widen(p.u[at_u({at})]);
-            sum = {t}({_REDUCE[op.attrs.reduction]});
-        }}
-        {search.end(["sum"], f"p.y[at_y({own})] = narrow<{CPP[x.dtype]}>(sum);")}"""
-    tensors = {"x": x, "i": index, "u": updates}
-    emit_index_kernel(b, op, search.space(out.shape), tensors, {"y": out}, lines, reads=operands_of(b, op))
-
-
-def _scatter_nd(b: Builder, op: Op) -> None:
-    """A point is as many results of a row as one search serves (:func:`_together`)."""
-    x, index, updates, out = needed(b, op, 0), needed(b, op, 1), needed(b, op, 2), b.target(op.value)
-    r, t, depth = len(out.shape), arithmetic(x.dtype), index.shape[-1]
-    count, each = math.prod(index.shape[:-1]), _together(out.shape, depth)
-    flat = _rows(b, op, index, (count, depth))
-    values = _rows(b, op, updates, (count, *x.shape[depth:]))
-    if _direct(b, op) or _adds(b, op):
-        places = [(f"i64(p.i[at_i(o0, {k})])", k) for k in range(depth)]
-        at = [f"to{k}" for k in range(depth)] + [f"o{k + 1}" for k in range(r - depth)]
-        _write_updates(b, op, flat, values, places, at)
-        return
-    tests = " ".join(
-        f"{{ i64 to = i64(p.i[at_i(j, {k})]); to += to < 0 ? p.n_x[{k}] : 0; hit = hit && to == o{k}; }}"
-        for k in range(depth)
-    )
-    own = [coordinates("o", r, {r - 1: f"o{r - 1} * {each} + {e}"} if each > 1 else {}) for e in range(each)]
-    first = ", ".join(f"o{k}" for k in range(depth, r - 1))
-    last = [f"o{r - 1} * {each} + {e}" if each > 1 else f"o{r - 1}" for e in range(each)] if r > depth else [""]
-    at = [", ".join(part for part in ("j", first, place) if part) for place in last]
-    search = _Search(op, count, r, t)
-    begin = " ".join(search.begin(f"v{e}", f"widen(p.x[at_x({own[e]})])") for e in range(each))
-    merge = " ".join(
-        f"{{ const {t} v = v{e}, u = widen(p.u[at_u({at[e]})]); v{e} = {t}({_REDUCE[op.attrs.reduction]}); }}"
-        for e in range(each)
-    )
-    end = " ".join(f"p.y[at_y({own[e]})] = narrow<{CPP[x.dtype]}>(v{e});" for e in range(each))
-    lines = f"""{begin}
-        for (i64 j = {search.first}; j < {count}; j += {search.step}) {{
-            bool hit = true;
-            {tests}
-            if (!hit) continue;
-            {merge}
-        }}
-        {search.end([f"v{e}" for e in range(each)], end)}"""
-    space = search.space((*out.shape[:-1], out.shape[-1] // each) if each > 1 else out.shape)
-    emit_index_kernel(b, op, space, {"x": x, "i": flat, "u": values}, {"y": out}, lines, reads=operands_of(b, op))
-
-
-def _direct(b: Builder, op: Op) -> bool:
-    """Whether updates are written to their places: many that replace what is there, and that are not known to meet."""
-    if op.attrs.reduction != "none" or _lookups(b, op) <= DIRECT:
-        return False
-    known = b.graph.constant_value(op.inputs[1])
-    if known is None:
-        return True
-    if op.kind == "ScatterND":
-        rows = known.reshape(-1, known.shape[-1])
-        return len(np.unique(rows % np.array(shape_at(b, op, 0)[: rows.shape[1]]), axis=0)) == len(rows)
-    axis = normalize_axis(op.attrs.axis, known.ndim)
-    ordered = np.sort(known % shape_at(b, op, 0)[axis], axis=axis)
-    return bool((np.diff(ordered, axis=axis) != 0).all())
-
-
-def _adds(b: Builder, op: Op) -> bool:
-    """Whether updates are added where they belong, by atomic additions in float64.
-
-    Numbers of fp16 are multiples of 2^-24, so that float64 adds them exactly up to 2^29, and the order does not matter. Sums of other
-    types would depend on it.
-    """
-    return op.attrs.reduction == "add" and op.outputs[0].type.dtype == FP16 and _lookups(b, op) > DIRECT
-
-
-def _write_updates(
-    b: Builder, op: Op, index: TensorView, updates: TensorView, places: Sequence[tuple[str, int]], at: Sequence[str]
-) -> None:
-    """A copy of operand 0, and a launch that writes the updates into it, or adds them. ``places``: an index as text, and its axis of the
-    result; ``at``: the coordinates of the result, where ``to0``, … are these."""
-    x, result = needed(b, op, 0), b.target(op.value)
-    adds = _adds(b, op)
-    out = b.new(f"{op.outputs[0].name}.sums", FP64, result.shape) if adds else result
-    copy(b, op, x, out)
-    found = " ".join(f"i64 to{k} = {text}; to{k} += to{k} < 0 ? p.n_y[{k}] : 0;" for text, k in places)
-    inside = " && ".join(f"to{k} >= 0 && to{k} < p.n_y[{k}]" for _, k in places)
-    lines = f"""{found}
-        if ({inside}) {{"""
-    place, update = f"at_y({', '.join(at)})", f"p.u[at_u({coordinates('o', len(updates.shape))})]"
-    lines += f" add_to(p.y + {place}, double(widen({update}))); }}" if adds else f" p.y[{place}] = {update}; }}"
-    reads = [out, *operands_of(b, op)[1:]]
-    emit_index_kernel(b, op, updates.shape, {"i": index, "u": updates}, {"y": out}, lines, reads=reads)
-    if adds:
-        copy(b, op, out, result)
-
-
-def _together(shape: tuple[int, ...], depth: int) -> int:
-    """Results along the last axis that a search for their inputs serves: all of them lie in one row."""
-    fits = (n for n in (8, 4, 2) if shape[-1] % n == 0) if len(shape) > depth else ()
-    return next(iter(fits), 1)
-
-
-def _tensor_scatter(b: Builder, op: Op) -> None:
-    x, updates, start, out = needed(b, op, 0), needed(b, op, 1), operand_at(b, op, 2), b.target(op.value)
-    r = len(out.shape)
-    axis = normalize_axis(op.attrs.axis, r)
-    copy(b, op, x, out)  # a separate launch: none where a cache is bound as its own successor
-    first = "0" if start is None else "i64(p.w[at_w(o0)])"
-    size = f"p.n_y[{axis}]"
-    wrap = f"at = (at % {size} + {size}) % {size};" if op.attrs.mode == "circular" else ""
-    lines = f"""i64 at = o{axis} + {first};
-        {wrap}
-        if (at >= 0 && at < {size}) p.y[at_y({coordinates("o", r, {axis: "at"})})] = p.u[at_u({coordinates("o", r)})];"""
-    reads = [out, *operands_of(b, op)[1:]]
-    moved, into = _words(updates, out) if axis < r - 1 else (updates, out)
-    emit_index_kernel(b, op, moved.shape, {"u": moved, "w": start}, {"y": into}, lines, reads=reads, results=[out])
-
-
-def _words(*tensors: TensorView) -> tuple[TensorView, ...]:
-    """Views of what is only moved: in words of eight bytes, where rows of all tensors are such words."""
-    count = 8 // tensors[0].dtype.itemsize
-
-    def whole(t: TensorView) -> bool:
-        steps = [s for n, s in zip(t.shape[:-1], t.strides[:-1], strict=True) if n > 1]
-        return t.strides[-1] == 1 and not any(x % count for x in (t.shape[-1], t.offset, *steps))
-
-    if count <= 1 or not all(whole(t) for t in tensors):
-        return tensors
-    return tuple(
-        replace(
-            t, dtype=DTYPES["uint64"], offset=t.offset // count, shape=(*t.shape[:-1], t.shape[-1] // count),
-            strides=(*(s // count for s in t.strides[:-1]), 1),
-        )
-        for t in tensors
-    )  # fmt: skip
-
-
 def _top_k(b: Builder, op: Op) -> None:
     x = needed(b, op, 0)
     writes = {name: b.target(Value(op.id, i)) for i, name in zip(range(len(op.outputs)), ("y", "i"), strict=False)}
@@ -420,11 +192,6 @@ def _lookups(b: Builder, op: Op) -> float:
     if op.kind == "TopK":
         # The compared elements are those of one line: they come from the caches, several at a time.
         return math.prod(x) * x[normalize_axis(op.attrs.axis, len(x))] / 16
-    if op.kind == "ScatterElements":
-        return math.prod(x) * shape_at(b, op, 1)[normalize_axis(op.attrs.axis, len(x))]
-    if op.kind == "ScatterND":
-        *count, depth = shape_at(b, op, 1)
-        return math.prod(x) * math.prod(count) / _together(x, depth)
     return 0.0
 
 
@@ -435,16 +202,13 @@ def _limits(b: Builder, op: Op) -> str | None:
         return "how many is not known when the engine is built"
     if op.kind == "OneHot" and ints(b, op, 1) is None:
         return "its depth is not known when the engine is built"
-    places = op.kind in ("ScatterElements", "ScatterND") and (_direct(b, op) or _adds(b, op))
-    visits = 0.0 if places else _lookups(b, op)
-    limit = SCATTER_LIMIT if op.kind in ("ScatterElements", "ScatterND") else VISITS_LIMIT
-    return f"each result would look at {visits:.0f} candidates in all" if visits > limit else None
+    visits = _lookups(b, op)
+    return f"its results would look at {visits:.0f} candidates in all" if visits > VISITS_LIMIT else None
 
 
 POSITIONS: dict[str, Callable[[Builder, Op], None]] = {
     "Trilu": _trilu, "CumSum": _cumulate, "CumProd": _cumulate, "OneHot": _one_hot, "Hardmax": _hardmax,
-    "ReverseSequence": _reverse_sequence, "ScatterElements": _scatter_elements, "ScatterND": _scatter_nd,
-    "TensorScatter": _tensor_scatter, "TopK": _top_k, "BitCast": _bit_cast,
+    "ReverseSequence": _reverse_sequence, "TopK": _top_k, "BitCast": _bit_cast,
 }  # fmt: skip
 """Kind -> what emits it."""
 

@@ -16,7 +16,7 @@ from support.net import Net
 from support.simulated import feeds_of, lowered
 
 from optdnn.ir.graph import Graph
-from optdnn.kernels.index import positions
+from optdnn.kernels.index import scatters
 from optdnn.ops.attention import TensorScatterAttrs
 from optdnn.ops.gather import ScatterElementsAttrs, ScatterNDAttrs
 from optdnn.ops.shape import TransposeAttrs
@@ -92,7 +92,7 @@ def test_only_sums_are_added_where_they_belong() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_sums(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy in float64, the additions, and a copy back."""
-    monkeypatch.setattr(positions, "DIRECT", 0)
+    monkeypatch.setattr(scatters, "DIRECT", 0)
     graph, feeds = meeting(kind, "add", FP16)
     program = lowered(graph, no_cubins=True)
     assert FP64 in [b.dtype for b in program.buffers]
@@ -169,7 +169,7 @@ def test_searches_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = 12 * 5
     assert _points(lowered(meeting("axis", "add", np.float32, count=127)[0], no_cubins=True)) == alone
     assert _points(lowered(meeting("axis", "none", np.float32)[0], no_cubins=True)) == alone
-    monkeypatch.setattr(positions, "FEW_RESULTS", alone - 1)
+    monkeypatch.setattr(scatters, "FEW_RESULTS", alone - 1)
     assert _points(lowered(meeting("axis", "add", np.float32)[0], no_cubins=True)) == alone
     assert _points(lowered(meeting("vector", "add", np.float32)[0], no_cubins=True)) == 12 * 32
 
@@ -189,7 +189,7 @@ def test_updates_that_meet_on_a_gpu(kind: str, reduction: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_sums_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of atomic additions does not matter: the bits are the same from run to run."""
-    monkeypatch.setattr(positions, "DIRECT", 0)
+    monkeypatch.setattr(scatters, "DIRECT", 0)
     graph, feeds = meeting(kind, "add", FP16, count=20000)
     context: Any = Engine(lowered(graph, "fp16", target="cuda:sm_90a")).context()
     found = check_steps(context, feeds)
