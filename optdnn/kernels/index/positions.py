@@ -20,7 +20,6 @@ from optdnn.kernels.index.index_kernel import (
     operands_of,
     shape_at,
 )
-from optdnn.kernels.layout.views import ints
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
 from optdnn.types import is_float, normalize_axis
 
@@ -196,12 +195,6 @@ def _lookups(b: Builder, op: Op) -> float:
 
 
 def _limits(b: Builder, op: Op) -> str | None:
-    if op.kind == "BitCast" and op.outputs[0].type.static_shape != shape_at(b, op, 0):
-        return "the sizes of the elements differ"
-    if op.kind == "TopK" and ints(b, op, 1) is None:
-        return "how many is not known when the engine is built"
-    if op.kind == "OneHot" and ints(b, op, 1) is None:
-        return "its depth is not known when the engine is built"
     visits = _lookups(b, op)
     return f"its results would look at {visits:.0f} candidates in all" if visits > VISITS_LIMIT else None
 
