@@ -63,13 +63,16 @@ template <int THREADS> DEVICE void put_rows(const RowsHere& here, const u16* x, 
     const int vectors = here.chunks * (CHUNK_K / 8), lane = threadIdx.x % 32;
     for (int base = threadIdx.x - lane; base < ROWS * vectors; base += THREADS) {
         const int i = base + lane, m = ROWS == 1 ? 0 : i / vectors, v = i - m * vectors, at = first + v * 8;
-        uint4 part = make_uint4(0u, 0u, 0u, 0u);
         const bool inside = i < ROWS * vectors;
-        if (inside && at < k) part = *reinterpret_cast<const uint4*>(x + m * x_pitch + at);
-        u32 word[4] = {part.x, part.y, part.z, part.w};
-        if (at + 8 > k) {
+        const u16* const from = x + m * x_pitch + at;
+        u32 word[4] = {};
+        if (inside && at + 8 <= k) {
+            const uint4 part = *reinterpret_cast<const uint4*>(from);
+            word[0] = part.x, word[1] = part.y, word[2] = part.z, word[3] = part.w;
+        } else if (inside && at < k) {             // the last numbers of a row: what lies behind them may be nobody's
             #pragma unroll
-            for (int j = 0; j < 4; j++) word[j] = at + 2 * j >= k ? 0u : at + 2 * j + 1 >= k ? word[j] & 0xffffu : word[j];
+            for (int j = 0; j < 8; j++)
+                if (at + j < k) word[j / 2] |= u32(from[j]) << j % 2 * 16;
         }
         float sum = 0.0f;
         #pragma unroll
