@@ -12,9 +12,20 @@ from support.sequence_cases import recurrent
 from support.simulated import check_not_taken, lowered
 
 from optdnn.ir.graph import Graph
+from optdnn.kernels.builder import Builder
+from optdnn.kernels.layout.picture import ResizedPicture
+from optdnn.kernels.libraries.collective import Collect
+from optdnn.kernels.libraries.tactics import CublasLtBatched
+from optdnn.kernels.tactic import Tactic
+from optdnn.ops.base import Attrs, Stage
+from optdnn.ops.binary import CastAttrs
+from optdnn.ops.collective import AllReduceAttrs
+from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.resize import ResizeAttrs
 from optdnn.ops.rnn import RNNAttrs
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.types import FP32
 
 
 def blocks() -> Graph:
@@ -83,3 +94,35 @@ def test_others_run_it(build: Callable[[], Graph], tactic: str, reason: str, opt
 def test_the_host_runs_it(build: Callable[[], Graph], reason: str) -> None:
     (row,) = lowered(build(), no_cubins=True).meta["host"]["operators"]
     assert reason in row["why"]
+
+
+def reduced() -> Graph:
+    n = Net(np.float64)
+    return n.done(n.op("AllReduce", n.input(4, 4), attrs=AllReduceAttrs(2)))
+
+
+def product_of_stages() -> Graph:
+    n = Net()
+    attrs = MatMulAttrs(prologue=(Stage("Relu", (-1,), Attrs()),))
+    return n.done(n.op("MatMul", n.input(2, 4, 8), n.input(2, 8, 4, name="b"), attrs=attrs))
+
+
+def picture_of_a_region() -> Graph:
+    n = Net()
+    x = n.op("Cast", n.input(1, 3, 8, 8, dtype=np.uint8), attrs=CastAttrs(FP32))
+    attrs = ResizeAttrs("linear", coordinate_transformation_mode="tf_crop_and_resize")
+    return n.done(n.op("Resize", x, n.input(8, name="roi"), None, n.ints(1, 3, 6, 6), attrs=attrs))
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "tactic", "reason"),
+    [
+        (reduced, "AllReduce", Collect(), "it is for fp16, bf16 and fp32"),
+        (product_of_stages, "MatMul", CublasLtBatched(), "it has a prologue"),
+        (picture_of_a_region, "Cast", ResizedPicture(), "sizes of the resize or the crop are not known"),
+    ],
+)
+def test_refused(build: Callable[[], Graph], kind: str, tactic: Tactic, reason: str) -> None:
+    graph = build()
+    (op,) = graph.of_kind(kind)
+    assert reason in str(tactic.refuse(Builder(graph, of_arch("sm_90a")), op))
