@@ -104,14 +104,14 @@ class CachedAttention(ProblemTactic):
     @staticmethod
     def _unsuitable(b: Builder, op: Op, step: Step) -> str | None:
         """Why types, sizes or places of the operands are not those of the kernel."""
-        q, k, v = (b.graph.type(x).static_shape for x in op.inputs[:3] if x is not None)
+        q, _, v = (b.graph.type(x).static_shape for x in op.inputs[:3] if x is not None)
         if op.outputs[0].type.dtype not in (FP16, BF16):
             return "it is for 16-bit floats"
         if any(is_used(b, op, port) for port in (KEYS, VALUES, WEIGHTS)):
             return "its keys, values or weights are results, too"
         if q[2] != 1 or b.graph.type(step.values.inputs[1]).static_shape[2] != 1:  # type: ignore[arg-type]
             return f"it is for one new position, not {q[2]}"
-        if v[3] != q[3] or 0 in q or 0 in k:
+        if v[3] != q[3]:
             return f"values of {v[3]} features with queries of {q[3]}"
         if op.attrs.softmax_precision is not None and op.attrs.softmax_precision == FP64:
             return "its softmax is fp32"

@@ -96,8 +96,6 @@ class ChannelAttention(ProblemTactic):
             return "its keys, values or weights are a result, too"
         if not q.static_shape == k.static_shape == v.static_shape:
             return "its queries, keys and values have different shapes"
-        if 0 in q.static_shape:
-            return "it has nothing to do"
         if any(b.operand(x).strides[2] != 1 and q.static_shape[2] > 1 for x in self._read(b, op)):
             return "the channels of a token are not contiguous"
         if op.value in b.reserved and b.reserved[op.value].strides[2] != 1:

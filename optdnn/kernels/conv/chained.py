@@ -116,8 +116,6 @@ class ChainedProducts(Tactic):
             return "it is no 1x1 convolution or product with a matrix whose result exactly one other such operator multiplies"
         if dtype not in (FP16, BF16) or second.outputs[0].type.dtype != dtype:
             return "it is for 16-bit floats"
-        if 0 in op.outputs[0].type.static_shape:
-            return "it is empty"
         if (why := self.unfit(b, op, second)) is not None:
             return why
         pair = self._pair(b, op, second)

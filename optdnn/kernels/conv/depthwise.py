@@ -200,8 +200,6 @@ class HalfDepthwise(DepthwiseTactic):
             return "its bias is not constant"
         if a.prologue and not relu_before(op):
             return "its prologue is more than a ReLU"
-        if 0 in op.outputs[0].type.static_shape:
-            return "it is empty"
         if (why := _misplaced(*self._images(b, op))) is not None:
             return why
         if math.prod(weight.shape[2:]) > depthwise.MAX_TAPS:

@@ -200,8 +200,6 @@ def _refuse_stages(problem: Problem, config: Config, shared: int) -> str | None:
         return "fp32 results are stored from registers"
     if not render.wgmma_columns(config.bn, problem.dtype):
         return f"wgmma has no tile of {config.bn} columns of {problem.dtype}"
-    if config.tile[0] > 256:
-        return "a weight tile of more than 256 rows exceeds a TMA box"
     if config.split > 16 or config.split > problem.k_steps:
         return f"{problem.k_steps} K steps cannot be split {config.split} ways"
     if config.stages == 1 and problem.k_steps > config.split:

@@ -84,8 +84,6 @@ class ConvPair(Tactic):
         if first.value in b.reserved or b.graph.sole_user(first.value) != op:
             who = ", ".join(u.name for u in b.graph.users(first.value) if u != op) or "the network's output"
             return f"the result of the {self.kinds[0].words} {first.name} has another reader ({who})"
-        if 0 in op.outputs[0].type.static_shape:
-            return "it is empty"
         if any(c.input(2) is not None and bias_of(b, c) is None for c in (first, op)):
             return "a bias is not constant"
         return self.unfit(b, op, first)

@@ -130,8 +130,6 @@ class Unfold(Tactic):
             return "it does not put slices of a padded tensor side by side"
         if found.x not in b.place:
             return "the tensor that is padded is a constant"
-        if 0 in op.outputs[0].type.static_shape:
-            return "it is empty"
         dims, _, _ = _walk(b, op, found, b.result(op.value, self._strides(b, op)))
         if len(dims) > STRIDES_LIMIT or math.prod(dims) >= 1 << 31:
             return f"it has {len(dims)} axes that do not merge, or too many elements"

@@ -17,7 +17,7 @@ from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.ops.rnn import RNNAttrs
-from optdnn.types import FP32, FP64, is_float
+from optdnn.types import FP32, FP64
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 THREADS = 512
@@ -29,8 +29,6 @@ class GeneralRNN(Tactic):
     name = "rnn"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if not is_float(op.outputs[0].type.dtype):
-            return "it is for floating point"
         hidden, wide = op.attrs.hidden_size, op.outputs[0].type.dtype == FP64
         if 4 * hidden * (8 if wide else 4) > 99 << 10:
             return f"{hidden} hidden units do not fit the shared memory of a block"

@@ -30,6 +30,7 @@ from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.launches.plan import parse
 from optdnn.runtime.file.validate import validate
 from optdnn.runtime.program import Program
+from optdnn.types import FP64
 
 ARCHS = ("sm_80", "sm_86", "sm_89")
 
@@ -64,6 +65,7 @@ def test_before_hopper(name: str) -> None:
     [
         (attention, "cuda:sm_90a", "fp16", "Hopper's own kernel runs it"),
         (attention, "cuda:sm_80", "fp32", "it is for 16-bit floats"),
+        (lambda: attention(softmax_precision=FP64), "cuda:sm_80", "fp16", "its softmax is fp32"),
         (lambda: attention(outputs=4), "cuda:sm_80", "fp16", "weights are a result"),
         (lambda: attention(mask="short", lengths=True), "cuda:sm_80", "fp16", "its mask lacks keys"),
         (lambda: attention(value_size=20, size=16), "cuda:sm_80", "fp16", "heads of 20 features"),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.net import Net
-from support.simulated import check_simulated, kinds
+from support.simulated import check_not_taken, check_simulated, kinds
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.attention import AttentionAttrs
@@ -15,6 +15,7 @@ from optdnn.ops.index import SplitAttrs
 from optdnn.ops.norm import LpNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.program import Program
+from optdnn.types import FP64
 
 COSINE = LpNormAttrs(-1, 2, 1e-12)
 
@@ -104,6 +105,7 @@ def test_what_else_is_computed_apart(options: dict[str, Any], apart: int) -> Non
         ({"is_causal": True, "tokens": 16}, "fp16", "its scores have a mask"),
         ({"softcap": 2.0}, "fp16", "a mask or a softcap"),
         ({"left_window_size": 3}, "fp16", "a window"),
+        ({"softmax_precision": FP64}, "fp16", "its softmax is fp32"),
     ],
 )
 def test_what_it_refuses(options: dict[str, Any], precision: str, reason: str) -> None:
@@ -119,3 +121,13 @@ def test_attention_between_tokens_is_none_of_its_own() -> None:
     program = check_simulated(n.done(n.op("Attention", q, k, v, attrs=AttentionAttrs())), "fp16", target="cuda:sm_90a")
     found = {r["tactic"]: r["reason"] for r in row(program)["refused"]}
     assert "not contiguous" in found["attention_channels"]
+
+
+def test_a_result_of_the_network_keeps_its_order() -> None:
+    n = Net(np.float16)
+    parts = n.op("Reshape", n.input(2, 20, 96), n.ints(2, 20, 3, 2, 16))
+    turned = n.op("Transpose", parts, attrs=TransposeAttrs((2, 0, 3, 4, 1)))
+    split = n.op("Split", turned, n.ints(1, 1, 1), attrs=SplitAttrs(0), outputs=3)
+    y = n.op("Attention", *(n.op("Squeeze", part, n.ints(0)) for part in split), attrs=AttentionAttrs())
+    because = "its result is wanted in another order"
+    check_not_taken(n.done(y), "attention_channels", because, no_cubins=True, io_dtype="fp16")

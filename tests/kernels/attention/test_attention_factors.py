@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from support.quantized_nets import QNet
 from support.sequence_cases import attention, attention_of_image
-from support.simulated import kinds, lowered, refusals
+from support.simulated import check_not_taken, kinds, lowered, refusals
 
+from optdnn.ir.graph import Graph
 from optdnn.kernels.attention import hopper_config
 from optdnn.kernels.attention import hopper_kernel as plans
 from optdnn.kernels.attention.problem import Factors, Problem, bshd
+from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
@@ -60,6 +65,42 @@ def test_other_biases_are_stored(options: dict[str, Any], reason: str) -> None:
 )
 def test_other_masks_are_none_of_its_own(mask: str, reason: str) -> None:
     assert reasons(lowered(attention(mask=mask))) == [reason]
+
+
+def of_given_factors(
+    *, of_image: bool = True, key_columns: int = 1, lengths: bool = False, outputs: int = 1, narrow: bool = False, turned: bool = False
+) -> Graph:  # fmt: skip
+    """4 x 4 queries and keys with given factors. ``key_columns``: of the factor of rows. ``narrow``: the result is quantized.
+    ``turned``: the factor of rows comes by columns of queries. Not ``of_image``: the bias is a sum of two masks."""
+    n = QNet(np.float16)
+    q, k, v = (n.input(1, 2, 16, 32, name=name) for name in "qkv")
+    if of_image:
+        rows = n.input(2, 4, 4, 4, key_columns, name="rows")
+        rows = n.op("Transpose", rows, attrs=TransposeAttrs((0, 1, 3, 2, 4))) if turned else rows
+        bias = n.op("Reshape", n.op("Add", rows, n.input(2, 4, 4, 1, 4, name="columns")), n.ints(1, 2, 16, 16))
+    else:
+        bias = n.op("Add", n.input(1, 2, 16, 16, name="full"), n.input(1, 2, 16, 1, name="rows"))
+    more = [None, None, n.input(1, name="lengths", dtype=np.int64)] if lengths else []
+    made = n.op("Attention", q, k, v, bias, *more, attrs=AttentionAttrs(), outputs=outputs)
+    results = made if outputs > 1 else [made]
+    return n.done(*(n.op("Relu", n.dq(n.q(y, 0.01), 0.01)) if narrow else y for y in results))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"of_image": False}, "its mask is no sum over rows and columns of queries and keys"),
+        ({"key_columns": 4}, "its mask is no sum of a factor of rows and one of columns"),
+        ({"lengths": True}, "its keys have a past or lengths, or are a result"),
+        ({"outputs": 3}, "its keys have a past or lengths, or are a result"),
+        ({"narrow": True}, "its result is stored in 8 bits"),
+        ({"turned": True}, "the factors do not lie in rows of pairs"),
+    ],
+)
+def test_what_else_is_refused(options: dict[str, Any], reason: str) -> None:
+    assert "FactoredAttention" in kinds(lowered(of_given_factors(), no_cubins=True, io_dtype="fp16"))
+    graph = of_given_factors(**options)
+    check_not_taken(graph, "attention_factors_sm90", reason, "FactoredAttention", no_cubins=True, io_dtype="fp16")
 
 
 @pytest.mark.parametrize(

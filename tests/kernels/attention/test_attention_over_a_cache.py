@@ -15,35 +15,39 @@ import optdnn
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.ops.attention import AttentionAttrs, RotaryAttrs, TensorScatterAttrs
-from optdnn.types import FP16, INT64
+from optdnn.types import FP16, FP64, INT64
 
 CAPACITY, SIZE = 24, 32
 
 
 def step(
     *, batch: int = 2, heads: int = 4, groups: int = 2, rows: int = 1, turned: bool = True, filled: bool = True, mask: bool = False,
-    circular: bool = False, apart: bool = False, read: bool = False, other_angles: bool = False, dtype: Any = FP16, capacity: int = CAPACITY, **attrs: Any,
+    circular: bool = False, apart: bool = False, read: bool = False, other_angles: bool = False, dtype: Any = FP16, capacity: int = CAPACITY, outputs: int = 1,
+    values: int = SIZE, positions: Any = INT64, known: bool = False, **attrs: Any,
 ) -> Graph:  # fmt: skip
-    """One step of a decoder, over caches of fp16; the caches are results."""
+    """One step of a decoder, over caches of fp16; the caches are results. ``known``: the new key is a constant."""
     n = Net(dtype)
     q, k, v = (
-        n.op("Abs", n.input(batch, c, rows, SIZE, name=x)) for x, c in zip("qkv", (heads, groups, groups), strict=True)
+        n.op("Abs", n.input(batch, c, rows, size, name=x))
+        for x, c, size in zip("qkv", (heads, groups, groups), (SIZE, SIZE, values), strict=True)
     )
-    at = n.input(batch, name="at", dtype=INT64)
+    if known:
+        k = n.random(batch, groups, rows, SIZE)
+    at = n.input(batch, name="at", dtype=positions)
     angles = [n.input(batch, rows, SIZE // 2, name=x) for x in ("cos", "sin")]
     if turned:
         q = n.op("RotaryEmbedding", q, *angles, attrs=RotaryAttrs())
         k = n.op("RotaryEmbedding", k, *(angles[::-1] if other_angles else angles), attrs=RotaryAttrs())
     where = TensorScatterAttrs(2, "circular" if circular else "linear")
-    starts = [at, n.op("Add", at, n.ints(1)) if apart else at]
+    starts = [at, n.op("Add", at, n.const([1], positions)) if apart else at]
     caches = [
-        n.op("TensorScatter", n.input(batch, groups, capacity, SIZE, name=f"past {x}"), new, start, attrs=where)
-        for x, new, start in zip("kv", (k, v), starts, strict=True)
+        n.op("TensorScatter", n.input(batch, groups, capacity, size, name=f"past {x}"), new, start, attrs=where)
+        for x, new, start, size in zip("kv", (k, v), starts, (SIZE, values), strict=True)
     ]
     rest = [n.input(batch, 1, rows, capacity, name="mask")] if mask else [None]
-    length = n.op("Add", at, n.ints(rows)) if filled else None
-    y = n.op("Attention", q, *caches, *rest, None, None, length, attrs=AttentionAttrs(**attrs))
-    return n.done(y, *caches, *([n.op("Tanh", caches[0])] if read else []))
+    length = n.op("Add", at, n.const([rows], positions)) if filled else None
+    made = n.op("Attention", q, *caches, *rest, None, None, length, attrs=AttentionAttrs(**attrs), outputs=outputs)
+    return n.done(*(made if outputs > 1 else [made]), *caches, *([n.op("Tanh", caches[0])] if read else []))
 
 
 def feeds_of(graph: Graph, at: tuple[int, ...] = (5, 17)) -> dict[str, Any]:
@@ -90,6 +94,11 @@ def test_what_it_takes(name: str) -> None:
         ("keys and values are written at other positions", {"apart": True}),
         ("it is for one new position, not 2", {"rows": 2}),
         ("groups of up to 16 are needed", {"heads": 34}),
+        ("its keys, values or weights are results, too", {"outputs": 4}),
+        ("values of 16 features with queries of 32", {"values": 16}),
+        ("its softmax is fp32", {"softmax_precision": FP64}),
+        ("its positions are no integers of 32 or 64 bits", {"positions": np.int16}),
+        ("its new rows are constant", {"known": True, "turned": False}),
     ],
 )
 def test_what_it_refuses(because: str, changes: dict[str, Any]) -> None:

@@ -61,12 +61,23 @@ def weights_over_three_axes(n: Net) -> Value:
     return n.op("Conv", n.input(1, 2, 4, 5, 6), n.input(8, 2, 3, 3, 3, name="w"), attrs=attrs)  # type: ignore[no-any-return]
 
 
+def computed_bias(n: Net) -> Value:
+    attrs = ConvAttrs((1, 1), (0,) * 4, (1, 1))
+    return n.op("Conv", n.input(1, 16, 5, 6), n.random(8, 16, 3, 3), n.input(8, name="b"), attrs=attrs)  # type: ignore[no-any-return]
+
+
+def no_channels(n: Net) -> Value:
+    return n.op("Conv", n.input(1, 0, 5, 6), n.random(8, 0, 3, 3), attrs=ConvAttrs((1, 1), (0,) * 4, (1, 1)))  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("build", "precision", "reason"),
     [
         (lambda n: n.conv(n.input(2, 16, 9, 7), 16), "fp16", "the kernel takes fp32, not float16"),
         (lambda n: n.conv(n.input(2, 16, 9, 7), 16, group=4), "fp32", "a group of 4 filters"),
         (lambda n: n.conv(n.input(2, 4, 9, 7), 20, group=2), "fp32", "do not come in fours, but are 10"),
+        (computed_bias, "fp32", "its bias is not constant"),
+        (no_channels, "fp32", "it has no channels"),
         (weights_over_three_axes, "fp32", "not of one or two spatial axes"),
         (lambda n: n.conv(n.input(1, 2, 3, 16400), 8, pads=1), "fp32", "larger than 16384"),
         (lambda n: n.matmul(n.input(1 << 22, 1024), 8), "fp32", "more elements than 32-bit offsets"),
@@ -126,6 +137,7 @@ def test_configurations_and_their_refusals() -> None:
         (fp32.Config(100, 64), "not a tile"),
         (fp32.Config(128, 128, stages=12), "shared memory"),
         (fp32.Config(32, 32, 4, 4, split=30), "not shared by 30 blocks"),
+        (fp32.Config(16, 96, 4, 4), "its threads do not share the copies evenly"),
     ):
         assert reason in str(fp32.refuse(DENSE, config))
     assert all(fp32.Config.read(str(c)) == c for c in fp32.CONFIGS)

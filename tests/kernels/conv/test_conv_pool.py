@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.net import Net
-from support.simulated import check_simulated, kinds, lowered
+from support.simulated import check_not_taken, check_simulated, kinds, lowered
 
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
@@ -19,6 +19,7 @@ from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.lowering import table
 from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import emit_program
+from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc
@@ -27,16 +28,21 @@ from optdnn.runtime.cuda.gpu_facts import of_arch
 
 def net(
     channels: int = 64, filters: int = 72, size: tuple[int, int] = (28, 30), *, kernel: int = 3, pool: Any = None, strides: int = 1,
-    residual: bool = False, again: bool = False,
+    residual: bool = False, again: bool = False, shifted: bool = False, joined: bool = False,
 ) -> Graph:  # fmt: skip
     """Convolutions before and after, so that images are channels-last."""
     n = Net()
-    x = n.op("Relu", n.conv(n.input(2, 8, *size), channels, 1, pads=0))
+    x = n.op("Relu", n.conv(n.input(2, 8, *size), channels + 4 * shifted, 1, pads=0))
+    if shifted:
+        x = n.op("Slice", x, n.ints(4), n.ints(channels + 4), n.ints(1))
     y = n.conv(x, filters, kernel, pads=kernel // 2, strides=strides, bias=True)
     if residual:
         y = n.op("Add", y, n.input(2, filters, *size, name="r"))
     y = n.op("Relu", y)
     z = n.op("MaxPool", y, attrs=pool) if pool is not None else n.max_pool(y, 2)
+    if joined:
+        other = n.op("Relu", n.conv(n.input(2, 8, *n.dims(z)[2:], name="z"), 8, 3))
+        z = n.op("Concat", other, z, attrs=ConcatAttrs(1))
     return n.done(n.conv(z, 16, 1, pads=0), *([n.conv(y, 16, 1, pads=0)] if again else []))
 
 
@@ -97,6 +103,7 @@ def test_a_librarys_convolution_that_was_chosen_runs_beside_one_that_would_take_
         (net(size=(29, 31), pool=MaxPoolAttrs((2, 2), (2, 2), (0, 0, 0, 0), (1, 1), ceil_mode=True)), "reach beyond the image"),
         (net(pool=MaxPoolAttrs((2, 2), (2, 2), (0, 0, 1, 1), (1, 1))), "reach beyond the image"),
         (net(residual=True), "something else than constants is added"),
+        (net(shifted=True), "its operand is made ready by a launch before it"),
         (net(again=True), "no max pool is the only reader of the result"),
         (net(strides=2, size=(56, 56)), "no tile of whole windows fits"),
         (net(kernel=1), "no tile of whole windows fits"),
@@ -104,6 +111,22 @@ def test_a_librarys_convolution_that_was_chosen_runs_beside_one_that_would_take_
 )  # fmt: skip
 def test_refused(graph: Graph, why: str) -> None:
     assert why in reason(graph)
+
+
+def test_a_part_of_a_joint_buffer_has_gaps() -> None:
+    because = "the pool's result does not lie in channels-last order without gaps"
+    check_not_taken(net(joined=True), "conv_pool_sm90", because, "PooledConv", no_cubins=True)
+
+
+def test_other_types_are_refused() -> None:
+    assert "it is for images of 16-bit floats" in reason(net(), precision="fp32")
+
+
+def test_pools_that_give_indices_are_refused() -> None:
+    n = Net()
+    y, attrs = n.conv(n.input(2, 64, 8, 8), 64), MaxPoolAttrs((2, 2), (2, 2), (0,) * 4, (1, 1), indices=True)
+    graph = n.done(*n.op("MaxPool", y, attrs=attrs, outputs=2))
+    check_not_taken(graph, "conv_pool_sm90", "the pool after it: it gives indices", no_cubins=True)
 
 
 def test_launches_apart_where_these_are_predicted_to_be_faster() -> None:

@@ -98,6 +98,16 @@ REFUSED: dict[str, tuple[Callable[[Net], Value], str]] = {
         lambda n: n.conv(n.op("Tanh", n.op("Mul", picture(n, (9, 9)), 0.01)), 8),
         "more than a factor and an addend",
     ),
+    "a computed bias": (
+        lambda n: n.op(
+            "Conv",
+            picture(n, (9, 9)),
+            n.random(8, 3, 3, 3),
+            n.input(8, name="bias"),
+            attrs=ConvAttrs((1, 1), (1,) * 4, (1, 1)),
+        ),
+        "its bias is not constant",
+    ),
     "window": (lambda n: n.conv(n.input(1, 4, 40, 40), 8, 13, pads=0), "are longer than 512"),
     "no channels": (
         lambda n: n.op(

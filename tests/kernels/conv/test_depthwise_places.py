@@ -28,6 +28,7 @@ from optdnn.kernels.conv import depthwise_tma_kernel as tma
 from optdnn.kernels.conv.problem import Source
 from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import Prepared, lower_cuda
+from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.shape import ReshapeAttrs, TransposeAttrs
 from optdnn.optimize import optimize
@@ -199,6 +200,13 @@ def shifted() -> Graph:
     return n.done(n.conv(n.op("Add", y, x), 16, 1, pads=0))
 
 
+def computed_bias() -> Graph:
+    n = Net()
+    x, bias = n.conv(n.input(2, 16, 9, 9), 24, 1, pads=0), n.op("Abs", n.input(24, name="bias"))
+    attrs = ConvAttrs((1, 1), (1, 1, 1, 1), (1, 1), 24)
+    return n.done(n.conv(n.op("Conv", x, n.random(24, 1, 3, 3), bias, attrs=attrs), 16, 1, pads=0))
+
+
 @pytest.mark.parametrize(
     ("graph", "precision", "reason"),
     [
@@ -211,6 +219,7 @@ def shifted() -> Graph:
         (lambda: sliced(3, (22, 24)), "fp16", "do not begin at multiples of 8 bytes"),
         (plain, "fp16", "its input is not channels-last"),
         (shifted, "fp16", "its prologue is more than a ReLU"),
+        (computed_bias, "fp16", "its bias is not constant"),
     ],
 )
 def test_refusals_say_why(graph: Callable[[], Graph], precision: str, reason: str) -> None:

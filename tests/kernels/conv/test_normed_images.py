@@ -154,6 +154,16 @@ def _tiny_scale(n: Net) -> Value:
     return _pixelwise(n, n.op("GroupNormalization", x, scale, n.random(64), attrs=GroupNormAttrs(1)), 64)
 
 
+def _of_a_depthwise(n: Net) -> Value:
+    x = n.op("Relu", _pixelwise(n, n.input(2, 16, 4, 8), 64))
+    return _pixelwise(n, _norm(n, n.conv(x, 64, group=64)), 64)
+
+
+def _given_scale(n: Net) -> Value:
+    x, scale = _pixelwise(n, n.input(2, 16, 4, 8), 64), n.op("Abs", n.input(64, name="scale"))
+    return _pixelwise(n, n.op("GroupNormalization", x, scale, n.random(64), attrs=GroupNormAttrs(1)), 64)
+
+
 @pytest.mark.parametrize(
     ("build", "because"),
     [
@@ -166,6 +176,8 @@ def _tiny_scale(n: Net) -> Value:
         (_wide_filter, "it is no convolution of each pixel by itself"),
         (_wide_maker, "does not store the images that are normalized, pixel by pixel"),
         (_residual, "its stages read other tensors"),
+        (_of_a_depthwise, "runs by a tactic that gives no moments"),
+        (_given_scale, "the norm: its scale and bias are not constant"),
         (_tiny_scale, "the matrix times the norm's scale does not fit 16 bits"),
     ],
 )

@@ -16,7 +16,7 @@ from support.needs import why_no_hopper
 from optdnn.errors import InternalError
 from optdnn.kernels.conv import stem_cost as conv_stem_cost
 from optdnn.kernels.conv import stem_kernel as stem
-from optdnn.kernels.conv.problem import Source
+from optdnn.kernels.conv.problem import Depth, Source
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.types import Array
@@ -159,6 +159,7 @@ def test_vectors_are_as_wide_as_every_row_allows() -> None:
         ({"source": Source(32, 32, 5, (3, 3))}, "up to 4 channels, not 5"),
         ({"image": "float64"}, "does not read images of float64"),
         ({"epilogue": (("relu",),)}, "does not begin with the bias"),
+        ({"source": Source(32, 32, 3, (3, 3), depth=Depth(5, 5, 1)), "normalize": True}, "volumes are read as they are"),
         ({"channels": 12}, "do not come in eights"),
         ({"source": Source(8, 8, 3, (9, 9))}, "there are no pixels"),
         ({"source": Source(64, 64, 3, (16, 16))}, "are longer than 512"),

@@ -11,6 +11,7 @@ from support.simulated import check_not_taken, check_simulated, kinds, lowered, 
 
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv.stem_pool import PooledStem
+from optdnn.ops.index import ConcatAttrs
 from optdnn.runtime.program import Program
 
 
@@ -66,6 +67,12 @@ def added(n: Net) -> list[Value]:
     return behind(n, n.max_pool(n.op("Relu", n.op("Add", x, n.input(2, 16, 34, 30, name="r"))), 3, pads=1))
 
 
+def joined_rows(n: Net) -> list[Value]:
+    """The pool's rows lie among those of another image."""
+    x, other = n.max_pool(stem(n, strides=1), 3, pads=1), n.conv(n.input(2, 8, 4, 15, name="z"), 16, 3)
+    return behind(n, n.op("Concat", other, x, attrs=ConcatAttrs(2)))
+
+
 REFUSED: dict[str, tuple[Build, str]] = {
     "no pool": (lambda n: behind(n, stem(n)), "no max pool is the only reader"),
     "another reader": (two_readers, "no max pool is the only reader"),
@@ -74,6 +81,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
         "images of up to 4 channels",
     ),
     "other windows": (lambda n: behind(n, n.max_pool(stem(n), 3, pads=1, strides=1)), "other windows than"),
+    "joined rows": (joined_rows, "the pool's result does not lie in channels-last order"),
     "an addition": (added, "something else than constants is added"),
     "a wide image": (
         lambda n: behind(n, n.max_pool(n.op("Relu", n.conv(n.input(1, 3, 12, 300), 16, 3)), 3, pads=1)),

@@ -16,7 +16,10 @@ from support.simulated import check_simulated, feeds_of, kinds, lowered
 from support.sweep import sweep
 
 from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.builder import Builder, unmade
+from optdnn.kernels.conv.unfold import Unfold
 from optdnn.ops.index import ConcatAttrs, PadAttrs
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.steps.executor import LoadOptions
@@ -134,6 +137,24 @@ def test_sixteen_bytes_are_moved_at_once() -> None:
     program = lowered(sliding((2, 5, 3, 7)), "fp16")
     (kernel,) = (k for k in program.kernels if k.function == "frames")
     assert "Pack<u16, 1>" in kernel.generated["generated.cuh"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "constant", "reason"),
+    [
+        ((2, 5, 3, 8), True, "the tensor that is padded is a constant"),
+        ((2, 1 << 14, 1 << 8, 1 << 8), False, "too many elements"),
+    ],
+)
+def test_what_it_refuses(shape: tuple[int, ...], constant: bool, reason: str) -> None:
+    n = Net()
+    x = n.random(*shape) if constant else n.input(*shape)
+    p = n.op("Pad", x, n.ints(0, 1, 0, 0, 0, 1, 0, 0), attrs=PadAttrs())
+    y = n.op("Concat", *(cut(n, p, s, s + shape[1], 1) for s in range(3)), attrs=ConcatAttrs(3))
+    b = Builder(n.done(y), of_arch("sm_90a"))
+    if not constant:
+        b.place[x] = unmade(np.dtype(np.float32), shape)
+    assert reason in str(Unfold().refuse(b, b.graph.op(y.op)))
 
 
 @pytest.mark.gpu

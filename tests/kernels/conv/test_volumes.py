@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, kinds, lowered, tactics
+from support.simulated import check_not_taken, check_simulated, feeds_of, kinds, lowered, tactics
 from support.sweep import sweep
 
 from optdnn.config import BuildOptions
@@ -19,7 +19,7 @@ from optdnn.kernels.conv.volume import VolumeConv, volume_of
 from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
-from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.index import ConcatAttrs, PadAttrs, SplitAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.device import facts_for
@@ -195,6 +195,31 @@ def test_first_volumes_that_other_kernels_read(build: Callable[[Net], Value], re
     why = [r["reason"] for r in row.get("refused", []) if r["tactic"] == "conv3d_stem"]
     assert (row["tactic"] == "conv3d_stem") == (reason is None)
     assert reason is None or reason in why[0]
+
+
+def by_hand(n: Net, *, known: bool = True, stages: bool = False) -> Value:
+    """The frames of a volume as channels of images. ``stages``: these are scaled and shifted first. ``known``: constant weights."""
+    padded = n.op("Pad", n.input(1, 5, 9, 9, 3), n.ints(0, 1, 0, 0, 0, 0, 1, 0, 0, 0), attrs=PadAttrs())
+    taken = [n.op("Slice", padded, n.ints(k), n.ints(k + 5), n.ints(1)) for k in range(3)]
+    joined = n.op("Reshape", n.op("Concat", *taken, attrs=ConcatAttrs(4)), n.ints(5, 9, 9, 9))
+    x = n.op("Transpose", joined, attrs=TransposeAttrs((0, 3, 1, 2)))
+    if stages:
+        x = n.op("Relu", n.op("Add", n.op("Mul", x, n.positive(1, 9, 1, 1)), n.random(1, 9, 1, 1)))
+    weights = n.random(16, 9, 3, 3) if known else n.input(16, 9, 3, 3, name="w")
+    return n.op("Conv", x, weights, attrs=ConvAttrs((1, 1), (1,) * 4, (1, 1)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("options", "tactic", "reason"),
+    [
+        ({"known": False}, "conv3d_stem", "it is not an ungrouped convolution with constant weights, of a volume as it is"),
+        ({"stages": True}, "conv3d_stem", "it is not an ungrouped convolution with constant weights, of a volume as it is"),
+        ({"stages": True}, "conv3d_sm90", "other stages come before it"),
+    ],
+)  # fmt: skip
+def test_frames_that_are_taken_by_hand(options: dict[str, Any], tactic: str, reason: str) -> None:
+    n = Net()
+    check_not_taken(n.done(by_hand(n, **options)), tactic, reason, no_cubins=True)
 
 
 CONFIGURATIONS = (

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 from support.net import Net
-from support.simulated import lowered, simulate
+from support.simulated import check_not_taken, lowered, simulate
 from support.sweep import sweep
 
 from optdnn.importers.onnx import import_model
-from optdnn.ir.graph import Graph
+from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.libraries import providers
 from optdnn.kernels.tactic import PROVIDERS
 from optdnn.models import zoo
@@ -82,12 +83,31 @@ def test_attention_by_the_library_means_the_same(name: str, masked: bool) -> Non
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [({"softcap": 2.0}, "softcap"), ({"left_window_size": 3}, "windows"), ({"size": 12}, "heads of 12 features")],
+    [
+        ({"softcap": 2.0}, "softcap"),
+        ({"left_window_size": 3}, "windows"),
+        ({"size": 12}, "heads of 12 features"),
+        ({"mask": 5}, "its mask lacks keys"),
+    ],
 )
 def test_attention_that_the_library_lacks(change: dict[str, Any], why: str) -> None:
-    size = change.pop("size", 16)
+    attrs = {k: v for k, v in change.items() if k not in ("size", "mask")}
     n = Net()
-    q, k, v = (n.input(1, 2, 8, size, name=name) for name in "qkv")
-    program = lowered(n.done(n.op("Attention", q, k, v, attrs=AttentionAttrs(**change))), tactics="cudnn")
-    (row,) = [t for t in program.meta["tactics"] if t["kind"] == "Attention"]
-    assert any(r["tactic"] == "attention_cudnn" and why in r["reason"] for r in row["refused"])
+    q, k, v = (n.input(1, 2, 8, change.get("size", 16), name=name) for name in "qkv")
+    mask = [n.input(8, change["mask"], name="mask")] if "mask" in change else []
+    graph = n.done(n.op("Attention", q, k, v, *mask, attrs=AttentionAttrs(**attrs)))
+    check_not_taken(graph, "attention_cudnn", why, tactics="cudnn", no_cubins=True)
+
+
+@pytest.mark.parametrize(
+    ("build", "tactic"),
+    [
+        (lambda n: n.conv(n.input(2, 16, 9, 9), 16), "conv_cudnn"),
+        (lambda n: n.gemm(n.input(8, 16), 16), "gemm_cublaslt"),
+        (lambda n: n.op("LayerNormalization", n.input(4, 16), n.random(16)), "norm_cudnn"),
+    ],
+)
+def test_doubles_are_for_other_kernels(build: Callable[[Net], Value], tactic: str) -> None:
+    n = Net(np.float64)
+    graph = n.done(build(n))
+    check_not_taken(graph, tactic, "its type is not fp16, bf16 or fp32", tactics="cudnn,cublaslt", no_cubins=True)
