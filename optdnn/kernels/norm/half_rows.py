@@ -190,8 +190,6 @@ class QuantizedRows(HalfRows):
         to = quantizer_of(b, op.value)
         if to is None:
             return "nothing quantizes its result"
-        if to.op.outputs[0].type.layout:
-            return "its 8-bit result does not lie in rows"
         if (why := no_conversion(to.to.dtype, b.arch)) is not None:
             return why
         return super().refuse(b, op)

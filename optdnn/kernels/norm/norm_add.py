@@ -79,8 +79,8 @@ class NormAdd(FollowsNorm):
         norm, other = found
         if (why := of_another_launch(b.graph, norm)) is not None:
             return why
-        if norm.value in b.reserved or b.graph.type(norm.value) != t:
-            return "the normalization's own result is kept"
+        if b.graph.type(norm.value) != t:
+            return "the normalized rows are repeated"
         if (why := _ROWS.refuse_rows(b, norm)) is not None:
             return f"the normalization before it: {why}"
         x, places = (
