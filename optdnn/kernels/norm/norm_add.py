@@ -89,8 +89,6 @@ class NormAdd(FollowsNorm):
         )
         if t.layout or not aligned(x) or any(row_pitch(p) is None for p in places):
             return "its rows do not lie at one pitch"
-        if any(p.dtype != t.dtype for p in (x, *places)):
-            return "an operand is of another type"
         return None if self.configs(b, op) else "its rows do not fit the registers of a block"
 
     def before(self, graph: Graph, op: Op) -> Op | None:

@@ -71,6 +71,12 @@ def one_image(n: Net) -> Value:
     return layer_norm(n, rows_of(n, 1, 6, 48))
 
 
+def of_two_types(n: Net, width: int) -> list[Value]:
+    """The norm of fp32 gives the type of its scale."""
+    x = n.input(2, 6, width, dtype=np.float32)
+    return [n.op("RMSNormalization", x, n.positive(width), attrs=LayerNormAttrs(-1, 1e-3))]
+
+
 def half_of_channels(n: Net) -> list[Value]:
     x = n.conv(n.input(2, 8, 5, 6), 32)
     other = part(n, n.conv(x, 64), 4, 36, 1)
@@ -108,6 +114,8 @@ def many_rows(n: Net) -> list[Value]:
             "norm_add_norm_half",
             "the normalized rows are repeated",
         ),
+        (lambda n: of_two_types(n, 48), FP16, "rows_half", "its operand is of another type than its result"),
+        (lambda n: of_two_types(n, 64), FP16, "short_rows", "its operand is of another type than its result"),
         (half_of_channels, FP32, "group_norm_add", "its images do not lie in whole vectors of channels"),
         (lambda n: [group_norm(n, n.input(2, 32))], FP32, "group_norm", "it has no positions"),
         (lambda n: [group_norm(n, n.input(2, 32, 4, 4))], FP64, "group_norm", "it is for 16-bit floats and fp32"),
@@ -121,7 +129,7 @@ def test_networks_whose_norms_are_refused(
     build: Callable[[Net], list[Value]], dtype: Any, tactic: str, because: str
 ) -> None:
     n = Net(np.dtype(dtype))
-    precision = "fp32" if dtype == FP64 else "fp16"
+    precision = "fp16" if dtype == FP32 else "fp32"
     check_not_taken(n.done(*build(n)), tactic, because, precision=precision, no_cubins=True)
 
 
