@@ -37,8 +37,6 @@ class Gemv(MatrixProduct):
     """More rows are another tactic's, which adds in another order."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if not b.arch.startswith("sm_"):
-            return f"it is for CUDA GPUs, not {b.arch}"
         if products(b, op) not in ("float16", "bfloat16"):
             return f"the kernel takes 16-bit floats, not {products(b, op)}"
         if (why := product_refusal(b, op)) is not None:

@@ -102,8 +102,6 @@ class HopperMatMul(hopper_launch.HopperTactic):
     name = "matmul_sm90"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if op.kind != "MatMul" or None in op.inputs[:2]:
-            return "it is no plain product"
         out = op.outputs[0].type
         types = [b.graph.type(v) for v in op.inputs[:2] if v is not None]
         if out.dtype not in (FP16, BF16) or any(t.dtype != out.dtype for t in types):

@@ -133,9 +133,6 @@ class IndexKernel(Tactic):
         self.emitters, self.limits = emitters, limits
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        types = [b.graph.type(v).dtype for v in op.inputs if v is not None] + [o.type.dtype for o in op.outputs]
-        if unknown := sorted({t.name for t in types} - {t.name for t in CPP}):
-            return f"there is no arithmetic on {', '.join(unknown)}"
         if (why := self.limits(b, op)) is not None:
             return why
         many = max(math.prod(o.type.static_shape) for o in op.outputs) >= POINTS_LIMIT

@@ -299,8 +299,6 @@ def _limits(b: Builder, op: Op) -> str | None:
         return "its axis is not known when the engine is built"
     if op.kind == "DynamicQuantizeLinear" and 0 in shape_at(b, op, 0):
         return "it has no elements"
-    if op.kind == "RotaryEmbedding" and len(shape_at(b, op, 1)) != 3:
-        return "its cosines are not given per position"
     work = _work(b, op)
     return f"threads that sum {work:.0f} products one by one are too slow" if work > SUMS_LIMIT else None
 

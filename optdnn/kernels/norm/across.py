@@ -81,8 +81,6 @@ class NormAcross(Tactic):
             return "no transposition is the only reader of its result"
         if any(u.kind not in _PRODUCTS or u.inputs[0] != turned.value for u in b.graph.users(turned.value)):
             return "what reads its transposed result is not a product of rows"
-        if op.value in b.reserved or turned.value in b.reserved or op.outputs[0].type.layout:
-            return "the place of its result is given"
         if not b.operand(op.inputs[0]).dense or b.operand(op.inputs[0]).offset % across.LANES:
             return "its rows do not lie one after the other"
         return None if self.configs(b, op) else "its rows do not fit the registers of a warp"

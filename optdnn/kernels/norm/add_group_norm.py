@@ -41,8 +41,6 @@ class AddGroupNorm(ProblemTactic):
         found = norm_addition(b.graph, op)
         if isinstance(found, str):
             return found
-        if op.value in b.reserved:
-            return "the sum is a result, too"
         if (why := refuse_images(b, found.norm, found.images)) is not None:
             return f"the normalization after it: {why}"
         if _pitch(b.operand(found.vectors)) is None:

@@ -76,7 +76,7 @@ def refuse_images(b: Builder, norm: Op, source: Value | None) -> str | None:
     shape = t.static_shape
     if (why := no_kernels(b.arch) or no_plain_norm(b, norm)) is not None:
         return why
-    if len(shape) < 3 or 0 in shape:
+    if len(shape) < 3:
         return "it has no positions"
     result = output_of(b, norm).value
     places = [b.operand(source), *([b.reserved[result]] if result in b.reserved else [])]
@@ -136,10 +136,6 @@ def no_plain_norm(b: Builder, op: Op) -> str | None:
         return "it does not keep the statistics"
     if any(v is not None and b.graph.constant_value(v) is None for v in op.inputs[1:3]):
         return "its scale and bias are not constant"
-    if op.kind != "LayerNormalization":
-        channels = t.static_shape[1:2]
-        if any(v is not None and b.graph.type(v).static_shape != channels for v in op.inputs[1:3]):
-            return "its scale and bias are not those of channels"
     return None
 
 

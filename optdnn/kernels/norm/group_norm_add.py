@@ -64,8 +64,8 @@ class GroupNormAdd(ProblemTactic):
         found = _sum(b.graph, op)
         if found is None:
             return "it is not the sum of a group normalization, which nothing else reads, and an image"
-        if found.norm.value in b.reserved or b.graph.type(found.norm.value) != op.outputs[0].type:
-            return "the normalization's own result is kept"
+        if b.graph.type(found.norm.value) != op.outputs[0].type:
+            return "the normalized images are repeated"
         if (why := refuse_images(b, found.norm, found.norm.inputs[0])) is not None:
             return f"the normalization before it: {why}"
         images = [b.operand(found.image), *(b.reserved[v] for v in [op.value] if v in b.reserved)]

@@ -64,6 +64,8 @@ class HalfRows(Tactic):
             return why
         if t.dtype not in (FP16, BF16) or not t.static_shape:
             return "it is for rows of 16-bit floats"
+        if b.graph.type(op.inputs[0]).dtype != t.dtype:  # type: ignore[arg-type]
+            return "its operand is of another type than its result"
         if normalize_axis(op.attrs.axis, len(t.static_shape)) != len(t.static_shape) - 1:
             return "its rows are not along the last axis"
         if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
@@ -190,8 +192,6 @@ class QuantizedRows(HalfRows):
         to = quantizer_of(b, op.value)
         if to is None:
             return "nothing quantizes its result"
-        if to.op.outputs[0].type.layout:
-            return "its 8-bit result does not lie in rows"
         if (why := no_conversion(to.to.dtype, b.arch)) is not None:
             return why
         return super().refuse(b, op)

@@ -81,8 +81,8 @@ class ModulatedRows(FollowsNorm):
         norm, vectors = found.norm, [found.factor, *([] if found.shift is None else [found.shift])]
         if (source := b.graph.op(norm.inputs[0] or norm.value)).kind == "Add":
             return f"the normalization belongs to the launch of {source.name}"
-        if norm.value in b.reserved or b.graph.type(norm.value) != t:
-            return "the normalization's own result is kept"
+        if b.graph.type(norm.value) != t:
+            return "the normalized rows are repeated"
         if (why := _ROWS.refuse_rows(b, norm)) is not None:
             return f"the normalization before it: {why}"
         x, places = b.operand(norm.inputs[0]), [b.reserved[v] for v in [op.value] if v in b.reserved]

@@ -79,8 +79,8 @@ class NormAdd(FollowsNorm):
         norm, other = found
         if (why := of_another_launch(b.graph, norm)) is not None:
             return why
-        if norm.value in b.reserved or b.graph.type(norm.value) != t:
-            return "the normalization's own result is kept"
+        if b.graph.type(norm.value) != t:
+            return "the normalized rows are repeated"
         if (why := _ROWS.refuse_rows(b, norm)) is not None:
             return f"the normalization before it: {why}"
         x, places = (
@@ -89,8 +89,6 @@ class NormAdd(FollowsNorm):
         )
         if t.layout or not aligned(x) or any(row_pitch(p) is None for p in places):
             return "its rows do not lie at one pitch"
-        if any(p.dtype != t.dtype for p in (x, *places)):
-            return "an operand is of another type"
         return None if self.configs(b, op) else "its rows do not fit the registers of a block"
 
     def before(self, graph: Graph, op: Op) -> Op | None:

@@ -33,8 +33,8 @@ class NormAddNorm(AddNorm):
         first, _ = found
         if (why := of_another_launch(b.graph, first)) is not None:
             return why
-        if first.value in b.reserved or b.graph.type(first.value) != op.outputs[0].type:
-            return "the result of the normalization before it is kept"
+        if b.graph.type(first.value) != op.outputs[0].type:
+            return "the normalized rows are repeated"
         if (why := _ROWS.refuse_rows(b, first)) is not None:
             return f"the normalization before it: {why}"
         return super().refuse(b, op)

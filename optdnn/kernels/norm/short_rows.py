@@ -40,6 +40,8 @@ class ShortRows(Tactic):
         shape, item = t.static_shape, t.dtype.itemsize
         if t.dtype not in (FP16, BF16, FP32) or (op.kind == "LpNormalization" and op.attrs.p != 2):
             return "it is for norms (L2, not L1) of floats of 16 or 32 bits"
+        if b.graph.type(op.inputs[0]).dtype != t.dtype:  # type: ignore[arg-type]
+            return "its operand is of another type than its result"
         parameters = [v for v in op.inputs[1:] if v is not None]
         if any(b.graph.constant_value(v) is None or b.graph.type(v).static_shape != shape[-1:] for v in parameters):
             return "its scale and bias are not constant rows"

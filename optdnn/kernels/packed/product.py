@@ -31,8 +31,6 @@ OPERANDS = ("tiles", "scales", "zeros")
 
 def refusal(b: Builder, op: Op) -> str | None:
     """Why no kernel of this family runs the operator, or None."""
-    if not b.arch.startswith("sm_"):
-        return f"it is for CUDA GPUs, not {b.arch}"
     shape, a = op.outputs[0].type.static_shape, op.attrs
     if op.inputs[0] is None or len(shape) < 2 or 0 in shape or a.K < 1:
         return "it is not a product of rows with a matrix"

@@ -22,8 +22,6 @@ STEP = 64
 SPAN = 128
 """Bytes of a row of a stage: 64 elements of K."""
 BARRIER_BYTES = 1024
-SHARED = 230000
-"""Bytes of shared memory of a block on Hopper, about."""
 
 
 @dataclass(frozen=True, order=True)
@@ -67,8 +65,6 @@ def refuse(problem: Problem, config: Config) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if config not in CONFIGS:
         return "not a tile of this kernel"
-    if (needed := shared_bytes(config)) > SHARED:
-        return f"{needed} bytes of shared memory exceed {SHARED}"
     if min(config.rows, 64) * (COLUMNS + 4) * 4 > config.stages * config.rows * SPAN:
         return "its sums do not fit the place of its rows"
     if config.ahead > 2 and (config.rows > 128 or tiles.groups_of(problem.bits, problem.block) > 2):

@@ -26,8 +26,6 @@ class Custom(Tactic):
         if kernel is None:
             return "it is declared without a CUDA kernel"
         inputs, outputs = _types(b, op)
-        if strange := [str(t) for t in (*inputs, *outputs) if t.dtype not in CPP]:
-            return f"kernels have no element type for {strange[0]}"
         return kernel.refuse(inputs, outputs, dict(op.attrs.values)) if kernel.refuse is not None else None
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:

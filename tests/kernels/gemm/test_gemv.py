@@ -45,6 +45,8 @@ def test_configurations_keep_enough_loads_in_flight() -> None:
     assert 45e-6 < gemv.estimate(problem, best, of_arch("sm_90a")) < 65e-6
     assert gemv.refuse(gemv.Problem(5, 8, 8), best) == "it is for up to 4 rows, not 5"
     assert "tile" in str(gemv.refuse(problem, gemv.Config(8, 4, 8)))
+    assert "multiple of 8, not 12" in str(gemv.refuse(gemv.Problem(1, 8, 12), best))
+    assert "16-bit floats, not float32" in str(gemv.refuse(gemv.Problem(1, 8, 8, dtype="float32"), best))
 
 
 def test_deep_columns_come_two_to_a_block() -> None:

@@ -56,7 +56,8 @@ def layer(
 
     q, v = prepared(parts[0], heads, turn), prepared(parts[2], groups, None)
     k = prepared(parts[1], groups, others if reads == "other angles" else turn)
-    y = n.op("Attention", q, k, v)
+    past = [n.input(2, groups, 4, size, name=name) for name in ("past_key", "past_value")] if reads == "past" else []
+    y = n.op("Attention", q, k, v, *([None, *past] if past else []))
     if reads == "keys":
         return n.done(n.op("Add", n.op("Relu", k), y))
     if reads == "features":
@@ -104,6 +105,7 @@ def _few() -> Graph:
         (lambda: layer(reads="other angles"), "fp16", "its heads turn by different angles"),
         (lambda: layer(reads="keys"), "fp16", "its heads are not those of one attention alone"),
         (lambda: layer(reads="features"), "fp16", "others read its heads as they are"),
+        (lambda: layer(reads="past"), "fp16", "its keys have a place beside those of the past"),
         (lambda: layer(size=48), "fp16", "heads of 48 features and tiles of 64 do not divide one another"),
         (lambda: layer(turned=24), "fp16", "24 features do not make pairs in vectors of eight"),
         (lambda: layer(size=128, turned=96), "fp16", "pairs of 96 features lie in different tiles"),

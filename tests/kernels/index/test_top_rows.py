@@ -131,3 +131,8 @@ def test_the_kernel_on_a_gpu(case: Case) -> None:
         index = wanted(case, x)
         for _ in range(2):
             np.testing.assert_array_equal(context.run({"x": x})["i"], index)
+
+
+def test_elements_without_an_order() -> None:
+    x = TensorView(0, 0, (1000,), (1,), DTYPES["fp8_e4m3"])
+    assert top_rows.refuse(x, 0, 5) == "it has no order for float8_e4m3fn"

@@ -112,7 +112,7 @@ def repeated(n: Net, x: Value) -> list[Value]:
 REFUSED: dict[str, tuple[Callable[[Net, Value], list[Value]], str]] = {
     "another reader": (two_readers, "not the sum of a group normalization"),
     "another norm": (of_rows, "not the sum of a group normalization"),
-    "repeated": (repeated, "own result is kept"),
+    "repeated": (repeated, "normalized images are repeated"),
     "odd channels": (odd, "whole vectors of channels"),
 }
 

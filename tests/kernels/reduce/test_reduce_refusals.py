@@ -1,0 +1,30 @@
+"""What the tactics of reductions refuse, and why."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.net import Net
+from support.simulated import check_not_taken, lowered
+
+from optdnn.ops.table import OPDEFS
+
+
+@pytest.mark.parametrize(
+    ("kind", "because"),
+    [
+        ("ReduceL2", "it adds no squares of int32, which overflow"),
+        ("ReduceLogSumExp", "it takes no exponentials of int32"),
+    ],
+)
+def test_sums_of_integers_that_the_kernel_does_not_compute(kind: str, because: str) -> None:
+    n = Net()
+    program = lowered(n.done(n.op(kind, n.input(4, 8, dtype=np.int32))), no_cubins=True)
+    (row,) = program.meta["host"]["operators"]
+    assert because in row["why"]
+
+
+def test_many_threads_side_by_side_need_no_blocks() -> None:
+    n = Net()
+    graph = n.done(n.op("ArgMax", n.input(64, 600, 128), attrs=OPDEFS["ArgMax"].attrs(1)))
+    check_not_taken(graph, "arg_block", "one for each output is enough", no_cubins=True)
