@@ -13,7 +13,7 @@ from optdnn.ir.graph import Graph
 from optdnn.passes.base import PassReport
 from optdnn.passes.support.precision_report import PrecisionOutcome
 from optdnn.passes.tensor_parallel import Ports
-from optdnn.refitting.record import KEY as NETWORK
+from optdnn.refitting.record import NETWORK
 from optdnn.runtime.cuda.measuring.expected import expected_cliffs
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from optdnn.build_facts import build_facts
 from optdnn.build_result import Build, build_ranks
 from optdnn.calibration.plan_calibration import SharedCalibration
-from optdnn.config import AUTO, BuildOptions, checked_keywords
+from optdnn.config import AUTO, BuildOptions, Progress, checked_keywords
 from optdnn.custom import CustomOp
 from optdnn.devices import check_memory, chosen_split, split_for
 from optdnn.errors import ModelError, NotMet, OptdnnError, UsageError, machine_errors
@@ -35,8 +35,8 @@ from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
 from optdnn.refitting.held_model import held_model, hold_model
 from optdnn.refitting.options import check_inputs, options_again
-from optdnn.refitting.record import KEY as NETWORK
 from optdnn.refitting.record import (
+    NETWORK,
     check_same_network,
     check_same_rewrites,
     check_same_steps,
@@ -56,7 +56,6 @@ from optdnn.tuning.timing_cache import TimingCache
 if TYPE_CHECKING:
     from optdnn.precision.search import SearchResult
 
-Progress = Callable[[str], None]
 Imported = tuple[Source, Graph, Target, BuildOptions]
 _MAPPINGS = ("shapes", "values", "preprocess", "postprocess", "precision_map")
 ONE_FILE = 1 << 30

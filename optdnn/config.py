@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from optdnn.answer_spec import AnswerSpec
     from optdnn.image_spec import ImageSpec
 
+Progress = Callable[[str], None]
+"""Called with a line of text for each step of the work."""
 GPU_PRECISIONS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("sm_80", "sm_86", "sm_87"), frozenset({"tf32", "int8"})),
     **dict.fromkeys(

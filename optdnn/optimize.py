@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from optdnn.calibration.plan_calibration import SharedCalibration
-from optdnn.config import AUTO, BuildOptions
+from optdnn.config import AUTO, BuildOptions, Progress
 from optdnn.errors import OutputError, UsageError
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Value
@@ -21,8 +21,6 @@ from optdnn.passes.support.ranges import Calibration
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.target_name import TargetName
 from optdnn.types import Array
-
-Progress = Callable[[str], None]
 
 
 def plan_of(options: BuildOptions) -> PrecisionPlan:

@@ -14,11 +14,12 @@ from typing import Any
 
 from optdnn.compare.divergence import Findings, find, finite
 from optdnn.compare.gpu_rivals import torch_candidates
-from optdnn.compare.rebuild import Progress, side_of
+from optdnn.compare.rebuild import side_of
 from optdnn.compare.rivals import LIBRARIES, REFERENCE, candidates
 from optdnn.compare.subject import Subject, load_subject
+from optdnn.config import Progress
 from optdnn.errors import UsageError
-from optdnn.ir.evaluate import evaluate, promote
+from optdnn.ir.evaluate import evaluate, promote, promoted_feeds
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
 from optdnn.report.drawing import Drawing, draw
@@ -30,7 +31,7 @@ from optdnn.runtime.measuring.bench import steps_of
 from optdnn.runtime.program import Plain
 from optdnn.runtime.racing.race import Race, race
 from optdnn.temporary import temporary_folder
-from optdnn.types import Array, is_float
+from optdnn.types import Array
 
 ORACLE = "the model in NumPy, float64"
 """The reference of errors unless another one is given."""
@@ -77,9 +78,6 @@ class Comparison:
         return plain
 
 
-# ---------------------------------------------------------------- the subject
-
-
 def compare(
     subject: Subject,
     against: Sequence[str],
@@ -121,8 +119,8 @@ def compare(
     found = signature.sizes(signature.arrays(feeds))
     other = random_feeds(subject.inputs, seed=seed + 1, sizes=found)
     feeds_from = "files" if not missing else f"random, seed {seed}" + (", and files" if given else "")
-    if look_inside:
-        _check_look(subject)
+    if look_inside and subject.original is None:
+        raise UsageError("to look inside, the ONNX model that the engine was built from is needed", hint="--model FILE")
     with temporary_folder() as folder:
         field_ = candidates(against, subject, Path(folder), say)
         if torch is not None:
@@ -162,14 +160,9 @@ def _engine_rival(against: Sequence[str]) -> Path | None:
     return next((Path(n) for n in against if n.partition(":")[0] not in (*LIBRARIES, REFERENCE)), None)
 
 
-def _check_look(subject: Subject) -> None:
-    if subject.original is None:
-        raise UsageError("to look inside, the ONNX model that the engine was built from is needed", hint="--model FILE")
-
-
 def oracle(original: Graph, feeds: Mapping[str, Array]) -> dict[str, Array]:
     """The outputs of a network evaluated in NumPy in float64."""
-    return evaluate(promote(original), {n: a.astype("float64") if is_float(a.dtype) else a for n, a in feeds.items()})
+    return evaluate(promote(original), promoted_feeds(feeds))
 
 
 def judge_errors(outcome: Race, want: Mapping[str, Array]) -> None:

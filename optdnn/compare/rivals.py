@@ -14,10 +14,9 @@ from optdnn.compare.gpu_rivals import (
     onnxruntime_cuda,
     restricted,
 )
-from optdnn.compare.rebuild import Progress
 from optdnn.compare.subject import Subject
 from optdnn.compiler import build_verbose
-from optdnn.config import BuildOptions
+from optdnn.config import BuildOptions, Progress
 from optdnn.errors import EngineError, MissingDependency, UsageError
 from optdnn.ir.export_onnx import export_model
 from optdnn.runtime.file.format import read
@@ -131,6 +130,3 @@ def _fixed_shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
     static = {s.name: tuple(d for d in s.shape if isinstance(d, int)) for s in subject.inputs}
     ranks = {s.name: len(s.shape) for s in subject.inputs}
     return {n: static[n] for n in subject.options.shapes if n in static and len(static[n]) == ranks[n]}
-
-
-# ---------------------------------------------------------------- the comparison

@@ -19,9 +19,10 @@ from optdnn.compare import checks
 from optdnn.compare.checks import FAILED, Check, Found, attempt, not_checked, passed, same_bits
 from optdnn.compare.divergence import tolerance_of
 from optdnn.compare.subject import original_of
+from optdnn.config import Progress
 from optdnn.custom import CustomOp
 from optdnn.errors import InputError, OptdnnError, RunError, UsageError
-from optdnn.ir.evaluate import evaluate, promote
+from optdnn.ir.evaluate import evaluate, promote, promoted_feeds
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
 from optdnn.runtime.contexts.base import BaseContext
@@ -36,7 +37,6 @@ from optdnn.types import Array, is_float, is_int
 
 RUNS = 5
 """Times that each set of inputs is run again."""
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -347,4 +347,4 @@ def _batches(engine: Engine, sizes: Mapping[str, int]) -> list[int]:
 
 
 def _exact(promoted: Graph, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    return evaluate(promoted, checks.wide(feeds))
+    return evaluate(promoted, promoted_feeds(feeds))

@@ -22,7 +22,7 @@ import numpy as np
 from optdnn.errors import InputError, UsageError, did_you_mean
 from optdnn.runtime.contexts.asynchronous import Callback, Runs
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.file.format import MAGIC
+from optdnn.runtime.file.format import MAGIC, is_engine
 from optdnn.target_name import TargetName
 from optdnn.types import Array, TensorSpec, dtype_name
 
@@ -257,8 +257,7 @@ def _is_engine(given: Any) -> bool:
             raise UsageError("an engine is loaded from its file, not from bytes", hint="give its path")
         return False
     try:
-        with open(given, "rb") as f:
-            return f.read(len(MAGIC)) == MAGIC
+        return is_engine(given)
     except OSError:
         return False  # the build's error will explain
 

@@ -10,7 +10,7 @@ from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import EngineError, UnsupportedError, UsageError
 from optdnn.importers.model import Model
 from optdnn.ranges import InputShapes, input_shapes, parse_dims
-from optdnn.refitting.held_model import KEY, held_calibration
+from optdnn.refitting.held_model import HELD_MODEL, held_calibration
 from optdnn.runtime.pictures.port import specs_of
 from optdnn.runtime.program import Program
 from optdnn.target_name import TargetName
@@ -48,7 +48,7 @@ def options_again(program: Program, calib: Any = None, custom_ops: Sequence[Cust
             preprocess=preprocess,
             postprocess=postprocess,
             custom_ops=needed,
-            refit=KEY in program.meta,
+            refit=HELD_MODEL in program.meta,
             no_cubins=not simulated and bool(program.kernels) and all(k.cubin is None for k in program.kernels),
             **kept,
         )

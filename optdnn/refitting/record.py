@@ -18,7 +18,7 @@ from optdnn.ir.graph import Graph, Op
 from optdnn.runtime.program import Plain, Program
 from optdnn.types import BOOL, INT64
 
-KEY = "network"
+NETWORK = "network"
 """The key in the program's ``meta``."""
 STRUCTURE = "structure"
 """The key in ``meta["model"]`` of the optimized graph's digest."""
@@ -54,7 +54,7 @@ def _digest(graph: Graph, op: Op) -> str:
 
 def recorded(program: Program) -> Mapping[str, Mapping[str, str]]:
     """The record in an engine. Raises EngineError where it has none."""
-    found = program.meta.get(KEY)
+    found = program.meta.get(NETWORK)
     tables = [found.get(name) if isinstance(found, Mapping) else None for name in ("nodes", "weights")]
     if not all(isinstance(t, Mapping) and all(isinstance(v, str) for v in t.values()) for t in tables):
         raise EngineError(
