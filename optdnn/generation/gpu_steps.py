@@ -15,7 +15,7 @@ import numpy as np
 
 from optdnn.generation.feeds import Step, feeds_of
 from optdnn.generation.ports import Ports
-from optdnn.generation.steps import checked, drawn, sized
+from optdnn.generation.steps import checked, drawn, first_positions, one_by_one, sized
 from optdnn.runtime.contexts.dlpack import import_cupy
 from optdnn.runtime.contexts.sampled import PREFIX, ROW, SETTINGS, TOKEN
 from optdnn.runtime.engine import Engine
@@ -174,11 +174,7 @@ class GpuSteps:
     def following(self, step: Step, count: int) -> Iterator[Array]:
         """The tokens of ``count`` steps of one token, beginning with ``step``; each step reads the token of the one before."""
         if not self.ports.samples:
-            for k in range(count):
-                tokens = self.run(step)
-                yield tokens
-                if k + 1 < count:
-                    step = Step(tokens[:, None], step.held + 1, step.row, step.settings)
+            yield from one_by_one(self.run, step, count)
             return
         self._put(step)
         waiting: deque[tuple[Any, Any]] = deque()
@@ -223,8 +219,7 @@ class GpuSteps:
         with other.stream:
             for c in self.ports.caches:
                 before = self._caches[self._turn][c.input.name]
-                part = (*[slice(None)] * c.axis, slice(before.shape[c.axis]))
-                other._caches[0][c.input.name][part] = before
+                other._caches[0][c.input.name][first_positions(c.axis, before.shape[c.axis])] = before
         other.stream.synchronize()
         return other
 
