@@ -16,12 +16,12 @@ from optdnn.cli.common import (
     give_json,
     now,
     progress,
-    remark,
     report_beside,
     stdout,
     table,
     telling,
     warn,
+    write_text,
 )
 from optdnn.cli.options import (
     FILE,
@@ -118,13 +118,12 @@ def command(
 def _write_html(html: Path, engine: Path, program: Any, report: Mapping[str, Any]) -> None:
     from optdnn.report.drawing import draw
     from optdnn.report.html import bench_html
-    from optdnn.runtime.file.atomic import write_atomic
 
     build = {**program.meta, **report_beside(engine)}
     told = {**report, "build": build, "command": command_line(click.get_current_context()), "time": now()}
     with telling(engine):
-        write_atomic(html, [bench_html(told, draw(program, told, measured=report), engine.name).encode()])
-    remark(f"written: {html}")
+        page = bench_html(told, draw(program, told, measured=report), engine.name)
+    write_text(html, page)
 
 
 def measured(

@@ -113,6 +113,14 @@ def warn(text: str) -> None:
     stderr.quiet = quiet
 
 
+def write_text(file: Path, text: str) -> None:
+    """Write a file atomically, and say so in a remark. Raises OutputError."""
+    from optdnn.runtime.file.atomic import write_atomic
+
+    write_atomic(file, [text.encode()])
+    remark(f"written: {file}")
+
+
 def give_json(data: Any, file: Path | None) -> bool:
     """Write the JSON of ``--json``. True where it went to stdout, which then holds nothing else. Raises OutputError."""
     if file is None:
@@ -122,10 +130,7 @@ def give_json(data: Any, file: Path | None) -> bool:
     if str(file) == "-":
         click.echo(text)
         return True
-    from optdnn.runtime.file.atomic import write_atomic
-
-    write_atomic(file, [(text + "\n").encode()])
-    remark(f"written: {file}")
+    write_text(file, text + "\n")
     return False
 
 
@@ -182,7 +187,7 @@ def print_tuning(tuning: Mapping[str, Any]) -> None:
     if failed:
         stdout.print(f"{len(failed)} candidates were not usable, such as {failed[0]}")
     for line in tuning.get("lost", ()):
-        stdout.print(f"refused {line}", markup=False)
+        stdout.print(f"refused {line}")
     before, after = tuning["before_ms"], tuning["after_ms"]
     if tuning["cached"]:
         stdout.print(f"\ntuned: {after:.4f} ms when it was measured (from the timing cache)")
@@ -220,12 +225,11 @@ def refuse_engine(path: Path) -> None:
 
 
 def is_engine(path: Path) -> bool:
-    """True for a file that starts as an engine does. Raises UsageError where it cannot be read."""
-    from optdnn.runtime.file.format import MAGIC
+    """Whether a file starts as an engine does. Raises UsageError where it cannot be read."""
+    from optdnn.runtime.file import format
 
     try:
-        with path.open("rb") as f:
-            return f.read(len(MAGIC)) == MAGIC
+        return format.is_engine(path)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
 
