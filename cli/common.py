@@ -23,7 +23,7 @@ from optdnn.report.words import counted, figure, first_of
 class PlainConsole(Console):
     """A console that prints text as it is: names of tensors and files are not markup, and hold no terminal commands.
 
-    What goes to a file or a pipe is not wrapped at some terminal's width.
+    Output to a file or a pipe is not wrapped.
     """
 
     def __init__(self, *, stderr: bool = False):
@@ -52,8 +52,8 @@ stdout = PlainConsole()
 
 @contextmanager
 def telling(engine: Path) -> Iterator[None]:
-    """For commands that show what a build wrote into an engine or its report (``meta``). That is free data, which nothing has
-    checked: where it has another form than builds give it, the block raises EngineError."""
+    """For commands that show the data that a build wrote into an engine (``meta``) or its report. Nothing has checked this data: if
+    it does not have the form that builds give it, the block raises EngineError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:

@@ -39,7 +39,7 @@ AUTO = "auto"
 THREADS_LIMIT = 1024
 """Largest number of threads of an engine."""
 SPLITS = (AUTO, "weights", "batch")
-"""What is divided among several GPUs."""
+"""Ways to divide a network among several GPUs."""
 DEVICES_LIMIT = 64
 """Most GPUs of one engine."""
 STREAMS = 8
@@ -76,7 +76,7 @@ class BuildOptions:
     clear gain is predicted). With ``nearest_tactics``, later plans for further sizes take the tactics of the engine's plan for the
     nearest size (a tuned one, if there is one), unless the cost model disagrees. Without it, only the cost model chooses.
 
-    ``devices`` is the number of GPUs that run the engine together. ``split`` says what is split among them: "weights"
+    ``devices`` is the number of GPUs that run the engine together. ``split`` is the way to divide the work among them: "weights"
     (:mod:`optdnn.passes.tensor_parallel`), "batch" (:mod:`optdnn.passes.batch_parallel`), or "auto": the one that is predicted to
     be faster. ``memory_limit`` is the largest number of bytes that the engine may take on a GPU for weights and one context;
     NotMet if it needs more.

@@ -59,12 +59,12 @@ class ImageSpec:
     resize: int | tuple[int, int] | None = 256
     crop: int | tuple[int, int] | None = 224
     color: str = "RGB"
-    """What the network takes: RGB, BGR or L (gray)."""
+    """The colors of the network's input: RGB, BGR or L (gray)."""
     scale: float = 1 / 255
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     layout: str = "chw"
-    """What the network takes: chw or hwc."""
+    """The layout of the network's input: chw or hwc."""
     interpolation: str = "linear"
     """nearest, linear or cubic."""
     antialias: bool = True

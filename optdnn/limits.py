@@ -1,4 +1,4 @@
-"""The limits on what is read from files and requests that may be hostile, in one place.
+"""The limits on input from files and requests that may be hostile, in one place.
 
 A small file can ask for long work or much memory. Each limit bounds one such demand. Its error names the limit and how to raise it:
 by an environment variable, ``OPTDNN_MAX_NODES=500000`` for :data:`NODES`. ``docs/reference/limits.md`` lists them.

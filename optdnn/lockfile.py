@@ -45,8 +45,8 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class Lockfile:
-    """What decided a build (``facts``), its measured times (``timings``: sections of a timing cache), and the digests of the
-    parts of its engine."""
+    """The facts that decided a build, its measured times (``timings``: sections of a timing cache), and the digests of its engine
+    and of the engine's parts."""
 
     facts: Mapping[str, Plain]
     timings: Mapping[str, Plain]

@@ -89,9 +89,9 @@ def optimize(
     account: PrecisionLog | None = None,
     kept: ConstantCache | None = None,
 ) -> list[PassReport]:
-    """Run the pipeline of the level and target on ``graph``, in place; up to the pass ``stop_before`` where that is given
-    ("assign_precision": the exact part alone). ``account`` is filled with what was requested for each op; ``kept`` is what was made
-    of the same constants before.
+    """Run the pipeline of the level and target on ``graph``, in place. It ends before the pass ``stop_before``, if one is given
+    ("assign_precision": only the exact part runs). ``account`` receives the requested precision of each op. ``kept`` holds
+    constants that earlier runs derived from the same weights.
 
     Raises UsageError for an unknown stop-after."""
     machine = str(TargetName.parse(target).machine)  # simulate runs Hopper's program

@@ -52,7 +52,7 @@ Profile: TypeAlias = Mapping[str, DimRange]
 
 
 class InputShapes(dict[str, ShapeSpec]):
-    """What a build is given for its inputs, in normal form.
+    """The shapes of a build's inputs, in normal form.
 
     The mapping itself holds, per input, all that any profile allows (so ``opt`` is the first profile's); ``profiles`` holds
     each by itself, and is empty where no dimension has a range.

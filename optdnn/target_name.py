@@ -28,7 +28,7 @@ GPUS: Mapping[str, str] = {
 }
 """GPUs that a build may name, and their architectures. Their facts: :data:`optdnn.runtime.cuda.gpu_facts.NAMED`."""
 TARGETS = ("auto", *FAMILIES, *(f"cuda:{name}" for name in (*BUILDABLE, *GPUS)))
-"""What a build's ``target`` may be. ``cuda`` is the GPU of this machine, ``auto`` that GPU where it is usable, else cpu."""
+"""The values of a build's option ``target``. ``cuda`` is the GPU of this machine, ``auto`` that GPU if it is usable, else cpu."""
 _ARCH = re.compile(r"sm_[0-9]{2,3}[af]?")
 
 

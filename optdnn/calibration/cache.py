@@ -106,7 +106,7 @@ class CalibrationCache:
     result: Calibration | None = None
     progress: UnfinishedCalibration | None = None
     others: list[Any] = field(default_factory=list)
-    """What the file holds of other graphs, data and methods."""
+    """The file's entries for other graphs, data and methods."""
 
     @classmethod
     def open(cls, path: str | Path | None, graph: str, data: str, method: str) -> CalibrationCache:

@@ -82,7 +82,7 @@ def _divergence(inside: Array, left: int, right: int) -> float:
 
 
 def _smoothed(counts: Array) -> Array | None:
-    """float32 counts in which nothing is zero: what the empty bins get, the others lose evenly. None where all are empty."""
+    """float32 counts without zeros: empty bins get a little, and the others lose it evenly. None if all are empty."""
     empty = counts == 0
     n = int(empty.sum())
     if n == counts.size:

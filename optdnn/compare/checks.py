@@ -137,7 +137,7 @@ def exact_results(
     graph: Graph, feeds: Mapping[str, Array], other: Mapping[str, Array], precision: str
 ) -> tuple[dict[str, Array], dict[str, Array], list[dict[str, Array]]]:
     """In float64: the results of ``feeds`` and of ``other``, and those of ``feeds`` after a rounding of the precision (of the
-    inputs; and of what the network ranks, which may be nearly tied)."""
+    inputs; and of scores that the network ranks, which may be nearly tied)."""
     exact = promote(graph)
     amount = max((ROUNDOFF[p] for p in precision.split("+") if p in ROUNDOFF), default=ROUNDOFF["fp32"])
     given = promoted_feeds(feeds)
@@ -221,7 +221,7 @@ def library_graph(step: Step, program: Program) -> Graph:
 
 
 def poisoned_outputs(engine: Engine, feeds: Mapping[str, Array], want: Mapping[str, Array]) -> Found:
-    """Whether results depend on what the caller's output memory held before."""
+    """Whether results depend on the earlier contents of the caller's output memory."""
     context = engine.context()
     runs = []
     for byte in (0xFF, 0x3C):

@@ -1,7 +1,7 @@
-"""What differs between two engines, two models, or an engine and a model: ``optdnn diff``.
+"""The differences between two engines, two models, or an engine and a model: ``optdnn diff``.
 
-The plain form is what ``--json`` gives: ``a`` and ``b`` describe each file, ``tables`` what differs in them, entry by entry,
-``outputs`` and ``race`` the results on the same inputs and the times, ``not_run`` why there are none.
+The plain form is the output of ``--json``: ``a`` and ``b`` describe the files, ``tables`` holds the entries that differ,
+``outputs`` and ``race`` the results on the same inputs and the times, ``not_run`` the reason if there are none.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def difference(
     a: Path, b: Path, *, shapes: Mapping[str, Any], seed: int = 0, run: bool = True, duration: float = 1.0,
     say: Progress = lambda text: None,
 ) -> dict[str, Plain]:  # fmt: skip
-    """What differs between two files, as plain data. ``run``: also their outputs on the same random inputs and, of two engines,
+    """The differences between two files, as plain data. ``run``: also their outputs on the same random inputs and, of two engines,
     their times (``duration`` seconds each)."""
     random_seed = _random_seed(a, b)
     sides = Side.read(a, shapes, random_seed), Side.read(b, shapes, random_seed)

@@ -1,4 +1,4 @@
-"""What is compared with others: the engine of a model or of a file, and that model."""
+"""The subject of a comparison: the engine of a model or of a file, and that model."""
 
 from __future__ import annotations
 

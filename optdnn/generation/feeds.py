@@ -15,7 +15,7 @@ from optdnn.types import Array
 
 @dataclass(frozen=True)
 class Step:
-    """What a step computes.
+    """The work of one step.
 
     ``tokens`` [batch, length] int64; ``held`` [batch]: the positions that each sequence holds; ``row`` [batch]: the row whose
     logits count. Rows after it are padding, whose positions are written over later. ``padding`` [batch]: rows of padding in front

@@ -139,7 +139,7 @@ class GpuSteps:
         return found
 
     def _put(self, step: Step) -> None:
-        """Copy what a step reads, but for caches, to the GPU."""
+        """Copy the inputs of a step, except the caches, to the GPU."""
         inputs = self._of_length(step.length)
         for name, array in feeds_of(self.ports, step, self.capacity).items():
             target = inputs[name]

@@ -1,6 +1,6 @@
 """optdnn as an ONNX backend (``onnx.backend.base``): ``prepare``, ``run_model``, ``run_node``, ``supports_device``.
 
-Devices: ``REFERENCE`` evaluates the imported graph in NumPy, without any pass: what the operators mean. ``CPU`` builds an
+Devices: ``REFERENCE`` evaluates the imported graph in NumPy, without any pass: the operators' definition. ``CPU`` builds an
 engine for the cpu target, ``CUDA`` one for this machine's GPU, ``SIMULATE`` runs a GPU's program in NumPy. Engines for GPUs are
 of fixed sizes: one is built at the first run with each set of sizes, and with each set of values of shape inputs (axes, shapes,
 pads). Operators without a kernel run on the CPU.

@@ -229,7 +229,7 @@ def _sizes_of(engine: Any) -> BatchSizes | _FixedRows:
 
 
 def add_inference_service(servicer: Any, server: Any) -> None:
-    """What :data:`GRPC_SERVICE` names: Ray calls it in the process that takes the requests."""
+    """The function that :data:`GRPC_SERVICE` names. Ray calls it in the process that takes the requests."""
     from tritonclient.grpc import service_pb2_grpc
 
     _let_messages_travel()
@@ -288,7 +288,7 @@ class EngineReplica:
 
 
 class _Context:
-    """What the service asks of a call's context, by Ray's own, which knows no deadline."""
+    """A call's context as the service uses it, over Ray's context, which has no deadline."""
 
     def __init__(self, given: Any):
         self._given = given

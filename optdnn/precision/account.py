@@ -250,7 +250,7 @@ class Reasons:
         return f"{q}{saves or ':'} {error}{alone}"
 
     def _beyond(self, node: NodeFacts, q: str) -> str | None:
-        """What the search found of the chosen plan with this one change."""
+        """The result of the search for the chosen plan with this one change; None if it was not tried."""
         now = self.chosen.assignment
         if self.problem is None or node.key not in now:
             return None

@@ -30,7 +30,8 @@ from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import Array
 
 CAST_US, BANDWIDTH = 1.5, 2e6
-"""What a cast between two kernels adds to a CUDA graph, and bytes per microsecond; whole engines set it right."""
+"""Microseconds that a cast between two kernels adds to a CUDA graph, and bytes per microsecond. Races of whole engines correct
+them."""
 PLACEMENTS, SMALL_BYTES = 4, 64 << 20
 """Contexts that time an engine of at most this many bytes of activations."""
 

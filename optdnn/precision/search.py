@@ -81,7 +81,7 @@ def find(
     """The precision of each op of ``graph`` (exact passes done, precisions not assigned), for ``options.precision == "auto"``.
 
     Where integers may be chosen, ``graph`` is equalized first (exactly, in place), as it is for ``precision="int8"``.
-    Raises UsageError without data or for a metric that does not fit; what the metric, the data and the libraries raise.
+    Raises UsageError without data or for a metric that does not fit. Errors of the metric, the data and the libraries pass through.
     """
     return _Search(graph, options, target, cache, say).run()
 

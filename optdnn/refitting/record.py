@@ -1,4 +1,4 @@
-"""What an engine records of the network that it was built from, to distinguish other weights from another network.
+"""The record of an engine's network, which distinguishes other weights from another network.
 
 ``meta["network"]`` is ``{"nodes": {output: "Kind digest"}, "weights": {name: type}}`` of the graph as imported. The digest of an
 operator covers its kind, attributes, operands' names, and the types of its results; not the elements of weights.

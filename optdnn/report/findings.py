@@ -1,4 +1,4 @@
-"""What a run could gain, in order of the gain: sentences with the time at stake, what to do, and the operators meant.
+"""Possible gains of a run, the largest first: sentences with the time at stake, advice, and the operators.
 
 The time that a step can gain counts once: each finder takes the operators that those before it have left.
 """
@@ -30,8 +30,8 @@ _Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """``gain_us``: microseconds of a run at stake, an upper bound; None where that is unknown. ``nodes`` are the
-    operators meant, and ``share`` their part of the run."""
+    """``gain_us`` is an upper bound of the gain, in microseconds of a run; None if it is not known. ``nodes`` are the operators
+    that the finding is about, and ``share`` their part of the run."""
 
     text: str
     advice: str

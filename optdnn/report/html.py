@@ -173,7 +173,7 @@ DISTRIBUTIONS = {"gpu_compute_ms": "on the GPU", "latency_ms": "with copies", "e
 
 
 def _distributions(bench: _Report) -> dict[str, Any]:
-    """The latencies' distributions as rows of a chart: of calls, or of what a GPU's run is made of."""
+    """The latencies' distributions as rows of a chart: of calls, or of the parts of a run on a GPU."""
     rows = [_row("a call", bench["latency_ms"], bench["distribution"])]
     gpu = bench.get("gpu")
     if gpu is not None:

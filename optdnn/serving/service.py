@@ -66,7 +66,7 @@ class OutputTensor:
 
 
 class Service(ABC):
-    """What the protocols ask for. Every method raises Refusal."""
+    """The operations that the protocols need. Every method may raise Refusal."""
 
     @abstractmethod
     async def metadata(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Service(ABC):
 
     @contextmanager
     def counted(self, model: str, protocol: str) -> Iterator[list[str]]:
-        """Count a request and its time. What the block appends to the list is its status, where it is not "ok"."""
+        """Count a request and its time. The block may append a status to the list; without one, it is "ok"."""
         began = time.perf_counter()
         status: list[str] = []
         try:

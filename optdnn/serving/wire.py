@@ -62,7 +62,7 @@ def check_parsed(size: int) -> None:
 def _field(whole: memoryview, at: int) -> tuple[int, memoryview | None]:
     """Where the field that begins at ``at`` ends, and its bytes where it is of ``raw_input_contents``.
 
-    Raises IndexError or KeyError for what is no field."""
+    Raises IndexError or KeyError for bytes that are no field."""
     key, first = _varint(whole, at)
     kind = key & 7
     if kind == _LENGTH:

@@ -72,7 +72,7 @@ class Channel(asyncio.Protocol):
             raise Refusal("the request has values that are nested too deeply") from error
         self._transport.write(text + b"\n")
 
-    # ------------------------------------------------------------------ what the transport calls
+    # ------------------------------------------------------------------ called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
