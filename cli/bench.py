@@ -72,7 +72,7 @@ MEASURING, DETAIL = "Measuring", "Detail"
 @option("--html", type=FILE, group=DETAIL, metavar="FILE",
         help="Write a report with the network, timed step by step, as one HTML file.")  # fmt: skip
 @option("--energy", "energy", is_flag=True, group=DETAIL,
-        help="Also the energy of an inference: by NVML on GPUs, by RAPL where it can be read.")  # fmt: skip
+        help="Also measure the energy of an inference: by NVML on GPUs, by RAPL if it can be read.")  # fmt: skip
 @option("--flush-l2", is_flag=True, gpu=True, group=DETAIL, help="Empty its L2 before each run.")
 @option("--trace", is_flag=True, gpu=True, group=DETAIL,
         help="Run once, a kernel at a time in NVTX ranges, for nsys and ncu.")  # fmt: skip
@@ -91,8 +91,8 @@ def command(
 ) -> None:
     """Measure the latency and throughput of ENGINE, NumPy arrays in and out, one call at a time or (--streams) several.
 
-    Random inputs have the sizes of the profile's optimum, else those that the build measured at. On a GPU also what the GPU does:
-    its time for an inference with all arrays there, the host's time to enqueue one, the copies, and both together.
+    Random inputs have the sizes of the profile's optimum, else those at which the build measured. On a GPU it also shows the GPU's
+    time for an inference on arrays in its own memory, the host's time to enqueue one, the copies, and the whole latency.
     """
     import optdnn
     from optdnn.report import check_outputs

@@ -87,7 +87,7 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
     multiple=True,
     metavar="A,B,…",
     help="onnxruntime, openvino[:bf16], reference, or engine files; on a GPU also own, cudnn (the same network with only our "
-    "kernels, or only the libraries') and onnxruntime-cuda.  [default: what is installed]",
+    "kernels, or only the libraries') and onnxruntime-cuda.  [default: those that are installed]",
 )
 @option(
     "--torch",
@@ -117,7 +117,9 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
     metavar="S",
     help="Seconds to measure each candidate, over all rounds.",
 )
-@option("--energy", group=RACE, is_flag=True, help="Also the energy of an inference, by NVML on GPUs and by RAPL.")
+@option(
+    "--energy", group=RACE, is_flag=True, help="Also measure the energy of an inference: by NVML on GPUs, and by RAPL."
+)
 @option("--baseline", group=RACE, metavar="NAME", help="The baseline of speedups.  [default: the first of --against]")
 @option(
     "--error-reference", group=ACCURACY, metavar="NAME", help="The reference of errors.  [default: NumPy in float64]"

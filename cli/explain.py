@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 @click.argument("node")
 @json_option
 def command(engine: Path, node: str, json_file: Path | None) -> None:
-    """Show what became of a NODE of the ONNX model in an ENGINE, and why.
+    """Show how an ENGINE runs a NODE of its ONNX model, and why.
 
-    Shows the step that runs it, its rewrites and the refused ones, its precision with the reason, and the tactic that runs it
-    with the tactics that it beat. NODE is an ONNX node's name; * and ? stand for anything, and more than 8 nodes are listed.
+    Shows the step that runs it, its rewrites and the refused ones, its precision with the reason, and its tactic with those that
+    it beat. NODE is the name of an ONNX node; * and ? match anything. If more than 8 nodes match, they are only listed.
     """
     from optdnn.runtime.file.format import read
 

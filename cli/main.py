@@ -34,7 +34,7 @@ COMMANDS: dict[str, str] = {
     "export-triton": "Write an engine as a model of NVIDIA's Triton server.",
     "sign": "Sign an engine file, for optdnn verify and optdnn.load to check.",
     "inspect": "Show what is in a model or an engine, and what the build did.",
-    "explain": "Show what became of a node of the model in an engine, and why.",
+    "explain": "Show how an engine runs a node of its model, and why.",
     "check": "Show what a build would do with a model, without building.",
     "env": "Show versions, the machine, and which targets are usable.",
     "demo": "Build, run and compare the shipped networks: a first look.",

@@ -149,15 +149,6 @@ class BuildOptions:
     refit: bool = False
     lock: Path | None = None
     locked: Path | None = None
-
-    @property
-    def base_precision(self) -> str:
-        """The float precision of all operators that are not quantized (auto: fp32 until the search ends)."""
-        if self.precision == AUTO:
-            return "fp32"
-        name, _, base = self.precision.partition("+")
-        return base or ("fp32" if name in OF_PRODUCTS else name)
-
     custom_ops: tuple[CustomOp, ...] = ()
 
     def __post_init__(self) -> None:
@@ -189,6 +180,14 @@ class BuildOptions:
                 "images describes how pictures are prepared outside of the engine, and preprocess inside of it",
                 hint="leave --images out: calibration prepares pictures as the engine does",
             )
+
+    @property
+    def base_precision(self) -> str:
+        """The float precision of all operators that are not quantized (auto: fp32 until the search ends)."""
+        if self.precision == AUTO:
+            return "fp32"
+        name, _, base = self.precision.partition("+")
+        return base or ("fp32" if name in OF_PRODUCTS else name)
 
     def _check_devices(self) -> None:
         """Raise UsageError for options that engines of several GPUs do not support."""

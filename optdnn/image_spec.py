@@ -97,11 +97,10 @@ class ImageSpec:
         for name in ("resize", "crop"):
             _check_size(name, getattr(self, name))
         self._check_geometry()
-        for name in ("scale", "pad_value"):
-            if not _is_number(getattr(self, name)):
-                raise UsageError(f"{name} {getattr(self, name)!r} is not a finite number{_NOT_ZERO.get(name, '')}")
-        if self.scale == 0:
-            raise UsageError("scale 0 is not a finite number other than zero")
+        if not _is_number(self.pad_value):
+            raise UsageError(f"pad_value {self.pad_value!r} is not a finite number")
+        if not _is_number(self.scale) or self.scale == 0:
+            raise UsageError(f"scale {self.scale!r} is not a finite number other than zero")
         for name in ("mean", "std"):
             object.__setattr__(self, name, self._per_channel(name))
         if any(s == 0 for s in self.std):
@@ -180,7 +179,6 @@ class ImageSpec:
 
 
 _LARGEST = float(np.finfo(np.float32).max)
-_NOT_ZERO = {"scale": " other than zero"}
 
 
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:

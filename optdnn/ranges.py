@@ -120,7 +120,7 @@ def parse_dims(text: str) -> ShapeSpec:
         if len({len(r) for r in rows}) == 1:
             return _columns([[None if d == "?" else int(d) for d in row] for row in rows], repr(text))
     dims: list[DimSpec] = []
-    for part in re.split(r"x", text):
+    for part in text.split("x"):
         found = _DIM.fullmatch(part)
         if not found:
             ends = _ENDS.fullmatch(part)
