@@ -1,4 +1,4 @@
-"""Chains of products with packed weights (MatMulNBits), or with 16-bit ones: what a token costs a language model.
+"""Chains of products with packed weights (MatMulNBits), or with 16-bit ones: the cost of a token in a language model.
 
 A workload is ``products/chain:ROWS:bits=4:depth=4096:columns=4096``: products from ``depth`` to ``columns`` features and
 back again, in ``turns`` (0: so many that L2 does not hold them), each with weights of its own. ``bits`` 16 stands for

@@ -76,7 +76,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def order_of(engine: optdnn.Engine, options: argparse.Namespace, rows: int) -> dict[str, Any]:
-    """What a client must know of the engine."""
+    """The facts of the engine that a client needs."""
     (spec,) = engine.inputs
     shape = [rows, *(d for d in spec.shape[1:] if isinstance(d, int))]
     order = {"input": spec.name, "datatype": datatype(spec.dtype), "shape": shape, "model": options.engine.stem}
@@ -215,7 +215,7 @@ def wait_for_port(port: int, process: subprocess.Popen[str]) -> None:
 
 
 def clients(order: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What the processes of clients found."""
+    """The results of the processes of clients."""
     shares = [list(range(k, options.clients, options.processes)) for k in range(options.processes)]
     processes = [
         subprocess.Popen(
@@ -270,7 +270,7 @@ def cpu_seconds(pid: int) -> dict[int, tuple[str, float]]:
 
 
 def resident_mb(pid: int) -> float:
-    """Resident memory, that which is shared with others included."""
+    """Resident memory, shared pages included."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
     except OSError:
