@@ -43,21 +43,10 @@ MEASURING, DETAIL = "Measuring", "Detail"
 @engine_argument
 @input_option
 @size_option
-@option(
-    "--warmup",
-    type=click.IntRange(min=0),
-    default=10,
-    show_default=True,
-    group=MEASURING,
-    help="Runs that are not counted.",
-)
-@option(
-    "--duration",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="S",
-    group=MEASURING,
-    help="Seconds to measure.  [default: 3]",
-)
+@option("--warmup", type=click.IntRange(min=0), default=10, show_default=True, group=MEASURING,
+        help="Runs that are not counted.")  # fmt: skip
+@option("--duration", type=click.FloatRange(min=0, min_open=True), metavar="S", group=MEASURING,
+        help="Seconds to measure.  [default: 3]")  # fmt: skip
 @option("--iterations", type=click.IntRange(min=1), metavar="N", group=MEASURING,
         help="Runs to measure (of each stream), instead of a duration.")  # fmt: skip
 @option("--percentile", "percentiles", type=click.FloatRange(0, 100), multiple=True, metavar="P", group=MEASURING,

@@ -26,11 +26,7 @@ from optdnn.errors import NotMet
 
 @click.command("verify", cls=Command)
 @engine_argument
-@option(
-    "--model",
-    type=FILE,
-    help="The model that ENGINE was built from: also check the results of the whole engine.",
-)
+@option("--model", type=FILE, help="The model that ENGINE was built from: also check the results of the whole engine.")
 @input_option
 @size_option
 @seed_option
