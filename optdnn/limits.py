@@ -69,24 +69,5 @@ REQUEST_JSON_BYTES = Limit(
     "the clients",
 )
 
-LIMITS = (
-    NODES,
-    INLINED_NODES,
-    FUNCTION_NESTING,
-    SUBGRAPH_NESTING,
-    HEADER_NESTING,
-    HEADER_BYTES,
-    TENSOR_BYTES,
-    SPARSE_BYTES,
-    DIM_PARTS,
-    FOLDED_BYTES,
-    FOLDED_WORK,
-    LOOP_TRIPS,
-    WINDOW,
-    CACHE_BYTES,
-    UNPACKED_BYTES,
-    PICTURE_PIXELS,
-    REQUEST_BYTES,
-    REQUEST_JSON_BYTES,
-)
+LIMITS = tuple(value for value in tuple(globals().values()) if isinstance(value, Limit))
 """All limits, as the reference lists them."""

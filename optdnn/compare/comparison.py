@@ -109,16 +109,7 @@ def compare(
 
     Raises InputError for inputs that do not fit, UsageError for names that do not exist.
     """
-    feeds = dict(given or {})
-    missing = [s for s in subject.inputs if s.name not in feeds]
-    profiles = () if subject.original is None else subject.original.profiles
-    typical: Any = subject.account.get("sizes")
-    made = random_feeds(subject.inputs, seed=seed, sizes=sizes, profiles=profiles, given=feeds, typical=typical)
-    feeds = {**made, **feeds}
-    signature = Signature(subject.inputs, ())
-    found = signature.sizes(signature.arrays(feeds))
-    other = random_feeds(subject.inputs, seed=seed + 1, sizes=found)
-    feeds_from = "files" if not missing else f"random, seed {seed}" + (", and files" if given else "")
+    feeds, other, feeds_from = _feeds(subject, given or {}, sizes, seed)
     if look_inside and subject.original is None:
         raise UsageError("to look inside, the ONNX model that the engine was built from is needed", hint="--model FILE")
     with temporary_folder() as folder:
@@ -153,6 +144,21 @@ def compare(
     if look_inside:
         result.findings = look(subject, feeds, tolerance, say, _engine_rival(against))
     return result
+
+
+def _feeds(
+    subject: Subject, given: Mapping[str, Array], sizes: Mapping[str, int] | None, seed: int
+) -> tuple[dict[str, Array], dict[str, Array], str]:
+    """The inputs (random ones where none are given), other inputs of the same sizes, and the origin of the first in words."""
+    profiles = () if subject.original is None else subject.original.profiles
+    typical: Any = subject.account.get("sizes")
+    made = random_feeds(subject.inputs, seed=seed, sizes=sizes, profiles=profiles, given=given, typical=typical)
+    feeds = {**made, **given}
+    signature = Signature(subject.inputs, ())
+    other = random_feeds(subject.inputs, seed=seed + 1, sizes=signature.sizes(signature.arrays(feeds)))
+    if all(s.name in given for s in subject.inputs):
+        return feeds, other, "files"
+    return feeds, other, f"random, seed {seed}" + (", and files" if given else "")
 
 
 def _engine_rival(against: Sequence[str]) -> Path | None:

@@ -124,7 +124,7 @@ def verify(
     found: list[Check] = []
     simulated = False
     for case in cases(loaded, inputs or {}, sizes, seed):
-        one = _Case(loaded, case, original, tolerance, say)
+        one = _CaseChecks(loaded, case, original, tolerance, say)
         found += one.checks()
         simulated = simulated or one.simulated
     given = set(inputs or {})
@@ -211,7 +211,7 @@ def _runs(engine: Engine, feeds: Mapping[str, Array]) -> RunError | None:
 # ---------------------------------------------------------------- the checks of one set of inputs
 
 
-class _Case:
+class _CaseChecks:
     """The checks on one set of inputs."""
 
     def __init__(self, engine: Engine, case: Case, original: Graph | None, tolerance: float | None, say: Progress):
