@@ -131,7 +131,7 @@ def serve() -> None:
 
 
 class Run:
-    """One run of a kind: which jobs there are, and how each comes to its row. Each GPU has children of its own."""
+    """One run of a kind: prepares and measures each job in a child. Each GPU has its own children."""
 
     def __init__(self, kind: Kind, options: argparse.Namespace, results: Results, scratch: Path):
         self.kind, self.options, self.results, self.scratch = kind, options, results, scratch
@@ -256,7 +256,7 @@ class Preparer:
 
 
 def _threads(count: int) -> dict[str, str]:
-    """The environment of a child that takes so many cores."""
+    """The environment of a child that uses ``count`` cores."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
     return dict.fromkeys(names, str(count))
 

@@ -235,7 +235,7 @@ def is_engine(path: Path) -> bool:
 
 
 def report_beside(engine: Path) -> Mapping[str, Any]:
-    """The build report next to an engine; empty where there is none that can be read."""
+    """The build report next to an engine; empty if it is missing or cannot be read."""
     from optdnn.runtime.engine import report_path
     from optdnn.runtime.file.json_file import read_json
 

@@ -173,7 +173,7 @@ def _show(facts: dict[str, Any]) -> None:
 
 
 def _shown(facts: Mapping[str, Any]) -> set[str]:
-    """The facts that a reader wants of this file: nothing of GPUs where it is for none, and the precision once."""
+    """The facts to show of this file: those of GPUs only for a GPU's engine, and the precision once."""
     on_gpu = str(facts.get("target", "")).startswith(("cuda", "simulate"))
     return set(facts) - {"precision"} - (set() if on_gpu else {"retunable", "arena_bytes"})
 

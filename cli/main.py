@@ -155,7 +155,7 @@ def _run(argv: list[str]) -> int:
     args = [*(["--debug"] if debug else []), *(a for a in argv[:end] if a != "--debug"), *argv[end:]]
     try:
         result = cli.main(args=args, prog_name="optdnn", standalone_mode=False, obj={"argv": tuple(argv)})
-        sys.stdout.flush()  # here, where a reader that is gone is still met by the handler below
+        sys.stdout.flush()  # here: the handler below covers a closed pipe
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as stop:
         return stop.exit_code

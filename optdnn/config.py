@@ -101,7 +101,7 @@ class BuildOptions:
     split into a part to search on and one to verify by; ``labels`` its labels, if it does not hold them; ``metric`` "top1", "mse",
     "cosine", "PKG.MODULE:F" or a function of outputs and labels; ``max_drop`` the largest loss that is allowed, in the
     metric's own unit (None: the metric's default); ``precision_map`` holds the pins; ``candidates`` are the precisions that it
-    may choose from besides fp32 (None: all that the target has but tf32, which is used only where it is requested);
+    may choose from besides fp32 (None: all of the target's except tf32, which is used only on request);
     ``budget`` bounds the search in seconds.
 
     ``refit`` keeps the model in the engine, so that single weights can be changed later without it (:meth:`Engine.refit`).

@@ -119,7 +119,7 @@ def _short(value: Any) -> str:
 
 
 def facts_of(model: Source, options: BuildOptions) -> dict[str, Plain]:
-    """Everything that decides a build with these options, whose target is resolved, but for measured times.
+    """Everything except measured times that decides a build with these options, whose target is resolved.
 
     Raises UsageError for calibration data that cannot be read twice."""
     here = machine()

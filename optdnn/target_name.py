@@ -34,8 +34,8 @@ _ARCH = re.compile(r"sm_[0-9]{2,3}[af]?")
 
 @dataclass(frozen=True)
 class TargetName:
-    """A target's name, parsed. ``arch`` is the architecture of its kernels: that of Hopper for ``simulate``, "" where there are
-    none, or where the GPU of this machine is meant. ``gpu`` is one of :data:`GPUS`, "" where none is named."""
+    """A target's name, parsed. ``arch`` is the architecture of its kernels: Hopper's for ``simulate``, "" without kernels or for
+    the GPU of this machine. ``gpu`` is one of :data:`GPUS`, "" if the name contains no GPU."""
 
     family: str
     arch: str = ""

@@ -48,7 +48,11 @@ NAMES = 60
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--tune", type=float, default=0.0, metavar="S", help="tune each engine for so many seconds (not)"
+        "--tune",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="tune each engine for S seconds (default: the cost model chooses)",
     )
     parser.add_argument("--predicted", action="store_true", help="the times that engines record, without a GPU")
 

@@ -98,7 +98,7 @@ def engine_row(engine: optdnn.Engine, options: argparse.Namespace) -> dict[str, 
 
 
 def runs_per_second(engine: optdnn.Engine, x: Any, threads: int, seconds: float) -> float:
-    """Runs per second of so many threads."""
+    """Runs per second of several threads."""
     feeds = {engine.inputs[0].name: x}
     engine.run(feeds)
     counts = [0] * threads
@@ -240,7 +240,7 @@ def sample(pid: int, done: threading.Event, samples: Samples, pause: float) -> N
 
 
 def kill_worker(pid: int, done: threading.Event, seconds: float) -> None:
-    """Kill a worker of a server after so many seconds."""
+    """Kill a worker of a server after some seconds."""
     if not done.wait(seconds):
         os.kill(next(n for n, role in processes(pid).items() if role == "worker"), signal.SIGKILL)
 

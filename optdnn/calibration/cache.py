@@ -131,7 +131,7 @@ class CalibrationCache:
         return cache
 
     def damaged(self) -> UsageError:
-        """The error about a file whose entries are none that calibrations write."""
+        """The error for a file with entries that no calibration writes."""
         return UsageError(f"{self.path} is a damaged calibration cache", hint="delete it")
 
     def _read(self) -> list[Any]:

@@ -323,7 +323,7 @@ class _CaseChecks:
 
 
 def _undefined(got: Mapping[str, Array], exact: Mapping[str, Array]) -> dict[str, Array]:
-    """Output -> where the model leaves it undefined (NaN), for those in which ``got`` has numbers there."""
+    """Output -> the places that the model leaves undefined (NaN), for outputs in which ``got`` has numbers there."""
     holes = {n: np.isnan(a) for n, a in exact.items() if is_float(a.dtype) and a.shape == got[n].shape}
     return {n: hole for n, hole in holes.items() if np.isfinite(got[n][hole]).any()}
 

@@ -41,7 +41,7 @@ class GpuSteps:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._turn = 0
         self._inputs: dict[int, dict[str, Any]] = {}
-        """Length of a step -> its inputs but for caches and tokens of one row."""
+        """Length of a step -> its inputs, without the caches and tokens of one row."""
         self._calls: dict[tuple[int, int], tuple[Any, list[tuple[Any, Any]]]] = {}
         """Length and turn -> the bound call, and caches with the arrays that are copied to them after it."""
         with self.stream:

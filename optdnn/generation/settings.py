@@ -19,7 +19,7 @@ Integer: TypeAlias = int | Sequence[int]
 
 @dataclass(frozen=True)
 class Settings:
-    """Arrays [batch] by the names of :data:`optdnn.runtime.contexts.sampled.SETTINGS`, but for the position."""
+    """Arrays [batch] by the names of :data:`optdnn.runtime.contexts.sampled.SETTINGS`, except the position."""
 
     temperature: Array
     top_k: Array

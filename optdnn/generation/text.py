@@ -9,7 +9,7 @@ from optdnn.errors import MissingDependency, UsageError
 
 
 def read_tokenizer(path: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a ``tokenizer.json``. Raises MissingDependency (extra ``text``), UsageError for a file that is none."""
+    """The tokenizer of a ``tokenizer.json``. Raises MissingDependency (extra ``text``), UsageError for another file."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:

@@ -73,7 +73,7 @@ class GpuRun:
         return self.engine(feeds).run(feeds)
 
     def engine(self, feeds: Mapping[str, Array]) -> Engine:
-        """The engine for these inputs, built where it is not there."""
+        """The engine for these inputs, built on first use."""
         from optdnn.compiler import build
 
         shapes = {n: a.shape for n, a in feeds.items()}

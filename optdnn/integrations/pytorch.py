@@ -49,7 +49,7 @@ def from_torch(
     of its parameters. ``shapes`` are those of :func:`optdnn.build`: open sizes and ranges are exported as dynamic
     (``dynamic_shapes`` in torch's own form also says which sizes are equal: an attention whose mask has a batch of its
     own is found only once sizes are known). ``exporter``: "dynamo" (torch.export; needs onnxscript),
-    "torchscript", or the former where it is installed. ``build`` are further options of :func:`optdnn.build`.
+    "torchscript", or "auto" (dynamo where onnxscript is installed). ``build`` are further options of :func:`optdnn.build`.
 
     Raises MissingDependency without torch, UsageError for a module in training mode and for names that do not exist,
     ModelError where torch cannot export it, and the errors of the build.

@@ -122,6 +122,6 @@ def _joined(batches: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
 
 
 def batch_of(engine: Engine) -> int:
-    """Samples to a call: the network's own batch where it is fixed."""
+    """Samples of a call: the network's own batch, if it is fixed."""
     first = engine.inputs[0].shape[0]
     return first if isinstance(first, int) else RUN_BATCH

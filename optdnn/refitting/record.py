@@ -65,8 +65,8 @@ def recorded(program: Program) -> Mapping[str, Mapping[str, str]]:
 
 
 def check_same_network(program: Program, graph: Graph) -> None:
-    """Raise UnsupportedError, which names every difference, unless ``graph`` (as imported) is the engine's network but for the
-    elements of its weights."""
+    """Raise UnsupportedError, which names every difference, unless ``graph`` (as imported) differs from the engine's network only
+    in the elements of its weights."""
     old, new = recorded(program), network_record(graph)
     refuse(
         [

@@ -31,7 +31,7 @@ class GivenTensor:
 
 @dataclass(frozen=True)
 class WantedOutput:
-    """An output that a client asks for; ``region``: where it is to be written."""
+    """An output that a client asks for; ``region``: the part of shared memory to write it to."""
 
     name: str
     region: NamedPart | None = None
@@ -90,7 +90,7 @@ class Service(ABC):
 
     @abstractmethod
     async def load(self, model: str) -> None:
-        """Load a model, anew where it is loaded."""
+        """Load a model, or load it again."""
 
     @abstractmethod
     async def unload(self, model: str) -> None:

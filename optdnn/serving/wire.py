@@ -60,7 +60,7 @@ def check_parsed(size: int) -> None:
 
 
 def _field(whole: memoryview, at: int) -> tuple[int, memoryview | None]:
-    """Where the field that begins at ``at`` ends, and its bytes where it is of ``raw_input_contents``.
+    """The end of the field that begins at ``at``, and its bytes if it is one of ``raw_input_contents``.
 
     Raises IndexError or KeyError for bytes that are no field."""
     key, first = _varint(whole, at)

@@ -20,7 +20,7 @@ log = logging.getLogger("optdnn.serve")
 
 
 class Channel(asyncio.Protocol):
-    """One end. ``gone`` is called when the other end is closed; calls to it that have no answer raise Unavailable then.
+    """One end of the connection. ``gone`` is called when the other end is closed; unanswered calls then raise Unavailable.
     ``unclaimed`` gets the value of a call that was cancelled meanwhile."""
 
     def __init__(self, answer: Answer, gone: Callable[[], None], unclaimed: Callable[[Any], None] = lambda value: None):

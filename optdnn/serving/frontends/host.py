@@ -1,5 +1,5 @@
 """The front ends of a server: processes that read requests and write answers. The server's process starts them, does their calls,
-and replaces one that dies. Clients of a dead one lose their connections, and nothing else is lost."""
+and replaces one that dies. Only the clients of a dead front end are affected: they lose their connections."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class FrontEnds:
                 self._gone.put_nowait(end)
 
     async def stop(self) -> None:
-        """Take no further requests, and wait for those that are here, but for at most the settings' seconds."""
+        """Take no further requests, and wait for the current ones, for at most ``drain_seconds`` of the settings."""
         self._keeper.cancel()
         await asyncio.wait([asyncio.create_task(end.stop()) for end in self._ends], timeout=self._seconds + END_SECONDS)
 
