@@ -11,7 +11,6 @@ from optdnn.compare.gpu_rivals import (
     ONNXRUNTIME_CUDA,
     RESTRICTED,
     check_gpu_rival,
-    onnxruntime_cuda,
     restricted,
 )
 from optdnn.compare.subject import Subject
@@ -19,6 +18,7 @@ from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions, Progress
 from optdnn.errors import EngineError, MissingDependency, UsageError
 from optdnn.ir.export_onnx import export_model
+from optdnn.runtime.cuda.measuring.rivals import ONNXRUNTIME
 from optdnn.runtime.file.format import read
 from optdnn.runtime.racing.candidates import Candidate
 
@@ -78,7 +78,7 @@ def candidates(names: Sequence[str], subject: Subject, folder: Path, say: Progre
             found.append(restricted(name, subject.model, subject.options, folder, say))
         elif name == ONNXRUNTIME_CUDA:
             assert model is not None
-            found.append(onnxruntime_cuda(model, shapes))
+            found.append(Candidate(name, ONNXRUNTIME, str(model), "fp32", shapes))
         elif name == REFERENCE:
             say("build the NumPy reference")
             assert subject.model is not None
