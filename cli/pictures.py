@@ -108,7 +108,9 @@ def _shapes(one: dict[str, Any]) -> str:
 
 def _stacked(name: str, arrays: Sequence[Any]) -> Any:
     if len({a.shape for a in arrays}) > 1:
-        raise UsageError(f"output {name!r} has another shape for each picture: they make no array", hint="leave -o out")
+        raise UsageError(
+            f"output {name!r} has different shapes for these pictures: it is not one array", hint="leave -o out"
+        )
     return np.stack(arrays)
 
 

@@ -264,7 +264,9 @@ class BuildOptions:
         if restricted:
             raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
         if self.memory_limit is not None:
-            raise UsageError(f"memory_limit is of GPUs, not of target {self.target!r}", hint="leave --memory-limit out")
+            raise UsageError(
+                f"memory_limit is for GPUs, not for target {self.target!r}", hint="leave --memory-limit out"
+            )
         if self.strict:
             raise UsageError(f"strict is for GPUs, not for target {self.target!r}", hint="leave --strict out")
         if self.streams not in (1, AUTO):

@@ -190,12 +190,18 @@ def channels_of(color: str) -> int:
     return 1 if color == "L" else 3
 
 
+def check_fields(kind: type[Any], plain: Any, what: str, forms: str = "an object") -> None:
+    """Raise UsageError for anything but a mapping whose keys are fields of a dataclass."""
+    known = sorted(f.name for f in fields(kind))
+    if not isinstance(plain, Mapping):
+        raise UsageError(f"{what} must be {forms}, not {plain!r}", hint=f"its fields are {', '.join(known)}")
+    if unknown := sorted(str(k) for k in plain if k not in known):
+        raise UsageError(f"{what} has no {', '.join(unknown)}", hint=f"it has {', '.join(known)}")
+
+
 def _made(kind: type[T], plain: Any, what: str) -> T:
     """A dataclass from a mapping of its fields, lists as tuples. Raises UsageError for an unknown field."""
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    if not isinstance(plain, Mapping) or (unknown := sorted(str(k) for k in plain if k not in known)):
-        lacks = ", ".join(unknown) if isinstance(plain, Mapping) else "form but an object"
-        raise UsageError(f"{what} has no {lacks}", hint=f"it has {', '.join(sorted(known))}")
+    check_fields(kind, plain, what)
     try:
         return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()})
     except TypeError as error:

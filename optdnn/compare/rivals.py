@@ -47,7 +47,7 @@ def check_rivals(names: Sequence[str], *, has_model: bool, target: str = "cpu") 
         library, _, precision = name.partition(":")
         if library in LIBRARIES:
             if precision and precision not in LIBRARIES[library]:
-                raise UsageError(f"{library} cannot be asked for {precision}; it has {', '.join(LIBRARIES[library])}")
+                raise UsageError(f"{library} has no precision {precision}; it has {', '.join(LIBRARIES[library])}")
             if find_spec(library) is None:
                 raise MissingDependency(library, "cpu", "to compare with it")
         elif name in GPU_RIVALS:

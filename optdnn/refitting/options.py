@@ -30,7 +30,7 @@ def options_again(program: Program, calib: Any = None, custom_ops: Sequence[Cust
     made: Any = program.meta.get("options", {})
     if made.get("precision") == AUTO:
         raise UsageError(
-            "the precisions of this engine were found for its weights (precision auto)",
+            "the precisions of this engine were chosen for its weights (precision auto)",
             hint="build it again: optdnn build",
         )
     preprocess, postprocess = specs_of(program)

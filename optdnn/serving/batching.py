@@ -279,7 +279,7 @@ class Batcher:
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
-            self.refuse_waiting("the server ends")
+            self.refuse_waiting("the server is shutting down")
 
     def refuse_waiting(self, why: str) -> None:
         """Refuse all requests in the queue."""

@@ -211,7 +211,7 @@ def wanted_output(output: Any) -> WantedOutput:
     """An output that a request asks for. Raises Refusal."""
     parameters = parameters_of(output)
     if parameters.get("classification"):
-        raise Refusal("this server does not do the classification extension", hint="ask for the output itself")
+        raise Refusal("this server does not support the classification extension", hint="ask for the output itself")
     return WantedOutput(output.name, NamedPart.of(parameters))
 
 

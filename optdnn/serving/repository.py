@@ -229,7 +229,7 @@ class Repository:
         """
         async with self._loading:
             if self.closing:
-                raise Unavailable("the server ends")
+                raise Unavailable("the server is shutting down")
             old = await self._load(name)
         if old is not None:
             await self._end(old)

@@ -46,7 +46,7 @@ def read_request(data: bytes) -> tuple[Any, list[memoryview]]:
         check_parsed(sum(map(len, rest)))
         return pb.ModelInferRequest.FromString(b"".join(rest)), raw
     except (IndexError, KeyError, DecodeError) as error:
-        raise Refusal("the bytes of the request are no ModelInferRequest") from error
+        raise Refusal("the bytes of the request are not a ModelInferRequest") from error
 
 
 def check_parsed(size: int) -> None:
