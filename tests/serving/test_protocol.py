@@ -142,7 +142,7 @@ MALFORMED: dict[str, tuple[int, str, Any]] = {
     "deep parameters of an input": (400, "strings, numbers or booleans",
                                     infer_body(raw_input(X, parameters={"a": {"b": 1}}), data=X.tobytes())),
     "shape that lies": (400, "takes 256000", infer_body(raw_input(X, shape=[1000, 1, 8, 8]), data=X.tobytes())),
-    "bytes that lie": (400, "the body has 4 left", infer_body(raw_input(X, parameters={"binary_data_size": 1 << 40}), data=b"1234")),
+    "bytes that lie": (400, "has 4 left", infer_body(raw_input(X, parameters={"binary_data_size": 1 << 40}), data=b"1234")),
     "bytes left over": (400, "belong to no input", infer_body(raw_input(X), data=X.tobytes() + b"!")),
     "ragged": (400, "not an array", infer_body({**raw_input(X), "parameters": {}, "data": [[1], [2, 3]]})),
     "texts": (400, "not an array", infer_body({**raw_input(X), "parameters": {}, "data": ["a"] * 192})),
