@@ -94,7 +94,7 @@ def _pool() -> Array:
     return np.random.default_rng(0).standard_normal(POOL, np.float32).astype(FP16)
 
 
-class _Writer:
+class ModelWriter:
     """Writes the model node by node. Weights are parts of one pool of random numbers, from another place each."""
 
     def __init__(self, decoder: Decoder):
@@ -188,7 +188,7 @@ class _Writer:
 
 def model(workload: Workload) -> onnx.ModelProto:
     """The ONNX model (opset 24, fp16). Inputs: ``token`` [batch, tokens], ``at`` [batch], ``key.N.past`` and ``value.N.past``."""
-    return _Writer(Decoder.of(workload)).model()
+    return ModelWriter(Decoder.of(workload)).model()
 
 
 def feeds(workload: Workload, seed: int) -> dict[str, Array]:

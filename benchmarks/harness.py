@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 from benchmarks.children import Gate, OutOfTime, Worker
 from benchmarks.models import SHARED, shared_names
-from benchmarks.rows import Results, Row, say, told
+from benchmarks.rows import Results, Row, command_parser, say, told
 from benchmarks.workloads import GROUPS, Workload, chosen, parse
 
 RENEWED = 8
@@ -34,8 +34,8 @@ RENEWED = 8
 
 @dataclass(frozen=True)
 class Job:
-    """What a child receives: a workload, the variant (``setup``), the options of the command line, and a separate folder for
-    files. ``prepared``: what :attr:`Kind.prepare` gave."""
+    """The order for a child: a workload, the variant (``setup``), the options of the command line, and a separate folder for
+    files. ``prepared``: the result of :attr:`Kind.prepare`."""
 
     workload: Workload
     setup: str
@@ -45,7 +45,7 @@ class Job:
 
 
 def one_line(row: Mapping[str, Any]) -> str:
-    """What is printed of a row: its times, and its verdict."""
+    """The printed line of a row: its times and its verdict."""
     times = ", ".join(f"{name} {t['ms']:.4f} ms" for name, t in row.get("times", {}).items())
     shares = ", ".join(f"{share:.0%} of bandwidth" for share in row.get("of_bandwidth", {}).values())
     return " ".join(part for part in (times, shares, row.get("verdict", "")) if part)
@@ -103,7 +103,7 @@ def release() -> None:
 
 
 def serve() -> None:
-    """A child's life: it reads orders from stdin, a line of JSON each, and answers each with a line. What libraries print goes
+    """The loop of a child: it reads orders from stdin, a line of JSON each, and answers each with a line. Output of libraries goes
     to its log."""
     global _waits, _answers
     from benchmarks.kinds import kind_of
@@ -131,7 +131,7 @@ def serve() -> None:
 
 
 class Run:
-    """One run of a kind: which jobs there are, and how each comes to its row. Each GPU has children of its own."""
+    """One run of a kind: prepares and measures each job in a child. Each GPU has its own children."""
 
     def __init__(self, kind: Kind, options: argparse.Namespace, results: Results, scratch: Path):
         self.kind, self.options, self.results, self.scratch = kind, options, results, scratch
@@ -149,7 +149,7 @@ class Run:
                 self.measurers.put((Worker({**shared, **_visible(device)}), gates[device]))
 
     def row(self, workload: Workload, setup: str, name: str) -> Row | None:
-        """The row of a job; None where the budget did not suffice: a later call has it to do. Never raises."""
+        """The row of a job; None if the budget did not suffice: a later call does it. Never raises."""
         row = {"workload": workload.name, "what": self.kind.name, "setup": setup}
         folder = self.scratch / f"{workload.file}-{name}"
         folder.mkdir(parents=True)
@@ -175,7 +175,7 @@ class Run:
         return max(0.0, min(limit_s, left)) if left > 1.0 else 0.0
 
     def _outcome(self, error: Exception, granted: float, limit_s: float, stage: str) -> Row | None:
-        """What a child that gave no answer comes to. One that the budget cut off has no row: it is to be done again."""
+        """The row of a job whose child gave no answer. None if the budget cut it off: a later call does it."""
         if isinstance(error, OutOfTime):
             cut = granted < min(limit_s, 0.9 * self.options.budget)
             return None if cut else {"error": f"{stage}: no end in {granted:.3g} s", "verdict": "hang"}
@@ -256,7 +256,7 @@ class Preparer:
 
 
 def _threads(count: int) -> dict[str, str]:
-    """The environment of a child that takes so many cores."""
+    """The environment of a child that uses ``count`` cores."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
     return dict.fromkeys(names, str(count))
 
@@ -319,10 +319,7 @@ def summary(kind: Kind, rows: Sequence[Row], of: int) -> str:
 
 def parser_of(kind: Kind) -> argparse.ArgumentParser:
     """The options of a kind."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {kind.name}", description=kind.about, formatter_class=raw
-    )
+    parser = command_parser(kind.name, kind.about)
     add, seconds = parser.add_argument, {"type": float, "metavar": "SECONDS"}
     add("workloads", nargs="*", metavar="WORKLOAD", help="SOURCE/NETWORK:BATCH@PRECISION (default: those of --groups)")
     add("--groups", default=",".join(kind.groups), help=f"of {', '.join(GROUPS)} (%(default)s)")

@@ -1,4 +1,4 @@
-"""Chains of products with packed weights (MatMulNBits), or with 16-bit ones: what a token costs a language model.
+"""Chains of products with packed weights (MatMulNBits), or with 16-bit ones: the cost of a token in a language model.
 
 A workload is ``products/chain:ROWS:bits=4:depth=4096:columns=4096``: products from ``depth`` to ``columns`` features and
 back again, in ``turns`` (0: so many that L2 does not hold them), each with weights of its own. ``bits`` 16 stands for
@@ -22,7 +22,7 @@ from benchmarks.workloads import Workload
 BANDWIDTH = 4.3e12
 """Bytes per second that reads of an H200's memory reach."""
 CACHE = 128 << 20
-"""Bytes of weights; L2 keeps little of so many from run to run."""
+"""Bytes of weights, so many that L2 keeps little of them from run to run."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Chain:
 
     @cached_property
     def numbers(self) -> np.ndarray:
-        """Random bytes of one product; the others' are these, changed."""
+        """Random bytes of one product; the other products change them."""
         return np.random.default_rng(0).integers(0, 256, self.depth * self.columns, np.uint8)
 
     def weights(self) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:

@@ -1,4 +1,4 @@
-"""Fingerprints of the programs that builds for GPUs make: what a refactoring must leave as it is. Needs neither a GPU nor NVRTC.
+"""Fingerprints of the programs that builds for GPUs make, which a refactoring must not change. Needs neither a GPU nor NVRTC.
 
     python benchmarks/program_fingerprints.py --out before.json          # every case: about three minutes of one core
     python benchmarks/program_fingerprints.py --compare before.json      # again, after a change

@@ -28,7 +28,7 @@ MODES = {"compile": "default", "compile-max": "max-autotune-no-cudagraphs"}
 
 
 def begin() -> None:
-    """What every race needs of PyTorch: true fp32, cuDNN's own search, no gradients."""
+    """The settings of PyTorch for every race: true fp32, cuDNN's own search, no gradients."""
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
     torch.set_grad_enabled(False)
@@ -72,7 +72,7 @@ def round_trip() -> float:
 def race(
     replays: Mapping[str, Replay], stream: Stream, outside: Any, *, rounds: int, seconds: float, flush_l2: bool = False
 ) -> dict[str, Any]:
-    """``rounds`` turns of each candidate, each of ``seconds``. Gives ``times`` (milliseconds) and what the clocks did.
+    """``rounds`` turns of each candidate, each of ``seconds``. Gives ``times`` (milliseconds) and the clocks meanwhile.
 
     ``outside`` is PyTorch's view of ``stream``. ``flush_l2``: L2 is emptied before each run.
     """
@@ -164,7 +164,7 @@ def bind(
 
 
 def flat(result: Any) -> list[torch.Tensor]:
-    """The tensors of what a module returns."""
+    """The tensors of a module's result."""
     return [result] if isinstance(result, torch.Tensor) else [t for t in result if isinstance(t, torch.Tensor)]
 
 

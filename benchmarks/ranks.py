@@ -27,7 +27,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks.decoders import DECODERS, _Writer
+from benchmarks.decoders import DECODERS, ModelWriter
 from optdnn.config import SPLITS
 from optdnn.devices import memory_of
 from optdnn.runtime.ranks.calls import GpuCall
@@ -100,7 +100,7 @@ def product(rows: int) -> tuple[onnx.ModelProto, Feeds, dict[str, str]]:
 
 def llama(layers: int, vocabulary: int = 128256) -> tuple[onnx.ModelProto, Feeds, dict[str, str]]:
     """One token of Llama 3 8B, over caches of 4096 positions, 1024 of them filled. The output ``next`` is the next token."""
-    model = _Writer(replace(DECODERS["llama_8b"], layers=layers, vocabulary=vocabulary)).model()
+    model = ModelWriter(replace(DECODERS["llama_8b"], layers=layers, vocabulary=vocabulary)).model()
     model.graph.node.append(helper.make_node("ArgMax", ["logits"], ["next"], axis=-1, keepdims=0))
     model.graph.output[0].CopyFrom(helper.make_tensor_value_info("next", TensorProto.INT64, [1, 1]))
     return model, *llama_feeds(layers)

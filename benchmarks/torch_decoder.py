@@ -1,4 +1,4 @@
-"""The benchmark's decoders in PyTorch, in the way of gpt-fast: caches of a fixed length in place, one compiled function a token.
+"""The benchmark's decoders in PyTorch, written as in gpt-fast: caches of a fixed length in place, one compiled function per token.
 
 Weights are those of the ONNX model. Products of 4 bits call PyTorch's own kernel for them, which takes bf16; otherwise all is
 fp16. The caches end soon after the position that is decoded: PyTorch's attention reads them whole.

@@ -109,7 +109,7 @@ def feeds_of(
             if isinstance(d, str) and asked.get(d, n) != n:
                 raise UsageError(f"--size {d}={asked[d]}: input {spec.name!r} has {d} = {n}", hint="leave --size out")
     missing = [s for s in specs if s.name not in given]
-    if given.keys() - {s.name for s in specs}:  # the run tells what is wrong
+    if given.keys() - {s.name for s in specs}:  # the run reports the error
         return given, []
     made = random_feeds(
         specs, seed=seed, sizes=asked, profiles=engine.profiles, given=given, typical=engine.meta.get("sizes")

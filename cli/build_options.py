@@ -96,7 +96,7 @@ CHECK_LACKS = frozenset(
 
 
 def build_options(*, without: Collection[str] = (), automatic: bool = True) -> Callable[[F], F]:
-    """The options of a command that builds, but for ``without``; ``automatic``: with those of precision auto.
+    """The options of a command that builds, except ``without``; ``automatic``: with those of precision auto.
 
     They arrive as keyword arguments for :func:`make_options`."""
     decorators: list[Callable[[Any], Any]] = [

@@ -23,9 +23,8 @@ from optdnn.config import BuildOptions
 def command(ctx: click.Context, /, model: Path, json_file: Path | None, **options: Any) -> None:
     """Import and optimize MODEL.onnx without building: whether it is supported.
 
-    Shows the operators before and after the passes; --json also what each pass did. For a GPU it shows what the GPU lacks:
-    the operators that would run on the CPU, why, and what that costs. --strict refuses them. Sizes that are not
-    fixed get a suggestion for --shape.
+    Shows the operators before and after the passes; --json also shows the work of each pass. For a GPU it shows the operators that
+    would run on the CPU, the reason, and the cost; --strict refuses them. Sizes that are not fixed get a suggestion for --shape.
     """
     from optdnn.targets import resolve_target
 

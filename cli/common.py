@@ -23,7 +23,7 @@ from optdnn.report.words import counted, figure, first_of
 class PlainConsole(Console):
     """A console that prints text as it is: names of tensors and files are not markup, and hold no terminal commands.
 
-    What goes to a file or a pipe is not wrapped at some terminal's width.
+    Output to a file or a pipe is not wrapped.
     """
 
     def __init__(self, *, stderr: bool = False):
@@ -52,8 +52,8 @@ stdout = PlainConsole()
 
 @contextmanager
 def telling(engine: Path) -> Iterator[None]:
-    """For commands that show what a build wrote into an engine or its report (``meta``). That is free data, which nothing has
-    checked: where it has another form than builds give it, the block raises EngineError."""
+    """For commands that show the data that a build wrote into an engine (``meta``) or its report. Nothing has checked this data: if
+    it does not have the form that builds give it, the block raises EngineError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
@@ -113,6 +113,14 @@ def warn(text: str) -> None:
     stderr.quiet = quiet
 
 
+def write_text(file: Path, text: str) -> None:
+    """Write a file atomically, and say so in a remark. Raises OutputError."""
+    from optdnn.runtime.file.atomic import write_atomic
+
+    write_atomic(file, [text.encode()])
+    remark(f"written: {file}")
+
+
 def give_json(data: Any, file: Path | None) -> bool:
     """Write the JSON of ``--json``. True where it went to stdout, which then holds nothing else. Raises OutputError."""
     if file is None:
@@ -122,10 +130,7 @@ def give_json(data: Any, file: Path | None) -> bool:
     if str(file) == "-":
         click.echo(text)
         return True
-    from optdnn.runtime.file.atomic import write_atomic
-
-    write_atomic(file, [(text + "\n").encode()])
-    remark(f"written: {file}")
+    write_text(file, text + "\n")
     return False
 
 
@@ -182,7 +187,7 @@ def print_tuning(tuning: Mapping[str, Any]) -> None:
     if failed:
         stdout.print(f"{len(failed)} candidates were not usable, such as {failed[0]}")
     for line in tuning.get("lost", ()):
-        stdout.print(f"refused {line}", markup=False)
+        stdout.print(f"refused {line}")
     before, after = tuning["before_ms"], tuning["after_ms"]
     if tuning["cached"]:
         stdout.print(f"\ntuned: {after:.4f} ms when it was measured (from the timing cache)")
@@ -220,18 +225,17 @@ def refuse_engine(path: Path) -> None:
 
 
 def is_engine(path: Path) -> bool:
-    """True for a file that starts as an engine does. Raises UsageError where it cannot be read."""
-    from optdnn.runtime.file.format import MAGIC
+    """Whether a file starts as an engine does. Raises UsageError where it cannot be read."""
+    from optdnn.runtime.file import format
 
     try:
-        with path.open("rb") as f:
-            return f.read(len(MAGIC)) == MAGIC
+        return format.is_engine(path)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
 
 
 def report_beside(engine: Path) -> Mapping[str, Any]:
-    """The build report next to an engine; empty where there is none that can be read."""
+    """The build report next to an engine; empty if it is missing or cannot be read."""
     from optdnn.runtime.engine import report_path
     from optdnn.runtime.file.json_file import read_json
 

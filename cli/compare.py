@@ -81,21 +81,11 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
 @click.command("compare", cls=Command)
 @click.argument("file", metavar="MODEL|ENGINE", type=FILE)
 @click.argument("new", metavar="[NEW]", type=FILE, required=False)
-@option(
-    "--against",
-    group=RACE,
-    multiple=True,
-    metavar="A,B,…",
-    help="onnxruntime, openvino[:bf16], reference, or engine files; on a GPU also own, cudnn (the same network with only our "
-    "kernels, or only the libraries') and onnxruntime-cuda.  [default: what is installed]",
-)
-@option(
-    "--torch",
-    group=RACE,
-    gpu=True,
-    metavar="PKG.MODULE:FACTORY",
-    help="A PyTorch module, in a CUDA graph, channels last.",
-)
+@option("--against", group=RACE, multiple=True, metavar="A,B,…",
+        help="onnxruntime, openvino[:bf16], reference, or engine files; on a GPU also own, cudnn (the same network with only our "
+             "kernels, or only the libraries') and onnxruntime-cuda.  [default: those that are installed]")  # fmt: skip
+@option("--torch", group=RACE, gpu=True, metavar="PKG.MODULE:FACTORY",
+        help="A PyTorch module, in a CUDA graph, channels last.")  # fmt: skip
 @option(
     "--torch-compile", group=RACE, gpu=True, is_flag=True,
     help="The same module by torch.compile, too. It compiles for minutes.",
@@ -117,31 +107,22 @@ def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -
     metavar="S",
     help="Seconds to measure each candidate, over all rounds.",
 )
-@option("--energy", group=RACE, is_flag=True, help="Also the energy of an inference, by NVML on GPUs and by RAPL.")
+@option(
+    "--energy", group=RACE, is_flag=True, help="Also measure the energy of an inference: by NVML on GPUs, and by RAPL."
+)
 @option("--baseline", group=RACE, metavar="NAME", help="The baseline of speedups.  [default: the first of --against]")
 @option(
     "--error-reference", group=ACCURACY, metavar="NAME", help="The reference of errors.  [default: NumPy in float64]"
 )
-@option(
-    "--layers",
-    group=ACCURACY,
-    is_flag=True,
-    help="Show the divergence node by node, worst first: from the model, or from an engine of --against.",
-)
+@option("--layers", group=ACCURACY, is_flag=True,
+        help="Show the divergence node by node, worst first: from the model, or from an engine of --against.")  # fmt: skip
 @option("--bisect", group=ACCURACY, is_flag=True, help="Find the first node whose output is beyond --tolerance.")
 @option(
     "--tolerance", group=ACCURACY, type=click.FloatRange(min=0), metavar="X",
     help="For --bisect.  [default: 1e-4; 0.1 at bf16, 0.25 at int8]",
 )  # fmt: skip
-@option(
-    "--max-error",
-    "--fail-if-error",
-    "max_error",
-    group=BOUNDS,
-    type=click.FloatRange(min=0),
-    metavar="X",
-    help="Fail beyond this relative error.",
-)
+@option("--max-error", "--fail-if-error", "max_error", group=BOUNDS, type=click.FloatRange(min=0), metavar="X",
+        help="Fail beyond this relative error.")  # fmt: skip
 @option(
     "--min-speedup", group=BOUNDS, type=click.FloatRange(min=0), metavar="X", help="Fail below this over the baseline."
 )

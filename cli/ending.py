@@ -1,4 +1,4 @@
-"""What ends a command from outside: Ctrl-C, SIGTERM and SIGHUP."""
+"""Signals that end a command: Ctrl-C, SIGTERM and SIGHUP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _received: set[int] = set()
 class Ended(BaseException):
     """A signal asks the process to end. Temporary folders and workers are cleaned up while it rises.
 
-    No KeyboardInterrupt: tuning takes that as the wish to keep what was found so far.
+    Not a KeyboardInterrupt, on which tuning ends early and keeps its best result.
     """
 
     def __init__(self, number: int):

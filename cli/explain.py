@@ -13,7 +13,7 @@ from optdnn.cli.common import give_json, is_engine, report_beside, stdout, table
 from optdnn.cli.options import Command, engine_argument, json_option
 from optdnn.errors import UsageError, did_you_mean
 from optdnn.report.explanation import SHOWN, Explanations
-from optdnn.report.words import first_of
+from optdnn.report.words import counted, first_of
 
 if TYPE_CHECKING:
     from optdnn.runtime.program import Program
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 @click.argument("node")
 @json_option
 def command(engine: Path, node: str, json_file: Path | None) -> None:
-    """Show what became of a NODE of the ONNX model in an ENGINE, and why.
+    """Show how an ENGINE runs a NODE of its ONNX model, and why.
 
-    Shows the step that runs it, its rewrites and the refused ones, its precision with the reason, and the tactic that runs it
-    with the tactics that it beat. NODE is an ONNX node's name; * and ? stand for anything, and more than 8 nodes are listed.
+    Shows the step that runs it, its rewrites and the refused ones, its precision with the reason, and its tactic with those that
+    it beat. NODE is the name of an ONNX node; * and ? match anything. If more than 8 nodes match, they are only listed.
     """
+    from optdnn.runtime.file.format import read
+
     if not is_engine(engine):
         raise UsageError(f"{engine} is not an engine", hint="optdnn build MODEL, then optdnn explain MODEL.engine NODE")
-    program = _read(engine)
+    program = read(engine, verify=False)
     with telling(engine):
         _tell(engine, program, node, json_file)
 
@@ -49,12 +51,6 @@ def _tell(engine: Path, program: Program, node: str, json_file: Path | None) -> 
         if k:
             stdout.print()
         _show(fact)
-
-
-def _read(engine: Path) -> Program:
-    from optdnn.runtime.file.format import read
-
-    return read(engine, verify=False)
 
 
 def _matches(program: Program, pattern: str) -> list[str]:
@@ -120,7 +116,7 @@ def _show(fact: Mapping[str, Any]) -> None:
     for t in fact["tactics"]:
         _show_tactic(t)
     for u in fact["unusable"]:
-        stdout.print(f"  not usable: {u['candidate']}: {u['why']}", markup=False)
+        stdout.print(f"  not usable: {u['candidate']}: {u['why']}")
     for o in fact["on_cpu"]:
         stdout.print(f"  on the CPU: {o['why']}")
     if fact["whole"]:
@@ -155,14 +151,14 @@ def _figure(value: float | None, row: Mapping[str, Any]) -> str:
 
 def _show_tactic(t: Mapping[str, Any]) -> None:
     config = f" {t['config']}" if t.get("config") else ""
-    what = "dropped, another launch computes it" if t.get("dropped") else _launches(t.get("launches", 0))
+    what = (
+        "dropped, another launch computes it"
+        if t.get("dropped")
+        else counted(t.get("launches", 0), "launch", "launches")
+    )
     stdout.print(f"  tactic {t['tactic']}{config}: {what}")
     for r in t.get("refused", ()):
         stdout.print(f"  not {r['tactic']}: {r['reason']}")
-
-
-def _launches(number: int) -> str:
-    return f"{number} launch{'es' * (number != 1)}"
 
 
 def _show_whole(whole: Mapping[str, Any]) -> None:

@@ -29,14 +29,8 @@ CHOICE, PROMPT = "Choice of tokens", "Prompt"
         help="End with this token. Repeat.")  # fmt: skip
 @option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, group=CHOICE, metavar="T",
         help="0 takes the most probable token.")  # fmt: skip
-@option(
-    "--top-k",
-    type=click.IntRange(min=0),
-    default=0,
-    group=CHOICE,
-    metavar="K",
-    help="Draw from the K most probable tokens.",
-)
+@option("--top-k", type=click.IntRange(min=0), default=0, group=CHOICE, metavar="K",
+        help="Draw from the K most probable tokens.")  # fmt: skip
 @option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, group=CHOICE, metavar="P",
         help="Draw from the most probable tokens that have this share.")  # fmt: skip
 @option("--seed", type=click.IntRange(min=0), default=0, show_default=True, group=CHOICE, help="Seed of the draws.")

@@ -13,6 +13,7 @@ from optdnn.cli.common import give_json, is_engine, print_host, stdout, table, t
 from optdnn.cli.options import FILE, Command, json_option, option
 from optdnn.cli.precision import show_auto
 from optdnn.cli.words import precision_text
+from optdnn.report.words import counted
 
 if TYPE_CHECKING:
     from optdnn.runtime.program import Program
@@ -122,8 +123,10 @@ def _model_facts(file: Path, *, nodes: bool) -> dict[str, Any]:
 
 
 def _show(facts: dict[str, Any]) -> None:
-    simple = {k: v for k, v in facts.items() if isinstance(v, (str, int, float))}
-    stdout.print(table(None, ["", ""], [[_label(k), v] for k, v in simple.items() if k in _shown(facts)]))
+    shown = _shown(facts)
+    labels = {k: "precision" if k == "precision_text" else k.replace("_", " ") for k in shown}
+    simple = [[labels[k], v] for k, v in facts.items() if k in shown and isinstance(v, (str, int, float))]
+    stdout.print(table(None, ["", ""], simple))
     for key in ("inputs", "outputs", "profiles", "plans_by_value_of", "requires"):
         if facts.get(key):
             stdout.print(f"{key.replace('_', ' ')}: {', '.join(facts[key])}")
@@ -159,25 +162,20 @@ def _show(facts: dict[str, Any]) -> None:
         s = facts["streams"]
         predicted = f", {s['predicted_us']} us predicted, {s['one_lane_us']} in one" if "predicted_us" in s else ""
         why = f"; {s['why']}" if "why" in s else ""
-        stdout.print(f"steps side by side: {s['lanes']} lane{'s' * (s['lanes'] > 1)}{predicted}{why}")
+        stdout.print(f"steps side by side: {counted(s['lanes'], 'lane')}{predicted}{why}")
     if facts.get("first_run"):
         told = facts["first_run"]
         reasons = [f"{form}: {why}" for form, why in told.get("refused", {}).items()]
         reasons += [f"not by {lost['candidate']}: {lost['why']}" for lost in told.get("lost", ())]
-        stdout.print(f"on the GPU of its build it runs {told['form']}: {'; '.join(reasons)}", markup=False)
+        stdout.print(f"on the GPU of its build it runs {told['form']}: {'; '.join(reasons)}")
     if facts.get("host"):
         print_host(facts["host"], facts["target"])
 
 
 def _shown(facts: Mapping[str, Any]) -> set[str]:
-    """The facts that a reader wants of this file: nothing of GPUs where it is for none, and the precision once."""
+    """The facts to show of this file: those of GPUs only for a GPU's engine, and the precision once."""
     on_gpu = str(facts.get("target", "")).startswith(("cuda", "simulate"))
     return set(facts) - {"precision"} - (set() if on_gpu else {"retunable", "arena_bytes"})
-
-
-def _label(key: str) -> str:
-    """The key of a fact, for readers."""
-    return {"precision_text": "precision"}.get(key, key.replace("_", " "))
 
 
 def _show_passes(passes: Sequence[Mapping[str, Any]]) -> None:

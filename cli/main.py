@@ -34,7 +34,7 @@ COMMANDS: dict[str, str] = {
     "export-triton": "Write an engine as a model of NVIDIA's Triton server.",
     "sign": "Sign an engine file, for optdnn verify and optdnn.load to check.",
     "inspect": "Show what is in a model or an engine, and what the build did.",
-    "explain": "Show what became of a node of the model in an engine, and why.",
+    "explain": "Show how an engine runs a node of its model, and why.",
     "check": "Show what a build would do with a model, without building.",
     "env": "Show versions, the machine, and which targets are usable.",
     "demo": "Build, run and compare the shipped networks: a first look.",
@@ -155,7 +155,7 @@ def _run(argv: list[str]) -> int:
     args = [*(["--debug"] if debug else []), *(a for a in argv[:end] if a != "--debug"), *argv[end:]]
     try:
         result = cli.main(args=args, prog_name="optdnn", standalone_mode=False, obj={"argv": tuple(argv)})
-        sys.stdout.flush()  # here, where a reader that is gone is still met by the handler below
+        sys.stdout.flush()  # here: the handler below covers a closed pipe
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as stop:
         return stop.exit_code

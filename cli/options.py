@@ -136,12 +136,12 @@ json_option = option(
 input_option = option(
     "--input", "inputs", multiple=True, group="Inputs", metavar="[NAME=]FILE",
     help="FILE.npy (NAME= where there are several inputs), or an .npz of named arrays; NAME=FILE.npz takes one. "
-    "Random where not given. Repeat.",
+    "Random if it is not given. Repeat.",
 )  # fmt: skip
 
 size_option = option(
     "--size", "sizes", multiple=True, group="Inputs", metavar="NAME=N",
-    help="Size of a symbolic dimension.  [default: the profile's optimum, else what the build measured at]",
+    help="Size of a symbolic dimension.  [default: the profile's optimum, else that at which the build measured]",
 )  # fmt: skip
 
 seed_option = option(

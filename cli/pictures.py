@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from optdnn.cli.arrays import write_outputs
-from optdnn.cli.common import remark, stderr, stdout, table
+from optdnn.cli.common import remark, stderr, stdout, table, write_text
 from optdnn.errors import UsageError, printable_json
 from optdnn.types import dtype_name
 
@@ -86,10 +86,7 @@ def _tell(told: Sequence[dict[str, Any]], json_file: Path | None) -> None:
         stdout.print("\n".join(lines))
         return
     if json_file is not None:
-        from optdnn.runtime.file.atomic import write_atomic
-
-        write_atomic(json_file, [("\n".join(lines) + "\n").encode()])
-        remark(f"written: {json_file}")
+        write_text(json_file, "\n".join(lines) + "\n")
     if len(told) == 1 and "best" in told[0]:
         stdout.print(table(told[0]["picture"], ["class", "score"], _rows(told[0]["best"]), right=[1]))
         return
@@ -111,7 +108,9 @@ def _shapes(one: dict[str, Any]) -> str:
 
 def _stacked(name: str, arrays: Sequence[Any]) -> Any:
     if len({a.shape for a in arrays}) > 1:
-        raise UsageError(f"output {name!r} has another shape for each picture: they make no array", hint="leave -o out")
+        raise UsageError(
+            f"output {name!r} has different shapes for these pictures: it is not one array", hint="leave -o out"
+        )
     return np.stack(arrays)
 
 

@@ -157,7 +157,7 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def show_kernels(rows: Sequence[Mapping[str, Any]]) -> None:
-    """What ncu counted, a line for each kernel."""
+    """The counters of ncu, a line for each kernel."""
     cells = [
         [
             "–" if r["step"] is None else r["step"],

@@ -33,21 +33,10 @@ PACKAGES = ("grpc", "httptools", "orjson", "prometheus_client", "starlette", "tr
         help="Batches that a worker runs concurrently.")  # fmt: skip
 @option("--frontends", type=int, metavar="N",
         help="Processes that handle HTTP and gRPC; 0: the server.  [default: half of the cores up to 8, 0 below 4]")  # fmt: skip
-@option(
-    "--gpus",
-    metavar="0,1",
-    default="",
-    gpu=True,
-    group="Workers",
-    help="GPUs that the workers of a model are spread over.",
-)
-@option(
-    "--threads",
-    type=int,
-    metavar="N",
-    group="Workers",
-    help="Threads of a run on a CPU.  [default: the build's choice]",
-)
+@option("--gpus", metavar="0,1", default="", gpu=True, group="Workers",
+        help="GPUs that the workers of a model are spread over.")  # fmt: skip
+@option("--threads", type=int, metavar="N", group="Workers",
+        help="Threads of a run on a CPU.  [default: the build's choice]")  # fmt: skip
 @option("--shared-memory", is_flag=True,
         help="Let clients name shared memory for tensors, also on GPUs: they can read and write all of this user's.")  # fmt: skip
 @option("--drain-seconds", type=float, default=30.0, show_default=True, metavar="S",

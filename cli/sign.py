@@ -16,11 +16,8 @@ from optdnn.cli.options import FILE, Command, engine_argument, json_option, opti
 @option("--password-file", type=FILE, help="A file whose first line is the password of --key.")
 @option("--certificate", type=FILE, help="Certificate of --key, in PEM form: engines are then checked by its root.")
 @option("--chain", type=FILE, multiple=True, help="A certificate between --certificate and the root. Repeat.")
-@option(
-    "--sigstore",
-    is_flag=True,
-    help="Sign without a key, by the identity of the CI job or of a login. Needs the network.",
-)
+@option("--sigstore", is_flag=True,
+        help="Sign without a key, by the identity of the CI job or of a login. Needs the network.")  # fmt: skip
 @json_option
 def command(
     engine: Path,

@@ -11,7 +11,7 @@ from optdnn.cli.bench_tables import show_cliffs
 from optdnn.cli.common import print_host, print_tuning, remark, stdout, table, warn
 from optdnn.cli.precision import show_auto
 from optdnn.cli.words import precision_text, runs_on
-from optdnn.report.words import counted, first_of
+from optdnn.report.words import bytes_text, counted, first_of, slower_text
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.target_name import GPUS, TargetName
 
@@ -23,14 +23,12 @@ def show(build: Any, report: Mapping[str, Any], *, model: Path, output: Path, ve
     if verbose:
         _passes(build.passes)
     engine = build.engine
+    operators = sum(build.passes[0].kinds_before.values()) if build.passes else 0
     rows = [
-        [
-            "model",
-            f"{model}: {counted(_count(build.passes, 'kinds_before'), 'operator')}, {len(build.graph)} in the engine",
-        ],
+        ["model", f"{model}: {counted(operators, 'operator')}, {len(build.graph)} in the engine"],
         ["inputs", ", ".join(map(str, engine.inputs)) + _profiles(engine)],
         ["outputs", ", ".join(map(str, engine.outputs))],
-        ["engine", f"{output} ({_bytes(output.stat().st_size)}), target {engine.target}"],
+        ["engine", f"{output} ({bytes_text(output.stat().st_size)}), target {engine.target}"],
         ["precision", precision_text(engine.precision, engine.meta)],
         ["runs on", runs_on(engine.program)],
         *_planned_for(engine),
@@ -50,10 +48,6 @@ def show(build: Any, report: Mapping[str, Any], *, model: Path, output: Path, ve
         print_tuning(build.compiled.tuning)
     for line in dict.fromkeys(w for tried in build.compiled.first_runs for w in tried.warnings):
         warn(line)
-
-
-def _count(passes: Sequence[Any], which: str) -> int:
-    return sum(getattr(passes[0], which).values()) if passes else 0
 
 
 def _profiles(engine: Any) -> str:
@@ -134,12 +128,6 @@ def _next(report: Mapping[str, Any], engine: Any, model: Path, output: Path) -> 
     return f"optdnn run {name} --simulate, or {tuned} on the machine with the GPU"
 
 
-def _bytes(n: int) -> str:
-    from optdnn.report.words import bytes_text
-
-    return bytes_text(n)
-
-
 def _precisions(engine: Any) -> None:
     """Operators that do not run as asked, hazards of quantization, risks of fp16."""
     told = engine.meta.get("precision", {})
@@ -165,8 +153,6 @@ def _nodes(row: Mapping[str, Any]) -> str:
 def _fallbacks(build: Any) -> None:
     """The time in fp32 where that is faster, and the operators that another library, NumPy or the CPU runs."""
     if build.compiled.beside_fp32 is not None and build.compiled.beside_fp32.slower:
-        from optdnn.report.words import slower_text
-
         stdout.print(f"\n{slower_text(build.compiled.beside_fp32.to_json())}; build with --precision fp32")
     meta = build.engine.meta
     tactic = meta.get("tactic")

@@ -26,18 +26,14 @@ from optdnn.errors import NotMet
 
 @click.command("verify", cls=Command)
 @engine_argument
-@option(
-    "--model",
-    type=FILE,
-    help="The model that ENGINE was built from: the whole is checked.",
-)
+@option("--model", type=FILE, help="The model that ENGINE was built from: also check the results of the whole engine.")
 @input_option
 @size_option
 @seed_option
 @option(
     "--tolerance",
     type=click.FloatRange(min=0),
-    help="For --model: largest error, relative to what another input changes.  [default: 1e-4; fp16 0.01, bf16 0.1, int8 0.25]",
+    help="For --model: largest error, relative to the change by another input.  [default: 1e-4; fp16 0.01, bf16 0.1, int8 0.25]",
 )
 @option("--threads", type=click.IntRange(min=1), default=None, help="Threads of an engine for cpu.")
 @load_options

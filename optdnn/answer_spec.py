@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from optdnn.errors import UsageError, did_you_mean
+from optdnn.image_spec import check_fields
 from optdnn.text_file import read_text
 from optdnn.types import RANK_LIMIT
 
@@ -61,13 +62,13 @@ class AnswerSpec:
             raise UsageError(f"axis {axis!r} is not a whole number from {-RANK_LIMIT} to {RANK_LIMIT}")
         last = [self.top_k is not None, self.argmax, self.boxes is not None]
         if sum(last) > 1 or (self.softmax and self.boxes is not None):
-            raise UsageError("an output becomes one of top-k, argmax and boxes; softmax goes before the first two")
+            raise UsageError("an output has only one of top-k, argmax and boxes; softmax may come before the first two")
         if not self.softmax and not any(last) and self.labels is None:
             raise UsageError(
                 "the postprocessing does nothing", hint=f"its steps are {', '.join(STEPS)}; and labels=FILE"
             )
         if self.boxes is None and (self.relative or self.input is not None):
-            raise UsageError("relative and input are for boxes")
+            raise UsageError("relative and input are options of boxes")
         if self.labels is not None:
             object.__setattr__(self, "labels", read_labels(self.labels))
 
@@ -78,10 +79,7 @@ class AnswerSpec:
             return given
         if isinstance(given, str):
             return cls(**_parsed(given))
-        known = [f.name for f in fields(cls)]
-        if not isinstance(given, Mapping) or (unknown := sorted(str(k) for k in given if k not in known)):
-            lacks = ", ".join(unknown) if isinstance(given, Mapping) else "form but text or an object"
-            raise UsageError(f"postprocessing has no {lacks}", hint=f"it has {', '.join(known)}")
+        check_fields(cls, given, "postprocessing", "text or an object")
         return cls(**given)
 
     def to_plain(self) -> dict[str, Any]:

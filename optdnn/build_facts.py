@@ -57,7 +57,7 @@ def build_facts(graph: Graph, passes: Sequence[PassReport], *, options: BuildOpt
 
 
 def _calibration(options: BuildOptions) -> dict[str, Any]:
-    """The options of calibration but for the data, as an engine keeps them; none where there were no data."""
+    """The options of calibration, without the data, as an engine keeps them; empty if nothing was calibrated."""
     if options.calib is None:
         return {}
     images = None if options.images is None else json.dumps(ImageSpec.read(options.images).to_plain(), sort_keys=True)

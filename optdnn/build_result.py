@@ -1,4 +1,4 @@
-"""What a build gives: the engine and its account; and the builds of several ranks put together."""
+"""The result of a build: the engine and its report. Also joins the builds of several ranks into one engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optdnn.ir.graph import Graph
 from optdnn.passes.base import PassReport
 from optdnn.passes.support.precision_report import PrecisionOutcome
 from optdnn.passes.tensor_parallel import Ports
-from optdnn.refitting.record import KEY as NETWORK
+from optdnn.refitting.record import NETWORK
 from optdnn.runtime.cuda.measuring.expected import expected_cliffs
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Ranks
@@ -24,11 +24,11 @@ from optdnn.targets.base import Compiled
 
 @dataclass
 class Build:
-    """An engine and the account of its build.
+    """An engine and the report of its build.
 
-    ``passes`` and ``compiled`` explain it; ``seconds`` are wall times per phase; ``precisions`` hold, for each operator that
-    computes, the requested precision and the one it runs in. The deterministic part is also in the engine's ``meta``; the report
-    next to the engine holds all.
+    ``passes`` and ``compiled`` explain it. ``seconds`` are wall times per phase. ``precisions`` hold the requested and the actual
+    precision of each operator that computes. The engine's ``meta`` holds the deterministic part. The report next to the engine
+    file holds everything.
     """
 
     engine: Engine
@@ -46,7 +46,7 @@ class Build:
         )
 
     def report(self) -> dict[str, Any]:
-        """Everything, wall times and measurements included: what :meth:`Engine.save` writes next to the engine."""
+        """The whole report, which :meth:`Engine.save` writes next to the engine: also wall times and measurements."""
         return dict(self.engine.report or {})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from optdnn.build_facts import build_facts
 from optdnn.build_result import Build, build_ranks
 from optdnn.calibration.plan_calibration import SharedCalibration
-from optdnn.config import AUTO, BuildOptions, checked_keywords
+from optdnn.config import AUTO, BuildOptions, Progress, checked_keywords
 from optdnn.custom import CustomOp
 from optdnn.devices import check_memory, chosen_split, split_for
 from optdnn.errors import ModelError, NotMet, OptdnnError, UsageError, machine_errors
@@ -35,8 +35,8 @@ from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
 from optdnn.refitting.held_model import held_model, hold_model
 from optdnn.refitting.options import check_inputs, options_again
-from optdnn.refitting.record import KEY as NETWORK
 from optdnn.refitting.record import (
+    NETWORK,
     check_same_network,
     check_same_rewrites,
     check_same_steps,
@@ -56,7 +56,6 @@ from optdnn.tuning.timing_cache import TimingCache
 if TYPE_CHECKING:
     from optdnn.precision.search import SearchResult
 
-Progress = Callable[[str], None]
 Imported = tuple[Source, Graph, Target, BuildOptions]
 _MAPPINGS = ("shapes", "values", "preprocess", "postprocess", "precision_map")
 ONE_FILE = 1 << 30
@@ -118,8 +117,8 @@ def build(
     are fp16 on GPUs and fp32 elsewhere; "w4+bf16") or (on GPUs) "tf32", "fp16" or "fp8";
     ``shapes`` maps input names to dimensions (None leaves one symbolic) or to ranges of them
     (:func:`optdnn.ranges.input_shapes`); a list of them gives several profiles. ``preprocess`` maps input names to
-    :class:`optdnn.ImageSpec` (or its JSON), so that these inputs take pictures; ``postprocess`` maps output names to what
-    becomes of them: "softmax+top-k:5,labels=FILE", "argmax", "boxes:xyxy". The other options are those of
+    :class:`optdnn.ImageSpec` (or its JSON), so that these inputs take pictures; ``postprocess`` maps output names to
+    steps on them: "softmax+top-k:5,labels=FILE", "argmax", "boxes:xyxy". The other options are those of
     :class:`optdnn.config.BuildOptions`, which describes each. ``progress`` is called with a line of text for each step of the
     build. Raises ModelError, UnsupportedError, UsageError or MissingDependency; OutputError where a file that was requested
     (timing_cache, dump, emit_onnx) cannot be written. The engine itself is written by :meth:`Engine.save`.
@@ -158,8 +157,8 @@ def _build(
     rank: int | None = None,
     imported: Imported | None = None,
 ) -> Build:
-    """The build of one GPU's engine, of all ranks of one for several, or of one ``rank``. ``like``: the program of the same
-    network with other weights, whose decisions are taken; nothing is measured.
+    """Build an engine for one GPU, an engine for several GPUs, or (with ``rank``) the part of one of them. ``like`` is the program
+    of the same network with other weights. Its decisions are taken, and nothing is measured.
 
     Raises UnsupportedError that names the nodes where the network, its optimized graph or its program would be another one."""
     say = progress or (lambda text: None)
@@ -239,7 +238,7 @@ def _with_split(graph: Graph, target: Target, options: BuildOptions, say: Progre
 
 
 def _imported(model: Any, options: BuildOptions, say: Progress, seconds: dict[str, float]) -> Imported:
-    """The graph of a model, where it is from, the target, and the options with that target's name."""
+    """The source of a model, its graph, the target, and the options with that target's name."""
     with _timed(seconds, "import"):
         say("import")
         try:
@@ -286,7 +285,7 @@ def rebuilt(
     custom_ops: Sequence[CustomOp] = (),
     progress: Progress | None = None,
 ) -> Build:
-    """The engine of ``program`` with other weights: the same build, whose decisions are taken from the program.
+    """The engine of ``program`` with other weights. The build takes its decisions from the program.
 
     ``model`` is the network (None: the one in the engine), ``weights`` replaces initializers in it, ``adapters`` are added
     to them (:mod:`optdnn.refitting.weights`). An engine that holds its model holds the new one, without adapters.
@@ -313,7 +312,7 @@ def rebuilt(
 
 
 def _keeping_ranges(options: BuildOptions) -> BuildOptions:
-    """The options of a build whose engine is to keep the ranges that calibration finds, where it finds any."""
+    """The options with calibration data that remembers its ranges, if the engine has to keep them for ``refit``."""
     if not options.refit or options.precision == AUTO or plan_of(options).packs:
         return options
     return replace(options, calib=SharedCalibration.of(options.calib))
@@ -331,7 +330,7 @@ def _found_precisions(graph: Graph, options: BuildOptions, cache: TimingCache, s
 
 
 def _in_fp32(model: Any, *, options: BuildOptions) -> Graph:
-    """The network after the passes that fp32 has."""
+    """The network after the passes of an fp32 build."""
     from optdnn.lowering.cpu.counterpart import fp32_of
 
     graph = import_model(model, shapes=options.shapes, custom_ops=options.custom_ops)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from optdnn.answer_spec import AnswerSpec
     from optdnn.image_spec import ImageSpec
 
+Progress = Callable[[str], None]
+"""Called with a line of text for each step of the work."""
 GPU_PRECISIONS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("sm_80", "sm_86", "sm_87"), frozenset({"tf32", "int8"})),
     **dict.fromkeys(
@@ -37,7 +39,7 @@ AUTO = "auto"
 THREADS_LIMIT = 1024
 """Largest number of threads of an engine."""
 SPLITS = (AUTO, "weights", "batch")
-"""What is divided among several GPUs."""
+"""Ways to divide a network among several GPUs."""
 DEVICES_LIMIT = 64
 """Most GPUs of one engine."""
 STREAMS = 8
@@ -74,7 +76,7 @@ class BuildOptions:
     clear gain is predicted). With ``nearest_tactics``, later plans for further sizes take the tactics of the engine's plan for the
     nearest size (a tuned one, if there is one), unless the cost model disagrees. Without it, only the cost model chooses.
 
-    ``devices`` is the number of GPUs that run the engine together. ``split`` says what is split among them: "weights"
+    ``devices`` is the number of GPUs that run the engine together. ``split`` is the way to divide the work among them: "weights"
     (:mod:`optdnn.passes.tensor_parallel`), "batch" (:mod:`optdnn.passes.batch_parallel`), or "auto": the one that is predicted to
     be faster. ``memory_limit`` is the largest number of bytes that the engine may take on a GPU for weights and one context;
     NotMet if it needs more.
@@ -99,7 +101,7 @@ class BuildOptions:
     split into a part to search on and one to verify by; ``labels`` its labels, if it does not hold them; ``metric`` "top1", "mse",
     "cosine", "PKG.MODULE:F" or a function of outputs and labels; ``max_drop`` the largest loss that is allowed, in the
     metric's own unit (None: the metric's default); ``precision_map`` holds the pins; ``candidates`` are the precisions that it
-    may choose from besides fp32 (None: all that the target has but tf32, which is used only where it is requested);
+    may choose from besides fp32 (None: all of the target's except tf32, which is used only on request);
     ``budget`` bounds the search in seconds.
 
     ``refit`` keeps the model in the engine, so that single weights can be changed later without it (:meth:`Engine.refit`).
@@ -147,15 +149,6 @@ class BuildOptions:
     refit: bool = False
     lock: Path | None = None
     locked: Path | None = None
-
-    @property
-    def base_precision(self) -> str:
-        """The float precision of all operators that are not quantized (auto: fp32 until the search ends)."""
-        if self.precision == AUTO:
-            return "fp32"
-        name, _, base = self.precision.partition("+")
-        return base or ("fp32" if name in OF_PRODUCTS else name)
-
     custom_ops: tuple[CustomOp, ...] = ()
 
     def __post_init__(self) -> None:
@@ -187,6 +180,14 @@ class BuildOptions:
                 "images describes how pictures are prepared outside of the engine, and preprocess inside of it",
                 hint="leave --images out: calibration prepares pictures as the engine does",
             )
+
+    @property
+    def base_precision(self) -> str:
+        """The float precision of all operators that are not quantized (auto: fp32 until the search ends)."""
+        if self.precision == AUTO:
+            return "fp32"
+        name, _, base = self.precision.partition("+")
+        return base or ("fp32" if name in OF_PRODUCTS else name)
 
     def _check_devices(self) -> None:
         """Raise UsageError for options that engines of several GPUs do not support."""
@@ -263,7 +264,9 @@ class BuildOptions:
         if restricted:
             raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
         if self.memory_limit is not None:
-            raise UsageError(f"memory_limit is of GPUs, not of target {self.target!r}", hint="leave --memory-limit out")
+            raise UsageError(
+                f"memory_limit is for GPUs, not for target {self.target!r}", hint="leave --memory-limit out"
+            )
         if self.strict:
             raise UsageError(f"strict is for GPUs, not for target {self.target!r}", hint="leave --strict out")
         if self.streams not in (1, AUTO):

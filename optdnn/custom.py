@@ -143,7 +143,7 @@ def run_custom(*arrays: Array | None, name: str, digest: str, values: Sequence[S
 
 
 def custom_list(given: Any) -> tuple[CustomOp, ...]:
-    """The value of the option ``custom_ops``. Raises UsageError where it is no list of different custom operators."""
+    """The value of the option ``custom_ops``. Raises UsageError for anything but a list of different custom operators."""
     if isinstance(given, CustomOp) or not isinstance(given, Iterable):
         raise UsageError("custom_ops must be a list of what optdnn.custom_op makes")
     ops = tuple(given)

@@ -1,4 +1,4 @@
-"""What a build decides for several GPUs: the part of the network that each computes, and whether it fits their memory."""
+"""Engines for several GPUs: the choice of how to split a network, and the check that each part fits its GPU's memory."""
 
 from __future__ import annotations
 

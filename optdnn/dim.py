@@ -321,7 +321,7 @@ def _extreme(op: str, a: DimLike, b: DimLike) -> DimLike:
 
 
 def _parts(op: str, x: DimLike) -> list[DimLike]:
-    """What nested applications of ``op`` combine: ``max(max(a, b), c)`` -> a, b, c."""
+    """The operands of nested applications of ``op``: ``max(max(a, b), c)`` -> a, b, c."""
     if isinstance(x, Dim) and len(x.terms) == 1:
         ((monomial, coefficient),) = x.terms
         if coefficient == 1 and len(monomial) == 1 and isinstance(monomial[0], Function) and monomial[0].op == op:

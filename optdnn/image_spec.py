@@ -59,12 +59,12 @@ class ImageSpec:
     resize: int | tuple[int, int] | None = 256
     crop: int | tuple[int, int] | None = 224
     color: str = "RGB"
-    """What the network takes: RGB, BGR or L (gray)."""
+    """The colors of the network's input: RGB, BGR or L (gray)."""
     scale: float = 1 / 255
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     layout: str = "chw"
-    """What the network takes: chw or hwc."""
+    """The layout of the network's input: chw or hwc."""
     interpolation: str = "linear"
     """nearest, linear or cubic."""
     antialias: bool = True
@@ -97,11 +97,10 @@ class ImageSpec:
         for name in ("resize", "crop"):
             _check_size(name, getattr(self, name))
         self._check_geometry()
-        for name in ("scale", "pad_value"):
-            if not _is_number(getattr(self, name)):
-                raise UsageError(f"{name} {getattr(self, name)!r} is not a finite number{_NOT_ZERO.get(name, '')}")
-        if self.scale == 0:
-            raise UsageError("scale 0 is not a finite number other than zero")
+        if not _is_number(self.pad_value):
+            raise UsageError(f"pad_value {self.pad_value!r} is not a finite number")
+        if not _is_number(self.scale) or self.scale == 0:
+            raise UsageError(f"scale {self.scale!r} is not a finite number other than zero")
         for name in ("mean", "std"):
             object.__setattr__(self, name, self._per_channel(name))
         if any(s == 0 for s in self.std):
@@ -180,7 +179,6 @@ class ImageSpec:
 
 
 _LARGEST = float(np.finfo(np.float32).max)
-_NOT_ZERO = {"scale": " other than zero"}
 
 
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:
@@ -192,12 +190,18 @@ def channels_of(color: str) -> int:
     return 1 if color == "L" else 3
 
 
+def check_fields(kind: type[Any], plain: Any, what: str, forms: str = "an object") -> None:
+    """Raise UsageError for anything but a mapping whose keys are fields of a dataclass."""
+    known = sorted(f.name for f in fields(kind))
+    if not isinstance(plain, Mapping):
+        raise UsageError(f"{what} must be {forms}, not {plain!r}", hint=f"its fields are {', '.join(known)}")
+    if unknown := sorted(str(k) for k in plain if k not in known):
+        raise UsageError(f"{what} has no {', '.join(unknown)}", hint=f"it has {', '.join(known)}")
+
+
 def _made(kind: type[T], plain: Any, what: str) -> T:
     """A dataclass from a mapping of its fields, lists as tuples. Raises UsageError for an unknown field."""
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    if not isinstance(plain, Mapping) or (unknown := sorted(str(k) for k in plain if k not in known)):
-        lacks = ", ".join(unknown) if isinstance(plain, Mapping) else "form but an object"
-        raise UsageError(f"{what} has no {lacks}", hint=f"it has {', '.join(sorted(known))}")
+    check_fields(kind, plain, what)
     try:
         return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()})
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""The limits on what is read from files and requests that may be hostile, in one place.
+"""The limits on input from files and requests that may be hostile, in one place.
 
 A small file can ask for long work or much memory. Each limit bounds one such demand. Its error names the limit and how to raise it:
 by an environment variable, ``OPTDNN_MAX_NODES=500000`` for :data:`NODES`. ``docs/reference/limits.md`` lists them.
@@ -69,24 +69,5 @@ REQUEST_JSON_BYTES = Limit(
     "the clients",
 )
 
-LIMITS = (
-    NODES,
-    INLINED_NODES,
-    FUNCTION_NESTING,
-    SUBGRAPH_NESTING,
-    HEADER_NESTING,
-    HEADER_BYTES,
-    TENSOR_BYTES,
-    SPARSE_BYTES,
-    DIM_PARTS,
-    FOLDED_BYTES,
-    FOLDED_WORK,
-    LOOP_TRIPS,
-    WINDOW,
-    CACHE_BYTES,
-    UNPACKED_BYTES,
-    PICTURE_PIXELS,
-    REQUEST_BYTES,
-    REQUEST_JSON_BYTES,
-)
+LIMITS = tuple(value for value in tuple(globals().values()) if isinstance(value, Limit))
 """All limits, as the reference lists them."""

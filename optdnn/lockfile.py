@@ -45,8 +45,8 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class Lockfile:
-    """What decided a build (``facts``), its measured times (``timings``: sections of a timing cache), and the digests of the
-    parts of its engine."""
+    """The facts that decided a build, its measured times (``timings``: sections of a timing cache), and the digests of its engine
+    and of the engine's parts."""
 
     facts: Mapping[str, Plain]
     timings: Mapping[str, Plain]
@@ -119,7 +119,7 @@ def _short(value: Any) -> str:
 
 
 def facts_of(model: Source, options: BuildOptions) -> dict[str, Plain]:
-    """Everything that decides a build with these options, whose target is resolved, but for measured times.
+    """Everything except measured times that decides a build with these options, whose target is resolved.
 
     Raises UsageError for calibration data that cannot be read twice."""
     here = machine()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from optdnn.calibration.plan_calibration import SharedCalibration
-from optdnn.config import AUTO, BuildOptions
+from optdnn.config import AUTO, BuildOptions, Progress
 from optdnn.errors import OutputError, UsageError
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Value
@@ -21,8 +21,6 @@ from optdnn.passes.support.ranges import Calibration
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.target_name import TargetName
 from optdnn.types import Array
-
-Progress = Callable[[str], None]
 
 
 def plan_of(options: BuildOptions) -> PrecisionPlan:
@@ -91,9 +89,9 @@ def optimize(
     account: PrecisionLog | None = None,
     kept: ConstantCache | None = None,
 ) -> list[PassReport]:
-    """Run the pipeline of the level and target on ``graph``, in place; up to the pass ``stop_before`` where that is given
-    ("assign_precision": the exact part alone). ``account`` is filled with what was requested for each op; ``kept`` is what was made
-    of the same constants before.
+    """Run the pipeline of the level and target on ``graph``, in place. It ends before the pass ``stop_before``, if one is given
+    ("assign_precision": only the exact part runs). ``account`` receives the requested precision of each op. ``kept`` holds
+    constants that earlier runs derived from the same weights.
 
     Raises UsageError for an unknown stop-after."""
     machine = str(TargetName.parse(target).machine)  # simulate runs Hopper's program

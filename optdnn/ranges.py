@@ -34,7 +34,7 @@ class DimRange:
     def __post_init__(self) -> None:
         if not 0 <= self.min <= self.opt <= self.max <= INF:
             raise UsageError(
-                f"the range {self} is not one", hint="it must hold 0 <= min <= opt <= max; write it min..opt..max"
+                f"the range {self} is not valid", hint="0 <= min <= opt <= max must hold; write it min..opt..max"
             )
 
     def __contains__(self, size: object) -> bool:
@@ -52,7 +52,7 @@ Profile: TypeAlias = Mapping[str, DimRange]
 
 
 class InputShapes(dict[str, ShapeSpec]):
-    """What a build is given for its inputs, in normal form.
+    """The shapes of a build's inputs, in normal form.
 
     The mapping itself holds, per input, all that any profile allows (so ``opt`` is the first profile's); ``profiles`` holds
     each by itself, and is empty where no dimension has a range.
@@ -120,7 +120,7 @@ def parse_dims(text: str) -> ShapeSpec:
         if len({len(r) for r in rows}) == 1:
             return _columns([[None if d == "?" else int(d) for d in row] for row in rows], repr(text))
     dims: list[DimSpec] = []
-    for part in re.split(r"x", text):
+    for part in text.split("x"):
         found = _DIM.fullmatch(part)
         if not found:
             ends = _ENDS.fullmatch(part)

@@ -28,14 +28,14 @@ GPUS: Mapping[str, str] = {
 }
 """GPUs that a build may name, and their architectures. Their facts: :data:`optdnn.runtime.cuda.gpu_facts.NAMED`."""
 TARGETS = ("auto", *FAMILIES, *(f"cuda:{name}" for name in (*BUILDABLE, *GPUS)))
-"""What a build's ``target`` may be. ``cuda`` is the GPU of this machine, ``auto`` that GPU where it is usable, else cpu."""
+"""The values of a build's option ``target``. ``cuda`` is the GPU of this machine, ``auto`` that GPU if it is usable, else cpu."""
 _ARCH = re.compile(r"sm_[0-9]{2,3}[af]?")
 
 
 @dataclass(frozen=True)
 class TargetName:
-    """A target's name, parsed. ``arch`` is the architecture of its kernels: that of Hopper for ``simulate``, "" where there are
-    none, or where the GPU of this machine is meant. ``gpu`` is one of :data:`GPUS`, "" where none is named."""
+    """A target's name, parsed. ``arch`` is the architecture of its kernels: Hopper's for ``simulate``, "" without kernels or for
+    the GPU of this machine. ``gpu`` is one of :data:`GPUS`, "" if the name contains no GPU."""
 
     family: str
     arch: str = ""

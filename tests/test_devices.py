@@ -126,5 +126,5 @@ def test_what_else_is_said_where_memory_is_short() -> None:
 def test_limits_that_no_build_has() -> None:
     with pytest.raises(UsageError, match="memory_limit must be positive, not 0"):
         BuildOptions(memory_limit=0)
-    with pytest.raises(UsageError, match="memory_limit is of GPUs, not of target 'cpu'"):
+    with pytest.raises(UsageError, match="memory_limit is for GPUs, not for target 'cpu'"):
         BuildOptions(target="cpu", memory_limit=1)

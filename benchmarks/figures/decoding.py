@@ -1,4 +1,4 @@
-"""The table of decoders: what a token costs."""
+"""The table of decoders: the time of a token."""
 
 from __future__ import annotations
 

@@ -222,6 +222,5 @@ def growth(rows: Sequence[Row]) -> str:
         lines.append([f"{w.short}, {size}", f"{ours:.3f}", f"{eager:.3f}", f"{eager / ours:.1f}×"])
     if not mine:
         return ""
-    said = ""
     how = "fp16, by the cost model, compared with PyTorch eager in a CUDA graph; sequences at batch 1."
-    return table(lines, said, how=how, rows=mine)
+    return table(lines, how=how, rows=mine)

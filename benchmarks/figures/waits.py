@@ -1,4 +1,4 @@
-"""The table of what a user waits for."""
+"""The table of a user's waiting times."""
 
 from __future__ import annotations
 

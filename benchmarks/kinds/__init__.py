@@ -11,7 +11,7 @@ from optdnn.errors import UsageError
 KINDS = (
     "speed", "correctness", "cases", "invariance", "soak", "precision", "waits", "ranges", "roofline", "decode",
 )  # fmt: skip
-"""What the harness runs: modules of this folder."""
+"""Kinds that the harness runs: modules of this folder."""
 COMMANDS = {
     "random": "kinds.random:main", "sanitize": "kinds.sanitize:main", "compile": "kinds.compile:main",
     "faults": "kinds.faults:main", "pictures": "kinds.pictures:main", "serve": "kinds.serving:serving",
@@ -37,6 +37,6 @@ def command_of(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def about(name: str) -> str:
-    """What a kind or a command does, in one line."""
+    """The description of a kind or a command, in one line."""
     text = kind_of(name).about if name in KINDS else command_of(name).__doc__ or ""
     return text.splitlines()[0]

@@ -59,7 +59,7 @@ def _model(name: str, batch: int) -> onnx.ModelProto:
 
 
 def compiled(recipe: Recipe) -> str:
-    """What is wrong with a kernel, or ""."""
+    """The fault of a kernel, or ""."""
     try:
         found = nvrtc.resources(recipe)
     except OptdnnError as error:

@@ -41,8 +41,8 @@ WHOLE = 5e-4
 COARSER = {"fp32": 1, "tf32": 10, "fp16": 10, "bf16": 50}
 """How much further than at fp32 the corners and scores of a box may be."""
 KEPT, KEPT_FP32 = 0.9, 0.98
-"""Share of a detector's boxes that must be the same at fp32, and at others of those that are still the same where ONNX Runtime at
-fp32 is given weights and inputs of that precision: scores that are nearly tied decide which are kept."""
+"""Share of a detector's boxes that must be the same. At fp32: of all boxes. At other precisions: of the boxes that ONNX Runtime
+still finds at fp32 from weights and inputs rounded to that precision, since nearly tied scores decide which boxes are kept."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +157,7 @@ def measure(job: Job) -> Row:
 
 
 def checks(engine: Any, feeds: dict[str, Any], precision: str) -> Row:
-    """What the engine's own checks on a GPU say."""
+    """The results of the engine's own checks on a GPU."""
     from optdnn.runtime.cuda.runner import CudaRunner
     from optdnn.runtime.cuda.trials.check import check_arena, check_steps, run_singly
 

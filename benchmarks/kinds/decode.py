@@ -32,7 +32,11 @@ WRONG = 0.1
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--tune", type=float, default=0.0, metavar="S", help="tune each engine for so many seconds (not)"
+        "--tune",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="tune each engine for S seconds (default: the cost model chooses)",
     )
     parser.add_argument("--torch", action="store_true", help="PyTorch beside it, where one token is decoded")
 

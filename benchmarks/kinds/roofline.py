@@ -40,7 +40,7 @@ WORDS = (
     ("reductions", ("Reduce", "Pool", "Arg", "TopK"), ()),
     ("pointwise", ("Pointwise",), ("pointwise",)),
 )
-"""What steps are called in a summary: the first word of whose texts one is in the step's kind, or begins its tactic's name."""
+"""Words for steps in a summary: (word, parts of the step's kind, beginnings of its tactic's name). The first that fits is taken."""
 OTHERS = "moves"
 NAMES = 60
 """Characters of the ONNX nodes of a step."""
@@ -48,7 +48,11 @@ NAMES = 60
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--tune", type=float, default=0.0, metavar="S", help="tune each engine for so many seconds (not)"
+        "--tune",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="tune each engine for S seconds (default: the cost model chooses)",
     )
     parser.add_argument("--predicted", action="store_true", help="the times that engines record, without a GPU")
 
@@ -91,7 +95,7 @@ def measure(job: Job) -> Row:
 
 
 def word(kind: str, tactic: str) -> str:
-    """What a step is called in a summary."""
+    """The word for a step in a summary."""
     fits = (w for w, kinds, names in WORDS if any(k in kind for k in kinds) or tactic.startswith(names or ("\0",)))
     return next(fits, OTHERS)
 
@@ -121,7 +125,7 @@ def summary(steps: Sequence[Row]) -> list[Row]:
 
 
 def profiled(job: Job) -> Any:
-    """The steps of a run on the GPU; None where a part of the run is not there."""
+    """The steps of a run on the GPU; None if a part of it runs elsewhere."""
     from optdnn.runtime.cuda.measuring.measure import profile_gpu
     from optdnn.runtime.measuring.bench import cuda_context
 
@@ -136,13 +140,13 @@ def profiled(job: Job) -> Any:
 
 
 def step(plain: Row) -> Row:
-    """What a row keeps of a step; three digits of each number."""
+    """A step as a row keeps it: three digits of each number."""
     kept = [(k, plain[k]) for k in ("kind", "tactic", "us", "share", "roofline", "flops", "bytes") if k in plain]
     return {k: three(v) for k, v in kept} | {"nodes": " ".join(plain["src"])[:NAMES]}
 
 
 def cliff(found: Row, whole_us: float) -> Row:
-    """What a row keeps of a cliff. ``gain``: the share of the run that a quarter of its roofline would save."""
+    """A cliff as a row keeps it. ``gain``: the share of the run that a quarter of its roofline would save."""
     kept = {k: three(found[k]) for k in ("step", "tactic", "us", "share", "roofline", "gain_us", "why")}
     return {**kept, "gain": three(found["gain_us"] / whole_us), "nodes": " ".join(found["src"])[:NAMES]}
 

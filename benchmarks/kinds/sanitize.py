@@ -9,10 +9,9 @@ memory, a barrier of threads that do not come) are compiled into a copy of the f
 tests/support/sanitizer_nets.py. Exits 1 if a clean family is reported, or a fault is not. Rows that ``--out`` holds are not
 run again.
 
-synccheck runs where it is requested. In convolutions that split K it says that a wait is missing, in block 121, at the first
-arrival of all at a barrier that the block has just initialized: at that of the partial sums, and where a rank that is sent
-none leaves it alone, at the first stage's. No phase of it has passed then that anyone could have waited for: no fault of the
-kernel's.
+synccheck runs on request. In convolutions that split K it reports a missing wait in block 121, at the first arrival at a barrier
+that the block has just initialized: the barrier of the partial sums or, in a rank that receives none, that of the first stage.
+No phase of the barrier has ended by then, so there was nothing to wait for: the report is a false alarm.
 """
 
 from __future__ import annotations
@@ -115,8 +114,8 @@ def groups(names: Sequence[str]) -> list[str]:
 
 
 def rows_of(tool: str, name: str, fault: int, clean: bool, text: str) -> list[Row]:
-    """The rows of one process under a tool: one for each family, or one for the seeded fault. What is not as it must be is
-    said."""
+    """The rows of one process under a tool: one for each family, or one for the seeded fault. Faults are
+    printed."""
     row: Row = {"what": "sanitize", "setup": tool}
     if fault:
         caught = not clean and "global_average_pool" in text and "does not compile" not in text

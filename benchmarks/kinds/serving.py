@@ -76,7 +76,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def order_of(engine: optdnn.Engine, options: argparse.Namespace, rows: int) -> dict[str, Any]:
-    """What a client must know of the engine."""
+    """The facts of the engine that a client needs."""
     (spec,) = engine.inputs
     shape = [rows, *(d for d in spec.shape[1:] if isinstance(d, int))]
     order = {"input": spec.name, "datatype": datatype(spec.dtype), "shape": shape, "model": options.engine.stem}
@@ -98,7 +98,7 @@ def engine_row(engine: optdnn.Engine, options: argparse.Namespace) -> dict[str, 
 
 
 def runs_per_second(engine: optdnn.Engine, x: Any, threads: int, seconds: float) -> float:
-    """Runs per second of so many threads."""
+    """Runs per second of several threads."""
     feeds = {engine.inputs[0].name: x}
     engine.run(feeds)
     counts = [0] * threads
@@ -215,7 +215,7 @@ def wait_for_port(port: int, process: subprocess.Popen[str]) -> None:
 
 
 def clients(order: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What the processes of clients found."""
+    """The results of the processes of clients."""
     shares = [list(range(k, options.clients, options.processes)) for k in range(options.processes)]
     processes = [
         subprocess.Popen(
@@ -240,7 +240,7 @@ def sample(pid: int, done: threading.Event, samples: Samples, pause: float) -> N
 
 
 def kill_worker(pid: int, done: threading.Event, seconds: float) -> None:
-    """Kill a worker of a server after so many seconds."""
+    """Kill a worker of a server after some seconds."""
     if not done.wait(seconds):
         os.kill(next(n for n, role in processes(pid).items() if role == "worker"), signal.SIGKILL)
 
@@ -270,7 +270,7 @@ def cpu_seconds(pid: int) -> dict[int, tuple[str, float]]:
 
 
 def resident_mb(pid: int) -> float:
-    """Resident memory, that which is shared with others included."""
+    """Resident memory, shared pages included."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
     except OSError:

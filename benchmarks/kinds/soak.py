@@ -146,7 +146,7 @@ def replay(job: Job) -> Row:
 
 
 def more(options: argparse.Namespace, count: int, seconds: float, *, on_host: bool) -> bool:
-    """Whether there are further replays after so many in so many seconds. ``on_host``: the network has operators on the CPU."""
+    """Whether to replay again after ``count`` replays in ``seconds``. ``on_host``: the network has operators on the CPU."""
     return count < options.replays and not (on_host and seconds > options.host_seconds)
 
 

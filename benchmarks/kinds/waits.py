@@ -1,4 +1,4 @@
-"""What a user waits for, measured through the command line and the public API.
+"""The waiting times of a user, measured through the command line and the public API.
 
     python -m benchmarks waits --out waits.jsonl                     # everything: about three minutes
     python -m benchmarks waits --parts load,call --out waits.jsonl
@@ -78,7 +78,7 @@ def optimized(job: Job) -> tuple[str, ...]:
 
 
 def python(program: str, *words: str) -> str:
-    """What a Python program prints, in a fresh process. Raises RuntimeError where it fails."""
+    """The output of a Python program in a fresh process. Raises RuntimeError if it fails."""
     command = [sys.executable, "-c", program, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     if done.returncode:

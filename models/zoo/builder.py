@@ -229,10 +229,7 @@ class GraphBuilder:
         graph.node.extend(self._nodes)
         graph.input.extend(self._inputs)
         graph.output.extend(self._outputs)
-        for (
-            name,
-            array,
-        ) in self._params.items():  # filled in place: VGG-16's weights are 553 MB, and each copy as much again
+        for name, array in self._params.items():  # in place: VGG-16's weights are 553 MB, and each copy as much again
             tensor = graph.initializer.add(
                 name=name, dims=array.shape, data_type=helper.np_dtype_to_tensor_dtype(array.dtype)
             )

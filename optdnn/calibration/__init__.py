@@ -5,6 +5,5 @@ found = calibrate(graph, "pictures.npz", method="entropy", cache="model.calib.js
 """
 
 from optdnn.calibration.run import calibrate, input_specs, second_moments
-from optdnn.calibration.thresholds import METHODS
 
-__all__ = ["METHODS", "calibrate", "input_specs", "second_moments"]
+__all__ = ["calibrate", "input_specs", "second_moments"]

@@ -106,7 +106,7 @@ class CalibrationCache:
     result: Calibration | None = None
     progress: UnfinishedCalibration | None = None
     others: list[Any] = field(default_factory=list)
-    """What the file holds of other graphs, data and methods."""
+    """The file's entries for other graphs, data and methods."""
 
     @classmethod
     def open(cls, path: str | Path | None, graph: str, data: str, method: str) -> CalibrationCache:
@@ -131,7 +131,7 @@ class CalibrationCache:
         return cache
 
     def damaged(self) -> UsageError:
-        """The error about a file whose entries are none that calibrations write."""
+        """The error for a file with entries that no calibration writes."""
         return UsageError(f"{self.path} is a damaged calibration cache", hint="delete it")
 
     def _read(self) -> list[Any]:

@@ -1,6 +1,6 @@
-"""The calibration that the plans of one engine share: of the first optimum, whose sizes the data has.
+"""The calibration that all plans of one engine share. The calibration data has the sizes of the first optimum.
 
-An engine carries it as data, so that plans for further sizes quantize by the same ranges.
+An engine holds it as data, so that plans for further sizes quantize by the same ranges.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from optdnn.types import Array
 
 @dataclass
 class SharedCalibration:
-    """What the plan that was made first found, for each time that its passes asked; the other plans take the same in turn."""
+    """The ranges of the first plan, in the order in which its passes asked for them. Other plans take them in the same order."""
 
     data: Any = None
     """The calibration data; None where ``found`` was read from an engine."""
@@ -32,7 +32,7 @@ class SharedCalibration:
         return calib if calib is None or isinstance(calib, cls) else cls(calib)
 
     def for_other_sizes(self, asked: int) -> Calibration:
-        """What a further plan takes when its passes ask for the ``asked``-th time, from 0."""
+        """The ranges for a further plan whose passes ask for the ``asked``-th time, from 0."""
         return replace(self.found[min(asked, len(self.found) - 1)], other_sizes=True)
 
     def to_bytes(self) -> Array:

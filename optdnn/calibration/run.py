@@ -16,7 +16,8 @@ import numpy as np
 
 from optdnn.calibration.cache import CalibrationCache, Extremes, Sweep, UnfinishedCalibration
 from optdnn.calibration.data import CalibrationData, Pictures, open_data
-from optdnn.calibration.thresholds import BINS, CHOOSE, METHODS, Histogram
+from optdnn.calibration.thresholds import BINS, CHOOSE, Histogram
+from optdnn.config import CALIBRATORS
 from optdnn.errors import InputError, MissingDependency, RunError, UnsupportedError, UsageError
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import groups, values
@@ -52,15 +53,15 @@ def calibrate(
 ) -> Calibration:
     """Ranges of all fp32 values of ``graph``, as passes take them.
 
-    ``data`` as in :func:`optdnn.calibration.data.open_data`; ``method`` is one of :data:`METHODS`. ``cache`` names a JSON file:
-    a calibration of the same graph and data by the same method is taken from it, and one that was interrupted continues where it
-    stopped. ``progress`` is called with a line of text. Runs on ONNX Runtime or OpenVINO, or (slowly) on NumPy where neither is
-    installed.
+    ``data`` is as in :func:`optdnn.calibration.data.open_data`, ``method`` one of :data:`optdnn.config.CALIBRATORS`. ``cache`` is a
+    JSON file: a calibration of the same graph and data by the same method is taken from it, and an interrupted one continues
+    where it stopped. ``progress`` is called with a line of text. ONNX Runtime or OpenVINO runs the network; where neither is
+    installed, NumPy does, slowly.
 
     Raises UsageError for an unknown method or data that cannot be read, InputError for data that does not fit or never changes.
     """
-    if method not in METHODS:
-        raise UsageError(f"calibrator {method!r} is not one of {', '.join(METHODS)}")
+    if method not in CALIBRATORS:
+        raise UsageError(f"calibrator {method!r} is not one of {', '.join(CALIBRATORS)}")
     specs = input_specs(graph)
     source = open_data(data, specs, images)
     kept = CalibrationCache.open(cache, graph_digest(graph), source.digest, f"{method} {bins}")

@@ -14,7 +14,6 @@ import numpy as np
 from optdnn.passes.support.ranges import Range
 from optdnn.types import Array
 
-METHODS = ("minmax", "percentile", "entropy", "mse")
 BINS = 2048
 PERCENTILE = 99.999
 ENTROPY_LEVELS = 128
@@ -44,25 +43,25 @@ def percentile(h: Histogram, percent: float = PERCENTILE) -> Range:
     return _within(left, float(h.edges[np.searchsorted(cumulative, 1.0 - cut)]), h)
 
 
-def entropy(h: Histogram, levels: int = ENTROPY_LEVELS) -> Range:
-    """The symmetric range whose quantization to ``levels`` loses the least information: least Kullback-Leibler divergence of
-    the quantized from the clipped distribution. Ranges grow from ``levels`` bins around zero to all of them."""
-    bins, middle, half = h.counts.size, h.counts.size // 2, levels // 2
+def entropy(h: Histogram) -> Range:
+    """The symmetric range whose quantization to ENTROPY_LEVELS loses the least information: least Kullback-Leibler divergence of
+    the quantized from the clipped distribution. Ranges grow from ENTROPY_LEVELS bins around zero to all of them."""
+    bins, middle, half = h.counts.size, h.counts.size // 2, ENTROPY_LEVELS // 2
     if middle < half:
         return Range(h.low, h.high)
     below = np.concatenate([[0], np.cumsum(h.counts)])
     best, chosen = np.inf, (0.0, 0.0)
     for i in range(half, middle + 1):
         start, end = middle - i, min(middle + i + 1, bins)
-        divergence = _divergence(h.counts[start:end], int(below[start]), int(below[-1] - below[end]), levels)
+        divergence = _divergence(h.counts[start:end], int(below[start]), int(below[-1] - below[end]))
         if i == half or divergence < best:
             best, chosen = divergence, (float(h.edges[start]), float(h.edges[end]))
     return _within(*chosen, h)
 
 
-def _divergence(inside: Array, left: int, right: int, levels: int) -> float:
+def _divergence(inside: Array, left: int, right: int) -> float:
     """KL divergence between a clipped distribution (outliers counted at its ends) and its quantized form."""
-    clipped = inside.copy()
+    clipped, levels = inside.copy(), ENTROPY_LEVELS
     clipped[0] += left
     clipped[-1] += right
     width = inside.size // levels
@@ -83,7 +82,7 @@ def _divergence(inside: Array, left: int, right: int, levels: int) -> float:
 
 
 def _smoothed(counts: Array) -> Array | None:
-    """float32 counts in which nothing is zero: what the empty bins get, the others lose evenly. None where all are empty."""
+    """float32 counts without zeros: empty bins get a little, and the others lose it evenly. None if all are empty."""
     empty = counts == 0
     n = int(empty.sum())
     if n == counts.size:
@@ -94,7 +93,7 @@ def _smoothed(counts: Array) -> Array | None:
     return result if (result > 0).all() else None
 
 
-def mse(h: Histogram, levels: int = 256) -> Range:
+def mse(h: Histogram) -> Range:
     """The range, of all that was seen and parts of it, with the least mean squared error of clipping and rounding."""
     low, high = min(h.low, 0.0), max(h.high, 0.0)
     centers = (h.edges[:-1].astype(np.float64) + h.edges[1:].astype(np.float64)) / 2
@@ -102,7 +101,7 @@ def mse(h: Histogram, levels: int = 256) -> Range:
     best, chosen = np.inf, (low, high)
     for part in np.linspace(1.0, 0.02, MSE_STEPS):
         a, b = low * part, high * part
-        step = (b - a) / (levels - 1)
+        step = (b - a) / 255
         if step <= 0:
             break
         inside = np.clip(centers, a, b)

@@ -18,14 +18,14 @@ from optdnn.compare.divergence import finite, tolerance_of
 from optdnn.errors import OptdnnError, UnsupportedError
 from optdnn.importers.onnx import import_model
 from optdnn.importers.split_weights import put_together
-from optdnn.ir.evaluate import evaluate, promote
+from optdnn.ir.evaluate import evaluate, promote, promoted_feeds
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu.check import nudged_results
 from optdnn.lowering.cpu.examine import name_weights
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.measuring.accuracy import errors_between
 from optdnn.runtime.program import Plain, Program, Step
-from optdnn.types import Array, is_float
+from optdnn.types import Array
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 STEP = {"fp32": 2e-5, "tf32": 3e-4, "fp16": 4e-3, "bf16": 3e-2, "int8": 4e-3, "fp8": 4e-3}
@@ -137,16 +137,11 @@ def exact_results(
     graph: Graph, feeds: Mapping[str, Array], other: Mapping[str, Array], precision: str
 ) -> tuple[dict[str, Array], dict[str, Array], list[dict[str, Array]]]:
     """In float64: the results of ``feeds`` and of ``other``, and those of ``feeds`` after a rounding of the precision (of the
-    inputs; and of what the network ranks, which may be nearly tied)."""
+    inputs; and of scores that the network ranks, which may be nearly tied)."""
     exact = promote(graph)
     amount = max((ROUNDOFF[p] for p in precision.split("+") if p in ROUNDOFF), default=ROUNDOFF["fp32"])
-    given = wide(feeds)
-    return evaluate(exact, given), evaluate(exact, wide(other)), nudged_results(exact, given, amount)
-
-
-def wide(feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """Floats in float64, the rest as it is."""
-    return {n: a.astype(np.float64) if is_float(a.dtype) else a for n, a in feeds.items()}
+    given = promoted_feeds(feeds)
+    return evaluate(exact, given), evaluate(exact, promoted_feeds(other)), nudged_results(exact, given, amount)
 
 
 # ---------------------------------------------------------------- cpu and reference
@@ -226,7 +221,7 @@ def library_graph(step: Step, program: Program) -> Graph:
 
 
 def poisoned_outputs(engine: Engine, feeds: Mapping[str, Array], want: Mapping[str, Array]) -> Found:
-    """Whether results depend on what the caller's output memory held before."""
+    """Whether results depend on the earlier contents of the caller's output memory."""
     context = engine.context()
     runs = []
     for byte in (0xFF, 0x3C):

@@ -14,11 +14,12 @@ from typing import Any
 
 from optdnn.compare.divergence import Findings, find, finite
 from optdnn.compare.gpu_rivals import torch_candidates
-from optdnn.compare.rebuild import Progress, side_of
+from optdnn.compare.rebuild import side_of
 from optdnn.compare.rivals import LIBRARIES, REFERENCE, candidates
 from optdnn.compare.subject import Subject, load_subject
+from optdnn.config import Progress
 from optdnn.errors import UsageError
-from optdnn.ir.evaluate import evaluate, promote
+from optdnn.ir.evaluate import evaluate, promote, promoted_feeds
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
 from optdnn.report.drawing import Drawing, draw
@@ -30,7 +31,7 @@ from optdnn.runtime.measuring.bench import steps_of
 from optdnn.runtime.program import Plain
 from optdnn.runtime.racing.race import Race, race
 from optdnn.temporary import temporary_folder
-from optdnn.types import Array, is_float
+from optdnn.types import Array
 
 ORACLE = "the model in NumPy, float64"
 """The reference of errors unless another one is given."""
@@ -77,9 +78,6 @@ class Comparison:
         return plain
 
 
-# ---------------------------------------------------------------- the subject
-
-
 def compare(
     subject: Subject,
     against: Sequence[str],
@@ -111,18 +109,9 @@ def compare(
 
     Raises InputError for inputs that do not fit, UsageError for names that do not exist.
     """
-    feeds = dict(given or {})
-    missing = [s for s in subject.inputs if s.name not in feeds]
-    profiles = () if subject.original is None else subject.original.profiles
-    typical: Any = subject.account.get("sizes")
-    made = random_feeds(subject.inputs, seed=seed, sizes=sizes, profiles=profiles, given=feeds, typical=typical)
-    feeds = {**made, **feeds}
-    signature = Signature(subject.inputs, ())
-    found = signature.sizes(signature.arrays(feeds))
-    other = random_feeds(subject.inputs, seed=seed + 1, sizes=found)
-    feeds_from = "files" if not missing else f"random, seed {seed}" + (", and files" if given else "")
-    if look_inside:
-        _check_look(subject)
+    feeds, other, feeds_from = _feeds(subject, given or {}, sizes, seed)
+    if look_inside and subject.original is None:
+        raise UsageError("to look inside, the ONNX model that the engine was built from is needed", hint="--model FILE")
     with temporary_folder() as folder:
         field_ = candidates(against, subject, Path(folder), say)
         if torch is not None:
@@ -157,19 +146,29 @@ def compare(
     return result
 
 
+def _feeds(
+    subject: Subject, given: Mapping[str, Array], sizes: Mapping[str, int] | None, seed: int
+) -> tuple[dict[str, Array], dict[str, Array], str]:
+    """The inputs (random ones where none are given), other inputs of the same sizes, and the origin of the first in words."""
+    profiles = () if subject.original is None else subject.original.profiles
+    typical: Any = subject.account.get("sizes")
+    made = random_feeds(subject.inputs, seed=seed, sizes=sizes, profiles=profiles, given=given, typical=typical)
+    feeds = {**made, **given}
+    signature = Signature(subject.inputs, ())
+    other = random_feeds(subject.inputs, seed=seed + 1, sizes=signature.sizes(signature.arrays(feeds)))
+    if all(s.name in given for s in subject.inputs):
+        return feeds, other, "files"
+    return feeds, other, f"random, seed {seed}" + (", and files" if given else "")
+
+
 def _engine_rival(against: Sequence[str]) -> Path | None:
     """The first rival that is an engine file: its layers are compared."""
     return next((Path(n) for n in against if n.partition(":")[0] not in (*LIBRARIES, REFERENCE)), None)
 
 
-def _check_look(subject: Subject) -> None:
-    if subject.original is None:
-        raise UsageError("to look inside, the ONNX model that the engine was built from is needed", hint="--model FILE")
-
-
 def oracle(original: Graph, feeds: Mapping[str, Array]) -> dict[str, Array]:
     """The outputs of a network evaluated in NumPy in float64."""
-    return evaluate(promote(original), {n: a.astype("float64") if is_float(a.dtype) else a for n, a in feeds.items()})
+    return evaluate(promote(original), promoted_feeds(feeds))
 
 
 def judge_errors(outcome: Race, want: Mapping[str, Array]) -> None:

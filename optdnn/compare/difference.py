@@ -1,14 +1,14 @@
-"""What differs between two engines, two models, or an engine and a model: ``optdnn diff``.
+"""The differences between two engines, two models, or an engine and a model: ``optdnn diff``.
 
-The plain form is what ``--json`` gives: ``a`` and ``b`` describe each file, ``tables`` what differs in them, entry by entry,
-``outputs`` and ``race`` the results on the same inputs and the times, ``not_run`` why there are none.
+The plain form is the output of ``--json``: ``a`` and ``b`` describe the files, ``tables`` holds the entries that differ,
+``outputs`` and ``race`` the results on the same inputs and the times, ``not_run`` the reason if there are none.
 """
 
 from __future__ import annotations
 
 import filecmp
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ import numpy as np
 
 from optdnn.compare.divergence import finite
 from optdnn.compiler import build
+from optdnn.config import Progress
 from optdnn.errors import OptdnnError
 from optdnn.importers.draws import with_draws
 from optdnn.importers.onnx import import_model
-from optdnn.refitting.record import KEY as NETWORK
-from optdnn.refitting.record import network_record
+from optdnn.refitting.record import NETWORK, network_record
 from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.cuda.measuring.expected import expected_steps
-from optdnn.runtime.file.format import MAGIC, read
+from optdnn.runtime.file.format import is_engine, read
 from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.racing.candidates import Candidate
 from optdnn.runtime.racing.race import race
@@ -32,7 +32,6 @@ from optdnn.temporary import temporary_folder
 from optdnn.types import Array, TensorSpec
 
 Table = Mapping[str, Any]
-Progress = Callable[[str], None]
 TABLES = {
     "facts": "facts",
     "options": "build options",
@@ -63,17 +62,12 @@ class Side:
     def read(cls, path: Path, shapes: Mapping[str, Any], random_seed: int = 0) -> Side:
         """``shapes`` fix those of a model's inputs; its random operators draw from ``random_seed``. Raises EngineError, UsageError,
         ModelError."""
-        return _engine(path) if _is_engine(path) else _model(path, shapes, random_seed)
-
-
-def _is_engine(path: Path) -> bool:
-    with path.open("rb") as f:
-        return f.read(len(MAGIC)) == MAGIC
+        return _engine(path) if is_engine(path) else _model(path, shapes, random_seed)
 
 
 def _random_seed(*paths: Path) -> int:
     """The seed of the random operators: that of the engine among the files that has one, else 0."""
-    engines = (read(path, verify=False) for path in paths if _is_engine(path))
+    engines = (read(path, verify=False) for path in paths if is_engine(path))
     seeds = (program.meta.get("options", {}).get("random_seed") for program in engines)
     return next((seed for seed in seeds if seed is not None), 0)
 
@@ -191,7 +185,7 @@ def difference(
     a: Path, b: Path, *, shapes: Mapping[str, Any], seed: int = 0, run: bool = True, duration: float = 1.0,
     say: Progress = lambda text: None,
 ) -> dict[str, Plain]:  # fmt: skip
-    """What differs between two files, as plain data. ``run``: also their outputs on the same random inputs and, of two engines,
+    """The differences between two files, as plain data. ``run``: also their outputs on the same random inputs and, of two engines,
     their times (``duration`` seconds each)."""
     random_seed = _random_seed(a, b)
     sides = Side.read(a, shapes, random_seed), Side.read(b, shapes, random_seed)

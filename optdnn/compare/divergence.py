@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.evaluate import groups, promote, values
+from optdnn.ir.evaluate import groups, promote, promoted_feeds, values
 from optdnn.ir.graph import STRUCTURAL, Graph, Value
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.measuring.accuracy import errors_between
@@ -135,7 +135,7 @@ def find(
     exact = promote(original)
     exact_optimized = promote(optimized)
     named, named_optimized = _by_name(exact), _by_name(exact_optimized)
-    wide = {n: a.astype(np.float64) if is_float(a.dtype) else a for n, a in feeds.items()}
+    wide = promoted_feeds(feeds)
     found: list[Divergence] = []
     for group in groups(optimized, shared, feeds, CHUNK_BYTES, copies=2):
         names = [optimized.output(v).name for v in group]

@@ -10,7 +10,7 @@ from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions
 from optdnn.errors import MissingDependency, UsageError
 from optdnn.runtime.cuda.libraries.find import present
-from optdnn.runtime.cuda.measuring.rivals import ONNXRUNTIME, TORCH_COMPILE, TORCH_EAGER, cuda_provider
+from optdnn.runtime.cuda.measuring.rivals import TORCH_COMPILE, TORCH_EAGER, cuda_provider
 from optdnn.runtime.racing.candidates import Candidate
 from optdnn.target_name import TargetName
 
@@ -53,11 +53,6 @@ def restricted(name: str, model: Path, options: BuildOptions, folder: Path, say:
     path = folder / f"{name}.engine"
     made.engine.save(path)
     return Candidate(name, "engine", str(path))
-
-
-def onnxruntime_cuda(model: Path, shapes: dict[str, tuple[int, ...]]) -> Candidate:
-    """ONNX Runtime's CUDA provider on the model itself."""
-    return Candidate(ONNXRUNTIME_CUDA, ONNXRUNTIME, str(model), "fp32", shapes)
 
 
 def torch_candidates(factory: str, precision: str, names: Sequence[str]) -> list[Candidate]:

@@ -64,7 +64,10 @@ def output_error(engine: Engine, model: Path, options: BuildOptions) -> OutputEr
     case = case_of(engine, given)
     work = _flops(model, case.feeds, options)
     if work > MOST_FLOPS:
-        raise RunError(f"{work / 1e9:.0f} GFLOP are much for NumPy", hint=f"optdnn verify ENGINE --model {model}")
+        raise RunError(
+            f"the model has {work / 1e9:.0f} GFLOP, too many to evaluate it in NumPy",
+            hint=f"optdnn verify ENGINE --model {model}",
+        )
     got = engine.run(case.feeds)
     # The model's own inputs: the engine's may be of another element type.
     dtypes = {s.name: s.dtype for s in specs(original)}

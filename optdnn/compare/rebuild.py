@@ -5,14 +5,14 @@ The comparison itself is :mod:`optdnn.compare.divergence`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from optdnn.compare.divergence import Side
-from optdnn.config import BuildOptions
+from optdnn.config import BuildOptions, Progress
 from optdnn.errors import UsageError
 from optdnn.importers.asked import asked_model
 from optdnn.importers.onnx import import_model
@@ -29,8 +29,6 @@ from optdnn.runtime.file.format import read
 from optdnn.runtime.program import Program
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.target_name import TargetName
-
-Progress = Callable[[str], None]
 
 
 def side_of(path: Path, model: Path, options: BuildOptions, say: Progress = lambda text: None) -> Side:

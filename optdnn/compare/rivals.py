@@ -11,15 +11,14 @@ from optdnn.compare.gpu_rivals import (
     ONNXRUNTIME_CUDA,
     RESTRICTED,
     check_gpu_rival,
-    onnxruntime_cuda,
     restricted,
 )
-from optdnn.compare.rebuild import Progress
 from optdnn.compare.subject import Subject
 from optdnn.compiler import build_verbose
-from optdnn.config import BuildOptions
+from optdnn.config import BuildOptions, Progress
 from optdnn.errors import EngineError, MissingDependency, UsageError
 from optdnn.ir.export_onnx import export_model
+from optdnn.runtime.cuda.measuring.rivals import ONNXRUNTIME
 from optdnn.runtime.file.format import read
 from optdnn.runtime.racing.candidates import Candidate
 
@@ -48,7 +47,7 @@ def check_rivals(names: Sequence[str], *, has_model: bool, target: str = "cpu") 
         library, _, precision = name.partition(":")
         if library in LIBRARIES:
             if precision and precision not in LIBRARIES[library]:
-                raise UsageError(f"{library} cannot be asked for {precision}; it has {', '.join(LIBRARIES[library])}")
+                raise UsageError(f"{library} has no precision {precision}; it has {', '.join(LIBRARIES[library])}")
             if find_spec(library) is None:
                 raise MissingDependency(library, "cpu", "to compare with it")
         elif name in GPU_RIVALS:
@@ -79,7 +78,7 @@ def candidates(names: Sequence[str], subject: Subject, folder: Path, say: Progre
             found.append(restricted(name, subject.model, subject.options, folder, say))
         elif name == ONNXRUNTIME_CUDA:
             assert model is not None
-            found.append(onnxruntime_cuda(model, shapes))
+            found.append(Candidate(name, ONNXRUNTIME, str(model), "fp32", shapes))
         elif name == REFERENCE:
             say("build the NumPy reference")
             assert subject.model is not None
@@ -131,6 +130,3 @@ def _fixed_shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
     static = {s.name: tuple(d for d in s.shape if isinstance(d, int)) for s in subject.inputs}
     ranks = {s.name: len(s.shape) for s in subject.inputs}
     return {n: static[n] for n in subject.options.shapes if n in static and len(static[n]) == ranks[n]}
-
-
-# ---------------------------------------------------------------- the comparison

@@ -1,4 +1,4 @@
-"""What is compared with others: the engine of a model or of a file, and that model."""
+"""The subject of a comparison: the engine of a model or of a file, and that model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 from optdnn.build_result import Build
 from optdnn.calibration import input_specs
-from optdnn.compare.rebuild import Progress
 from optdnn.compiler import build_verbose
-from optdnn.config import AUTO, BuildOptions
+from optdnn.config import AUTO, BuildOptions, Progress
 from optdnn.custom import CustomOp
 from optdnn.errors import UsageError
 from optdnn.importers.asked import asked_model
@@ -132,6 +131,3 @@ def specs(graph: Graph) -> tuple[TensorSpec, ...]:
         if out.type.shape is None:
             raise UsageError(f"input {out.name!r} has an unknown rank", hint=f"give it: --shape {out.name}=1x3x224x224")
     return tuple(input_specs(graph))
-
-
-# ---------------------------------------------------------------- the others

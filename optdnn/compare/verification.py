@@ -19,9 +19,10 @@ from optdnn.compare import checks
 from optdnn.compare.checks import FAILED, Check, Found, attempt, not_checked, passed, same_bits
 from optdnn.compare.divergence import tolerance_of
 from optdnn.compare.subject import original_of
+from optdnn.config import Progress
 from optdnn.custom import CustomOp
 from optdnn.errors import InputError, OptdnnError, RunError, UsageError
-from optdnn.ir.evaluate import evaluate, promote
+from optdnn.ir.evaluate import evaluate, promote, promoted_feeds
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
 from optdnn.runtime.contexts.base import BaseContext
@@ -36,7 +37,6 @@ from optdnn.types import Array, is_float, is_int
 
 RUNS = 5
 """Times that each set of inputs is run again."""
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def verify(
     found: list[Check] = []
     simulated = False
     for case in cases(loaded, inputs or {}, sizes, seed):
-        one = _Case(loaded, case, original, tolerance, say)
+        one = _CaseChecks(loaded, case, original, tolerance, say)
         found += one.checks()
         simulated = simulated or one.simulated
     given = set(inputs or {})
@@ -211,7 +211,7 @@ def _runs(engine: Engine, feeds: Mapping[str, Array]) -> RunError | None:
 # ---------------------------------------------------------------- the checks of one set of inputs
 
 
-class _Case:
+class _CaseChecks:
     """The checks on one set of inputs."""
 
     def __init__(self, engine: Engine, case: Case, original: Graph | None, tolerance: float | None, say: Progress):
@@ -323,7 +323,7 @@ class _Case:
 
 
 def _undefined(got: Mapping[str, Array], exact: Mapping[str, Array]) -> dict[str, Array]:
-    """Output -> where the model leaves it undefined (NaN), for those in which ``got`` has numbers there."""
+    """Output -> the places that the model leaves undefined (NaN), for outputs in which ``got`` has numbers there."""
     holes = {n: np.isnan(a) for n, a in exact.items() if is_float(a.dtype) and a.shape == got[n].shape}
     return {n: hole for n, hole in holes.items() if np.isfinite(got[n][hole]).any()}
 
@@ -347,4 +347,4 @@ def _batches(engine: Engine, sizes: Mapping[str, int]) -> list[int]:
 
 
 def _exact(promoted: Graph, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    return evaluate(promoted, checks.wide(feeds))
+    return evaluate(promoted, promoted_feeds(feeds))

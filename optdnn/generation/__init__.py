@@ -1,1 +1,1 @@
-"""Text generation: what the inputs of a language model's engine are, steps on each target, and the generator above them."""
+"""Text generation: the roles of an engine's inputs, steps on each target, and the generator above them."""

@@ -15,7 +15,7 @@ from optdnn.types import Array
 
 @dataclass(frozen=True)
 class Step:
-    """What a step computes.
+    """The work of one step.
 
     ``tokens`` [batch, length] int64; ``held`` [batch]: the positions that each sequence holds; ``row`` [batch]: the row whose
     logits count. Rows after it are padding, whose positions are written over later. ``padding`` [batch]: rows of padding in front
@@ -41,7 +41,7 @@ class Step:
 
 
 def feeds_of(ports: Ports, step: Step, capacity: int) -> dict[str, Array]:
-    """The inputs of a step, but for the caches. ``capacity``: positions of the caches, with the step's own where they grow."""
+    """The inputs of a step, without the caches. ``capacity``: positions of the caches; if they grow, with the step's own."""
     given: dict[str, Array] = {ports.tokens.name: step.tokens.astype(ports.tokens.dtype)}
     steps = np.arange(step.length)
     front = 0 if step.padding is None else step.padding[:, None]

@@ -145,7 +145,7 @@ class Generator:
         A sequence ends with a token of ``stop_tokens`` (it is the last one returned), or after ``max_new_tokens``.
         ``temperature`` 0 takes the most probable token. ``top_k`` (0: all) and ``top_p`` (1: all) limit the tokens to draw from.
         The same ``seed`` gives the same tokens; sequence b of a batch has ``seed + b``. Settings may be lists, a number for each
-        sequence. With ``extend`` the prompts follow what the generator holds: its last prompts and their tokens.
+        sequence. With ``extend`` the prompts follow the conversation: the last prompts and their tokens.
         ``on_token`` is called with each token as it is known: the number of its sequence, and the token.
         Raises UsageError for settings, and InputError for prompts, before anything is computed: a token that is not in the
         vocabulary, more positions than the caches have. Raises RunError where logits hold NaN: the conversation is lost then.

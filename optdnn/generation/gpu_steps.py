@@ -15,7 +15,7 @@ import numpy as np
 
 from optdnn.generation.feeds import Step, feeds_of
 from optdnn.generation.ports import Ports
-from optdnn.generation.steps import checked, drawn, sized
+from optdnn.generation.steps import checked, drawn, first_positions, one_by_one, sized
 from optdnn.runtime.contexts.dlpack import import_cupy
 from optdnn.runtime.contexts.sampled import PREFIX, ROW, SETTINGS, TOKEN
 from optdnn.runtime.engine import Engine
@@ -41,7 +41,7 @@ class GpuSteps:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._turn = 0
         self._inputs: dict[int, dict[str, Any]] = {}
-        """Length of a step -> its inputs but for caches and tokens of one row."""
+        """Length of a step -> its inputs, without the caches and tokens of one row."""
         self._calls: dict[tuple[int, int], tuple[Any, list[tuple[Any, Any]]]] = {}
         """Length and turn -> the bound call, and caches with the arrays that are copied to them after it."""
         with self.stream:
@@ -139,7 +139,7 @@ class GpuSteps:
         return found
 
     def _put(self, step: Step) -> None:
-        """Copy what a step reads, but for caches, to the GPU."""
+        """Copy the inputs of a step, except the caches, to the GPU."""
         inputs = self._of_length(step.length)
         for name, array in feeds_of(self.ports, step, self.capacity).items():
             target = inputs[name]
@@ -174,11 +174,7 @@ class GpuSteps:
     def following(self, step: Step, count: int) -> Iterator[Array]:
         """The tokens of ``count`` steps of one token, beginning with ``step``; each step reads the token of the one before."""
         if not self.ports.samples:
-            for k in range(count):
-                tokens = self.run(step)
-                yield tokens
-                if k + 1 < count:
-                    step = Step(tokens[:, None], step.held + 1, step.row, step.settings)
+            yield from one_by_one(self.run, step, count)
             return
         self._put(step)
         waiting: deque[tuple[Any, Any]] = deque()
@@ -223,8 +219,7 @@ class GpuSteps:
         with other.stream:
             for c in self.ports.caches:
                 before = self._caches[self._turn][c.input.name]
-                part = (*[slice(None)] * c.axis, slice(before.shape[c.axis]))
-                other._caches[0][c.input.name][part] = before
+                other._caches[0][c.input.name][first_positions(c.axis, before.shape[c.axis])] = before
         other.stream.synchronize()
         return other
 

@@ -1,4 +1,4 @@
-"""What the inputs and outputs of a language model's engine are: tokens, positions, masks, counters and caches."""
+"""The roles of a language model's inputs and outputs: tokens, positions, masks, counters and caches."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Integer: TypeAlias = int | Sequence[int]
 
 @dataclass(frozen=True)
 class Settings:
-    """Arrays [batch] by the names of :data:`optdnn.runtime.contexts.sampled.SETTINGS`, but for the position."""
+    """Arrays [batch] by the names of :data:`optdnn.runtime.contexts.sampled.SETTINGS`, except the position."""
 
     temperature: Array
     top_k: Array
@@ -39,9 +39,9 @@ def settings(count: int, batch: int, *, temperature: Number, top_k: Integer, top
 
     Raises UsageError for a setting that is out of its range, or does not have a number for each sequence.
     """
-    temperatures = _column("temperature", temperature, count, _float, lambda v: 0 <= v < math.inf, "0 or more")
+    temperatures = _column("temperature", temperature, count, float, lambda v: 0 <= v < math.inf, "0 or more")
     ks = _column("top_k", top_k, count, operator.index, lambda v: 0 <= v < 1 << 31, "0 (all) or more")
-    ps = _column("top_p", top_p, count, _float, lambda v: 0 < v <= 1, "above 0 and at most 1")
+    ps = _column("top_p", top_p, count, float, lambda v: 0 < v <= 1, "above 0 and at most 1")
     seeds = _column("seed", seed, count, operator.index, lambda v: -(1 << 63) <= v < 1 << 63, "an integer of 64 bits")
     if not isinstance(seed, Sequence):
         seeds = [((s + b + (1 << 63)) % (1 << 64)) - (1 << 63) for b, s in enumerate(seeds)]
@@ -52,10 +52,6 @@ def settings(count: int, batch: int, *, temperature: Number, top_k: Integer, top
         np.array([*ps, *[1.0] * rest], np.float32),
         np.array([*seeds, *[0] * rest], np.int64),
     )
-
-
-def _float(value: Any) -> float:
-    return float(value)
 
 
 def _column(

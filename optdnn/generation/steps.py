@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,13 +34,24 @@ def checked(tokens: Array) -> Array:
     return tokens
 
 
+def one_by_one(run: Callable[[Step], Array], step: Step, count: int) -> Iterator[Array]:
+    """The tokens of ``count`` steps of one token; the host hands each token to the next step."""
+    for k in range(count):
+        tokens = run(step)
+        yield tokens
+        if k + 1 < count:
+            step = Step(tokens[:, None], step.held + 1, step.row, step.settings)
+
+
 class HostSteps:
     """Caches in host memory, for every target. ``capacity``: their positions, None where they grow."""
 
     def __init__(self, engine: Engine, ports: Ports, batch: int, capacity: int | None):
         self.ports, self.batch, self.capacity = ports, batch, capacity
         self._context = engine.context()
-        self._caches = {c.input.name: _empty(c.input, batch, c.axis, capacity or 0) for c in ports.caches}
+        self._caches = {
+            c.input.name: np.zeros(sized(c.input, batch, c.axis, capacity or 0), c.input.dtype) for c in ports.caches
+        }
         self._spare: dict[str, Array] = {}
 
     def run(self, step: Step) -> Array:
@@ -55,24 +66,24 @@ class HostSteps:
             if before.shape == after.shape:
                 self._spare[c.input.name] = before
             self._caches[c.input.name] = after
-        if ports.logits is not None:
-            return drawn(ports, results[ports.logits.name], step)
+        return self._next_tokens(results, step)
+
+    def _next_tokens(self, results: dict[str, Any], step: Step) -> Array:
+        """The tokens that a step's results hold, or that are drawn from their logits."""
+        if self.ports.logits is not None:
+            return drawn(self.ports, results[self.ports.logits.name], step)
         return checked(results[TOKEN][:, 0])
 
     def following(self, step: Step, count: int) -> Iterator[Array]:
         """The tokens of ``count`` steps of one token, beginning with ``step``; each step reads the token of the one before."""
-        for k in range(count):
-            tokens = self.run(step)
-            yield tokens
-            if k + 1 < count:
-                step = Step(tokens[:, None], step.held + 1, step.row, step.settings)
+        return one_by_one(self.run, step, count)
 
     def enlarged(self, engine: Engine, capacity: int) -> HostSteps:
         """The same with caches of a larger capacity, and what these hold."""
         other = HostSteps(engine, self.ports, self.batch, capacity)
         for c in self.ports.caches:
             before = self._caches[c.input.name]
-            other._caches[c.input.name][_beginning(c.axis, before.shape[c.axis])] = before
+            other._caches[c.input.name][first_positions(c.axis, before.shape[c.axis])] = before
         return other
 
 
@@ -96,20 +107,14 @@ class BoundSteps(HostSteps):
         for name, array in feeds.items():
             np.copyto(self._inputs[name], array)
         results: dict[str, Any] = self._bound.run()
-        if ports.logits is not None:
-            return drawn(ports, results[ports.logits.name], step)
-        return checked(results[TOKEN][:, 0])
+        return self._next_tokens(results, step)
 
 
-def _beginning(axis: int, size: int) -> tuple[slice, ...]:
-    """The first ``size`` positions."""
+def first_positions(axis: int, size: int) -> tuple[slice, ...]:
+    """The index of the first ``size`` positions of a cache."""
     return (*[slice(None)] * axis, slice(size))
 
 
 def sized(spec: Any, batch: int, axis: int, positions: int) -> tuple[int, ...]:
     """The shape of a cache of this many positions. Other symbolic axes are the batch."""
     return tuple(positions if k == axis else d if isinstance(d, int) else batch for k, d in enumerate(spec.shape))
-
-
-def _empty(spec: Any, batch: int, axis: int, positions: int) -> Array:
-    return np.zeros(sized(spec, batch, axis, positions), spec.dtype)

@@ -9,7 +9,7 @@ from optdnn.errors import MissingDependency, UsageError
 
 
 def read_tokenizer(path: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a ``tokenizer.json``. Raises MissingDependency (extra ``text``), UsageError for a file that is none."""
+    """The tokenizer of a ``tokenizer.json``. Raises MissingDependency (extra ``text``), UsageError for another file."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -21,7 +21,7 @@ def read_tokenizer(path: str | os.PathLike[str]) -> Any:
 
 
 class TextStream:
-    """The text of a stream of tokens. ``push`` returns what a token adds.
+    """The text of a stream of tokens. ``push`` returns the text that a token adds.
 
     The text of a token may depend on the ones before it (spaces), and a character may have several tokens. So all are decoded
     together, and an unfinished character is held back.
@@ -33,13 +33,13 @@ class TextStream:
         self._shown = 0
 
     def push(self, token: int) -> str:
-        """What this token adds to the text."""
+        """The text that this token adds."""
         self._tokens.append(token)
         text: str = self._tokenizer.decode(self._tokens)
         return "" if text.endswith("\ufffd") else self._advance(text)
 
     def end(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         return self._advance(self._tokenizer.decode(self._tokens))
 
     def _advance(self, text: str) -> str:

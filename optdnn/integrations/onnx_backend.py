@@ -1,6 +1,6 @@
 """optdnn as an ONNX backend (``onnx.backend.base``): ``prepare``, ``run_model``, ``run_node``, ``supports_device``.
 
-Devices: ``REFERENCE`` evaluates the imported graph in NumPy, without any pass: what the operators mean. ``CPU`` builds an
+Devices: ``REFERENCE`` evaluates the imported graph in NumPy, without any pass: the operators' definition. ``CPU`` builds an
 engine for the cpu target, ``CUDA`` one for this machine's GPU, ``SIMULATE`` runs a GPU's program in NumPy. Engines for GPUs are
 of fixed sizes: one is built at the first run with each set of sizes, and with each set of values of shape inputs (axes, shapes,
 pads). Operators without a kernel run on the CPU.
@@ -73,7 +73,7 @@ class GpuRun:
         return self.engine(feeds).run(feeds)
 
     def engine(self, feeds: Mapping[str, Array]) -> Engine:
-        """The engine for these inputs, built where it is not there."""
+        """The engine for these inputs, built on first use."""
         from optdnn.compiler import build
 
         shapes = {n: a.shape for n, a in feeds.items()}

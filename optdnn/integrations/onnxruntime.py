@@ -22,7 +22,7 @@ import numpy as np
 from optdnn.errors import InputError, UsageError, did_you_mean
 from optdnn.runtime.contexts.asynchronous import Callback, Runs
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.file.format import MAGIC
+from optdnn.runtime.file.format import MAGIC, is_engine
 from optdnn.target_name import TargetName
 from optdnn.types import Array, TensorSpec, dtype_name
 
@@ -35,24 +35,12 @@ PROVIDERS: dict[str, dict[str, Any]] = {
 }
 """onnxruntime's provider -> options of a build."""
 _PRECISIONS = {"trt_fp16_enable": "fp16", "trt_bf16_enable": "bf16"}
-_WITHOUT_EFFECT = frozenset(
-    [
-        "device_id",
-        "arena_extend_strategy",
-        "gpu_mem_limit",
-        "cudnn_conv_algo_search",
-        "cudnn_conv_use_max_workspace",
-        "do_copy_in_default_stream",
-        "enable_cuda_graph",
-        "tunable_op_enable",
-        "trt_engine_cache_enable",
-        "trt_engine_cache_path",
-        "trt_timing_cache_enable",
-        "trt_max_workspace_size",
-        "trt_builder_optimization_level",
-        "device_type",
-    ]
-)
+_WITHOUT_EFFECT = frozenset((
+    "device_id", "arena_extend_strategy", "gpu_mem_limit", "cudnn_conv_algo_search",
+    "cudnn_conv_use_max_workspace", "do_copy_in_default_stream", "enable_cuda_graph", "tunable_op_enable",
+    "trt_engine_cache_enable", "trt_engine_cache_path", "trt_timing_cache_enable", "trt_max_workspace_size",
+    "trt_builder_optimization_level", "device_type",
+))  # fmt: skip
 """Provider options about onnxruntime's internals, without a counterpart in an engine."""
 _ONNX_NAMES = {
     "fp32": "float", "fp64": "double", "fp16": "float16", "bf16": "bfloat16", "fp8_e4m3": "float8e4m3fn",
@@ -257,8 +245,7 @@ def _is_engine(given: Any) -> bool:
             raise UsageError("an engine is loaded from its file, not from bytes", hint="give its path")
         return False
     try:
-        with open(given, "rb") as f:
-            return f.read(len(MAGIC)) == MAGIC
+        return is_engine(given)
     except OSError:
         return False  # the build's error will explain
 

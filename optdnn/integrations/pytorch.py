@@ -46,13 +46,13 @@ def from_torch(
 
     ``example_inputs`` is a tensor or a tuple of them, and ``kwargs`` are the keyword arguments, as ``module`` is called with:
     tensors among them are inputs after the positional ones, anything else (``use_cache=False``) is fixed. Names default to those
-    of its parameters. ``shapes`` are those of :func:`optdnn.build`: what they leave open or give a range is exported as dynamic
+    of its parameters. ``shapes`` are those of :func:`optdnn.build`: open sizes and ranges are exported as dynamic
     (``dynamic_shapes`` in torch's own form also says which sizes are equal: an attention whose mask has a batch of its
     own is found only once sizes are known). ``exporter``: "dynamo" (torch.export; needs onnxscript),
-    "torchscript", or the former where it is installed. ``build`` are further options of :func:`optdnn.build`.
+    "torchscript", or "auto" (dynamo where onnxscript is installed). ``build`` are further options of :func:`optdnn.build`.
 
     Raises MissingDependency without torch, UsageError for a module in training mode and for names that do not exist,
-    ModelError where torch cannot export it, and what the build raises.
+    ModelError where torch cannot export it, and the errors of the build.
     """
     torch = _torch()
     exported = isinstance(module, torch.export.ExportedProgram)
@@ -84,7 +84,7 @@ def from_torch(
 
 
 def _check_module(torch: Any, module: Any, exported: bool) -> None:
-    """Raises UsageError for what is no module, and for one in training mode."""
+    """Raise UsageError for an object that is no module, and for a module in training mode."""
     if not isinstance(module, torch.nn.Module) or isinstance(module, torch.jit.ScriptModule):
         raise UsageError(
             f"from_torch takes a torch.nn.Module, not {type(module).__name__}", hint=_instead(torch, module)
@@ -121,7 +121,7 @@ def _torch() -> Any:
 
 
 def _instead(torch: Any, given: Any) -> str:
-    """What to give in place of something that is no module of Python code."""
+    """A hint for an object that is no module of Python code."""
     if isinstance(given, torch.jit.ScriptModule):
         return "give the module that was traced or scripted"
     if callable(given):
@@ -192,7 +192,7 @@ def _export(
                     auto = torch.export.Dim.AUTO
                     each = tuple(dict.fromkeys(open_axes.get(n, ()), auto) for n in names)
                     dynamic_shapes = each
-                    if keywords:  # torch.export knows no dynamic sizes of what forward gathers in **
+                    if keywords:  # torch.export has no dynamic sizes for arguments that forward gathers in **
                         module, args = _positional(torch, module, args, keywords)
                         keywords, dynamic_shapes = {}, {"tensors": each}
                 options = {"kwargs": dict(keywords) or None, "dynamic_shapes": dynamic_shapes, **common}

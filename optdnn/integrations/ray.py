@@ -174,7 +174,7 @@ def _usual_instances(engine: Any) -> int:
 
 
 def _array_of_rows(spec: TensorSpec, rows: int) -> Array | None:
-    """An array for so many rows of an output; None where another of its sizes is not known either."""
+    """An array for ``rows`` rows of an output; None if another of its sizes is not known."""
     rest = [d for d in spec.shape[1:] if isinstance(d, int)]
     return np.empty((rows, *rest), spec.dtype) if len(rest) == len(spec.shape) - 1 else None
 
@@ -229,7 +229,7 @@ def _sizes_of(engine: Any) -> BatchSizes | _FixedRows:
 
 
 def add_inference_service(servicer: Any, server: Any) -> None:
-    """What :data:`GRPC_SERVICE` names: Ray calls it in the process that takes the requests."""
+    """The function that :data:`GRPC_SERVICE` names. Ray calls it in the process that takes the requests."""
     from tritonclient.grpc import service_pb2_grpc
 
     _let_messages_travel()
@@ -288,7 +288,7 @@ class EngineReplica:
 
 
 class _Context:
-    """What the service asks of a call's context, by Ray's own, which knows no deadline."""
+    """A call's context as the service uses it, over Ray's context, which has no deadline."""
 
     def __init__(self, given: Any):
         self._given = given
@@ -312,7 +312,7 @@ def application(engines: str | os.PathLike[str] | Sequence[str | os.PathLike[str
     :func:`optdnn.load`. ``options`` are those of Ray's deployments: ``num_replicas``, ``autoscaling_config``,
     ``ray_actor_options={"num_gpus": 0.5}``, ``max_ongoing_requests`` (default: ``queue``) and others.
 
-    Raises MissingDependency without Ray or the packages of ``optdnn serve``, UsageError for settings that are none and for files
+    Raises MissingDependency without Ray or the packages of ``optdnn serve``, UsageError for invalid settings and for files
     that are missing here.
     """
     from optdnn.serving.settings import ServeSettings

@@ -168,6 +168,11 @@ def promote(graph: Graph) -> Graph:
     return out
 
 
+def promoted_feeds(feeds: Mapping[str, Array]) -> dict[str, Array]:
+    """Inputs for a promoted graph: floats in float64, the rest as it is."""
+    return {n: a.astype(np.float64) if is_float(a.dtype) else a for n, a in feeds.items()}
+
+
 def _in_own_precision(
     out: Graph, graph: Graph, op: Op, inputs: Sequence[Value | None], mapping: dict[Value, Value]
 ) -> None:

@@ -16,7 +16,7 @@ from optdnn.precision.plans import Problem
 from optdnn.precision.sensitivity import Sensitivity
 
 NOTHING_US, NOTHING = 0.05, 0.03
-"""Differences below this, or below this part of a time, count as none: counters scatter as much."""
+"""Differences of times below this (µs), or below this part of a time, are ignored: counters scatter as much."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Candidate:
         return self.name if self.single else "+".join(reversed(self.counts))
 
     def to_plain(self, bound: float) -> dict[str, Any]:
-        """JSON data, but for the front."""
+        """JSON data, without the key ``front``."""
         plain: dict[str, Any] = {
             "name": self.name,
             "precisions": self.counts,
@@ -191,7 +191,7 @@ class SearchReport:
 
 @dataclass(frozen=True)
 class Reasons:
-    """Explains the choice for each node: the gain of its precision, and what spoke against every other."""
+    """Explains the choice for each node: the gain of its precision, and the reasons against the others."""
 
     chosen: Candidate
     candidates: Sequence[Candidate]
@@ -224,7 +224,7 @@ class Reasons:
         return f"{p} is as fast as fp32 here ({_us(mine.us)}){price}"
 
     def _against(self, node: NodeFacts, q: str) -> str | None:
-        """Why not ``q``; None where it was never a question."""
+        """The reason against ``q``; None if it was never considered."""
         if q in node.refused:
             same = [r for r in PRECISIONS if node.refused.get(r) == node.refused[q]]
             return f"{', '.join(same)}: {node.refused[q]}" if q == same[0] else None
@@ -250,7 +250,7 @@ class Reasons:
         return f"{q}{saves or ':'} {error}{alone}"
 
     def _beyond(self, node: NodeFacts, q: str) -> str | None:
-        """What the search found of the chosen plan with this one change."""
+        """The result of the search for the chosen plan with this one change; None if it was not tried."""
         now = self.chosen.assignment
         if self.problem is None or node.key not in now:
             return None

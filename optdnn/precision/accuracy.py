@@ -24,7 +24,7 @@ class DoesNotRun(RunError):
 
 
 class Loss(NamedTuple):
-    """What an engine loses on one part of the data: the metric's drop, and its margins where the metric counts predictions."""
+    """The loss of an engine on one part of the data: the metric's drop, and its margins where the metric counts predictions."""
 
     drop: float
     margins: Margins | None = None
@@ -53,7 +53,7 @@ class Judge:
             raise error.__cause__ or error from None
 
     def loss(self, engine: Engine, *, unseen: bool = False) -> Loss:
-        """The loss of an engine on one part of the data. Raises DoesNotRun, and what the metric raises."""
+        """The loss of an engine on one part of the data. Raises DoesNotRun, and the errors of the metric."""
         assert self._reference is not None
         samples, reference = self.unseen if unseen else self.seen, self._reference[unseen]
         pairs = zip(outputs(engine, samples), reference, strict=True)
@@ -122,6 +122,6 @@ def _joined(batches: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
 
 
 def batch_of(engine: Engine) -> int:
-    """Samples to a call: the network's own batch where it is fixed."""
+    """Samples of a call: the network's own batch, if it is fixed."""
     first = engine.inputs[0].shape[0]
     return first if isinstance(first, int) else RUN_BATCH

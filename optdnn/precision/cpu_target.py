@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from optdnn.config import OF_PRODUCTS, BuildOptions
+from optdnn.config import OF_PRODUCTS, BuildOptions, Progress
 from optdnn.errors import MissingDependency, OptdnnError, RunError, UnsupportedError
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import random_feeds
@@ -18,7 +18,7 @@ from optdnn.lowering.cpu.profile import profile
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import OperatorTimes, Timed
-from optdnn.precision.targets import Say, assigned, packed_offers, permitted
+from optdnn.precision.targets import assigned, packed_offers, permitted
 from optdnn.precision.turns import alternating, in_turns, remembered, stored_times, turn_of
 from optdnn.runtime.contexts.feeds import random_feeds as engine_feeds
 from optdnn.runtime.cpu.huge_pages import settle
@@ -63,7 +63,7 @@ class CpuTarget:
         native = any("bf16" in floats for floats in able.values())
         self.notes = {} if native else {"bf16": "this processor has no native bf16 arithmetic"}
 
-    def operator_times(self, graph: Graph, calibration: Calibration | None, say: Say) -> list[OperatorTimes]:
+    def operator_times(self, graph: Graph, calibration: Calibration | None, say: Progress) -> list[OperatorTimes]:
         feeds = random_feeds(graph, seed=1, sizes=typical_sizes(graph))
         found: list[tuple[float, OperatorTimes]] = []
         for library, floats in self._libraries.items():
@@ -109,15 +109,15 @@ class CpuTarget:
                 error = refused
         raise error
 
-    def built(self, graph: Graph, plan: PrecisionPlan, label: str, say: Say) -> Engine:
+    def built(self, graph: Graph, plan: PrecisionPlan, label: str, say: Progress) -> Engine:
         mixed = plan.is_mixture and "bf16" in plan.floats
         options = replace(self.options, tactics="openvino" if mixed else self.options.tactics)
         return choose(graph, options, self.cache, {}, say, base=plan.library_precision, label=label).engine
 
-    def tuned(self, graph: Graph, shares: int, say: Say) -> Engine | None:
+    def tuned(self, graph: Graph, shares: int, say: Progress) -> Engine | None:
         return None
 
-    def race(self, engines: Mapping[str, Engine], say: Say) -> dict[str, float]:
+    def race(self, engines: Mapping[str, Engine], say: Progress) -> dict[str, float]:
         feeds = engine_feeds(next(iter(engines.values())).inputs, seed=1)
         measure = partial(cpu_rounds, feeds=feeds, say=say, rounds=9, seconds=TURN_SECONDS, give_up_ratio=2.0)
         return remembered(engines, self.cache, machine()["cpu"], measure)
@@ -127,7 +127,7 @@ def cpu_rounds(
     engines: Mapping[str, Engine],
     *,
     feeds: Mapping[str, Array],
-    say: Say,
+    say: Progress,
     rounds: int,
     seconds: float,
     give_up_ratio: float,

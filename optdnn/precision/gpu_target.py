@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from optdnn.config import GPU_PRECISIONS, OF_PRODUCTS, PACKED_WEIGHTS, BuildOptions
+from optdnn.config import GPU_PRECISIONS, OF_PRODUCTS, PACKED_WEIGHTS, BuildOptions, Progress
 from optdnn.errors import OptdnnError, RunError
 from optdnn.ir.graph import Graph
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.precision_choices import choices
 from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import OperatorTimes, Timed, predicted_times
-from optdnn.precision.targets import Say, assigned, beside_packed, packed_offers, permitted
+from optdnn.precision.targets import assigned, beside_packed, packed_offers, permitted
 from optdnn.precision.turns import alternating, identity, in_turns, remembered, stored_times, turn_of
 from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.cuda.device import Device, differs_here, facts_for, gpu_count
@@ -30,7 +30,8 @@ from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import Array
 
 CAST_US, BANDWIDTH = 1.5, 2e6
-"""What a cast between two kernels adds to a CUDA graph, and bytes per microsecond; whole engines set it right."""
+"""Microseconds that a cast between two kernels adds to a CUDA graph, and bytes per microsecond. Races of whole engines correct
+them."""
 PLACEMENTS, SMALL_BYTES = 4, 64 << 20
 """Contexts that time an engine of at most this many bytes of activations."""
 
@@ -59,12 +60,12 @@ class GpuTarget:
         asked = sorted(PACKED_WEIGHTS.intersection(self.options.candidates or ())) if self.packed and not packed else []
         self.notes = dict.fromkeys(asked, "its data are fp16 or bf16, which are not among the candidates")
 
-    def _engine(self, graph: Graph, say: Say = lambda text: None, tuned: Tuned | None = None) -> Engine:
+    def _engine(self, graph: Graph, say: Progress = lambda text: None, tuned: Tuned | None = None) -> Engine:
         """An engine; on the GPU after its first runs in a process of their own, since this process runs it next."""
         program = finish(graph, self.options, self.facts, {}, say, tuned)[0]
         return Engine(program, options=LoadOptions(simulate=self._gpu is None, trust_cubins=True))
 
-    def operator_times(self, graph: Graph, calibration: Calibration | None, say: Say) -> list[OperatorTimes]:
+    def operator_times(self, graph: Graph, calibration: Calibration | None, say: Progress) -> list[OperatorTimes]:
         single = tuple(dict.fromkeys(p for text in self.offers for p in text.split("+")))
         asked = {c.key: c.precisions for c in choices(graph, self.target)}
         if self._gpu is None:
@@ -111,10 +112,10 @@ class GpuTarget:
     def quick(self, graph: Graph, plan: PrecisionPlan, library: str) -> Engine:
         return self._engine(graph)
 
-    def built(self, graph: Graph, plan: PrecisionPlan, label: str, say: Say) -> Engine:
+    def built(self, graph: Graph, plan: PrecisionPlan, label: str, say: Progress) -> Engine:
         return self._engine(graph)
 
-    def tuned(self, graph: Graph, shares: int, say: Say) -> Engine | None:
+    def tuned(self, graph: Graph, shares: int, say: Progress) -> Engine | None:
         """The engine tuned as in a build. The timing cache keeps times and choices, so the build that follows measures nothing."""
         budget = self.options.budget
         share = replace(self.options, budget=None if budget is None else budget / shares)
@@ -123,7 +124,7 @@ class GpuTarget:
             return None
         return self._engine(graph, say, replace(found, streams=None, emitted=None))
 
-    def race(self, engines: Mapping[str, Engine], say: Say) -> dict[str, float]:
+    def race(self, engines: Mapping[str, Engine], say: Progress) -> dict[str, float]:
         if self._gpu is None:
             return {}
         feeds = random_feeds(next(iter(engines.values())).inputs, seed=1)
@@ -135,7 +136,7 @@ def gpu_rounds(
     engines: Mapping[str, Engine],
     *,
     feeds: Mapping[str, Array],
-    say: Say,
+    say: Progress,
     rounds: int,
     seconds: float,
     give_up_ratio: float,

@@ -33,7 +33,7 @@ LIGHTEST = 1.0
 TAIL = 1 / 3
 """The tail of n samples has n to this power."""
 ROUNDING = 2e-5
-"""A margin's change by less than this part of its two scores counts as none: two libraries differ by as much in fp32."""
+"""A margin's change by less than this part of its two scores is ignored: two libraries differ by as much in fp32."""
 TOGETHER = 1 << 22
 """Scores that are worked on at a time."""
 

@@ -1,4 +1,4 @@
-"""Plans: the precisions that each operator may have, what a plan is predicted to cost, and the descent from fast to accurate.
+"""Plans: the precisions that each operator may have, the predicted cost of a plan, and the descent from fast to accurate.
 
 A plan's *time* is the sum of its operators' times and of the casts between them. Its *damage* is the sum of the noise powers
 that each operator alone puts on the network's outputs (:mod:`optdnn.precision.sensitivity`): independent roundings add up as
@@ -247,7 +247,7 @@ class Space:
         return n
 
     def plan(self, assignment: Assignment) -> PrecisionPlan:
-        """Every variable by name. An op that only moves elements goes with what it reads (into integers the pass draws it)."""
+        """Every variable by name. An op that only moves elements takes its input's float precision (the pass handles integers)."""
         nodes = dict(assignment)
         for k, op in self.by_key.items():
             if k not in nodes and op.outputs[0].type.dtype == FP32:

@@ -23,7 +23,7 @@ from typing import Any
 
 from optdnn.calibration import calibrate, input_specs
 from optdnn.calibration.images import pictures_of
-from optdnn.config import PACKED_WEIGHTS, QUANTIZED, BuildOptions
+from optdnn.config import PACKED_WEIGHTS, QUANTIZED, BuildOptions, Progress
 from optdnn.errors import OptdnnError, UsageError
 from optdnn.ir.graph import Graph
 from optdnn.passes.base import PassContext, PassReport
@@ -39,7 +39,7 @@ from optdnn.precision.metrics import metric_of
 from optdnn.precision.plans import Assignment, Problem, Space, descent, faster
 from optdnn.precision.samples import halves
 from optdnn.precision.sensitivity import Sensitivities, StoredSensitivities, batches_of, measure
-from optdnn.precision.targets import Say, SearchTarget, assigned, beside_packed
+from optdnn.precision.targets import SearchTarget, assigned, beside_packed
 from optdnn.runtime.engine import Engine
 from optdnn.target_name import TargetName
 from optdnn.tuning.timing_cache import TimingCache
@@ -76,12 +76,12 @@ class SearchResult:
 
 
 def find(
-    graph: Graph, options: BuildOptions, target: str, cache: TimingCache, say: Say = lambda text: None
+    graph: Graph, options: BuildOptions, target: str, cache: TimingCache, say: Progress = lambda text: None
 ) -> SearchResult:
     """The precision of each op of ``graph`` (exact passes done, precisions not assigned), for ``options.precision == "auto"``.
 
     Where integers may be chosen, ``graph`` is equalized first (exactly, in place), as it is for ``precision="int8"``.
-    Raises UsageError without data or for a metric that does not fit; what the metric, the data and the libraries raise.
+    Raises UsageError without data or for a metric that does not fit. Errors of the metric, the data and the libraries pass through.
     """
     return _Search(graph, options, target, cache, say).run()
 
@@ -96,7 +96,7 @@ def target_of(
 
 
 class _Search:
-    def __init__(self, graph: Graph, options: BuildOptions, target: str, cache: TimingCache, say: Say):
+    def __init__(self, graph: Graph, options: BuildOptions, target: str, cache: TimingCache, say: Progress):
         self.graph, self.options, self.target, self.say = graph, options, target, say
         if options.calib is None:
             raise UsageError(

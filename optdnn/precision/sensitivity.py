@@ -212,7 +212,7 @@ def alone(
     calibration: Calibration | None,
     beside: str = "fp32",
 ) -> Array:
-    """The result of ``op`` (see :func:`place`) at ``precision`` on recorded operands: what the pass makes of it, in NumPy."""
+    """The result of ``op`` (see :func:`place`) at ``precision`` on recorded operands, as the pass rewrites it, in NumPy."""
     part = single(graph, op)
     plan = PrecisionPlan(nodes={key(op): precision}, base=beside if precision in PACKED_WEIGHTS else "fp32")
     AssignPrecision()(part, PassContext(target=target, plan=plan, calibration=calibration))
@@ -223,8 +223,8 @@ def alone(
 
 
 def _with_rounded_factors(part: Graph, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """``feeds``, and in place the constants of ``part``, with what is multiplied rounded as tensor cores do: NumPy rounds nothing
-    by itself. (Before a prologue, which on the GPU comes first: the rounding is as large on either side of it.)"""
+    """``feeds``, and in place the constants of ``part``, with the factors of products rounded as tensor cores do: NumPy rounds
+    nothing by itself. (The GPU rounds after a prologue; the rounding is as large on either side of it.)"""
     found = dict(feeds)
     for op in part.of_kind(*sorted(ANCHORS)):
         if op.attrs.factors != "tf32":

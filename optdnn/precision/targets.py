@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from optdnn.config import PACKED_WEIGHTS, PRECISIONS
+from optdnn.config import PACKED_WEIGHTS, PRECISIONS, Progress
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph
 from optdnn.passes.assign_precision import AssignPrecision
@@ -18,8 +18,6 @@ from optdnn.precision.latency import OperatorTimes
 from optdnn.runtime.engine import Engine
 from optdnn.target_name import TargetName
 
-Say = Callable[[str], None]
-
 
 class SearchTarget(Protocol):
     """A target to search on. ``offers`` are option texts of single precisions ("fp32", "int8+bf16"), fp32 first; ``notes``
@@ -28,19 +26,19 @@ class SearchTarget(Protocol):
     offers: tuple[str, ...]
     notes: dict[str, str]
 
-    def operator_times(self, graph: Graph, calibration: Calibration | None, say: Say) -> list[OperatorTimes]:
+    def operator_times(self, graph: Graph, calibration: Calibration | None, say: Progress) -> list[OperatorTimes]:
         """Times of the operators of ``graph``, here still without precisions, in each library for which a search may pay."""
 
     def quick(self, graph: Graph, plan: PrecisionPlan, library: str) -> Engine:
         """An engine to judge accuracy by. Raises RunError, UnsupportedError."""
 
-    def built(self, graph: Graph, plan: PrecisionPlan, label: str, say: Say) -> Engine:
+    def built(self, graph: Graph, plan: PrecisionPlan, label: str, say: Progress) -> Engine:
         """The engine that a build would give, before tuning."""
 
-    def tuned(self, graph: Graph, shares: int, say: Say) -> Engine | None:
+    def tuned(self, graph: Graph, shares: int, say: Progress) -> Engine | None:
         """The engine after its tactics were tuned, in one of ``shares`` shares of the budget; None where ``built`` did all."""
 
-    def race(self, engines: Mapping[str, Engine], say: Say) -> dict[str, float]:
+    def race(self, engines: Mapping[str, Engine], say: Progress) -> dict[str, float]:
         """Milliseconds of whole engines, measured in turns; empty where nothing can be measured."""
 
 

@@ -1,1 +1,1 @@
-"""New weights in a built engine: what it records of its network, the model that it may hold, and its decisions."""
+"""New weights in a built engine: the record of its network, the model that it may hold, and its decisions."""

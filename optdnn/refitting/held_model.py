@@ -20,7 +20,7 @@ from optdnn.runtime.program import Program
 from optdnn.shapes.plan_base import Blobs
 from optdnn.types import Array
 
-KEY = "held_model"
+HELD_MODEL = "held_model"
 """The key in the program's ``meta``."""
 _ASKED = ("values", "sample", "random_seed", "preprocess", "postprocess")
 """Options that change the model before it is compiled."""
@@ -35,12 +35,12 @@ def hold_model(program: Program, model: Source | Model, calib: Any) -> None:
     if isinstance(calib, SharedCalibration) and calib.found:
         table["calibration"] = blobs.add(calib.to_bytes())
     program.blobs[:] = blobs.arrays  # the plans of a program share its list
-    program.meta[KEY] = table
+    program.meta[HELD_MODEL] = table
 
 
 def held_model(program: Program) -> Model | None:
     """The model that an engine holds; None without one. Raises EngineError for a broken one."""
-    table = program.meta.get(KEY)
+    table = program.meta.get(HELD_MODEL)
     if table is not None:
         try:
             weights = {str(name): _blob(program, number) for name, number in table["weights"].items()}
@@ -57,7 +57,7 @@ def held_model(program: Program) -> Model | None:
 
 def held_calibration(program: Program) -> SharedCalibration | None:
     """The ranges that an engine holds; None without any. Raises EngineError for broken ones."""
-    table = program.meta.get(KEY)
+    table = program.meta.get(HELD_MODEL)
     number = table.get("calibration") if isinstance(table, Mapping) else None
     if number is None and program.dynamic is not None and program.dynamic.source is not None:
         number = program.dynamic.source.calibration

@@ -10,7 +10,7 @@ from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import EngineError, UnsupportedError, UsageError
 from optdnn.importers.model import Model
 from optdnn.ranges import InputShapes, input_shapes, parse_dims
-from optdnn.refitting.held_model import KEY, held_calibration
+from optdnn.refitting.held_model import HELD_MODEL, held_calibration
 from optdnn.runtime.pictures.port import specs_of
 from optdnn.runtime.program import Program
 from optdnn.target_name import TargetName
@@ -30,7 +30,7 @@ def options_again(program: Program, calib: Any = None, custom_ops: Sequence[Cust
     made: Any = program.meta.get("options", {})
     if made.get("precision") == AUTO:
         raise UsageError(
-            "the precisions of this engine were found for its weights (precision auto)",
+            "the precisions of this engine were chosen for its weights (precision auto)",
             hint="build it again: optdnn build",
         )
     preprocess, postprocess = specs_of(program)
@@ -48,7 +48,7 @@ def options_again(program: Program, calib: Any = None, custom_ops: Sequence[Cust
             preprocess=preprocess,
             postprocess=postprocess,
             custom_ops=needed,
-            refit=KEY in program.meta,
+            refit=HELD_MODEL in program.meta,
             no_cubins=not simulated and bool(program.kernels) and all(k.cubin is None for k in program.kernels),
             **kept,
         )

@@ -1,4 +1,4 @@
-"""What an engine records of the network that it was built from, to distinguish other weights from another network.
+"""The record of an engine's network, which distinguishes other weights from another network.
 
 ``meta["network"]`` is ``{"nodes": {output: "Kind digest"}, "weights": {name: type}}`` of the graph as imported. The digest of an
 operator covers its kind, attributes, operands' names, and the types of its results; not the elements of weights.
@@ -18,7 +18,7 @@ from optdnn.ir.graph import Graph, Op
 from optdnn.runtime.program import Plain, Program
 from optdnn.types import BOOL, INT64
 
-KEY = "network"
+NETWORK = "network"
 """The key in the program's ``meta``."""
 STRUCTURE = "structure"
 """The key in ``meta["model"]`` of the optimized graph's digest."""
@@ -54,7 +54,7 @@ def _digest(graph: Graph, op: Op) -> str:
 
 def recorded(program: Program) -> Mapping[str, Mapping[str, str]]:
     """The record in an engine. Raises EngineError where it has none."""
-    found = program.meta.get(KEY)
+    found = program.meta.get(NETWORK)
     tables = [found.get(name) if isinstance(found, Mapping) else None for name in ("nodes", "weights")]
     if not all(isinstance(t, Mapping) and all(isinstance(v, str) for v in t.values()) for t in tables):
         raise EngineError(
@@ -65,8 +65,8 @@ def recorded(program: Program) -> Mapping[str, Mapping[str, str]]:
 
 
 def check_same_network(program: Program, graph: Graph) -> None:
-    """Raise UnsupportedError, which names every difference, unless ``graph`` (as imported) is the engine's network but for the
-    elements of its weights."""
+    """Raise UnsupportedError, which names every difference, unless ``graph`` (as imported) differs from the engine's network only
+    in the elements of its weights."""
     old, new = recorded(program), network_record(graph)
     refuse(
         [

@@ -1,11 +1,10 @@
-"""Reports of a comparison and its build, as a table, as Markdown, as JSON and as one self-contained HTML file.
+"""Reports of a comparison and its build, as a table, as Markdown and as one self-contained HTML file.
 
 All of them show the same plain data (:meth:`optdnn.compare.comparison.Comparison.to_plain`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,6 @@ __all__ = [
     "sentences",
     "speedup_text",
     "to_html",
-    "to_json",
     "to_markdown",
     "write_reports",
 ]
@@ -53,14 +51,8 @@ def write_reports(
     forms: dict[str, Callable[[Mapping[str, Plain]], str]] = {
         "html": partial(to_html, drawing=drawing),
         "markdown": to_markdown,
-        "json": to_json,
     }
     written = {form: path for form, path in files.items() if path is not None}
     for form, path in written.items():
         write_atomic(path, [forms[form](report).encode()])
     return list(written.values())
-
-
-def to_json(report: Mapping[str, Plain]) -> str:
-    """The report itself."""
-    return json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

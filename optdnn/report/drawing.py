@@ -1,4 +1,4 @@
-"""What the reports of all commands draw of an engine: its network, findings, lanes and memory."""
+"""The parts of an engine that the reports of all commands draw: its network, findings, lanes and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of the nodes of an ONNX model in an engine, and why: the facts of ``optdnn explain`` and of reports."""
+"""How an engine runs the nodes of its ONNX model, and why: the facts of ``optdnn explain`` and of reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ByNode = dict[str, list[dict[str, Any]]]
 class Explanations:
     """The facts of every node, from an engine's program and the ``report`` of its build (empty where there is none).
 
-    Everything is put in order by node once, so that the facts of all nodes of a large network take little time.
+    All facts are indexed by node once, so that the facts of all nodes of a large network take little time.
     """
 
     def __init__(self, program: Program, report: Mapping[str, Any]):

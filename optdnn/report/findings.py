@@ -1,4 +1,4 @@
-"""What a run could gain, in order of the gain: sentences with the time at stake, what to do, and the operators meant.
+"""Possible gains of a run, the largest first: sentences with the time at stake, advice, and the operators.
 
 The time that a step can gain counts once: each finder takes the operators that those before it have left.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.report.network import Network, Node
-from optdnn.report.words import milliseconds, slower_text, times
+from optdnn.report.words import counted, milliseconds, slower_text, times
 from optdnn.runtime.cpu.layers import LAYOUT
 from optdnn.runtime.cuda.measuring.cliffs import BELOW, LAUNCH_US
 from optdnn.runtime.cuda.measuring.expected import PREDICTED
@@ -30,8 +30,8 @@ _Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """``gain_us``: microseconds of a run at stake, an upper bound; None where that is unknown. ``nodes`` are the
-    operators meant, and ``share`` their part of the run."""
+    """``gain_us`` is an upper bound of the gain, in microseconds of a run; None if it is not known. ``nodes`` are the operators
+    that the finding is about, and ``share`` their part of the run."""
 
     text: str
     advice: str
@@ -62,11 +62,6 @@ def _sum(nodes: Iterable[Node]) -> float:
     return sum(n.us or 0.0 for n in nodes)
 
 
-def _some(n: int, one: str, many: str = "") -> str:
-    """ "1 cast costs", "12 casts cost"."""
-    return f"{n} {one if n == 1 else many or one + 's'}"
-
-
 def _part(us: float, total: float) -> str:
     """A time and its part of the run."""
     share = us / total if total else 0.0
@@ -90,7 +85,7 @@ def _on_cpu(left: Mapping[int, Node], report: _Row, total: float) -> Iterable[Fi
         why = Counter(str(row["why"]) for row in rows).most_common(1)
         n = sum(node.executor != "copy" for node in own.values())
         us = _sum(own.values())
-        text = f"{_some(n, 'operator runs', 'operators run')} on the CPU: with the copies {_part(us, total)}."
+        text = f"{counted(n, 'operator runs', 'operators run')} on the CPU: with the copies {_part(us, total)}."
         advice = f"The reason of most: {why[0][0]}. " if why else ""
         yield Finding(text, advice + "optdnn check lists them; --strict refuses such a build.", us, tuple(own))
 
@@ -99,7 +94,7 @@ def _casts(left: Mapping[int, Node], report: _Row, total: float) -> Iterable[Fin
     own = _kinds(left, lambda n: n.label in CASTS)
     if own:
         us = _sum(own.values())
-        text = f"{_some(len(own), 'conversion', 'conversions')} between precisions: {_part(us, total)}."
+        text = f"{counted(len(own), 'conversion')} between precisions: {_part(us, total)}."
         advice = (
             "Neighbours in one precision need none: --pin NODE=fp16 moves a border, and --io-dtype gives inputs and outputs the "
             "engine's own type."
@@ -112,7 +107,7 @@ def _moves(left: Mapping[int, Node], report: _Row, total: float) -> Iterable[Fin
     if own:
         us = _sum(own.values())
         kinds = ", ".join(kind for kind, _ in Counter(n.label for n in own.values()).most_common(3))
-        text = f"{_some(len(own), 'operator only moves', 'operators only move')} data ({kinds}): {_part(us, total)}."
+        text = f"{counted(len(own), 'operator only moves', 'operators only move')} data ({kinds}): {_part(us, total)}."
         advice = (
             "Select them to see which fusion was refused, and why. A model that keeps one layout between its products "
             "needs fewer of them."
@@ -131,7 +126,7 @@ def _cliffs(left: Mapping[int, Node], report: _Row, total: float) -> Iterable[Fi
         shares = [r["roofline"] or 0.0 for r in rows]
         reach = f"{min(shares):.0%}" if len(rows) == 1 else f"{min(shares):.0%} to {max(shares):.0%}"
         gain = sum(r["gain_us"] for r in rows)
-        reaches = _some(len(rows), f"step of {label} reaches", f"steps of {label} reach")
+        reaches = counted(len(rows), f"step of {label} reaches", f"steps of {label} reach")
         text = f"{reaches} {reach} of the roofline: {_part(sum(r['us'] for r in rows), total)}."
         advice = f"{why[:1].upper()}{why[1:]}. At {BELOW:.0%} of the roofline the run gains {_part(gain, total)}."
         yield Finding(text, advice, gain, tuple(by_step[r["step"]] for r in rows))
@@ -168,18 +163,18 @@ def _library_layouts(report: _Row) -> Iterable[Finding]:
 
 def _held_back(net: Network, report: _Row) -> Iterable[Finding]:
     """Operators that precision auto keeps in a slower precision, for accuracy."""
-    by_name = {name: k for k, n in net.operators() for name in n.src}
+    by_name = net.by_onnx_node()
     slow: dict[str, tuple[float, list[int]]] = {}
     for row in (report.get("auto") or {}).get("nodes", ()):
         us = row.get("us") or {}
         own = us.get(row["precision"])
         if own is not None and own > min(us.values()):
             gain, nodes = slow.get(row["precision"], (0.0, []))
-            nodes += [by_name[n] for n in row["nodes"] if n in by_name]
+            nodes += [k for n in row["nodes"] for k in by_name.get(n, ())]
             slow[row["precision"]] = (gain + own - min(us.values()), nodes)
     for precision, (gain, nodes) in slow.items():
         n = len(set(nodes))
-        text = f"{_some(n, 'operator stays', 'operators stay')} in {precision} to keep the accuracy: {gain:.1f} µs."
+        text = f"{counted(n, 'operator stays', 'operators stay')} in {precision} to keep the accuracy: {gain:.1f} µs."
         yield Finding(text, "A larger --max-drop lets more of them run in fewer bits.", gain, tuple(sorted(set(nodes))))
 
 
@@ -207,10 +202,7 @@ def _whole(report: _Row) -> Iterable[Finding]:
 
 def _refused(net: Network, report: _Row) -> Iterable[Finding]:
     """Refused rewrites, by the part of the run that their operators take. The gain of a rewrite that was not made is not known."""
-    by_name: dict[str, list[int]] = {}
-    for k, node in net.operators():
-        for name in node.src:
-            by_name.setdefault(name, []).append(k)
+    by_name = net.by_onnx_node()
     groups: dict[tuple[str, str], list[_Row]] = {}
     for p in (report.get("build") or report).get("passes") or ():
         for entry in p["refused"]:
@@ -221,7 +213,7 @@ def _refused(net: Network, report: _Row) -> Iterable[Finding]:
         share = sum(net.nodes[k].share or 0.0 for k in nodes)
         if share > LEAST:
             reason = Counter(e["reason"] for e in entries).most_common(1)[0][0]
-            number = _some(len(entries), "rewrite")
+            number = counted(len(entries), "rewrite")
             text = f"{number} by {name}/{rule} refused, at operators that take {share:.1%} of the run."
             more = "The reason of most" if len({e["reason"] for e in entries}) > 1 else "The reason"
             told.append(Finding(text, f"{more}: {reason}.", None, tuple(nodes), share))

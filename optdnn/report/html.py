@@ -44,13 +44,13 @@ def to_html(report: _Report, drawing: Drawing | None = None) -> str:
     measured = [r for r in report["rows"] if r["quantiles_ms"]]
     subject = report["rows"][0]
     others = ", ".join(r["name"] for r in report["rows"][1:]) or "nothing"
-    threads = f"{report['threads']} {'thread' if report['threads'] == 1 else 'threads'} each"
     latency = charts.violins(report["rows"]) if measured else None
     return page(
         report["model"] or report["subject"],
         drawing,
         r=report,
-        subtitle=f"{subject['name']} compared with {others}, on {report['machine'].get('cpu')}, {threads}",
+        subtitle=f"{subject['name']} compared with {others}, on {report['machine'].get('cpu')}, "
+        f"{words.counted(report['threads'], 'thread')} each",
         figures=_compared(report),
         subject=subject,
         sentences=words.sentences(report),
@@ -173,7 +173,7 @@ DISTRIBUTIONS = {"gpu_compute_ms": "on the GPU", "latency_ms": "with copies", "e
 
 
 def _distributions(bench: _Report) -> dict[str, Any]:
-    """The latencies' distributions as rows of a chart: of calls, or of what a GPU's run is made of."""
+    """The latencies' distributions as rows of a chart: of calls, or of the parts of a run on a GPU."""
     rows = [_row("a call", bench["latency_ms"], bench["distribution"])]
     gpu = bench.get("gpu")
     if gpu is not None:
@@ -242,8 +242,8 @@ def _pass(p: Mapping[str, Any], most: int) -> dict[str, Any]:
         "kept_percent": 100 * min(p["nodes_before"], p["nodes_after"]) / max(most, 1),
         "removed_percent": 100 * max(removed, 0) / max(most, 1),
         "added_percent": 100 * max(-removed, 0) / max(most, 1),
-        "fired": words.pass_groups(p["fired"], "reason"),
-        "refused": words.pass_groups(p["refused"], "reason"),
+        "fired": words.pass_groups(p["fired"]),
+        "refused": words.pass_groups(p["refused"]),
         "n_fired": len(p["fired"]),
         "n_refused": len(p["refused"]),
     }

@@ -110,7 +110,7 @@ def _build(build: Mapping[str, Any]) -> list[str]:
         refused = [
             [p["name"], rule, reason, first_of(nodes, SHOWN_NODES)]
             for p in passes
-            for rule, reason, nodes in pass_groups(p["refused"], "reason")
+            for rule, reason, nodes in pass_groups(p["refused"])
         ]
         if refused:
             parts += ["## Fusions refused", grid(["pass", "rule", "because", "nodes"], refused)]

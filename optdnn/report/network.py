@@ -77,6 +77,14 @@ class Network:
     def operators(self) -> list[tuple[int, Node]]:
         return [(k, n) for k, n in enumerate(self.nodes) if n.role == "operator"]
 
+    def by_onnx_node(self) -> dict[str, list[int]]:
+        """ONNX node -> the operators that compute it."""
+        found: dict[str, list[int]] = {}
+        for k, node in self.operators():
+            for name in node.src:
+                found.setdefault(name, []).append(k)
+        return found
+
 
 def network_of(program: Program) -> Network:
     """The network of a program: of its first plan, and of rank 0. Raises EngineError where a library's model is not ONNX."""
@@ -230,13 +238,10 @@ def _holding(of_step: Mapping[tuple[int | None, str], Node], layer: Mapping[str,
 
 def add_errors(net: Network, layers: Sequence[Mapping[str, Any]], error_of: Callable[[Any], float | None]) -> None:
     """Give the operators the errors of the values that they share with the model."""
-    by_name: dict[str, list[Node]] = {}
-    for _, node in net.operators():
-        for name in node.src:
-            by_name.setdefault(name, []).append(node)
+    by_name = net.by_onnx_node()
     for layer in layers:
         names = set(str(layer["node"]).split(JOIN))
-        for node in by_name.get(next(iter(names)), ()):
+        for node in (net.nodes[k] for k in by_name.get(next(iter(names)), ())):
             if names <= set(node.src):
                 error = error_of(layer)
                 if error is None or isinstance(node.error, str):

@@ -42,7 +42,7 @@ def source_of(name: str) -> str:
 
 
 def render(name: str, data: Mapping[str, Any] | None = None, **view: Any) -> str:
-    """The page of a template. ``data`` is what the scripts draw; a page without it has no script. Raises MissingDependency."""
+    """The page of a template. ``data`` is the input of the scripts; a page without it has no script. Raises MissingDependency."""
     scripts = [] if data is None else [_library(), *map(source_of, SCRIPTS)]
     allowed = "".join(f" '{_digest(text)}'" for text in scripts)
     policy = f"{POLICY}; script-src{allowed}; require-trusted-types-for 'script'" if scripts else POLICY

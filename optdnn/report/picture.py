@@ -195,7 +195,7 @@ def _ranges(bounds: Sequence[float], show: Callable[[float], str]) -> list[str]:
 
 
 def _by_time(net: Network) -> Mode | None:
-    """Colours by the share of the run: each class is twice as much as the one before."""
+    """Colours by the share of the run: each class begins at twice the share of the class before."""
     shares = {k: n.share for k, n in net.operators() if n.share}
     if not shares:
         return None

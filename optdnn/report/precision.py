@@ -17,6 +17,7 @@ from optdnn.report.words import bytes_text, counted, milliseconds
 from optdnn.runtime.file.atomic import check_writable, write_atomic
 
 WIDTH, HEIGHT = 60, 12
+"""Characters of the plot in the terminal."""
 CULPRITS = 3
 """Operators that are named where a precision loses too much."""
 KNOWN = 99.5
@@ -213,32 +214,32 @@ def points(auto: Mapping[str, Any]) -> list[tuple[float, float, Mapping[str, Any
     return found
 
 
-def text_plot(auto: Mapping[str, Any], width: int = WIDTH, height: int = HEIGHT) -> list[str]:
+def text_plot(auto: Mapping[str, Any]) -> list[str]:
     """Accuracy against latency for a terminal: ◆ the chosen plan, ● the front, ○ the rest, ┄ the bound. [] without two plans."""
     shown = points(auto)
     if len(shown) < 2:
         return []
     bound = auto["metric"]["bound"]
     x, y = _axes(shown, bound)
-    rows = [[" "] * width for _ in range(height)]
+    rows = [[" "] * WIDTH for _ in range(HEIGHT)]
 
     def row(drop: float) -> int:
-        return round((1 - y.at(drop) / 100) * (height - 1))
+        return round((1 - y.at(drop) / 100) * (HEIGHT - 1))
 
-    rows[row(bound)] = ["┄"] * width
+    rows[row(bound)] = ["┄"] * WIDTH
     for ms, drop, c in sorted(shown, key=lambda p: _weight(p[2], auto)):
-        rows[row(drop)][min(width - 1, round(x.at(ms) / 100 * (width - 1)))] = "○●◆"[_weight(c, auto)]
+        rows[row(drop)][min(WIDTH - 1, round(x.at(ms) / 100 * (WIDTH - 1)))] = "○●◆"[_weight(c, auto)]
     labels = {row(bound): f"{bound:g}", 0: f"{y.high:.2g}", row(0.0): "0"}
     lines = [f"{labels.get(k, ''):>8} │{''.join(cells)}" for k, cells in enumerate(rows)]
-    ticks = [" "] * (width + 8)
+    ticks = [" "] * (WIDTH + 8)
     for at, text in x.ticks:
-        start = round(at / 100 * (width - 1))
+        start = round(at / 100 * (WIDTH - 1))
         if start + len(text) < len(ticks) and all(t == " " for t in ticks[max(0, start - 1) : start + len(text) + 1]):
             ticks[start : start + len(text)] = text
     return [
         f"{'drop':>8} │ (◆ chosen, ● front, ○ other, ┄ bound)",
         *lines,
-        f"{'':>8} └{'─' * width}",
+        f"{'':>8} └{'─' * WIDTH}",
         f"{'':>10}{''.join(ticks).rstrip()} ms",
     ]
 

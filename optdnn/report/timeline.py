@@ -1,4 +1,4 @@
-"""A run over time: when each step begins on its lane, and what the arena holds meanwhile."""
+"""A run over time: when each step begins on its lane, and the tensors in the arena at that time."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def problems(report: Mapping[str, Plain]) -> list[str]:
 
 
 def slower_text(beside: Mapping[str, Any]) -> str:
-    """That a precision is slower than fp32, of a build's account ``beside_fp32``."""
+    """The warning that a precision is slower than fp32, from ``beside_fp32`` of a build's report."""
     own, fp32 = beside["own"], beside["fp32"]
     return (
         f"warning: {beside['precision']} is slower than fp32 on this machine: {own['median_ms']:.4g} ms ({own['tactic']}), "
@@ -161,9 +161,9 @@ def _versus(subject: str, v: Mapping[str, Any]) -> str:
     return f"{subject} is {v['speedup']:.2f} times as fast as {v['against']} ({interval})"
 
 
-def pass_groups(entries: Iterable[Mapping[str, Any]], key: str) -> list[tuple[str, str, list[str]]]:
-    """Rewrites made ("fired") or refused of one pass: (rule, reason or "", each one's nodes), equal reasons together."""
-    items = [(e["rule"], e.get(key, ""), " + ".join(e["nodes"])) for e in entries]
+def pass_groups(entries: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, list[str]]]:
+    """The rewrites that a pass made or refused, grouped by rule and reason: (rule, reason or "", nodes of each rewrite)."""
+    items = [(e["rule"], e.get("reason", ""), " + ".join(e["nodes"])) for e in entries]
     items.sort(key=lambda i: i[:2])
     return [(rule, reason, [i[2] for i in group]) for (rule, reason), group in groupby(items, key=lambda i: i[:2])]
 
@@ -173,9 +173,9 @@ _SOURCES = {"measured": "times measured in tuning", "predicted": "predicted time
 
 
 def cliffs_title(cliffs: Sequence[Mapping[str, Any]]) -> str:
-    """What is common to cliffs, and where their times are from if that is not the run itself."""
-    told = {c.get("source") for c in cliffs}
-    by = " and ".join(text for source, text in _SOURCES.items() if source in told)
+    """The heading of a table of cliffs. It names the source of the times if that is not the run itself."""
+    sources = {c.get("source") for c in cliffs}
+    by = " and ".join(text for source, text in _SOURCES.items() if source in sources)
     title = f"steps below {BELOW:.0%} of their roofline that take over {OVER:.0%} of the run"
     return f"{title}, by {by}" if by else title
 

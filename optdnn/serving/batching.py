@@ -141,7 +141,7 @@ class Batcher:
         self._note()
 
     def _drop(self, waiting: Waiting) -> None:
-        """Take the rest of a request out of the queue."""
+        """Take the waiting pieces of a request out of the queue."""
         if any(p.owner is waiting for p in self._queue):
             self._queue = [p for p in self._queue if p.owner is not waiting]
             self._note()
@@ -273,13 +273,13 @@ class Batcher:
     # ------------------------------------------------------------------ the end
 
     async def drain(self, seconds: float) -> None:
-        """Take no further requests, and wait until those that are here have run, but for at most ``seconds``."""
+        """Take no further requests, and wait until the current ones have run, for at most ``seconds``."""
         self._closing = True
         self._dispatch()
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
-            self.refuse_waiting("the server ends")
+            self.refuse_waiting("the server is shutting down")
 
     def refuse_waiting(self, why: str) -> None:
         """Refuse all requests in the queue."""

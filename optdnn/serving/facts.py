@@ -1,4 +1,4 @@
-"""What a server knows of a model: its inputs and outputs, the sizes that it has plans for, and whether requests may share a batch.
+"""A model as the server sees it: inputs and outputs, the sizes that it has plans for, and whether requests may share a batch.
 
 Requests share a batch where the first dimension of every input and output is one symbol, and where the rows of a batch do not
 depend on one another. A trial shows the second: a batch runs twice, and all its rows but the first change in between. The first row
@@ -101,7 +101,7 @@ def batch_symbol(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) ->
 
 
 def why_rows_depend(engine: Engine, symbol: str, plans: Sequence[Shapes]) -> str:
-    """ "" where the rows of a batch do not depend on one another, else what the trial showed."""
+    """Why the rows of a batch depend on one another, as a trial shows; "" if they do not."""
     ranges = [p[symbol] for p in engine.profiles if symbol in p]
     if ranges and max(r.max for r in ranges) < 2:
         return "the engine takes only batches of one row"

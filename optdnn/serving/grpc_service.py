@@ -29,6 +29,24 @@ CONTENTS = {
 """Datatype -> the field of a tensor's contents."""
 
 
+Method = Callable[["GrpcService", Any, Any], Awaitable[Any]]
+
+
+def answered(method: Method) -> Method:
+    """A method of the service whose errors become statuses of the call."""
+
+    async def answer(self: GrpcService, request: Any, context: Any) -> Any:
+        try:
+            return await method(self, request, context)
+        except Exception as error:
+            refusal = refusal_of(error)
+            if refusal.grpc == "INTERNAL":
+                log.error("%s", refusal.message, exc_info=not isinstance(error, Refusal))
+            await context.abort(grpc.StatusCode[refusal.grpc], str(refusal))
+
+    return answer
+
+
 class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
     """The methods of the service. Those of the description that are not here are answered with UNIMPLEMENTED."""
 
@@ -44,87 +62,69 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
     async def ServerMetadata(self, request: Any, context: Any) -> Any:
         return pb.ServerMetadataResponse(**await self._service.metadata())
 
+    @answered
     async def ModelReady(self, request: Any, context: Any) -> Any:
-        async def ready() -> Any:
-            return pb.ModelReadyResponse(ready=await self._service.model_ready(request.name, request.version))
+        return pb.ModelReadyResponse(ready=await self._service.model_ready(request.name, request.version))
 
-        return await answered(context, ready)
-
+    @answered
     async def ModelMetadata(self, request: Any, context: Any) -> Any:
-        async def metadata() -> Any:
-            return pb.ModelMetadataResponse(**await self._service.model_metadata(request.name, request.version))
-
-        return await answered(context, metadata)
+        return pb.ModelMetadataResponse(**await self._service.model_metadata(request.name, request.version))
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
         rows = [r for r in await self._service.index() if not request.ready or r["state"] == "READY"]
         return pb.RepositoryIndexResponse(models=rows)
 
+    @answered
     async def RepositoryModelLoad(self, request: Any, context: Any) -> Any:
-        async def load() -> Any:
-            if request.parameters:
-                raise Refusal("a model is loaded only from its file: load takes no parameters")
-            await self._service.load(request.model_name)
-            return pb.RepositoryModelLoadResponse()
+        if request.parameters:
+            raise Refusal("a model is loaded only from its file: load takes no parameters")
+        await self._service.load(request.model_name)
+        return pb.RepositoryModelLoadResponse()
 
-        return await answered(context, load)
-
+    @answered
     async def RepositoryModelUnload(self, request: Any, context: Any) -> Any:
-        async def unload() -> Any:
-            await self._service.unload(request.model_name)
-            return pb.RepositoryModelUnloadResponse()
+        await self._service.unload(request.model_name)
+        return pb.RepositoryModelUnloadResponse()
 
-        return await answered(context, unload)
-
+    @answered
     async def SystemSharedMemoryRegister(self, request: Any, context: Any) -> Any:
-        async def register() -> Any:
-            await self._service.register(request.name, request.key, request.offset, request.byte_size)
-            return pb.SystemSharedMemoryRegisterResponse()
+        await self._service.register(request.name, request.key, request.offset, request.byte_size)
+        return pb.SystemSharedMemoryRegisterResponse()
 
-        return await answered(context, register)
-
+    @answered
     async def SystemSharedMemoryUnregister(self, request: Any, context: Any) -> Any:
-        async def unregister() -> Any:
-            await self._service.unregister(request.name)
-            return pb.SystemSharedMemoryUnregisterResponse()
+        await self._service.unregister(request.name)
+        return pb.SystemSharedMemoryUnregisterResponse()
 
-        return await answered(context, unregister)
-
+    @answered
     async def SystemSharedMemoryStatus(self, request: Any, context: Any) -> Any:
-        async def status() -> Any:
-            rows = await self._service.region_status(request.name)
-            return pb.SystemSharedMemoryStatusResponse(regions={row["name"]: row for row in rows})
+        rows = await self._service.region_status(request.name)
+        return pb.SystemSharedMemoryStatusResponse(regions={row["name"]: row for row in rows})
 
-        return await answered(context, status)
-
+    @answered
     async def CudaSharedMemoryRegister(self, request: Any, context: Any) -> Any:
-        async def register() -> Any:
-            handle = base64.b64encode(request.raw_handle).decode()
-            await self._service.register_cuda(request.name, handle, request.device_id, request.byte_size)
-            return pb.CudaSharedMemoryRegisterResponse()
+        handle = base64.b64encode(request.raw_handle).decode()
+        await self._service.register_cuda(request.name, handle, request.device_id, request.byte_size)
+        return pb.CudaSharedMemoryRegisterResponse()
 
-        return await answered(context, register)
-
+    @answered
     async def CudaSharedMemoryUnregister(self, request: Any, context: Any) -> Any:
-        async def unregister() -> Any:
-            await self._service.unregister_cuda(request.name)
-            return pb.CudaSharedMemoryUnregisterResponse()
+        await self._service.unregister_cuda(request.name)
+        return pb.CudaSharedMemoryUnregisterResponse()
 
-        return await answered(context, unregister)
-
+    @answered
     async def CudaSharedMemoryStatus(self, request: Any, context: Any) -> Any:
-        async def status() -> Any:
-            rows = await self._service.cuda_status(request.name)
-            return pb.CudaSharedMemoryStatusResponse(regions={row["name"]: row for row in rows})
+        rows = await self._service.cuda_status(request.name)
+        return pb.CudaSharedMemoryStatusResponse(regions={row["name"]: row for row in rows})
 
-        return await answered(context, status)
-
+    @answered
     async def ModelInfer(self, request: Any, context: Any) -> Any:
-        return await answered(context, lambda: self._counted(request, raw_of(request), context.time_remaining()))
+        return await self._counted(request, raw_of(request), context.time_remaining())
 
+    @answered
     async def infer_bytes(self, data: bytes, context: Any) -> Any:
         """As ModelInfer, from the bytes of its message."""
-        return await answered(context, lambda: self._counted(*read_request(data), context.time_remaining()))
+        return await self._counted(*read_request(data), context.time_remaining())
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """The answers of a stream of requests, in their order."""
@@ -154,7 +154,7 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 def _absent(name: str) -> Any:
-    """A method that answers that it is not there. (The one of the generated class raises, which fills the server's log.)"""
+    """A method that answers UNIMPLEMENTED. (The method of the generated class raises, which fills the server's log.)"""
 
     async def answer(self: GrpcService, request: Any, context: Any) -> Any:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"optdnn serve does not have {name}")
@@ -175,9 +175,7 @@ def add_to_server(service: Service, server: Any) -> None:
     )
     name = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(made, server)
-    server.add_registered_method_handlers(
-        name, {"ModelInfer": of_bytes}
-    )  # in the place of the one that it has registered
+    server.add_registered_method_handlers(name, {"ModelInfer": of_bytes})  # replaces the handler of parsed messages
 
 
 def raw_of(request: Any) -> list[memoryview]:
@@ -213,7 +211,7 @@ def wanted_output(output: Any) -> WantedOutput:
     """An output that a request asks for. Raises Refusal."""
     parameters = parameters_of(output)
     if parameters.get("classification"):
-        raise Refusal("this server does not do the classification extension", hint="ask for the output itself")
+        raise Refusal("this server does not support the classification extension", hint="ask for the output itself")
     return WantedOutput(output.name, NamedPart.of(parameters))
 
 
@@ -234,14 +232,3 @@ def parameters_of(message: Any) -> dict[str, Any]:
     return {
         name: getattr(p, p.WhichOneof("parameter_choice") or "int64_param") for name, p in message.parameters.items()
     }
-
-
-async def answered(context: Any, method: Callable[[], Awaitable[Any]]) -> Any:
-    """The answer of ``method``, whose errors become statuses."""
-    try:
-        return await method()
-    except Exception as error:
-        refusal = refusal_of(error)
-        if refusal.grpc == "INTERNAL":
-            log.error("%s", refusal.message, exc_info=not isinstance(error, Refusal))
-        await context.abort(grpc.StatusCode[refusal.grpc], str(refusal))

@@ -199,7 +199,7 @@ def ordinary_memory(nbytes: int) -> memoryview:
 
 
 async def body_of(request: Request, memory: Callable[[int], memoryview] = ordinary_memory) -> memoryview:
-    """The body, of at most as many bytes as the server takes, in ``memory``, which gives so many bytes.
+    """The body, of at most as many bytes as the server takes. ``memory`` gives memory of a number of bytes.
 
     Raises TooLarge, before it is read where its length is announced."""
     most = limits.REQUEST_BYTES

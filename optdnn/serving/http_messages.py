@@ -30,11 +30,11 @@ class HttpRequest:
         self._rest = whole[length:]
         self.id = found.get("id", "")
         if not isinstance(self.id, str):
-            raise Refusal("id must be a text")
+            raise Refusal("id must be a string")
         self.parameters = _parameters(found.get("parameters", {}), "parameters")
         self.inputs = [self._input(_table(row, "an input")) for row in _rows(found.get("inputs"), "inputs")]
         if len(self._rest):
-            raise Refusal(f"{len(self._rest)} bytes after the inputs belong to none")
+            raise Refusal(f"the body has {len(self._rest)} bytes that belong to no input")
         binary = bool(self.parameters.get("binary_data_output", False))
         rows = [_table(row, "an output") for row in _rows(found.get("outputs", []), "outputs")]
         self.outputs = [self._output(row) for row in rows]
@@ -62,7 +62,7 @@ class HttpRequest:
                 raise Refusal(f"the data of input {name!r} is not an array")
             return GivenTensor(name, kind, shape, bytes_of_list(name, kind, data, shape))
         if type(size) is not int or not 0 <= size <= len(self._rest):
-            raise Refusal(f"input {name!r} has {size!r:.40} bytes, it says; {len(self._rest)} are left of the body")
+            raise Refusal(f"input {name!r} declares {size!r:.40} bytes; the body has {len(self._rest)} left")
         mine, self._rest = self._rest[:size], self._rest[size:]
         return GivenTensor(name, kind, shape, mine)
 
@@ -72,7 +72,7 @@ class HttpRequest:
             raise Refusal("an output needs a name")
         parameters = _parameters(row.get("parameters", {}), "the parameters of an output")
         if parameters.get("classification"):
-            raise Refusal("this server does not do the classification extension", hint="ask for the output itself")
+            raise Refusal("this server does not support the classification extension", hint="ask for the output itself")
         return WantedOutput(name, NamedPart.of(parameters))
 
 
@@ -129,7 +129,7 @@ def _table(value: Any, what: str) -> Mapping[str, Any]:
 def _parameters(value: Any, what: str) -> Mapping[str, Any]:
     found = _table(value, what)
     if any(isinstance(v, (list, dict)) for v in found.values()):
-        raise Refusal(f"{what} must be texts, numbers or booleans")
+        raise Refusal(f"{what} must be strings, numbers or booleans")
     return found
 
 

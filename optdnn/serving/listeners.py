@@ -82,7 +82,7 @@ class Listeners:
         return self._serving
 
     async def stop(self) -> None:
-        """Take no further requests, and wait for those that are here, but for at most the settings' seconds."""
+        """Take no further requests, and wait for the current ones, for at most ``drain_seconds`` of the settings."""
         self._http.should_exit = True
         await asyncio.gather(self._grpc.stop(self._drain_seconds), self._serving)
 

@@ -16,7 +16,7 @@ from optdnn.types import BOOL, RANK_LIMIT, Array, DType
 def bytes_of_list(name: str, kind: str, data: list[Any], shape: Sequence[Any]) -> memoryview:
     """The bytes of input ``name`` from a list of numbers, nested as ``shape`` says or flat.
 
-    Raises Refusal where it is none, or does not fit its datatype ``kind``."""
+    Raises Refusal for other lists, and for numbers that do not fit the datatype ``kind``."""
     dtype = DTYPE_OF.get(kind)
     if dtype is None:
         raise Refusal(f"input {name!r} is {kind!r:.40}, which is not a datatype of numbers")

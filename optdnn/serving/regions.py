@@ -56,7 +56,7 @@ class NamedPart:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> NamedPart | None:
-        """What a tensor's parameters name; None where they name no region."""
+        """The part that a tensor's parameters name; None where they name no region."""
         name = parameters.get("shared_memory_region")
         if name is None:
             return None
@@ -91,7 +91,7 @@ class Regions:
         self._found[name] = Region(match[1], offset, nbytes)
 
     def register_cuda(self, name: str, handle: Any, device: Any, nbytes: Any) -> None:
-        """Register memory of a GPU by its handle as base64. Raises Refusal for what is none.
+        """Register memory of a GPU by its handle as base64. Raises Refusal for an invalid handle.
 
         The worker opens it when a request first names it: this process has no GPU."""
         self._check_enabled()

@@ -223,19 +223,19 @@ class Repository:
         return found
 
     async def load(self, name: str) -> None:
-        """Load a model, anew where it is loaded: the old one serves until the new one is ready.
+        """Load a model, or load it again: the old one serves until the new one is ready.
 
         Raises NotFound for a name that no file has, OptdnnError where it cannot be loaded.
         """
         async with self._loading:
             if self.closing:
-                raise Unavailable("the server ends")
+                raise Unavailable("the server is shutting down")
             old = await self._load(name)
         if old is not None:
             await self._end(old)
 
     async def _load(self, name: str) -> Model | None:
-        """Load a model; the one that had its name until now."""
+        """Load a model. Returns the model that had its name until now."""
         path = self._files().get(name)
         if path is None:
             raise NotFound(f"there is no model {name!r}")

@@ -31,7 +31,7 @@ class GivenTensor:
 
 @dataclass(frozen=True)
 class WantedOutput:
-    """An output that a client asks for; ``region``: where it is to be written."""
+    """An output that a client asks for; ``region``: the part of shared memory to write it to."""
 
     name: str
     region: NamedPart | None = None
@@ -66,7 +66,7 @@ class OutputTensor:
 
 
 class Service(ABC):
-    """What the protocols ask for. Every method raises Refusal."""
+    """The operations that the protocols need. Every method may raise Refusal."""
 
     @abstractmethod
     async def metadata(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Service(ABC):
 
     @abstractmethod
     async def load(self, model: str) -> None:
-        """Load a model, anew where it is loaded."""
+        """Load a model, or load it again."""
 
     @abstractmethod
     async def unload(self, model: str) -> None:
@@ -138,7 +138,7 @@ class Service(ABC):
 
     @contextmanager
     def counted(self, model: str, protocol: str) -> Iterator[list[str]]:
-        """Count a request and its time. What the block appends to the list is its status, where it is not "ok"."""
+        """Count a request and its time. The block may append a status to the list; without one, it is "ok"."""
         began = time.perf_counter()
         status: list[str] = []
         try:

@@ -16,7 +16,7 @@ SUFFIX = ".engine"
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """The settings of one server. Raises UsageError for values that are none."""
+    """The settings of one server. Raises UsageError for invalid values."""
 
     paths: Sequence[Path]
     """Engine files, or one folder of them."""
@@ -67,7 +67,7 @@ class ServeSettings:
         return self.paths[0] if len(self.paths) == 1 and self.paths[0].is_dir() else None
 
     def models(self) -> dict[str, Path]:
-        """Name -> file of all models there are now. Raises UsageError for a path that is none, and for two files of one name."""
+        """Name -> file of all current models. Raises UsageError for a path without a file, and for two files of one name."""
         if self.folder is not None:
             return engines_in(self.folder)
         found: dict[str, Path] = {}

@@ -103,7 +103,7 @@ class InferRequest:
 
     @property
     def order(self) -> float:
-        """What the queue is sorted by."""
+        """The key that sorts the queue."""
         return self.priority or math.inf
 
 

@@ -87,7 +87,7 @@ class TritonPythonModel:
 def export_triton(engine: Path, folder: Path, *, instances: int = 1, trust_cubins: bool = False) -> Path:
     """Write ``folder``/NAME for an engine file NAME.engine: config.pbtxt, 1/model.py and 1/model.engine. Returns that folder.
 
-    Raises UsageError for a name or a type that Triton does not take, and OutputError where the folder is there already or cannot be
+    Raises UsageError for a name or a type that Triton does not take, and OutputError where the folder exists already or cannot be
     written.
     """
     name = engine.stem
@@ -100,7 +100,7 @@ def export_triton(engine: Path, folder: Path, *, instances: int = 1, trust_cubin
     check_served(specs)
     if any(s.dtype == BF16 for s in specs):
         raise UsageError(
-            "Triton's Python backend hands no bf16 to NumPy", hint="build with inputs and outputs of fp32 or fp16"
+            "Triton's Python backend does not support bf16", hint="build with inputs and outputs of fp32 or fp16"
         )
     facts = facts_of(loaded)
     rest = next((rest_of(shapes) for shapes in facts.plans), ())
@@ -113,7 +113,7 @@ def export_triton(engine: Path, folder: Path, *, instances: int = 1, trust_cubin
     )
     target = folder / name
     if target.exists():
-        raise OutputError(f"{target} is there already", hint="remove it, or name another folder")
+        raise OutputError(f"{target} exists already", hint="remove it, or name another folder")
     try:
         target.mkdir(parents=True)
         _fill(target, configuration(name, facts, most, instances), code, engine)

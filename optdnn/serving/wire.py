@@ -46,7 +46,7 @@ def read_request(data: bytes) -> tuple[Any, list[memoryview]]:
         check_parsed(sum(map(len, rest)))
         return pb.ModelInferRequest.FromString(b"".join(rest)), raw
     except (IndexError, KeyError, DecodeError) as error:
-        raise Refusal("the bytes of the request are no ModelInferRequest") from error
+        raise Refusal("the bytes of the request are not a ModelInferRequest") from error
 
 
 def check_parsed(size: int) -> None:
@@ -60,9 +60,9 @@ def check_parsed(size: int) -> None:
 
 
 def _field(whole: memoryview, at: int) -> tuple[int, memoryview | None]:
-    """Where the field that begins at ``at`` ends, and its bytes where it is of ``raw_input_contents``.
+    """The end of the field that begins at ``at``, and its bytes if it is one of ``raw_input_contents``.
 
-    Raises IndexError or KeyError for what is no field."""
+    Raises IndexError or KeyError for bytes that are no field."""
     key, first = _varint(whole, at)
     kind = key & 7
     if kind == _LENGTH:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.calibration.plan_calibration import SharedCalibration
-from optdnn.config import BuildOptions
+from optdnn.config import BuildOptions, Progress
 from optdnn.custom import PREFIX, known
 from optdnn.dim import Dim, evaluate
 from optdnn.dim_text import lone
@@ -48,7 +48,6 @@ from optdnn.tuning.nearest import Nearest
 from optdnn.tuning.result import Tuned
 from optdnn.types import Array, TensorSpec
 
-Say = Callable[[str], None]
 Choose = Callable[[Graph], Tuned | None]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -77,7 +76,7 @@ def plan_profiles(
     options: BuildOptions,
     gpu: GpuFacts,
     meta: Callable[[Graph, list[PassReport]], dict[str, Any]],
-    say: Say,
+    say: Progress,
     choose: Choose = lambda graph: None,
     account: PrecisionLog | None = None,
     like: Sequence[Program] = (),
@@ -287,7 +286,7 @@ def _optimized(
     base: Base,
     shapes: Mapping[str, tuple[int, ...]],
     options: BuildOptions,
-    say: Say,
+    say: Progress,
     kept: ConstantCache,
     account: PrecisionLog | None = None,
 ) -> tuple[Graph, list[PassReport]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from optdnn.config import BuildOptions
+from optdnn.config import BuildOptions, Progress
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu.base import Measured
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from optdnn.shapes.plans import Planned
     from optdnn.tuning.first_run import Tried
 
-Progress = Callable[[str], None]
 Meta = Callable[[Graph, Sequence[PassReport]], dict[str, Plain]]
 """The deterministic facts of a build that its engine keeps, from the graph and the passes' reports."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from optdnn.config import AUTO, BuildOptions
+from optdnn.config import AUTO, BuildOptions, Progress
 from optdnn.lowering.cpu.counterpart import beside_fp32
 from optdnn.lowering.cpu.partition import choose, choose_again
-from optdnn.targets.base import Compiled, Optimized, Progress, Target
+from optdnn.targets.base import Compiled, Optimized, Target
 from optdnn.tuning.timing_cache import TimingCache
 
 

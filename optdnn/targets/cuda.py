@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 from optdnn.calibration.plan_calibration import SharedCalibration
-from optdnn.config import AUTO, BuildOptions
+from optdnn.config import AUTO, BuildOptions, Progress
 from optdnn.errors import EngineError, UsageError
 from optdnn.importers.values import size_inputs
 from optdnn.ir.embedded_graph import hold
@@ -23,7 +23,7 @@ from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.shapes.plan_base import plans_of
 from optdnn.shapes.plans import Planned, by_value, plan_profiles, replan
 from optdnn.target_name import TargetName
-from optdnn.targets.base import Compiled, Meta, Optimized, Progress, Source, Target
+from optdnn.targets.base import Compiled, Meta, Optimized, Source, Target
 from optdnn.tuning.autotuner import tune
 from optdnn.tuning.first_run import Tried, finish
 from optdnn.tuning.timing_cache import TimingCache

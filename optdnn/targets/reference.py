@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from optdnn.config import BuildOptions
+from optdnn.config import BuildOptions, Progress
 from optdnn.lowering.steps import lower_reference
-from optdnn.targets.base import Compiled, Optimized, Progress, Target
+from optdnn.targets.base import Compiled, Optimized, Target
 from optdnn.tuning.timing_cache import TimingCache
 
 

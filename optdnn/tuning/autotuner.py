@@ -35,7 +35,7 @@ from optdnn.tuning.candidates import Problem, trials_of
 from optdnn.tuning.network_stage import NetworkStage
 from optdnn.tuning.result import Timer, Tuned
 from optdnn.tuning.session import SPENT, OutOfTime, Session
-from optdnn.tuning.timing_cache import TimingCache
+from optdnn.tuning.timing_cache import NetworkChoices, TimingCache
 from optdnn.tuning.timing_keys import network_key, signatures_digest, versions_of
 
 
@@ -83,7 +83,7 @@ class Tuner:
             emitted = self._collect(session.start)
         except (
             InternalError
-        ):  # the choices are of another version; this one lacks some of their tactics or configurations
+        ):  # another version made the choices; this one lacks some of their tactics or configurations
             session.start, session.problems, tuned.choices = {}, {}, {}
             emitted = self._collect({})
         tuned.problems = [p for p in session.problems.values() if p.count]
@@ -201,7 +201,8 @@ class Tuner:
         tuned.choices |= {d.signature: d.choice for d in session.emit(tuned.choices).decisions if d.choice.config}
         tuned.emitted = session.emit(tuned.choices)
         problems = signatures_digest(tuned.emitted)
-        session.cache.note_network(self._network, tuned.choices, tuned.after_ms, versions, spent, lanes, problems)
+        found = NetworkChoices(tuned.choices, tuned.after_ms, versions, spent, lanes, problems)
+        session.cache.note_network(self._network, found)
 
 
 def tune(

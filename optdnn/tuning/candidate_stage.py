@@ -14,6 +14,7 @@ from optdnn.runtime.cuda.trials.timer import TrialFailed
 from optdnn.runtime.measuring.machine import usable_cores
 from optdnn.tuning.candidates import Problem, Trial
 from optdnn.tuning.session import SPENT, Session
+from optdnn.tuning.timing_cache import Candidate
 from optdnn.tuning.timing_keys import candidate_key, versions_of
 
 ALONE = 0.6
@@ -122,7 +123,7 @@ class CandidateStage:
             problem.times[trial.choice] = seconds
         versions = versions_of(session.timer.machine, trial.provider)
         times, failed = problem.times.get(trial.choice), problem.failed.get(trial.choice)
-        session.cache.note(self._key(problem, trial), times, versions, failed)
+        session.cache.note(self._key(problem, trial), Candidate(times, failed, versions))
 
     def _recall(self, problem: Problem, trials: list[Trial]) -> None:
         """Take known outcomes from the timing cache, and remove their candidates from ``trials``.

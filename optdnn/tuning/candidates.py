@@ -59,7 +59,7 @@ class Problem:
         return sum(p.seconds for p in self.covered.values())
 
     def saved_seconds(self, choice: TacticChoice) -> float:
-        """Seconds of the own launches of those operators that the candidate computes as well."""
+        """Seconds of the separate launches of the operators that the candidate also computes."""
         found = (self.covered.get(key) for key in self.covering.get(choice, ()))
         return sum(p.seconds for p in found if p is not None)
 
@@ -88,7 +88,7 @@ class Problem:
 
     @property
     def weight(self) -> float:
-        """Seconds of the network that depend on the choice: of all its operators, and of those that they may cover."""
+        """Seconds of the network that depend on the choice: all its operators, and the operators that they may cover."""
         return self.count * (self.seconds + self.covered_seconds)
 
 

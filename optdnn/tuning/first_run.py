@@ -235,7 +235,7 @@ def first_run(program: Program, say: Callable[[str], None]) -> tuple[Program, Tr
             except StepFault as fault:
                 raise GpuFault(
                     f"the program does not run on this GPU: {fault.message}",
-                    hint="other kernels may do: --tactics; if the kernel is not your own, please report it",
+                    hint="try other kernels (--tactics); if the kernel is not your own, please report it",
                     step=fault.step,
                 ) from fault
             except GraphFault as fault:

@@ -36,19 +36,8 @@ from optdnn.tuning.timing_cache import TimingCache
 ROUNDS = 5
 """Turns in which the old and the new engine are measured."""
 LOWERED = (
-    "arch",
-    "bounds",
-    DECIDED,
-    FIRST_RUN,
-    "gpu",
-    "host",
-    "memory",
-    "nvrtc",
-    STEP_TIMES,
-    "streams",
-    "tactics",
-    KEY,
-)
+    "arch", "bounds", DECIDED, FIRST_RUN, "gpu", "host", "memory", "nvrtc", STEP_TIMES, "streams", "tactics", KEY,
+)  # fmt: skip
 """Keys of ``meta`` that lowering writes."""
 
 

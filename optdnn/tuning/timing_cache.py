@@ -27,6 +27,7 @@ from optdnn.runtime.file.json_file import read_json
 
 FORMAT = "optdnn-timing-cache"
 VERSION = 1
+SECTIONS = ("entries", "candidates", "networks", "tried")
 
 
 @dataclass(frozen=True)
@@ -112,17 +113,14 @@ class TimingCache:
 
     def excerpt(self) -> dict[str, Any]:
         """The sections with all entries that were read or added since the cache was opened."""
-        sections = {
-            "entries": self.entries,
-            "candidates": self.candidates,
-            "networks": self.networks,
-            "tried": self.tried,
-        }
         kept = {
             name: {key: table[key] for key in sorted(table) if (name, key) in self.used}
-            for name, table in sections.items()
+            for name, table in self._sections().items()
         }
         return {"format": FORMAT, "version": VERSION, **kept}
+
+    def _sections(self) -> dict[str, dict[str, Any]]:
+        return {name: getattr(self, name) for name in SECTIONS}
 
     def get(self, key: str) -> float | None:
         self.used.add(("entries", key))
@@ -149,11 +147,13 @@ class TimingCache:
         self.used.add(("candidates", key))
         return _candidate(self.candidates.get(key))
 
-    def note(self, key: str, seconds: float | None, versions: Mapping[str, str], failed: str | None = None) -> None:
+    def note(self, key: str, found: Candidate) -> None:
         """Add a GPU candidate's time, or its failure."""
         self.used.add(("candidates", key))
-        outcome = {"failed": failed} if failed is not None else {"us": round((seconds or 0.0) * 1e6, 4)}
-        self.candidates[key] = {**outcome, "versions": dict(versions)}
+        outcome = (
+            {"failed": found.failed} if found.failed is not None else {"us": round((found.seconds or 0.0) * 1e6, 4)}
+        )
+        self.candidates[key] = {**outcome, "versions": dict(found.versions)}
         self.changed = True
 
     def network(self, key: str) -> NetworkChoices | None:
@@ -161,47 +161,31 @@ class TimingCache:
         self.used.add(("networks", key))
         return _network(self.networks.get(key))
 
-    def note_network(
-        self,
-        key: str,
-        choices: Mapping[str, tuple[str, str]],
-        ms: float,
-        versions: Mapping[str, str],
-        seconds: float | None = None,
-        streams: Any = None,
-        problems: str = "",
-    ) -> None:
+    def note_network(self, key: str, found: NetworkChoices) -> None:
         """Add the choices for a whole network."""
         self.used.add(("networks", key))
-        table = {k: list(c) for k, c in sorted(choices.items())}
-        row: dict[str, Any] = {"choices": table, "ms": round(ms, 5), "versions": dict(versions)}
-        row |= {} if seconds is None else {"seconds": round(seconds, 2)}
-        row |= {} if streams is None else {"streams": streams}
-        self.networks[key] = row | ({"problems": problems} if problems else {})
+        table = {k: list(c) for k, c in sorted(found.choices.items())}
+        row: dict[str, Any] = {"choices": table, "ms": round(found.ms, 5), "versions": dict(found.versions)}
+        row |= {} if found.seconds is None else {"seconds": round(found.seconds, 2)}
+        row |= {} if found.streams is None else {"streams": found.streams}
+        self.networks[key] = row | ({"problems": found.problems} if found.problems else {})
         self.changed = True
 
     def save(self) -> None:
         """Write the file atomically if anything changed. Entries that another build added since are kept. Raises OutputError."""
         if self.path is None or not self.changed:
             return
-        with shared_folder(
-            self.path.resolve().parent
-        ):  # else two who save at once would each keep the other's old entries
+        with shared_folder(self.path.resolve().parent):  # two builds that save at once must not lose entries
             self._merge_and_write(self.path)
         self.changed = False
 
     def _merge_and_write(self, path: Path) -> None:
         with contextlib.suppress(UsageError):
-            other = TimingCache.open(path)
-            self.entries = other.entries | self.entries
-            self.candidates = other.candidates | self.candidates
-            self.networks = other.networks | self.networks
-            self.tried = other.tried | self.tried
-        data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "entries": dict(sorted(self.entries.items()))}
-        data |= {"candidates": dict(sorted(self.candidates.items()))} if self.candidates else {}
-        data |= {"networks": dict(sorted(self.networks.items()))} if self.networks else {}
-        data |= {"tried": dict(sorted(self.tried.items()))} if self.tried else {}
-        text = json.dumps(data, indent=1)
+            for name, table in TimingCache.open(path)._sections().items():
+                setattr(self, name, table | getattr(self, name))
+        sections = self._sections()
+        kept = {name: dict(sorted(table.items())) for name, table in sections.items() if table or name == "entries"}
+        text = json.dumps({"format": FORMAT, "version": VERSION, **kept}, indent=1)
         write_atomic(path, [(text + "\n").encode()])
 
 

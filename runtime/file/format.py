@@ -153,6 +153,12 @@ def digests(blobs: Sequence[memoryview]) -> list[str]:
 # ---------------------------------------------------------------- reading
 
 
+def is_engine(path: str | os.PathLike[str]) -> bool:
+    """Whether a file starts as an engine does. Raises OSError where it cannot be read."""
+    with open(path, "rb") as f:
+        return f.read(len(MAGIC)) == MAGIC
+
+
 def read(
     path: str | os.PathLike[str],
     *,

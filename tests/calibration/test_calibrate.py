@@ -161,7 +161,7 @@ def test_one_pixel_is_prepared_as_the_spec_says(tmp_path: Path) -> None:
     ("text", "why"),
     [
         ('{"size": 3}', "has no size"),
-        ("[1]", "no form but an object|neither JSON"),
+        ("[1]", "must be an object|neither JSON"),
         ('{"std": [0]}', "std must not be zero"),
         ('{"mean": [1, 2]}', "does not fit 3 channels"),
         ('{"color": "CMYK"}', "is not RGB"),

@@ -123,7 +123,7 @@ def test_compare_an_engine_with_its_model(cli: Cli, engine: Path, model: Path, t
             ["--against", "tensorrt"],
             "--against 'tensorrt' is neither onnxruntime, openvino, own, cudnn, onnxruntime-cuda, reference nor an",
         ),
-        (["--against", "onnxruntime:bf16"], "onnxruntime cannot be asked for bf16"),
+        (["--against", "onnxruntime:bf16"], "onnxruntime has no precision bf16"),
         (["--against", ","], "there is nothing to compare with"),
         (["--against", "reference,reference"], "candidates need different names"),
         (["--against", "reference", "--baseline", "x"], "the reference 'x' is not one of optdnn, reference"),

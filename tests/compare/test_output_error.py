@@ -67,5 +67,5 @@ def test_calibration_data_comes_before_random_inputs(engine: Engine, model: Path
 
 def test_a_model_that_is_much_for_numpy_is_left(engine: Engine, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "MOST_FLOPS", 1000)
-    with pytest.raises(RunError, match="GFLOP are much for NumPy"):
+    with pytest.raises(RunError, match="GFLOP, too many to evaluate it in NumPy"):
         output_error(engine, model, OPTIONS)

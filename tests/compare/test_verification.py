@@ -81,7 +81,7 @@ def test_where_the_model_gives_nan_random_inputs_say_nothing(tmp_path: Path) -> 
     found = optdnn.verify(engine, tmp_path / "m.onnx", seed=seed)
     assert statuses(found)["model"] == NOT_CHECKED
     assert text(found, "model") == f"{told}, for these random inputs: give --input"
-    case = verification._Case(engine, verification.case_of(engine, {}, seed=seed), None, None, lambda text: None)
+    case = verification._CaseChecks(engine, verification.case_of(engine, {}, seed=seed), None, None, lambda text: None)
     case.original = verification.original_of(engine, tmp_path / "m.onnx")
     case.want = {"y": engine.run(case.feeds)["y"] + 1}  # also wrong where the model has numbers
     assert case.model().status == FAILED

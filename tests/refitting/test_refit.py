@@ -17,8 +17,8 @@ from support.timer import FakeTimer, hashed
 import optdnn
 from optdnn.errors import EngineError, UnsupportedError, UsageError
 from optdnn.ir.export_onnx import export_model
-from optdnn.refitting.held_model import KEY as HELD
-from optdnn.refitting.record import KEY as NETWORK
+from optdnn.refitting.held_model import HELD_MODEL
+from optdnn.refitting.record import NETWORK
 from optdnn.refitting.weights import merge
 from optdnn.runtime.cuda import device, usable
 from optdnn.runtime.cuda.gpu_facts import of_arch
@@ -308,8 +308,8 @@ def test_other_kernels_are_named() -> None:
     [
         (NETWORK, None, "does not record its network"),
         (NETWORK, {"nodes": 1, "weights": {}}, "does not record its network"),
-        (HELD, {"model": 99, "weights": {}}, "blob 99"),
-        (HELD, {"weights": 3}, "cannot be read"),
+        (HELD_MODEL, {"model": 99, "weights": {}}, "blob 99"),
+        (HELD_MODEL, {"weights": 3}, "cannot be read"),
         (DECIDED, {"lines": None}, "account of its tactics is malformed"),
         ("first_run", {"form": "upside down"}, "account of its first runs is malformed"),
         ("options", {"precision": 3}, "account of its options is malformed"),

@@ -231,7 +231,7 @@ def test_the_end_runs_what_waits_and_refuses_the_rest() -> None:
     async def hangs(batcher: Batcher, instance: Sums) -> None:
         _, waits = await asked(batcher, request(0), request(1))
         await batcher.drain(0.01)
-        with pytest.raises(Unavailable, match="ends"):
+        with pytest.raises(Unavailable, match="shutting down"):
             await waits
 
     scenario(hangs)

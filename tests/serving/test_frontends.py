@@ -188,10 +188,10 @@ def test_bytes_that_are_no_message_are_refused() -> None:
     whole = {len(data)} | {n for n in range(len(data)) if _parses(data[:n])}
     for n in range(len(data)):
         if n not in whole:
-            with pytest.raises(Refusal, match="no ModelInferRequest"):
+            with pytest.raises(Refusal, match="not a ModelInferRequest"):
                 read_request(data[:n])
     for bad in (b"\x3b", b"\xff" * 12, b"\x0a\x01\xff", bytes([7 << 3 | 2]) + b"\xff" * 9 + b"\x01"):
-        with pytest.raises(Refusal, match="no ModelInferRequest"):
+        with pytest.raises(Refusal, match="not a ModelInferRequest"):
             read_request(bad)
 
 

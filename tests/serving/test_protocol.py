@@ -137,13 +137,13 @@ MALFORMED: dict[str, tuple[int, str, Any]] = {
     "shape of 2**80": (400, "is not valid", infer_body(raw_input(X, shape=[1 << 80, 1, 8, 8]), data=X.tobytes())),
     "deep shape": (400, "is not valid", infer_body(raw_input(X, shape=nested(300)), data=X.tobytes())),
     "long shape": (400, "is not valid", infer_body(raw_input(X, shape=[1] * 100_000), data=X.tobytes())),
-    "deep parameters": (400, "texts, numbers or booleans",
+    "deep parameters": (400, "strings, numbers or booleans",
                         infer_body(raw_input(X), data=X.tobytes(), parameters={"priority": nested(300)})),
-    "deep parameters of an input": (400, "texts, numbers or booleans",
+    "deep parameters of an input": (400, "strings, numbers or booleans",
                                     infer_body(raw_input(X, parameters={"a": {"b": 1}}), data=X.tobytes())),
     "shape that lies": (400, "takes 256000", infer_body(raw_input(X, shape=[1000, 1, 8, 8]), data=X.tobytes())),
-    "bytes that lie": (400, "are left", infer_body(raw_input(X, parameters={"binary_data_size": 1 << 40}), data=b"1234")),
-    "bytes left over": (400, "belong to none", infer_body(raw_input(X), data=X.tobytes() + b"!")),
+    "bytes that lie": (400, "has 4 left", infer_body(raw_input(X, parameters={"binary_data_size": 1 << 40}), data=b"1234")),
+    "bytes left over": (400, "belong to no input", infer_body(raw_input(X), data=X.tobytes() + b"!")),
     "ragged": (400, "not an array", infer_body({**raw_input(X), "parameters": {}, "data": [[1], [2, 3]]})),
     "texts": (400, "not an array", infer_body({**raw_input(X), "parameters": {}, "data": ["a"] * 192})),
     "a long text among many": (
@@ -268,8 +268,8 @@ def test_messages_of_grpc_that_are_made_to_cost(server: Server) -> None:
     full = pb.ModelInferRequest(model_name="digits", inputs=[{"name": "x", "datatype": "INT8", "shape": [1]}])
     full.inputs[0].contents.int_contents.extend([0] * 900_000)
     cases = {
-        "no message": (b"\xff" * 100, "INVALID_ARGUMENT", "no ModelInferRequest"),
-        "cut off": (good[:-1], "INVALID_ARGUMENT", "no ModelInferRequest"),
+        "no message": (b"\xff" * 100, "INVALID_ARGUMENT", "not a ModelInferRequest"),
+        "cut off": (good[:-1], "INVALID_ARGUMENT", "not a ModelInferRequest"),
         "many tensors": (good + b":\0" * 400_000, "INVALID_ARGUMENT", "more than 16384 fields"),
         "many unknown fields": (good + b"x\0" * 400_000, "INVALID_ARGUMENT", "more than 16384 fields"),
         "a long shape": (long.SerializeToString(), "INVALID_ARGUMENT", "is not valid"),

@@ -103,7 +103,7 @@ def test_what_export_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     opset = '<ir_version: 8, opset_import: ["" : 13]>'
     for kind, name, said in (
         ("float", "a b", "not a name for a model"),
-        ("bfloat16", "narrow", "no bf16"),
+        ("bfloat16", "narrow", "not support bf16"),
         ("complex64", "wide", "has no name for"),
     ):
         model = onnx.parser.parse_model(f"{opset} m ({kind}[2] x) => ({kind}[2] y) {{ y = Identity(x) }}")
@@ -115,7 +115,7 @@ def test_what_export_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     optdnn.build(model, target="reference").save(tmp_path / "twice.engine")
     codes = [run(["export-triton", str(tmp_path / "twice.engine"), str(tmp_path / "out")]) for _ in range(2)]
     assert codes == [0, 9]
-    assert "is there already\n  hint: remove it" in capsys.readouterr().err
+    assert "exists already\n  hint: remove it" in capsys.readouterr().err
 
 
 def test_an_export_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_python_shapes_that_are_refused(given: Any, because: str) -> None:
 
 
 def test_a_range_out_of_order_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"2\.\.1\.\.3 is not one"):
+    with pytest.raises(UsageError, match=r"2\.\.1\.\.3 is not valid"):
         DimRange(2, 1, 3)
 
 

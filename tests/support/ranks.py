@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks.decoders import Decoder, _Writer
+from benchmarks.decoders import Decoder, ModelWriter
 from optdnn.errors import RankError
 from optdnn.types import Array
 
@@ -45,7 +45,7 @@ def decoder(layers: int = 2) -> tuple[onnx.ModelProto, dict[str, Array], dict[st
     cache = rng.standard_normal((1, d.groups, d.capacity, d.size), np.float32).astype(np.float16)
     feeds = {"token": rng.integers(0, d.vocabulary, (1, 1)), "at": np.full(1, d.position)}
     state = {f"new.{n.removesuffix('.past')}": n for n in names}
-    return _Writer(d).model(), {**feeds, **dict.fromkeys(names, cache)}, state
+    return ModelWriter(d).model(), {**feeds, **dict.fromkeys(names, cache)}, state
 
 
 def check_a_killed_rank_ends_bound_runs(engine: Any, bound: Any, asleep: bool) -> None:

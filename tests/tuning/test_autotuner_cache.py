@@ -10,7 +10,7 @@ from support.tuned import convolution, tuned
 
 import optdnn.tuning.timing_keys
 from optdnn.lowering.choose import TacticChoice
-from optdnn.tuning.timing_cache import TimingCache
+from optdnn.tuning.timing_cache import NetworkChoices, TimingCache
 
 pytestmark = pytest.mark.nvrtc
 
@@ -79,7 +79,7 @@ def test_a_remembered_choice_that_is_gone_is_made_anew() -> None:
     cache = TimingCache()
     first, _ = tuned(FakeTimer(hashed), cache)
     (key,) = cache.networks
-    cache.note_network(key, {k: TacticChoice("gone") for k in first.choices}, 1.0, {"driver": "1"})
+    cache.note_network(key, NetworkChoices({k: TacticChoice("gone") for k in first.choices}, 1.0, {"driver": "1"}))
     again, _ = tuned(FakeTimer(hashed), cache)
     assert not again.cached
     assert again.choices == first.choices

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from optdnn.errors import OutputError, UsageError
-from optdnn.tuning.timing_cache import TimingCache
+from optdnn.tuning.timing_cache import Candidate, NetworkChoices, TimingCache
 
 
 def test_what_is_put_is_read_back(tmp_path: Path) -> None:
@@ -62,9 +62,9 @@ def test_two_builds_at_once_keep_both_their_times(tmp_path: Path) -> None:
     path = tmp_path / "cache.json"
     first, second = TimingCache.open(path), TimingCache.open(path)
     first.put("a", 1.0)
-    first.note("c", 2e-6, {"driver": "1"})
+    first.note("c", Candidate(2e-6, None, {"driver": "1"}))
     second.put("b", 2.0)
-    second.note_network("n", {"s": ("tactic", "config")}, 0.5, {})
+    second.note_network("n", NetworkChoices({"s": ("tactic", "config")}, 0.5, {}))
     first.save()
     second.save()
     found = TimingCache.open(path)
@@ -76,9 +76,9 @@ def test_two_builds_at_once_keep_both_their_times(tmp_path: Path) -> None:
 def test_what_is_measured_on_gpus_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "cache.json"
     cache = TimingCache.open(path)
-    cache.note("fast", 2.5e-6, {"driver": "13.0"})
-    cache.note("wrong", None, {"driver": "13.0"}, "wrong result")
-    cache.note_network("net", {"s": ("conv", "tile")}, 0.25, {"driver": "13.0"})
+    cache.note("fast", Candidate(2.5e-6, None, {"driver": "13.0"}))
+    cache.note("wrong", Candidate(None, "wrong result", {"driver": "13.0"}))
+    cache.note_network("net", NetworkChoices({"s": ("conv", "tile")}, 0.25, {"driver": "13.0"}))
     cache.save()
     again = TimingCache.open(path)
     fast, wrong, net = again.measured("fast"), again.measured("wrong"), again.network("net")

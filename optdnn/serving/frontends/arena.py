@@ -41,7 +41,7 @@ class Arena:
         self._reached = 0
 
     def take(self, nbytes: int) -> memoryview:
-        """So many bytes; they are free again when nothing shows them any more. Raises Unavailable where there are none."""
+        """Memory of ``nbytes``. It is free again when no view of it is left. Raises Unavailable if there is not enough."""
         self._collect()
         size = -(-max(nbytes, 1) // _PAGE) * _PAGE
         start = 0
@@ -58,7 +58,7 @@ class Arena:
         return memoryview(part.data)
 
     def place(self, view: memoryview) -> int | None:
-        """The offset of bytes in the arena; None for bytes that lie elsewhere."""
+        """The offset of bytes in the arena; None for bytes outside of it."""
         if not view.nbytes:
             return 0
         offset = int(np.frombuffer(view, np.uint8).ctypes.data) - self._base
@@ -71,11 +71,11 @@ class Arena:
         return part
 
     def show(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes that the process that takes parts has put there."""
+        """A view of bytes that the other process has put there."""
         return memoryview(np.frombuffer(self._mapped, np.uint8, nbytes, offset).data)
 
     def _collect(self) -> None:
-        """Free the parts that nothing shows. An arena that is empty then gives pages back."""
+        """Free the parts without views. If the arena is empty then, pages go back to the system."""
         while self._freed:
             self._used.remove(self._freed.popleft())
         if not self._used and self._reached > ARENA_KEPT:

@@ -20,7 +20,7 @@ log = logging.getLogger("optdnn.serve")
 
 
 class Channel(asyncio.Protocol):
-    """One end. ``gone`` is called when the other end is closed; calls to it that have no answer raise Unavailable then.
+    """One end of the connection. ``gone`` is called when the other end is closed; unanswered calls then raise Unavailable.
     ``unclaimed`` gets the value of a call that was cancelled meanwhile."""
 
     def __init__(self, answer: Answer, gone: Callable[[], None], unclaimed: Callable[[Any], None] = lambda value: None):
@@ -72,7 +72,7 @@ class Channel(asyncio.Protocol):
             raise Refusal("the request has values that are nested too deeply") from error
         self._transport.write(text + b"\n")
 
-    # ------------------------------------------------------------------ what the transport calls
+    # ------------------------------------------------------------------ called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)

@@ -1,4 +1,4 @@
-"""The process of a front end: HTTP and gRPC on ports that it shares with its like, and calls to the server's process."""
+"""The process of a front end: HTTP and gRPC on ports that all front ends share, and calls to the server's process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The front ends of a server: processes that read requests and write answers. The server's process starts them, does their calls,
-and replaces one that dies. Clients of a dead one lose their connections, and nothing else is lost."""
+and replaces one that dies. Only the clients of a dead front end are affected: they lose their connections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optdnn.errors import OptdnnError
 from optdnn.serving.core import Core
 from optdnn.serving.frontends.arena import Arena, new_arena
 from optdnn.serving.frontends.channel import Channel
-from optdnn.serving.frontends.remote import call_from, plain_answer, unknown
+from optdnn.serving.frontends.remote import PLAIN, call_from, plain_answer, unknown
 from optdnn.serving.listeners import reserve
 from optdnn.serving.refusals import Unavailable
 from optdnn.serving.settings import ServeSettings
@@ -27,9 +27,6 @@ CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1));"
     " from optdnn.serving.frontends.child import main; main()"
 )
-PLAIN = ("metadata", "ready", "model_metadata", "model_ready", "index", "load", "unload", "register", "unregister",
-         "region_status", "register_cuda", "unregister_cuda", "cuda_status", "metrics_text")  # fmt: skip
-"""Methods of the service whose arguments and values are JSON."""
 END_SECONDS = 5.0
 """How long a front end has to end after its last request."""
 
@@ -144,7 +141,7 @@ class FrontEnds:
                 self._gone.put_nowait(end)
 
     async def stop(self) -> None:
-        """Take no further requests, and wait for those that are here, but for at most the settings' seconds."""
+        """Take no further requests, and wait for the current ones, for at most ``drain_seconds`` of the settings."""
         self._keeper.cancel()
         await asyncio.wait([asyncio.create_task(end.stop()) for end in self._ends], timeout=self._seconds + END_SECONDS)
 

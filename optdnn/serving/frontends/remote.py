@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,19 @@ from optdnn.serving.service import GivenTensor, InferCall, OutputTensor, Service
 from optdnn.serving.tensors import RegionSlice
 from optdnn.types import DTYPES, dtype_name
 
+PLAIN = ("metadata", "ready", "model_metadata", "model_ready", "index", "load", "unload", "register", "unregister",
+         "region_status", "register_cuda", "unregister_cuda", "cuda_status", "metrics_text")  # fmt: skip
+"""Methods of the service whose arguments and values are JSON."""
+
+
+def _remote(method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """One of the methods in :data:`PLAIN`: the server's process does it."""
+
+    async def call(self: RemoteCore, *arguments: Any) -> Any:
+        return await self.channel.call(method, *arguments)
+
+    return call
+
 
 class RemoteCore(Service):
     """The models in the server's process. ``requests`` is memory that this process takes parts of, ``answers`` is the server's."""
@@ -25,52 +38,20 @@ class RemoteCore(Service):
     def __init__(self, requests: Arena, answers: Arena):
         self._requests, self._answers = requests, answers
 
-    async def metadata(self) -> dict[str, Any]:
-        found: dict[str, Any] = await self.channel.call("metadata")
-        return found
-
-    async def ready(self) -> bool:
-        return bool(await self.channel.call("ready"))
-
-    async def model_metadata(self, model: str, version: str) -> dict[str, Any]:
-        found: dict[str, Any] = await self.channel.call("model_metadata", model, version)
-        return found
-
-    async def model_ready(self, model: str, version: str) -> bool:
-        return bool(await self.channel.call("model_ready", model, version))
-
-    async def index(self) -> list[dict[str, str]]:
-        found: list[dict[str, str]] = await self.channel.call("index")
-        return found
-
-    async def load(self, model: str) -> None:
-        await self.channel.call("load", model)
-
-    async def unload(self, model: str) -> None:
-        await self.channel.call("unload", model)
-
-    async def register(self, region: str, key: Any, offset: Any, nbytes: Any) -> None:
-        await self.channel.call("register", region, key, offset, nbytes)
-
-    async def unregister(self, region: str) -> None:
-        await self.channel.call("unregister", region)
-
-    async def region_status(self, region: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = await self.channel.call("region_status", region)
-        return found
-
-    async def register_cuda(self, region: str, handle: Any, device: Any, nbytes: Any) -> None:
-        await self.channel.call("register_cuda", region, handle, device, nbytes)
-
-    async def unregister_cuda(self, region: str) -> None:
-        await self.channel.call("unregister_cuda", region)
-
-    async def cuda_status(self, region: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = await self.channel.call("cuda_status", region)
-        return found
-
-    async def metrics_text(self) -> str:
-        return str(await self.channel.call("metrics_text"))
+    metadata = _remote("metadata")
+    ready = _remote("ready")
+    model_metadata = _remote("model_metadata")
+    model_ready = _remote("model_ready")
+    index = _remote("index")
+    load = _remote("load")
+    unload = _remote("unload")
+    register = _remote("register")
+    unregister = _remote("unregister")
+    region_status = _remote("region_status")
+    register_cuda = _remote("register_cuda")
+    unregister_cuda = _remote("unregister_cuda")
+    cuda_status = _remote("cuda_status")
+    metrics_text = _remote("metrics_text")
 
     async def infer(self, call: InferCall) -> list[OutputTensor]:
         held: list[memoryview] = []  # the tensors' memory, until the answer is here

@@ -60,8 +60,8 @@ class GpuRuns:
     ) -> Mapping[str, Any]:
         """The results of a run, which may still be under way: arrays on the GPU, or NumPy arrays.
 
-        ``parts``: input, first row and content of what takes the place of what ``feeds`` holds there: memory of clients on the
-        GPU, and what the GPU :meth:`reads` from arenas. ``rows`` are filled; the rest repeats the last of them. Raises Refusal
+        ``parts``: input, first row and content of rows that replace those in ``feeds``. They lie in memory of clients on the GPU,
+        or in arenas that the GPU :meth:`reads`. ``rows`` are filled; the rest repeats the last one. Raises Refusal
         as :meth:`DeviceRegions.at`."""
         self._locked[0].update()
         places = [(name, row, self._source(part), part.nbytes) for name, row, part in parts]

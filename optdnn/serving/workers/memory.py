@@ -20,7 +20,9 @@ _STEP = 1 << 16
 def new_file() -> int:
     """The descriptor of a new empty file in memory. It is gone with the last process that holds it."""
     if not hasattr(os, "memfd_create"):
-        raise UsageError("worker processes share memory as Linux does", hint="--workers 0 runs engines in threads")
+        raise UsageError(
+            "worker processes need Linux: they share files in memory", hint="--workers 0 runs engines in threads"
+        )
     return os.memfd_create("optdnn-serve")
 
 

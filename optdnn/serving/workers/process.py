@@ -72,7 +72,7 @@ class ProcessInstance(Instance):
             self._lost()
 
     def answered(self) -> None:
-        """Read the answer that has arrived, or learn that the process is gone."""
+        """Read the answer that has arrived, or learn that the process has died."""
         message = receive(self._end)
         if message is None:
             self._lost()
@@ -166,7 +166,7 @@ class ProcessWorker(Worker):
         return WorkerLost(f"the worker process ended with code {self._process.returncode} while it loaded the engine")
 
     def _lost(self) -> None:
-        """The process is gone, or has closed a connection, which is as bad."""
+        """The process has died, or has closed a connection, which is treated alike."""
         if self._gone:
             return
         self._gone = self.lost = True
