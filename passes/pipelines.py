@@ -38,6 +38,7 @@ from optdnn.passes.gather_rows import GatherRows
 from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
+from optdnn.passes.joined_rows import JoinedRows
 from optdnn.passes.joined_tables import JoinedTables
 from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.outer_products import OuterProducts
@@ -146,6 +147,7 @@ O2_GPU: tuple[Pass, ...] = (
     OuterProducts(),  # behind all that looks for products; before their factors merge with other arithmetic
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
     JoinedTables(),  # when no views are between the rows and their Concat; before gathers are looked at
+    JoinedRows(),  # before epilogues, which take in what is added to products; before arithmetic is fused
     GatherRows(),  # when no views can be merged any more
     FuseEpilogue(norms_add=True),  # as above; the kernels of normalizations can add
     Conv3dAsImages(),  # after epilogues, which views would stop and which it keeps; before the passes for two axes

@@ -76,9 +76,7 @@ def _together(x: TensorView, width: int, strides: Sequence[int]) -> int:
     return next(fits, 1)
 
 
-def _neighbours(
-    xs: Sequence[TensorView], width: int, sx: Sequence[Sequence[int]], rx: Sequence[Sequence[int]]
-) -> int:
+def _neighbours(xs: Sequence[TensorView], width: int, sx: Sequence[Sequence[int]], rx: Sequence[Sequence[int]]) -> int:
     """Neighbouring terms of an output that are one access in all tensors that have more than one of them."""
     if not width or any(r[-1] not in (0, 1) for r in rx):
         return 1
@@ -204,7 +202,9 @@ def space_of(xs: Sequence[TensorView], axes: Sequence[int], out: TensorView) -> 
     # Else neighbouring terms are neighbouring threads', and outputs of few terms share a block.
     most = threads * vec // WIDTH if across else threads
     runs = min(most, 1 << max((reads - 1).bit_length() - (0 if across else 2), 0)) if vec > 1 or not across else most
-    grid = Grid(math.prod(dims), count, threads, vec, runs, across, max(1, BATCH // len(xs)), wide, x.size * x.dtype.itemsize)
+    grid = Grid(
+        math.prod(dims), count, threads, vec, runs, across, max(1, BATCH // len(xs)), wide, x.size * x.dtype.itemsize
+    )
     return Space(dims, so, sx, inner, rx, grid)
 
 
@@ -331,9 +331,7 @@ def _loop(space: Space, parts: int, source: Source, step: str) -> str:
             for x, width, (name, at, found) in zip(source.tensors, widths, tensors, strict=True)
         )
         loads.append((f"{begin} {{ {way} }}", load))
-    lanes = [
-        f"widen({f}.lane[{'j' if n > 1 else 0}])" for f, n in zip(source.names("found#"), widths, strict=True)
-    ]
+    lanes = [f"widen({f}.lane[{'j' if n > 1 else 0}])" for f, n in zip(source.names("found#"), widths, strict=True)]
     value = f"const {t} v = {lanes[0]};"
     if source.value:
         known = (
