@@ -1,7 +1,7 @@
-"""Rows of several parts side by side, as NeRF has them (Mildenhall et al., 2020): their order, and parts that differ by numbers alone.
+"""Rows of several parts side by side, as NeRF has them (Mildenhall et al., 2020): their order, and parts that differ by numbers.
 
-A position ``x`` and its encoding ``sin(x), cos(x), sin(2 x), cos(2 x), …`` are joined, and joined again with features in the middle of
-the network. Parts that begin at no multiple of 16 bytes are copied; in front of the others they are not.
+A position ``x`` and its encoding ``sin(x), cos(x), sin(2 x), cos(2 x), …`` are joined, and joined again with features in the middle
+of the network. Parts that begin at no multiple of 16 bytes are copied; in front of the others they are not.
 """
 
 from __future__ import annotations
@@ -105,13 +105,19 @@ def repeated_parts(graph: Graph, op: Op) -> Match | None:
     parts = [v for v in op.inputs if v is not None]
     if widths is None or len(parts) < LEAST or len({graph.type(v).dims for v in parts}) > 2:
         return None
-    ancestors = [_arithmetic(graph, v) for v in parts]
-    shared = {v for v, count in Counter(v for some in ancestors for v in some).items() if count >= LEAST}
-    forms = [(graph.type(v).dims, _form(graph, v, shared)) for v in parts]
-    run = _best_run(forms)
-    if run is None or any(v in shared for v in parts[run.start : run.start + run.period]):
+    counts = Counter(v for part in parts for v in _arithmetic(graph, part))
+    best: tuple[_Run, set[Value]] | None = None
+    for period in range(1, PERIOD + 1):
+        # A value that more parts are made of than one repetition has is the same in all repetitions.
+        shared = {v for v, count in counts.items() if count >= LEAST * period}
+        run = _longest_run([(graph.type(v).dims, _form(graph, v, shared)) for v in parts], period)
+        if run is not None and (best is None or run.end - run.start > best[0].end - best[0].start):
+            best = run, shared
+    if best is None:
         return None
-    if not _spread(graph, parts[run.start], shared):
+    run, shared = best
+    first = parts[run.start : run.start + run.period]
+    if any(v in shared or not _spread(graph, v, shared) for v in first):
         return None
 
     def build(patch: Patch) -> Value:
@@ -162,16 +168,15 @@ def _form(graph: Graph, value: Value, shared: set[Value], depth: int = DEPTH) ->
     return op.kind, op.attrs, tuple(_form(graph, operand(op, i), shared, depth - 1) for i in range(len(op.inputs)))
 
 
-def _best_run(forms: Sequence[Any]) -> _Run | None:
-    """The run of repeated forms that has most parts, of the shortest period."""
+def _longest_run(forms: Sequence[Any], period: int) -> _Run | None:
+    """The first of the longest runs of repeated forms."""
     best: _Run | None = None
-    for period in range(1, PERIOD + 1):
-        for start in range(len(forms) - period):
-            times = 1
-            while forms[start + times * period :][:period] == forms[start:][:period]:
-                times += 1
-            if times >= LEAST and (best is None or times * period > best.end - best.start):
-                best = _Run(start, period, times)
+    for start in range(len(forms) - period):
+        times = 1
+        while forms[start + times * period :][:period] == forms[start:][:period]:
+            times += 1
+        if times >= LEAST and (best is None or times > best.times):
+            best = _Run(start, period, times)
     return best
 
 

@@ -45,6 +45,7 @@ from optdnn.passes.outer_products import OuterProducts
 from optdnn.passes.pack_weights import PackWeights
 from optdnn.passes.pad_heads import PadHeads
 from optdnn.passes.pad_rows import PadRows
+from optdnn.passes.parallel_scans import ParallelScans
 from optdnn.passes.partial_sums import PartialSums
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.pool_last import PoolLast
@@ -113,6 +114,7 @@ O2_GPU: tuple[Pass, ...] = (
     FoldConstants(),  # trip counts and conditions become known
     CountedLoops(),  # before loops are unrolled: what ends by a condition on counters has a known number of iterations
     Bags(),  # before loops are unrolled: any number of bags becomes one reduction
+    ParallelScans(),  # before they are unrolled: iterations that do not depend on each other are one
     Unroll(),  # before all other passes, which then see through loops
     FoldConstants(),  # the number of an iteration is known now
     Unroll(),  # and so may be conditions in it

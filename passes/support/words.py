@@ -73,6 +73,7 @@ RULES: Mapping[str, str] = {
     "norm_before_reshape": "norms moved before Reshapes of transposed rows",
     "add_before_reshape_of_norm": "residuals added before Reshapes of normalized rows",
     "split_before_reshape": "Splits moved before Reshapes",
+    "parallel_scan": "iterations of Scans that do not depend on each other computed together",
     "aligned_rows_first": "parts of joined rows in an order in which they are aligned",
     "repeated_parts": "parts of joined rows that differ by numbers alone computed together",
     "joined_tables": "embeddings of the columns of one tensor joined",
