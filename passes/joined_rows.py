@@ -35,7 +35,7 @@ DEPTH = 6
 
 @rule("aligned_rows_first", {"Concat"})
 def aligned_rows_first(graph: Graph, op: Op) -> Match | Miss | None:
-    """Rows that products with constant matrices read: parts whose widths are multiples of eight come first, and so do their weights."""
+    """Rows that products read: parts whose widths are multiples of eight come first, and so do their weights."""
     widths = _widths(graph, op)
     if widths is None:
         return None
@@ -100,7 +100,7 @@ class _Run:
 
 @rule("repeated_parts", {"Concat"})
 def repeated_parts(graph: Graph, op: Op) -> Match | None:
-    """``[sin(a x), cos(a x), sin(b x), cos(b x), …]`` is the sine and cosine of ``x`` times the vector ``[a, b, …]``, side by side."""
+    """``[sin(a x), cos(a x), sin(b x), cos(b x), …]`` is the sine and cosine of ``x`` times ``[a, b, …]``, side by side."""
     widths = _widths(graph, op)
     parts = [v for v in op.inputs if v is not None]
     if widths is None or len(parts) < LEAST or len({graph.type(v).dims for v in parts}) > 2:

@@ -203,9 +203,7 @@ def space_of(xs: Sequence[TensorView], axes: Sequence[int], out: TensorView) -> 
     most = threads * vec // WIDTH if across else threads
     runs = min(most, 1 << max((reads - 1).bit_length() - (0 if across else 2), 0)) if vec > 1 or not across else most
     ahead = max(1, min(BATCH, (2 if wide > 1 else 1) * BATCH // len(xs)))
-    grid = Grid(
-        math.prod(dims), count, threads, vec, runs, across, ahead, wide, x.size * x.dtype.itemsize
-    )
+    grid = Grid(math.prod(dims), count, threads, vec, runs, across, ahead, wide, x.size * x.dtype.itemsize)
     return Space(dims, so, sx, inner, rx, grid)
 
 
