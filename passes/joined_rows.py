@@ -199,7 +199,7 @@ def _stacked(patch: Patch, values: Sequence[Value], shared: set[Value], made: di
             made[key] = patch.constant(stack[0, 0] if len(set(values)) == 1 else stack, "numbers")
         elif op is None:
             dims = graph.type(values[0]).dims
-            made[key] = reshaped(patch, values[0], (*[0] * (len(dims) - 1), 1, int(dims[-1])))  # type: ignore[call-overload]
+            made[key] = reshaped(patch, values[0], (*[0] * (len(dims) - 1), 1, int(dims[-1])))  # type: ignore[arg-type]
         else:
             sides = [[operand(graph.op(v), i) for v in values] for i in range(len(op.inputs))]
             made[key] = patch.add(op.kind, [_stacked(patch, side, shared, made) for side in sides], op.attrs)

@@ -1,7 +1,7 @@
 """A Scan whose iterations do not depend on each other computes all of them at once, along one more axis.
 
-Converters of scikit-learn write the distances of points as a Scan over the points of one side. Unrolled, it is some launches for each
-point; as one subtraction with broadcasting and one reduction it is one launch.
+Converters of scikit-learn write the distances of points as a Scan over the points of one side. Unrolled, it is some launches for
+each point; as one subtraction with broadcasting and one reduction it is one launch.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _why_not(body: Graph, op: Op) -> str | None:
 
 
 class _Parallel:
-    """The body's values for all iterations. ``every``: those that have an axis of iterations, in front; the others are as in the body."""
+    """The body's values for all iterations. ``every``: those with an axis of iterations in front; the others are as in the body."""
 
     def __init__(self, patch: Patch, op: Op, trips: int):
         self.patch, self.op, self.trips, self.body = patch, op, trips, op.attrs.body.graph
