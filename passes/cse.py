@@ -12,7 +12,10 @@ import numpy as np
 
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.reduce import reduced_axes
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, node_names
+from optdnn.passes.rules.transpose import REDUCTIONS
+from optdnn.passes.support.facts import ints, operand
 from optdnn.types import Array
 
 _SAMPLE = 64
@@ -26,7 +29,7 @@ class CommonSubexpressions(Pass):
     """One sweep in topological order: operands are merged before the ops that read them are compared.
 
     Constants are equal when their dtype, shape and bytes are. The operands of commutative ops (``Traits.commutative``)
-    are compared in any order.
+    are compared in any order, and axes of reductions however they are counted.
 
     ``keep`` are kinds that are not merged yet: two equal convolutions with different ops after them are better fused with
     these than merged into one value with two uses. A second run, after fusion, merges those that are still equal. Where an unrolled
@@ -51,10 +54,7 @@ class CommonSubexpressions(Pass):
             if visited.kind in STRUCTURAL:
                 continue
             op = graph.op(visited.id)
-            operands = list(op.inputs)
-            if op.definition.traits.commutative:
-                operands.sort(key=lambda v: (v is None, v))
-            key = (op.kind, attribute_key(op.attrs), tuple(operands), len(op.outputs))
+            key = (op.kind, attribute_key(op.attrs), _operands(graph, op), len(op.outputs))
             if op.kind in self.keep:
                 kept.setdefault(key, []).append(op)
                 continue
@@ -86,6 +86,18 @@ class CommonSubexpressions(Pass):
             patch.replace(Value(op.id, i), Value(first.id, i))
         patch.apply()
         report.fired.append(Fired(rule, node_names([first, op])))
+
+
+def _operands(graph: Graph, op: Op) -> tuple[Hashable, ...]:
+    """Equal where the operands are. Exporters name the axis of a mean and that of its variance in two ways: 2 and -1."""
+    operands = list(op.inputs)
+    if op.definition.traits.commutative:
+        operands.sort(key=lambda v: (v is None, v))
+    if op.kind in REDUCTIONS and op.input(1) is not None:
+        axes, shape = ints(graph, op.input(1)), graph.type(operand(op)).shape
+        if axes is not None and shape is not None:
+            return (operand(op), reduced_axes(op.attrs, axes, len(shape), op.kind))
+    return tuple(operands)
 
 
 def digest(array: Array) -> bytes:

@@ -38,12 +38,14 @@ from optdnn.passes.gather_rows import GatherRows
 from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
+from optdnn.passes.joined_rows import JoinedRows
 from optdnn.passes.joined_tables import JoinedTables
 from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.outer_products import OuterProducts
 from optdnn.passes.pack_weights import PackWeights
 from optdnn.passes.pad_heads import PadHeads
 from optdnn.passes.pad_rows import PadRows
+from optdnn.passes.parallel_scans import ParallelScans
 from optdnn.passes.partial_sums import PartialSums
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.pool_last import PoolLast
@@ -112,6 +114,7 @@ O2_GPU: tuple[Pass, ...] = (
     FoldConstants(),  # trip counts and conditions become known
     CountedLoops(),  # before loops are unrolled: what ends by a condition on counters has a known number of iterations
     Bags(),  # before loops are unrolled: any number of bags becomes one reduction
+    ParallelScans(),  # before they are unrolled: iterations that do not depend on each other are one
     Unroll(),  # before all other passes, which then see through loops
     FoldConstants(),  # the number of an iteration is known now
     Unroll(),  # and so may be conditions in it
@@ -146,6 +149,7 @@ O2_GPU: tuple[Pass, ...] = (
     OuterProducts(),  # behind all that looks for products; before their factors merge with other arithmetic
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
     JoinedTables(),  # when no views are between the rows and their Concat; before gathers are looked at
+    JoinedRows(),  # before epilogues, which take in what is added to products; before arithmetic is fused
     GatherRows(),  # when no views can be merged any more
     FuseEpilogue(norms_add=True),  # as above; the kernels of normalizations can add
     Conv3dAsImages(),  # after epilogues, which views would stop and which it keeps; before the passes for two axes

@@ -166,3 +166,12 @@ def test_a_few_equal_convolutions_stay_apart_until_they_are_fused_and_many_are_o
     check_untouched(kept, repeated(MANY - 1))
     done, _ = check_pass(kept, repeated(MANY), changes=2 * (MANY - 1))
     assert (done.kinds()["Conv"], done.kinds()["Relu"], done.kinds()["Add"]) == (1, 1, MANY)
+
+
+def test_axes_that_are_counted_in_two_ways_are_equal() -> None:
+    n = Net()
+    x = n.input(4, 6, 8)
+    means = [n.op("ReduceMean", x, n.ints(axis)) for axis in (2, -1)]
+    other = n.op("ReduceMean", x, n.ints(1))
+    graph = n.done(*(n.op("Sub", x, m) for m in means), n.op("Sub", x, other))
+    check_pass(CommonSubexpressions(), graph, changes=2, kinds={"ReduceMean": 2, "Sub": 2})

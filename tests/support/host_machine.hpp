@@ -33,7 +33,7 @@ template <class T> static T of_thread(T v, unsigned from) {
     __syncthreads();
     return row[from];
 }
-static float __shfl_xor_sync(unsigned, float v, int mask) { return of_thread(v, threadIdx.x ^ mask); }
+template <class T> static T __shfl_xor_sync(unsigned, T v, int mask) { return of_thread(v, threadIdx.x ^ mask); }
 template <class T> static T __shfl_up_sync(unsigned, T v, unsigned by) { return of_thread(v, threadIdx.x - (threadIdx.x % 32 < by ? 0 : by)); }
 template <class T> static T __shfl_sync(unsigned, T v, unsigned lane) { return of_thread(v, threadIdx.x / 32 * 32 + lane); }
 

@@ -18,6 +18,13 @@ def _rows(n: Net) -> list[Any]:
     return [n.op(f"Reduce{k}", x, n.ints(2)) for k in KINDS if k != "Prod"]
 
 
+def _wide_rows(n: Net) -> list[Any]:
+    """Rows of whole accesses of 16 bytes, one after the other and with gaps."""
+    x = n.op("Abs", n.op("Add", n.input(5, 3, 48), 0.1))
+    part = n.op("Slice", n.input(6, 96, name="part"), n.ints(0), n.ints(80), n.ints(1))
+    return [n.op(f"Reduce{k}", y, n.ints(-1)) for y in (x, part) for k in ("Sum", "Max", "LogSumExp")]
+
+
 def _columns(n: Net) -> list[Any]:
     """Neighbouring outputs are neighbours in memory."""
     x = n.op("Abs", n.op("Add", n.input(57, 16), 0.1))
@@ -32,6 +39,7 @@ def _pools(n: Net) -> list[Any]:
 
 CASES: dict[str, Callable[[Net], list[Any]]] = {
     "rows": _rows,
+    "wide rows": _wide_rows,
     "columns": _columns,
     "whole tensors": lambda n: [n.op("ReduceMean", n.input(5, 7, 9), n.ints(0, 1, 2))],
     "integers": lambda n: [n.op(f"Reduce{k}", n.input(3, 40, dtype=INT64), n.ints(1)) for k in ("Sum", "Max")],
@@ -43,7 +51,7 @@ LARGE: dict[str, Callable[[Net], list[Any]]] = {
     "large tensor": lambda n: [n.op("ReduceSum", n.input(64, 128, 200), n.ints(0, 1, 2))],
     "large columns": lambda n: [n.op("ReduceMax", n.input(100_000, 16), n.ints(0))],
     "large logarithm": lambda n: [n.op("ReduceLogSumExp", n.input(2, 500_000), n.ints(1))],
-    "large pool": lambda n: [n.op("GlobalAveragePool", n.input(1, 64, 300, 300))],
+    "large pool": lambda n: [n.op("GlobalAveragePool", n.input(1, 64, 512, 512))],
 }
 """Reductions that builds divide."""
 

@@ -31,6 +31,17 @@ def _distances(n: Net) -> list[Any]:
     return [n.op("ReduceSumSquare", n.op("Sub", n.input(9, 1, 3), n.input(1, 11, 3)), n.ints(2), attrs=DROPPED)]
 
 
+def _wide_rows(n: Net) -> list[Any]:
+    """Rows of whole accesses of 16 bytes: a factor belongs to a row, an addend to a column, and long rows have several warps."""
+    x, row, column = n.input(9, 320), n.input(9, 1), n.input(320)
+    long = n.op("Mul", n.input(2, 5120, name="long"), n.input(2, 5120, name="other"))
+    return [
+        n.op("ReduceSum", n.op("Add", n.op("Mul", x, row), column), n.ints(1)),
+        n.op("ReduceMax", n.op("Sub", x, row), n.ints(1), attrs=DROPPED),
+        n.op("ReduceL2", long, n.ints(1)),
+    ]
+
+
 def _columns(n: Net) -> list[Any]:
     """Neighbouring outputs are neighbours in memory; one factor belongs to a row, one to a column."""
     x, row, column = n.input(57, 16), n.input(57, 1), n.input(16)
@@ -57,6 +68,7 @@ CASES: dict[str, Callable[[Net], list[Any]]] = {
     "pairs": _pairs,
     "distances": _distances,
     "columns": _columns,
+    "wide rows": _wide_rows,
     "images": _images,
     "selected": _selected,
 }

@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.builder import Builder, TensorView, row_major, up
+from optdnn.kernels.layout.moves import MOST_ELEMENTS
 from optdnn.kernels.layout.views import consecutive, of_one_channel, reshaped
 from optdnn.types import normalize_axis
 
@@ -15,6 +16,7 @@ _TURNS = frozenset({"Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 """Views of a whole tensor."""
 _ROWS = frozenset({"MatMul", "Gemm", "Attention"})
 """Kinds whose results are rows that may lie at any distance."""
+_PRODUCTS = frozenset({"MatMul", "Gemm"})
 _REDUCED = frozenset({"ReduceMax", "ReduceMean", "ReduceSum"})
 
 
@@ -25,7 +27,8 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
     the next. Another part must come from an operator of ``kernels`` (kinds that can write to any place), and lie at a multiple of
     8 channels for TMA's sake. Where channels are the last axis (rows), only repetitions, and convolutions whose result is transposed, write
     in place. Products and attention write rows in place, of images and in between other rows, where views lead from all of a tensor
-    to the part. Gathered rows of tables, and sums of them, are written in place along both axes.
+    to the part. Gathered rows of tables, and sums of them, are written in place along both axes. Rows that only products read
+    (:func:`pitched`) are also written by products and pointwise operators.
     """
     for op in reversed(b.graph.order()):
         if op.kind != "Concat" or any(v is not None and not b.graph.type(v).is_static for v in (*op.inputs, op.value)):
@@ -49,21 +52,30 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
             continue
         joint = b.reserved.get(op.value)
         sizes = [b.graph.type(v).static_shape[axis] for v in values]
-        if (last or rows) and any(n % 8 for n in sizes[:-1]):
+        pitch = pitched(b, op)
+        apart = any(n % 8 for n in sizes[:-1])  # a part begins between vectors, so it is copied
+        if (last or (rows and pitch is None)) and apart:
             continue
         free = [
             v not in b.reserved
             and values.count(v) == 1
             and b.graph.constant_value(v) is None
-            and _is_made_in_place(b, v, kernels, last=last, volume=volume, rows=rows, inner=inner)
+            and (
+                _is_made_in_place(b, v, kernels, last=last, volume=volume, rows=rows, inner=inner)
+                or (rows and pitch is not None and _makes_rows(b, v))
+            )
             for v in values
         ]
+        if apart and rows and math.prod(out.static_shape) <= MOST_ELEMENTS:  # one launch moves all of them
+            free = [False] * len(free)
         if inner and not all(free):
             free = [may and _adds_rows(b, _behind_alone(b, v)) for v, may in zip(values, free, strict=True)]
-        if not any(free) or (inner and math.prod(out.static_shape[axis + 1 :]) % 8):
+        if (not any(free) and (pitch is None or out.static_shape[-1] % 8 == 0)) or (
+            inner and math.prod(out.static_shape[axis + 1 :]) % 8
+        ):
             continue
         if joint is None:
-            joint = b.new(op.outputs[0].name, out.dtype, out.static_shape, b.strides_for(out))
+            joint = b.new(op.outputs[0].name, out.dtype, out.static_shape, pitch or b.strides_for(out))
             b.reserved[op.value] = joint
         if joint.dtype != out.dtype:
             continue
@@ -74,6 +86,26 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
                 b.reserved[v] = joint.view(shape, joint.strides, int(start) * joint.strides[axis])
                 if volume or rows or inner or b.graph.op(v).kind in ("Transpose", "Layout"):
                     _reserve_before(b, v)
+
+
+def pitched(b: Builder, op: Op) -> tuple[int, ...] | None:
+    """Strides of joined rows that nothing but products with constant matrices reads: each begins at a multiple of 16 bytes. None for
+    others."""
+    t, users = op.outputs[0].type, list(b.graph.users(op.value))
+    axis = normalize_axis(op.attrs.axis, len(t.static_shape))
+    if t.layout or axis != len(t.static_shape) - 1 or t.dtype.itemsize != 2 or not users:
+        return None
+    for user in users:
+        matrix = user.kind in _PRODUCTS and user.inputs.count(op.value) == 1 and b.graph.constant_value(user.inputs[1])
+        if matrix is None or matrix is False or matrix.ndim != 2 or user.attrs.prologue or user.inputs[0] != op.value:
+            return None
+    return row_major((*t.static_shape[:-1], up(t.static_shape[-1], 8)))
+
+
+def _makes_rows(b: Builder, value: Value) -> bool:
+    """Whether a product or a pointwise operator makes it, and no output of the network."""
+    op = b.graph.op(value)
+    return op.kind in _PRODUCTS or op.definition.traits.pointwise
 
 
 def plan_outputs(b: Builder, kernels: frozenset[str]) -> None:

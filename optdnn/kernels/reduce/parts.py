@@ -36,8 +36,8 @@ def estimate(grid: Grid, parts: int, gpu: GpuFacts) -> float:
 def candidates(grid: Grid, gpu: GpuFacts) -> list[Config]:
     """The configurations to time, the best predicted first. No part is empty."""
     asked = (waves * gpu.multiprocessors // grid.blocks for waves in (1, 2, 4))
-    most = [min(parts, -(-grid.count // grid.runs)) for parts in asked]
-    found = {Config(-(-grid.count // -(-grid.count // parts))) for parts in most if parts > 1}
+    most = [min(parts, -(-grid.reads // grid.runs)) for parts in asked]
+    found = {Config(-(-grid.reads // -(-grid.reads // parts))) for parts in most if parts > 1}
     return sorted(found, key=lambda c: (estimate(grid, c.parts, gpu), c))
 
 

@@ -31,8 +31,11 @@ BATCH = 4
 """Terms that a thread loads before it adds up the first of them."""
 WIDTH = 32
 """Neighbouring outputs of a block."""
+WARP = 32
 LAUNCH_S, BATCH_S = 2.5e-6, 0.9e-6
 """Seconds of a launch after another one, and of a batch of loads."""
+RATE = 32e9
+"""Bytes in a second that a multiprocessor reads."""
 LONG = 16
 """Batches of a thread from which on they, and not the work of all blocks, set the time."""
 
@@ -68,9 +71,17 @@ def limits(t: str) -> tuple[str, str]:
 
 
 def _together(x: TensorView, width: int, strides: Sequence[int]) -> int:
-    """Neighbouring outputs whose terms are one access, where the others lie ``strides`` apart."""
+    """Neighbouring elements that are one access, where the others lie ``strides`` apart."""
     fits = (n for n in (8, 4, 2) if n * x.dtype.itemsize <= 16 and not any(k % n for k in (width, x.offset, *strides)))
     return next(fits, 1)
+
+
+def _neighbours(xs: Sequence[TensorView], width: int, sx: Sequence[Sequence[int]], rx: Sequence[Sequence[int]]) -> int:
+    """Neighbouring terms of an output that are one access in all tensors that have more than one of them."""
+    if not width or any(r[-1] not in (0, 1) for r in rx):
+        return 1
+    moving = [(x, [*s, *r[:-1]]) for x, s, r in zip(xs, sx, rx, strict=True) if r[-1]]
+    return min((_together(x, width, strides) for x, strides in moving), default=1)
 
 
 @dataclass(frozen=True)
@@ -106,7 +117,8 @@ class Terms:
 @dataclass(frozen=True)
 class Grid:
     """How a reduction is spread: ``outputs`` of ``count`` terms each; a block of ``threads`` has ``lanes`` accesses of ``vec`` neighbouring
-    outputs, each with ``runs`` threads. ``across``: neighbouring outputs are neighbouring threads'. A thread may load ``ahead`` terms together."""
+    outputs, each with ``runs`` threads. ``across``: neighbouring outputs are neighbouring threads'. An access has ``wide`` neighbouring
+    terms of an output. A thread may have ``ahead`` accesses under way together."""
 
     outputs: int
     count: int
@@ -115,6 +127,9 @@ class Grid:
     runs: int
     across: bool
     ahead: int = BATCH
+    wide: int = 1
+    bytes: int = 0
+    """Of all terms."""
 
     @property
     def lanes(self) -> int:
@@ -131,14 +146,25 @@ class Grid:
         return -(-self.accesses // self.lanes)
 
     @property
+    def reads(self) -> int:
+        """Accesses to the terms of an output."""
+        return self.count // self.wide
+
+    @property
+    def sums(self) -> int:
+        """Partial results of a thread: one for each element of an access."""
+        return max(self.vec, self.wide)
+
+    @property
     def batch(self) -> int:
-        """Terms that a thread loads together."""
-        return max(1, min(self.ahead, -(-self.count // self.runs)))
+        """Accesses of a thread that are under way together."""
+        return max(1, min(self.ahead, -(-self.reads // self.runs)))
 
     def seconds(self, parts: int, gpu: GpuFacts) -> float:
         """Predicted seconds of a dependent launch with ``parts`` blocks for an output."""
         waves = math.ceil(self.blocks * parts / (gpu.multiprocessors * (2048 // self.threads)))
-        return LAUNCH_S + waves * math.ceil(self.count / parts / (self.runs * BATCH)) * BATCH_S
+        batches = waves * math.ceil(self.reads / parts / (self.runs * BATCH)) * BATCH_S
+        return LAUNCH_S + max(batches, self.bytes / min(self.blocks * parts, gpu.multiprocessors) / RATE)
 
 
 @dataclass(frozen=True)
@@ -164,7 +190,9 @@ def space_of(xs: Sequence[TensorView], axes: Sequence[int], out: TensorView) -> 
     count = math.prod(inner)
     # Neighbouring outputs that are neighbours in memory share a block, so that loads coalesce; a thread takes 16 bytes of them.
     across = sx[0][-1] == 1 and dims[-1] >= 8 and rx[0][-1] != 1
-    threads = 4 * THREADS if count > (FEW if across else 4 * THREADS - 1) else THREADS
+    wide = 1 if across else _neighbours(xs, inner[-1], sx, rx)
+    reads = count // wide
+    threads = 4 * THREADS if reads > (FEW if across else 4 * THREADS - 1) else THREADS
     moving = [(x, [*s[:-1], *r]) for x, s, r in zip(xs, sx, rx, strict=True) if s[-1]]
     vec = (
         min(_together(x, dims[-1], strides) for x, strides in moving)
@@ -173,8 +201,9 @@ def space_of(xs: Sequence[TensorView], axes: Sequence[int], out: TensorView) -> 
     )
     # Else neighbouring terms are neighbouring threads', and outputs of few terms share a block.
     most = threads * vec // WIDTH if across else threads
-    runs = min(most, 1 << max((count - 1).bit_length() - (0 if across else 2), 0)) if vec > 1 or not across else most
-    grid = Grid(math.prod(dims), count, threads, vec, runs, across, max(1, BATCH // len(xs)))
+    runs = min(most, 1 << max((reads - 1).bit_length() - (0 if across else 2), 0)) if vec > 1 or not across else most
+    ahead = max(1, min(BATCH, (2 if wide > 1 else 1) * BATCH // len(xs)))
+    grid = Grid(math.prod(dims), count, threads, vec, runs, across, ahead, wide, x.size * x.dtype.itemsize)
     return Space(dims, so, sx, inner, rx, grid)
 
 
@@ -217,11 +246,12 @@ def emit_reduce(
         kept = [b.new(f"{op.outputs[0].name}.arrived", INT32, (grid.blocks,))]
         operands |= {"parts": scratch[0], "arrived": kept[0]}
         names += ["parts", "arrived"]
-    parameters = Parameters().pointer(*names).u32(grid.accesses, *dims, *space.inner)
+    inner = [*space.inner[:-1], space.inner[-1] // grid.wide]
+    parameters = Parameters().pointer(*names).u32(grid.accesses, *dims, *inner)
     for s in (space.so, *space.sx):
         parameters.i64(*s[:-1], s[-1] * vec)
     for r in space.rx:
-        parameters.i64(*r)
+        parameters.i64(*r[:-1], r[-1] * grid.wide)
     launch = parameters.generated(b.arch, text, "reduce", grid.blocks * parts, grid.threads)
     b.emit(op, launch, operands, kind, attrs, reads, [out], scratch=scratch, kept=kept)
 
@@ -232,33 +262,60 @@ def _of_arithmetic(t: str) -> DType:
     return next(d for d, own in CPP.items() if own == name)
 
 
-def _sum_at(grid: Grid, run: Any, lane: Any = "lane") -> str:
-    """A thread's sum in shared memory."""
-    return f"partial[j][{run}][{lane}]" if grid.across else f"partial[j][{lane}][{run}]"
+def _shared(grid: Grid, t: str) -> str:
+    """The declaration of the sums in shared memory."""
+    if grid.across:
+        return f"__shared__ {t} partial[{grid.vec}][{grid.runs}][{grid.lanes}];"
+    return f"__shared__ {t} partial[{grid.lanes}][{grid.runs // WARP}];" if grid.runs > WARP else ""
 
 
 def _tree(grid: Grid, t: str, combine: str) -> str:
     """C++ that combines the sums ``s`` of the threads of a run in pairs."""
-    each, own, other = _each(grid), _sum_at(grid, "run"), _sum_at(grid, "run + half")
+    if not grid.across:
+        return _warp_tree(grid, t, combine)
+    each, own, other = _each(grid.vec), "partial[j][run][lane]", "partial[j][run + half][lane]"
     return f"""{each} {own} = s[j];
     __syncthreads();
     for (int half = {grid.runs // 2}; half; half /= 2) {{
         if (run < half) {each} {{ const {t} a = {own}, b = {other}; {own} = {combine}; }}
         __syncthreads();
     }}
-    {each} s[j] = {_sum_at(grid, 0)};"""
+    {each} s[j] = partial[j][0][lane];"""
 
 
-def _each(grid: Grid) -> str:
-    return f"for (int j = 0; j < {grid.vec}; j++)"
+def _warp_tree(grid: Grid, t: str, combine: str) -> str:
+    """:func:`_tree` where the threads of a run are neighbours: by shuffles, and the results of several warps through shared memory."""
+
+    def over(count: int) -> str:
+        found = f"const {t} a = s[0], b = __shfl_xor_sync(~0u, a, half); s[0] = {combine};"
+        return f"for (int half = {count // 2}; half; half /= 2) {{ {found} }}"
+
+    if grid.runs <= WARP:
+        return over(grid.runs)
+    warps = grid.runs // WARP
+    return f"""{over(WARP)}
+    if (run % {WARP} == 0) partial[lane][run / {WARP}] = s[0];
+    __syncthreads();
+    s[0] = partial[lane][run % {warps}];
+    {over(warps)}"""
+
+
+def _folded(grid: Grid, t: str, combine: str) -> str:
+    """C++ that combines a thread's own sums of one output; nothing where it has one."""
+    if grid.wide == 1:
+        return ""
+    return f"for (int j = 1; j < {grid.wide}; j++) {{ const {t} a = s[0], b = s[j]; s[0] = {combine}; }}\n    "
+
+
+def _each(count: int) -> str:
+    return f"for (int j = 0; j < {count}; j++)"
 
 
 def _loop(space: Space, parts: int, source: Source, step: str) -> str:
     """C++ that does ``step`` with each element ``v`` of a thread's run."""
-    grid, count, t = space.grid, space.grid.count, source.t
-    widths = [
-        grid.vec if s[-1] or grid.vec == 1 else 1 for s in space.sx
-    ]  # the others have one element for all outputs
+    grid, count, t = space.grid, space.grid.reads, source.t
+    moves = (s[-1] for s in (space.sx if grid.across else space.rx))
+    widths = [grid.sums if m else 1 for m in moves]  # the others have one element for the whole access
     terms = Terms("run", f"{count}u", f"{count - 1}u", grid.runs, grid.batch)
     if parts > 1:
         terms = Terms("begin + run", "end", "end - 1u", grid.runs, grid.batch)
@@ -273,9 +330,7 @@ def _loop(space: Space, parts: int, source: Source, step: str) -> str:
             for x, width, (name, at, found) in zip(source.tensors, widths, tensors, strict=True)
         )
         loads.append((f"{begin} {{ {way} }}", load))
-    lanes = [
-        f"widen({f}.lane[{'j' if n == grid.vec else 0}])" for f, n in zip(source.names("found#"), widths, strict=True)
-    ]
+    lanes = [f"widen({f}.lane[{'j' if n > 1 else 0}])" for f, n in zip(source.names("found#"), widths, strict=True)]
     value = f"const {t} v = {lanes[0]};"
     if source.value:
         known = (
@@ -283,13 +338,13 @@ def _loop(space: Space, parts: int, source: Source, step: str) -> str:
             for i, (x, lane) in enumerate(zip(source.tensors, lanes, strict=True))
         )
         value = f"{' '.join(known)} {source.value}"
-    return terms.loop(loads, f"{_each(grid)} {{ {value} {step} }}")
+    return terms.loop(loads, f"{_each(grid.sums)} {{ {value} {step} }}")
 
 
 def _kernel(how: str, source: Source, out: TensorView, space: Space, parts: int) -> str:
     """The kernel's text."""
     grid, inner = space.grid, space.inner
-    count, vec, runs, lanes = grid.count, grid.vec, grid.runs, grid.lanes
+    count, runs, lanes = grid.count, grid.runs, grid.lanes
     ty, t = CPP[out.dtype], source.t
     low, high = limits(t)
     start, term, combine, result = (
@@ -297,23 +352,24 @@ def _kernel(how: str, source: Source, out: TensorView, space: Space, parts: int)
     )
     fast, slow = (f"threadIdx.x {sign} {lanes if grid.across else runs}" for sign in "%/")
     lane, run = (fast, slow) if grid.across else (slow, fast)
-    each, loop = _each(grid), partial(_loop, space, parts, source)
+    each, loop = _each(grid.vec), partial(_loop, space, parts, source)
     top, tree = _tree(grid, t, "max_nan(a, b)"), _tree(grid, t, combine)
-    of_top, first = "", f"{t} s[{vec}]; {each} s[j] = {start};"
+    of_top, first = "", f"{t} s[{grid.sums}]; {_each(grid.sums)} s[j] = {start};"
     if how == "ReduceLogSumExp":
-        of_top = f"const {t} top = tops[j];"
-        first = f"""{t} s[{vec}], tops[{vec}]; {each} s[j] = {low};
+        of_top = f"const {t} top = tops[{'j' if grid.across else 0}];"
+        first = f"""{t} s[{grid.sums}], tops[{grid.vec}]; {_each(grid.sums)} s[j] = {low};
     if (live) {loop("s[j] = max_nan(s[j], v);")}
-    {top}
+    {_folded(grid, t, "max_nan(a, b)")}{top}
     __syncthreads();
-    {each} {{ tops[j] = s[j]; s[j] = {start}; }}"""
+    {each} tops[j] = s[j];
+    {_each(grid.sums)} s[j] = {start};"""
     also, block, span, merged = "", "blockIdx.x", "", ""
     if parts > 1:
         also, block = f" {t}* parts; u32* arrived;", f"blockIdx.x / {parts}"
-        chunk = -(-count // parts)
+        chunk = -(-grid.reads // parts)
         span = (
             f"\n    const u32 part = blockIdx.x % {parts}, begin = part * {chunk}u, "
-            f"end = begin + {chunk}u < {count}u ? begin + {chunk}u : {count}u;"
+            f"end = begin + {chunk}u < {grid.reads}u ? begin + {chunk}u : {grid.reads}u;"
         )
         merged = _merged(how, t, grid, parts, start, combine, low, top, tree, each)
     pointers = " ".join(
@@ -329,7 +385,7 @@ def _kernel(how: str, source: Source, out: TensorView, space: Space, parts: int)
     return f"""struct Params {{ {pointers} {ty}* y;{also} u32 count, dims[{len(space.dims)}], inner[{len(inner)}]; i64 {strides}; }};
 
 extern "C" __global__ void __launch_bounds__({grid.threads}) reduce(const __grid_constant__ Params p) {{
-    __shared__ {t} {_sum_at(grid, runs, lanes).replace("j", str(vec), 1)};
+    {_shared(grid, t)}
     launch_dependents();
     wait_for_predecessor();
     const u32 lane = {lane}, run = {run}, index = {block} * {lanes} + lane;{span}
@@ -338,7 +394,7 @@ extern "C" __global__ void __launch_bounds__({grid.threads}) reduce(const __grid
     if (live) {{ {walk("q", "index", "dims", len(space.dims), [*bases, ("to", "so")])} }}
     {first}
     if (live) {loop(f"{of_top} const {t} a = s[j], b = {t}({term}); s[j] = {combine};")}
-    {tree}{merged}
+    {_folded(grid, t, combine)}{tree}{merged}
     if (run == 0 && live) {each} {{ {of_top} const {t} total = s[j]; p.y[to + j * {space.so[-1]}] = narrow<{ty}>({result}); }}
 }}
 """
@@ -391,7 +447,7 @@ class Reduction(Tactic):
     def seconds(self, b: Builder, op: Op) -> float | None:
         made = reduction_of(b, op)
         grid = None if made is None else space_of([made.x], made.axes, b.result(op.value)).grid
-        return None if grid is None or grid.count <= LONG * grid.runs * BATCH else grid.seconds(1, b.gpu)
+        return None if grid is None or grid.reads <= LONG * grid.runs * BATCH else grid.seconds(1, b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         out, made = b.target(op.value), reduction_of(b, op)

@@ -1,0 +1,211 @@
+"""Rows of several parts side by side, as NeRF has them (Mildenhall et al., 2020): their order, and parts that differ by numbers.
+
+A position ``x`` and its encoding ``sin(x), cos(x), sin(2 x), cos(2 x), …`` are joined, and joined again with features in the middle
+of the network. Parts that begin at no multiple of 16 bytes are copied; in front of the others they are not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.index import ConcatAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import operand, reshaped
+from optdnn.passes.support.products import PRODUCTS, constant_matrix
+from optdnn.types import Array, normalize_axis
+
+ALIGNED = 8
+"""Elements of 16 bits at whose multiples products and copies begin."""
+LEAST = 3
+"""Fewest repetitions of parts that become one."""
+PERIOD = 4
+"""Most parts of a repetition."""
+DEPTH = 6
+"""Deepest arithmetic that is looked at."""
+
+
+@rule("aligned_rows_first", {"Concat"})
+def aligned_rows_first(graph: Graph, op: Op) -> Match | Miss | None:
+    """Rows that products read: parts whose widths are multiples of eight come first, and so do their weights."""
+    widths = _widths(graph, op)
+    if widths is None:
+        return None
+    starts = [0, *accumulate(widths)]
+    if not any(n % ALIGNED == 0 and at % ALIGNED for n, at in zip(widths, starts, strict=False)):
+        return None
+    users = graph.users(op.value)
+    weights = [_matrix(graph, op, user) for user in users]
+    if any(w is None for w in weights):
+        return Miss("the joined rows are read by more than products with constant matrices")
+    order = sorted(range(len(widths)), key=lambda k: widths[k] % ALIGNED != 0)
+    places = np.concatenate([np.arange(starts[k], starts[k] + widths[k]) for k in order])
+
+    def build(patch: Patch) -> None:
+        joined = patch.add("Concat", [op.inputs[k] for k in order], op.attrs)
+        for user, weight in zip(users, weights, strict=True):
+            assert weight is not None
+            name = graph.output(user.value).name
+            matrix = patch.constant(np.ascontiguousarray(weight[0][places]), f"{name}.weight")
+            y = patch.add("MatMul", [joined, matrix], MatMulAttrs())
+            if weight[1] is not None:
+                y = patch.add("Add", [y, patch.constant(weight[1], f"{name}.bias")])
+            patch.replace(user.value, y)
+
+    return Match((op, *users), build)
+
+
+def _widths(graph: Graph, op: Op) -> list[int] | None:
+    """The widths of parts that are joined along the last axis, of two axes or more."""
+    dims = [graph.type(v).shape for v in op.inputs if v is not None]
+    if len(dims) < 2 or any(d is None or len(d) < 2 or not isinstance(d[-1], int) for d in dims):
+        return None
+    rank = len(dims[0])  # type: ignore[arg-type]
+    if normalize_axis(op.attrs.axis, rank) != rank - 1:
+        return None
+    return [d[-1] for d in dims]  # type: ignore[index, misc]
+
+
+def _matrix(graph: Graph, op: Op, user: Op) -> tuple[Array, Array | None] | None:
+    """The constant matrix, and the vector that is added, of a product of the joined rows."""
+    if user.kind not in PRODUCTS or [v for v in user.inputs if v == op.value] != [user.inputs[0]]:
+        return None
+    if (found := constant_matrix(graph, user)) is None:
+        return None
+    matrix = found[0] if isinstance(found[0], np.ndarray) else graph.constant_value(found[0])
+    assert matrix is not None
+    return matrix, found[1]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Parts ``start`` to ``start + period * times`` of a Concat: the same arithmetic again and again, on other numbers."""
+
+    start: int
+    period: int
+    times: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.period * self.times
+
+
+@rule("repeated_parts", {"Concat"})
+def repeated_parts(graph: Graph, op: Op) -> Match | None:
+    """``[sin(a x), cos(a x), sin(b x), cos(b x), …]`` is the sine and cosine of ``x`` times ``[a, b, …]``, side by side."""
+    widths = _widths(graph, op)
+    parts = [v for v in op.inputs if v is not None]
+    if widths is None or len(parts) < LEAST or len({graph.type(v).dims for v in parts}) > 2:
+        return None
+    counts = Counter(v for part in parts for v in _arithmetic(graph, part))
+    best: tuple[_Run, set[Value]] | None = None
+    for period in range(1, PERIOD + 1):
+        # A value that more parts are made of than one repetition has is the same in all repetitions.
+        shared = {v for v, count in counts.items() if count >= LEAST * period}
+        run = _longest_run([(graph.type(v).dims, _form(graph, v, shared)) for v in parts], period)
+        if run is not None and (best is None or run.end - run.start > best[0].end - best[0].start):
+            best = run, shared
+    if best is None:
+        return None
+    run, shared = best
+    first = parts[run.start : run.start + run.period]
+    if any(v in shared or not _spread(graph, v, shared) for v in first):
+        return None
+
+    def build(patch: Patch) -> Value:
+        made: dict[tuple[Value, ...], Value] = {}
+        columns = [
+            _stacked(patch, parts[run.start + j : run.end : run.period], shared, made) for j in range(run.period)
+        ]
+        rank = len(graph.type(parts[run.start]).dims)
+        rows = columns[0] if run.period == 1 else patch.add("Concat", columns, ConcatAttrs(rank))
+        rows = reshaped(patch, rows, (*[0] * (rank - 1), widths[run.start] * run.period * run.times))
+        others = [*parts[: run.start], rows, *parts[run.end :]]
+        return rows if len(others) == 1 else patch.add("Concat", others, ConcatAttrs(rank - 1))
+
+    return Match((op,), build)
+
+
+def _inner(graph: Graph, value: Value) -> Op | None:
+    """The pointwise operator that makes a value of constants and one shape."""
+    op = graph.op(value)
+    if op.kind in STRUCTURAL or not op.definition.traits.pointwise or len(op.outputs) != 1 or None in op.inputs:
+        return None
+    return op
+
+
+def _number(graph: Graph, value: Value) -> Array | None:
+    array = graph.constant_value(value)
+    return array if array is not None and array.size == 1 else None
+
+
+def _arithmetic(graph: Graph, value: Value, depth: int = DEPTH) -> set[Value]:
+    """The value and all that pointwise operators make it of."""
+    op = _inner(graph, value) if depth else None
+    found = {value}
+    for v in () if op is None else op.inputs:
+        assert v is not None
+        if graph.constant_value(v) is None:
+            found |= _arithmetic(graph, v, depth - 1)
+    return found
+
+
+def _form(graph: Graph, value: Value, shared: set[Value], depth: int = DEPTH) -> Any:
+    """The arithmetic that makes a value of ``shared`` ones and numbers, without the numbers."""
+    if (number := _number(graph, value)) is not None:
+        return number.dtype.str
+    op = _inner(graph, value) if depth and value not in shared else None
+    if op is None:
+        return value
+    return op.kind, op.attrs, tuple(_form(graph, operand(op, i), shared, depth - 1) for i in range(len(op.inputs)))
+
+
+def _longest_run(forms: Sequence[Any], period: int) -> _Run | None:
+    """The first of the longest runs of repeated forms."""
+    best: _Run | None = None
+    for start in range(len(forms) - period):
+        times = 1
+        while forms[start + times * period :][:period] == forms[start:][:period]:
+            times += 1
+        if times >= LEAST and (best is None or times > best.times):
+            best = _Run(start, period, times)
+    return best
+
+
+def _spread(graph: Graph, value: Value, shared: set[Value]) -> bool:
+    """Whether all that a part is made of, but for numbers, has the part's axes: one more can be put in front of the last."""
+    op = None if value in shared or _number(graph, value) is not None else _inner(graph, value)
+    rank = len(graph.type(value).dims)
+    before = [] if op is None else [v for v in op.inputs if v is not None and _number(graph, v) is None]
+    return all(len(graph.type(v).dims) == rank and _spread(graph, v, shared) for v in before)
+
+
+def _stacked(patch: Patch, values: Sequence[Value], shared: set[Value], made: dict[tuple[Value, ...], Value]) -> Value:
+    """Values of one form side by side on a new axis in front of the last."""
+    key, graph = tuple(values), patch.graph
+    if key not in made:
+        numbers = [_number(graph, v) for v in values]
+        op = _inner(graph, values[0]) if values[0] not in shared else None
+        if all(a is not None for a in numbers):
+            stack = np.stack([a.reshape(1) for a in numbers if a is not None])
+            made[key] = patch.constant(stack[0, 0] if len(set(values)) == 1 else stack, "numbers")
+        elif op is None:
+            dims = graph.type(values[0]).dims
+            made[key] = reshaped(patch, values[0], (*[0] * (len(dims) - 1), 1, int(dims[-1])))  # type: ignore[arg-type]
+        else:
+            sides = [[operand(graph.op(v), i) for v in values] for i in range(len(op.inputs))]
+            made[key] = patch.add(op.kind, [_stacked(patch, side, shared, made) for side in sides], op.attrs)
+    return made[key]
+
+
+class JoinedRows(RulePass):
+    name = "joined_rows"
+    rules = (repeated_parts, aligned_rows_first)
