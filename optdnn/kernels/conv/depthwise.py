@@ -316,6 +316,8 @@ def emit_squeezed(
         return
     sums = b.new(f"{pool.outputs[0].name}.sums", np.dtype(np.float32), (n, tile.count, channels))
     b.emit(covers, launches[0], {**operands, "sums": sums}, "ConvSqueeze", attrs, reads, [out, sums])
+    if mean is None:
+        b.sums[pool.value] = sums  # a gate may read them, and this launch goes where nothing else reads the means
     pixels = {"pixels": math.prod(size), **own}
     b.emit(pool, launches[1], {"sums": sums, "means": means}, "SqueezeFinish", pixels, [sums], [means])
 

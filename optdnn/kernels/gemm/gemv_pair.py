@@ -100,10 +100,23 @@ class GemvPair(ConvPair):
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         return _offers(self.problem(b, op), b.gpu)
 
+    def sums(self, b: Builder, op: Op, problem: pair.Problem, config: pair.Config) -> TensorView | None:
+        """The sums of tiles of which the launch makes the means itself; None where there are none, or they do not fit."""
+        first = self.first(b.graph, op)
+        found = None if first.inputs[0] is None or problem.pixels else b.sums.get(first.inputs[0])
+        if found is None:
+            return None
+        whole = _of_sums(b, first, problem, found)
+        return None if pair.refuse(whole, config, shared=b.gpu.shared_per_block) is not None else found
+
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         first, problem = self.first(b.graph, op), self.problem(b, op)
         between, ep = _epilogues(b, first, op)
-        x, out = self.source(b, op), b.target(op.value)
+        sums, out = self.sums(b, op, problem, config), b.target(op.value)
+        if sums is not None:
+            x, problem = sums, _of_sums(b, first, problem, sums)
+        else:
+            x = self.source(b, op)
         operands = {"x": x, "output": out}
         reads: list[TensorView | None] = [x]
         for name, conv, stages in (("first", first, between), ("second", op, ep)):
@@ -116,7 +129,10 @@ class GemvPair(ConvPair):
             reads += [operands[name].view((rows, depth, 1, 1), (shape[1], 1, 1, 1)), bias.view((rows,), (1,))]
             reads += scalars(b, stages)
         attrs = pair_attrs(first, op, between, ep, problem.dtype)
-        pitch = (conv_maps.pitch_of(x) or 0) if problem.pixels else _pitch(x)
+        if sums is not None:
+            attrs, pitch = attrs | {"pixels": problem.pixels}, problem.depth
+        else:
+            pitch = (conv_maps.pitch_of(x) or 0) if problem.pixels else _pitch(x)
         made = pair.launch(problem, config, b.gpu, pitch, _pitch(out))
         kind, covers = "ExcitationGate" if problem.pixels else "SeparableConv", self.region(b, op).src
         b.emit(replace(op, src=covers), made, operands, kind, attrs, reads, [out])
@@ -169,6 +185,12 @@ def _pool(graph: Graph, first: Op) -> Op | None:
     """The operator that makes the means that only ``first`` reads."""
     pool = graph.op(first.inputs[0])  # type: ignore[arg-type]
     return pool if pool.kind == "GlobalAveragePool" and graph.sole_user(pool.value) == first else None
+
+
+def _of_sums(b: Builder, first: Op, problem: pair.Problem, sums: TensorView) -> pair.Problem:
+    """The problem with the means made of an image's sums."""
+    image = b.graph.op(first.inputs[0]).inputs[0]  # type: ignore[arg-type]
+    return replace(problem, pixels=math.prod(b.graph.type(image).static_shape[2:]), tiles=sums.shape[1])  # type: ignore[arg-type]
 
 
 def _filled(weight: Array, shape: tuple[int, int]) -> Array:
