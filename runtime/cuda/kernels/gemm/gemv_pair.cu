@@ -123,7 +123,7 @@ DEVICE float channel_sum(const Params& p, const Item* image, int channels, float
     return total;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gemv_pair(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
     grid_launch_dependents();
 #if CLUSTER > 1
