@@ -342,7 +342,9 @@ def test_an_addition_of_unknown_sizes_stays() -> None:
     )
 
 
-def tokens(*, shape: tuple[int, ...] = (7, 1, 6), scale: tuple[int, ...] = (6,), axis: int = -1, made: bool = True) -> Graph:
+def tokens(
+    *, shape: tuple[int, ...] = (7, 1, 6), scale: tuple[int, ...] = (6,), axis: int = -1, made: bool = True
+) -> Graph:
     """A product, its norm, and a product that reads the norm's rows in another shape. ``made``: the rows are a product's."""
     n = Net(np.float64)
     x = n.input(1, 7, 6)

@@ -20,6 +20,7 @@ from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
+from optdnn.kernels.conv.depthwise_kernel import FINISH
 from optdnn.kernels.conv.fused import bias_row
 from optdnn.kernels.conv.hopper import bias_of
 from optdnn.kernels.conv.pair import ONE_PIXEL, ConvPair, pair_attrs, scalars
@@ -79,9 +80,11 @@ class GemvPair(ConvPair):
         problem, gpu = self.problem(b, op), fitted(b.gpu)
         if problem.images > FEW:
             return f"of more than {FEW} images, only tuning tries one launch"
-        if problem.hidden * problem.depth < SMALL:
-            return f"of fewer than {SMALL} products before the hidden vector, only tuning tries one launch"
         one, two = _offers(problem, gpu)[0].seconds or 0.0, _apart(problem, gpu)
+        if _summed(b, self.first(b.graph, op)):
+            two += FINISH
+        elif problem.hidden * problem.depth < SMALL:
+            return f"of fewer than {SMALL} products before the hidden vector, only tuning tries one launch"
         return two_are_better(one, two, GAIN)
 
     def source(self, b: Builder, op: Op) -> TensorView:
@@ -136,6 +139,9 @@ class GemvPair(ConvPair):
         made = pair.launch(problem, config, b.gpu, pitch, _pitch(out))
         kind, covers = "ExcitationGate" if problem.pixels else "SeparableConv", self.region(b, op).src
         b.emit(replace(op, src=covers), made, operands, kind, attrs, reads, [out])
+
+
+GATE = GemvPair()
 
 
 class PooledPair(GemvPair):
@@ -199,6 +205,22 @@ def _filled(weight: Array, shape: tuple[int, int]) -> Array:
     made = np.zeros(shape, weight.dtype)
     made[:rows, :depth] = weight.reshape(rows, depth)
     return made
+
+
+def adds_sums(b: Builder, pool: Op) -> bool:
+    """Whether the means of a convolution's result are for a gate whose launch makes them of the sums of tiles."""
+    first = None if pool.value in b.reserved else b.graph.sole_user(pool.value)
+    op = None if first is None else b.graph.sole_user(first.value)
+    if first is None or op is None or GATE.find_first(b.graph, op) != first:
+        return False
+    return GATE.refuse(b, op) is None and GATE.defer(b, op) is None
+
+
+def _summed(b: Builder, first: Op) -> bool:
+    """Whether the launch of a convolution may tell the sums of the tiles of which the first product's vectors are the means."""
+    pool = _pool(b.graph, first)
+    source = None if pool is None else b.graph.op(pool.inputs[0])  # type: ignore[arg-type]
+    return source is not None and source.kind == "Conv" and source.attrs.group > 1
 
 
 def _epilogues(b: Builder, first: Op, op: Op) -> tuple[Epilogue, Epilogue]:
