@@ -288,7 +288,7 @@ def turn_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("flat_rows_before_norm", {"Reshape"})
 def flat_rows_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
-    """``reshape(norm(x)) @ W`` is ``norm(reshape(x)) @ W`` where rows stay whole: the product then reads the norm, and may apply it.
+    """``reshape(norm(x)) @ W`` is ``norm(reshape(x)) @ W`` where rows stay whole: the product reads the norm, and may apply it.
 
     PyTorch's nn.MultiheadAttention puts the sequence first. Of one image that is a Reshape.
     """
