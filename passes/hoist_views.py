@@ -269,15 +269,13 @@ def turn_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     if any(not isinstance(n, int) for n in (*rows, *graph.type(operand(op)).dims)):
         return Miss("its sizes are not known")
-    if normalize_axis(norm.attrs.axis, len(rows)) != len(rows) - 1 or len(norm.outputs) > 1:
-        return Miss(f"{norm.name} normalizes more than rows, or keeps their statistics")
-    if any(len(graph.type(v).dims) > 1 for v in norm.inputs[1:] if v is not None):
-        return Miss(f"the scale or bias of {norm.name} differs between rows")
+    if (why := _beyond_rows(graph, norm, rows)) is not None:
+        return Miss(why)
     shape = graph.type(operand(op)).static_shape
     if _spread(shape, op.attrs.perm) > _MOST_AXES:
         return Miss("its rows are spread over too many axes")
     added = producer(graph, norm.inputs[0], {"Add"}, alone=True)
-    if added is not None and not any(behind_anchor(graph, replace(added, inputs=(v,))) for v in added.inputs):
+    if added is not None and not _adds_product(graph, added):
         return Miss(f"one launch makes {added.name} and {norm.name}")
 
     def build(patch: Patch) -> Value:
@@ -286,6 +284,46 @@ def turn_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
         return patch.add(norm.kind, [turned, *norm.inputs[1:]], replace(norm.attrs, axis=-1))
 
     return Match((op, norm) if reshape is None else (op, reshape, norm), build)
+
+
+@rule("flat_rows_before_norm", {"Reshape"})
+def flat_rows_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
+    """``reshape(norm(x)) @ W`` is ``norm(reshape(x)) @ W`` where rows stay whole: the product reads the norm, and may apply it.
+
+    PyTorch's nn.MultiheadAttention puts the sequence first. Of one image that is a Reshape.
+    """
+    norm, user = producer(graph, operand(op), NORMS, alone=True), graph.sole_user(op.value)
+    if norm is None or user is None or user.kind not in PRODUCTS or user.inputs[0] != op.value:
+        return None
+    before, after = shape_of(graph, norm.value), op.outputs[0].type.shape
+    if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
+        return Miss("its sizes are not known")
+    if before[-1] != after[-1]:
+        return Miss("it does not keep rows whole")
+    if (why := _beyond_rows(graph, norm, before)) is not None:
+        return Miss(why)
+    if (source := graph.op(operand(norm))).kind not in PRODUCTS and not _adds_product(graph, source):
+        return Miss(f"no product makes the rows of {norm.name}")
+
+    def build(patch: Patch) -> Value:
+        x = reshaped(patch, operand(norm), graph.type(op.value).static_shape)
+        return patch.add(norm.kind, [x, *norm.inputs[1:]], replace(norm.attrs, axis=-1))
+
+    return Match((op, norm), build)
+
+
+def _beyond_rows(graph: Graph, norm: Op, rows: Sequence[Any]) -> str | None:
+    """Why a norm is more than one of each row by itself."""
+    if normalize_axis(norm.attrs.axis, len(rows)) != len(rows) - 1 or len(norm.outputs) > 1:
+        return f"{norm.name} normalizes more than rows, or keeps their statistics"
+    if any(len(graph.type(v).dims) > 1 for v in norm.inputs[1:] if v is not None):
+        return f"the scale or bias of {norm.name} differs between rows"
+    return None
+
+
+def _adds_product(graph: Graph, op: Op) -> bool:
+    """Whether an addition is a stage of a product that it adds to."""
+    return op.kind == "Add" and any(behind_anchor(graph, replace(op, inputs=(v,))) for v in op.inputs)
 
 
 def _spread(shape: tuple[int, ...], perm: Sequence[int]) -> int:
@@ -323,5 +361,5 @@ class HoistViews(RulePass):
     name = "hoist_views"
     rules = (
         own_products, hoist_view, unflattened_rows, add_before_split, split_before_reshape, add_before_turn, norm_before_reshape,
-        turn_before_norm, add_before_reshape_of_norm, third_term, ordered_columns,
+        turn_before_norm, flat_rows_before_norm, add_before_reshape_of_norm, third_term, ordered_columns,
     )  # fmt: skip

@@ -158,6 +158,8 @@ class Builder:
     """Buffers that keep what their step leaves there (:attr:`optdnn.runtime.program.Program.retained`)."""
     together: dict[int, Any] = field(default_factory=dict)
     """What a tactic's ``place`` decided for an operator (by number) beyond the places of its results."""
+    sums: dict[Value, TensorView] = field(default_factory=dict)
+    """Means that a launch of their own makes of the sums of an image's tiles -> these sums (images, tiles, channels)."""
     chosen: dict[int, Any] = field(default_factory=dict)
     """Anchor of a planned site (by number) -> its tactic."""
     joined: dict[int, tuple[Op, ...]] = field(default_factory=dict)

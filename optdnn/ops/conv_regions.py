@@ -133,6 +133,21 @@ class SeparableConvAttrs(NestedAttrs):
 
 
 @dataclass(frozen=True)
+class ExcitationGateAttrs(SeparableConvAttrs):
+    """Two products of the means of images. ``pixels``: of an image whose tiles' sums are read; 0: the image is."""
+
+    pixels: int = 0
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> ExcitationGateAttrs:
+        convs = SeparableConvAttrs.read(given)
+        return cls(convs.first, convs.second, convs.through, convs.operands, given.get("pixels", 0))
+
+    def plain(self) -> dict[str, Any]:
+        return {**super().plain(), "pixels": self.pixels}
+
+
+@dataclass(frozen=True)
 class ConvSqueezeAttrs(NestedAttrs):
     """The convolution ``of`` (a kind) with its attributes ``conv``, and the sums of tiles of ``tile`` pixels.
 
@@ -277,10 +292,10 @@ def _infer_chained(call: Call) -> Result:
 
 
 def _infer_excitation_gate(call: Call) -> Result:
-    a: SeparableConvAttrs = call.attrs
+    a: ExcitationGateAttrs = call.attrs
     x = call.type(0)
-    require_rank(x, 4, "ExcitationGate input")
-    vectors = x.with_shape((*x.dims[:2], 1, 1))
+    require_rank(x, 3 if a.pixels else 4, "ExcitationGate input")
+    vectors = TensorType(call.type(1).dtype, (x.dims[0], x.dims[2 if a.pixels else 1], 1, 1))
     between = infer_as(call, "Conv", a.first, (vectors, *call.types[1 : a.operands])).types
     return infer_as(call, "Conv", a.second, (*between, *call.types[a.operands :]))
 
@@ -323,7 +338,7 @@ DEFS: tuple[OpDef, ...] = (
     region("ConvSqueeze", _infer_conv_squeeze, ConvSqueezeAttrs, tol=_TOL),
     region("ConvSum", _infer_conv_sum, ConvSumAttrs, tol=_TOL),
     region("ImageConv", _infer_image_conv, ImageConvAttrs, tol=_TOL, arity=3),
-    region("ExcitationGate", _infer_excitation_gate, SeparableConvAttrs, tol=_TOL),
+    region("ExcitationGate", _infer_excitation_gate, ExcitationGateAttrs, tol=_TOL),
     region("MeanProduct", _infer_mean_product, ConvAttrs, tol=_TOL, arity=3),
     region("PooledConv", _infer_pooled, ConvAttrs, tol=_TOL, arity=3),
     region("PooledImageConv", _infer_pooled_image, PooledImageConvAttrs, tol=_TOL, arity=3),

@@ -175,9 +175,14 @@ def chained_conv(run: Run, *given: Array | None, operands: int, through: str, **
     return middle, *run("Conv", [middle, *given[operands:]], prefixed(attrs, "second_"))
 
 
-def excitation_gate(run: Run, x: Array, *given: Array | None, through: str, **attrs: Any) -> tuple[Array, ...]:
-    """The means over an image's pixels, as one pixel rounded to the type ``through``, then :func:`separable_conv`."""
-    (means,) = cast(x.mean((2, 3), keepdims=True, dtype=np.float32), through)
+def excitation_gate(
+    run: Run, x: Array, *given: Array | None, through: str, pixels: int = 0, **attrs: Any
+) -> tuple[Array, ...]:
+    """The means over an image's pixels, as one pixel rounded to the type ``through``, then :func:`separable_conv`.
+
+    ``pixels``: of an image the sums of whose tiles are x; 0: x is the image."""
+    exact = squeeze_finish(x, pixels=pixels)[0] if pixels else x.mean((2, 3), keepdims=True, dtype=np.float32)
+    (means,) = cast(exact, through)
     return separable_conv(run, means.astype(np.float32), *given, through=through, **attrs)
 
 

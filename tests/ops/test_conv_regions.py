@@ -16,6 +16,7 @@ from optdnn.ops.conv_regions import (
     ConvBlocksAttrs,
     ConvSqueezeAttrs,
     ConvSumAttrs,
+    ExcitationGateAttrs,
     ImageConvAttrs,
     QuantizedBlocksAttrs,
     SeparableConvAttrs,
@@ -172,10 +173,17 @@ def test_chained_conv() -> None:
     assert definition.cost(call, definition.infer(call)).flops == 2 * 60 * (4 * 16 + 16 * 8)
 
 
-def test_excitation_gate() -> None:
+@pytest.mark.parametrize("pixels", [0, 42])
+def test_excitation_gate(pixels: int) -> None:
+    """``pixels``: of an image, the sums of whose tiles are given."""
     x, w, first_bias, second, bias = random(2, 8, 6, 6), random(4, 8, 1, 1), random(4), random(16, 4, 1, 1), random(16)
-    (y,) = results("ExcitationGate", SeparableConvAttrs(POINT, POINT, "float16"), [x, w, first_bias, second, bias])
-    means = x.mean((2, 3), keepdims=True, dtype=np.float32).astype(np.float16).astype(np.float32)
+    exact = x.mean((2, 3), keepdims=True, dtype=np.float32)
+    if pixels:
+        x = random(2, 5, 8)
+        exact = x.sum(1, dtype=np.float32)[:, :, None, None] / np.float32(pixels)
+    attrs = ExcitationGateAttrs(POINT, POINT, "float16", pixels=pixels)
+    (y,) = results("ExcitationGate", attrs, [x, w, first_bias, second, bias])
+    means = exact.astype(np.float16).astype(np.float32)
     between = conv(POINT, means, w, first_bias).astype(np.float16).astype(np.float32)
     assert np.array_equal(y, conv(POINT, between, second, bias))
 

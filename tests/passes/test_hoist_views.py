@@ -340,3 +340,43 @@ def test_an_addition_of_unknown_sizes_stays() -> None:
     check_refused(
         HoistViews(), n.done(n.op("Add", y, n.input(batch, 12, 6, name="y"))), because="its sizes are not known"
     )
+
+
+def tokens(
+    *, shape: tuple[int, ...] = (7, 1, 6), scale: tuple[int, ...] = (6,), axis: int = -1, made: bool = True
+) -> Graph:
+    """A product, its norm, and a product that reads the norm's rows in another shape. ``made``: the rows are a product's."""
+    n = Net(np.float64)
+    x = n.input(1, 7, 6)
+    y = n.op("Add", x, n.op("MatMul", n.op("Relu", x), n.random(6, 6))) if made else n.op("Relu", x)
+    rows = n.op("LayerNormalization", y, n.positive(*scale), attrs=LayerNormAttrs(axis, 1e-3))
+    columns = n.random(shape[-1], 4)
+    return n.done(n.op("MatMul", n.op("Reshape", rows, n.ints(*shape)), columns), n.op("Tanh", y))
+
+
+@pytest.mark.parametrize("shape", [(7, 1, 6), (7, 6)])
+def test_a_product_reads_the_norm_of_rows_in_its_own_shape(shape: tuple[int, ...]) -> None:
+    graph, _ = check_pass(HoistViews(), tokens(shape=shape), changes=1, rules={"flat_rows_before_norm": 1})
+    (norm,) = graph.of_kind("LayerNormalization")
+    assert graph.op(norm.inputs[0]).kind == "Reshape"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "because"),
+    [
+        ({"shape": (14, 3)}, "does not keep rows whole"),
+        ({"axis": 1, "scale": (7, 6)}, "more than rows"),
+        ({"scale": (7, 6)}, "differs between rows"),
+        ({"made": False}, "no product makes the rows"),
+    ],
+)
+def test_other_norms_stay_in_front_of_the_reshape(changes: dict[str, Any], because: str) -> None:
+    check_refused(HoistViews(), tokens(**changes), because=because, rule="flat_rows_before_norm")
+
+
+def test_a_norm_of_rows_of_unknown_number_stays_in_front() -> None:
+    n = Net()
+    y = n.op("MatMul", n.input(symbol("b"), 7, 6), n.random(6, 6))
+    y = n.op("Reshape", n.op("LayerNormalization", y, n.positive(6)), n.ints(-1, 6))
+    graph = n.done(n.op("MatMul", y, n.random(6, 4)))
+    check_refused(HoistViews(), graph, because="its sizes are not known", rule="flat_rows_before_norm")

@@ -22,6 +22,7 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
 from optdnn.kernels.conv.hopper import bias_of
 from optdnn.kernels.conv.problem import Source
+from optdnn.kernels.gemm.gemv_pair import adds_sums
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.quantized.hopper import refusal
@@ -239,11 +240,11 @@ class HalfDepthwise(DepthwiseTactic):
         n, c, h, w = x.shape
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         source = Source(h, w, c, (*weight.shape[2:], 1)[:2], *_geometry(op.attrs))
-        dtype, squeezed, unit = map_dtype(op.outputs[0].type.dtype), self.pool(b, op) is not None, _unit(x, out)
+        dtype, pool, unit = map_dtype(op.outputs[0].type.dtype), self.pool(b, op), _unit(x, out)
         read, written = (conv_maps.pitch_of(image, unit) or 0 for image in (x, out))
         return depthwise.Problem(
-            n, source, (("bias",), *ep.rendered), dtype, squeezed, pitches=(read, written), unit=unit,
-            relu=relu_before(op),
+            n, source, (("bias",), *ep.rendered), dtype, pool is not None, pitches=(read, written), unit=unit,
+            relu=relu_before(op), summed=pool is not None and adds_sums(b, pool),
         )  # fmt: skip
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
@@ -314,6 +315,8 @@ def emit_squeezed(
         return
     sums = b.new(f"{pool.outputs[0].name}.sums", np.dtype(np.float32), (n, tile.count, channels))
     b.emit(covers, launches[0], {**operands, "sums": sums}, "ConvSqueeze", attrs, reads, [out, sums])
+    if mean is None:
+        b.sums[pool.value] = sums  # a gate may read them, and this launch goes where nothing else reads the means
     pixels = {"pixels": math.prod(size), **own}
     b.emit(pool, launches[1], {"sums": sums, "means": means}, "SqueezeFinish", pixels, [sums], [means])
 

@@ -137,7 +137,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
         problem.source, problem.batch, device, config.blocks, shared=read * 4 + results * 8, tensor=products,
         issued=issued, depth=issued * 1.5, least=problem.bytes, start=1800,
     )  # fmt: skip
-    return seconds + (depthwise.FINISH if squeeze_mode(problem, config) == 1 else 0.0)
+    return seconds + depthwise.finish_seconds(problem, squeeze_mode(problem, config))
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:

@@ -65,6 +65,8 @@ class Problem(OneSource):
     """Pixels of input and result begin at multiples of so many elements: 4 or 8."""
     relu: bool = False
     """Whether the ReLU of a 16-bit input is filtered."""
+    summed: bool = False
+    """Of a squeeze: whether the launch that reads the means adds up the sums of tiles itself."""
 
     @property
     def out_dtype(self) -> str:
@@ -325,8 +327,13 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     slower = 1.36 if taps > 9 else 2.1
     thread = work * (3.4e-9 if taps > 9 else 2.5e-9)  # a wave takes at least as long as one of its threads
     memory = problem.bytes / 2.96e12
-    second = FINISH if squeeze_mode(problem, config) == 1 else 0.0
+    second = finish_seconds(problem, squeeze_mode(problem, config))
     return 0.57e-6 + max(memory, l2, compute * slower, whole * thread) + unread + second
+
+
+def finish_seconds(problem: Problem, mode: int) -> float:
+    """Predicted seconds of the launch that adds up sums of tiles, if there is one."""
+    return FINISH if mode == 1 and not problem.summed else 0.0
 
 
 def sectors(problem: Problem, config: Strips) -> float:

@@ -187,7 +187,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     box = math.prod(patch(problem, config)) * config.vectors * lanes * problem.item
     l2 = slabs * count * (box + config.threads * outputs * lanes * 2) / 5.0e12
     in_flight = min(1.0, (config.stages - 1) * box * resident(problem, config) / 40000)
-    second = depthwise.FINISH if squeeze_mode(problem, config) == 1 else 0.0
+    second = depthwise.finish_seconds(problem, squeeze_mode(problem, config))
     return 1.0e-6 + max(compute, l2, problem.bytes / MEMORY / (0.6 + 0.35 * in_flight)) + second
 
 

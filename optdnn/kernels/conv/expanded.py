@@ -28,6 +28,7 @@ from optdnn.kernels.conv.hopper import bias_of, with_pitch
 from optdnn.kernels.conv.pair import DEPTHWISE, POINTWISE, ConvPair, pair_attrs, scalars
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.separable_kernel import pack_filters
+from optdnn.kernels.gemm.gemv_pair import adds_sums
 from optdnn.kernels.tactic import MANY, Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -129,8 +130,9 @@ class Expanded(ConvPair, MakesMeans):
         between = plan_epilogue(b.graph, first, channel_axis=1, allow_residual=False)
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         source = Source(h, w, weight.shape[0], weight.shape[2:], a.strides, a.pads, a.dilations)
-        dtype, squeezed = map_dtype(op.outputs[0].type.dtype), self.pool(b, op) is not None
-        filtered = depthwise.Problem(n, source, (("bias",), *ep.rendered), dtype, squeezed)
+        dtype, pool = map_dtype(op.outputs[0].type.dtype), self.pool(b, op)
+        summed = pool is not None and adds_sums(b, pool)
+        filtered = depthwise.Problem(n, source, (("bias",), *ep.rendered), dtype, pool is not None, summed=summed)
         return _Pair(first, between, ep, expanded.Problem(filtered, depth, (("bias",), *between.rendered)))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:

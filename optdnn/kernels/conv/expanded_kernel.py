@@ -284,7 +284,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     compute = per_block * max(tile * full + waits, load * full) / CLOCK
     moved = pixels * problem.depth + math.prod(config.tile) * config.channels
     l2 = slabs * count * moved * 2 / 5.0e12
-    second = depthwise.FINISH if squeeze_mode(problem, config) == 1 else 0.0
+    second = depthwise.finish_seconds(problem.filtered, squeeze_mode(problem, config))
     return LAUNCH + max(compute, l2, problem.bytes / MEMORY / 0.85) + second
 
 

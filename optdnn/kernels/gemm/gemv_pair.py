@@ -20,6 +20,7 @@ from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
+from optdnn.kernels.conv.depthwise_kernel import FINISH
 from optdnn.kernels.conv.fused import bias_row
 from optdnn.kernels.conv.hopper import bias_of
 from optdnn.kernels.conv.pair import ONE_PIXEL, ConvPair, pair_attrs, scalars
@@ -79,9 +80,11 @@ class GemvPair(ConvPair):
         problem, gpu = self.problem(b, op), fitted(b.gpu)
         if problem.images > FEW:
             return f"of more than {FEW} images, only tuning tries one launch"
-        if problem.hidden * problem.depth < SMALL:
-            return f"of fewer than {SMALL} products before the hidden vector, only tuning tries one launch"
         one, two = _offers(problem, gpu)[0].seconds or 0.0, _apart(problem, gpu)
+        if _summed(b, self.first(b.graph, op)):
+            two += FINISH
+        elif problem.hidden * problem.depth < SMALL:
+            return f"of fewer than {SMALL} products before the hidden vector, only tuning tries one launch"
         return two_are_better(one, two, GAIN)
 
     def source(self, b: Builder, op: Op) -> TensorView:
@@ -100,10 +103,23 @@ class GemvPair(ConvPair):
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         return _offers(self.problem(b, op), b.gpu)
 
+    def sums(self, b: Builder, op: Op, problem: pair.Problem, config: pair.Config) -> TensorView | None:
+        """The sums of tiles of which the launch makes the means itself; None where there are none, or they do not fit."""
+        first = self.first(b.graph, op)
+        found = None if first.inputs[0] is None or problem.pixels else b.sums.get(first.inputs[0])
+        if found is None:
+            return None
+        whole = _of_sums(b, first, problem, found)
+        return None if pair.refuse(whole, config, shared=b.gpu.shared_per_block) is not None else found
+
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         first, problem = self.first(b.graph, op), self.problem(b, op)
         between, ep = _epilogues(b, first, op)
-        x, out = self.source(b, op), b.target(op.value)
+        sums, out = self.sums(b, op, problem, config), b.target(op.value)
+        if sums is not None:
+            x, problem = sums, _of_sums(b, first, problem, sums)
+        else:
+            x = self.source(b, op)
         operands = {"x": x, "output": out}
         reads: list[TensorView | None] = [x]
         for name, conv, stages in (("first", first, between), ("second", op, ep)):
@@ -116,10 +132,16 @@ class GemvPair(ConvPair):
             reads += [operands[name].view((rows, depth, 1, 1), (shape[1], 1, 1, 1)), bias.view((rows,), (1,))]
             reads += scalars(b, stages)
         attrs = pair_attrs(first, op, between, ep, problem.dtype)
-        pitch = (conv_maps.pitch_of(x) or 0) if problem.pixels else _pitch(x)
+        if sums is not None:
+            attrs, pitch = attrs | {"pixels": problem.pixels}, problem.depth
+        else:
+            pitch = (conv_maps.pitch_of(x) or 0) if problem.pixels else _pitch(x)
         made = pair.launch(problem, config, b.gpu, pitch, _pitch(out))
         kind, covers = "ExcitationGate" if problem.pixels else "SeparableConv", self.region(b, op).src
         b.emit(replace(op, src=covers), made, operands, kind, attrs, reads, [out])
+
+
+GATE = GemvPair()
 
 
 class PooledPair(GemvPair):
@@ -171,12 +193,34 @@ def _pool(graph: Graph, first: Op) -> Op | None:
     return pool if pool.kind == "GlobalAveragePool" and graph.sole_user(pool.value) == first else None
 
 
+def _of_sums(b: Builder, first: Op, problem: pair.Problem, sums: TensorView) -> pair.Problem:
+    """The problem with the means made of an image's sums."""
+    image = b.graph.op(first.inputs[0]).inputs[0]  # type: ignore[arg-type]
+    return replace(problem, pixels=math.prod(b.graph.type(image).static_shape[2:]), tiles=sums.shape[1])  # type: ignore[arg-type]
+
+
 def _filled(weight: Array, shape: tuple[int, int]) -> Array:
     """The matrix of a 1x1 convolution, with zeros behind its rows and columns."""
     rows, depth = weight.shape[:2]
     made = np.zeros(shape, weight.dtype)
     made[:rows, :depth] = weight.reshape(rows, depth)
     return made
+
+
+def adds_sums(b: Builder, pool: Op) -> bool:
+    """Whether the means of a convolution's result are for a gate whose launch makes them of the sums of tiles."""
+    first = None if pool.value in b.reserved else b.graph.sole_user(pool.value)
+    op = None if first is None else b.graph.sole_user(first.value)
+    if first is None or op is None or GATE.find_first(b.graph, op) != first:
+        return False
+    return GATE.refuse(b, op) is None and GATE.defer(b, op) is None
+
+
+def _summed(b: Builder, first: Op) -> bool:
+    """Whether the launch of a convolution may tell the sums of the tiles of which the first product's vectors are the means."""
+    pool = _pool(b.graph, first)
+    source = None if pool is None else b.graph.op(pool.inputs[0])  # type: ignore[arg-type]
+    return source is not None and source.kind == "Conv" and source.attrs.group > 1
 
 
 def _epilogues(b: Builder, first: Op, op: Op) -> tuple[Epilogue, Epilogue]:

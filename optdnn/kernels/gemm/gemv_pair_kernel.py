@@ -14,8 +14,8 @@ WARPS, POOLING_WARPS = 8, 16
 """Warps of a block; of one that makes means."""
 CLUSTERS = (1, 2, 4, 8, 16)
 """Blocks that share an image."""
-PART = 8
-"""Threads that share a sum of the second product; of the first one, a warp."""
+MOST_SHARE = 8
+"""Threads that share a sum of the second product at most: each takes eight elements at a time. Of the first one, a warp."""
 LAUNCH_S, MEET_S, SIXTEEN_S = 1.9e-6, 0.2e-6, 0.3e-6
 """Seconds of a launch after another one; what clusters add, and clusters of sixteen blocks."""
 PASS_S = 0.12e-6
@@ -41,6 +41,8 @@ class Problem:
     dtype: str = "float16"
     pixels: int = 0
     """Of images (channels-last), the means of whose channels are the vectors; 0: vectors are read."""
+    tiles: int = 0
+    """Of the images, whose sums (fp32) are read instead of ``pixels``; 0: the pixels themselves."""
 
 
 @dataclass(frozen=True, order=True)
@@ -56,6 +58,11 @@ class Config:
 def shares(problem: Problem, config: Config) -> tuple[int, int]:
     """Elements of the hidden vector, and of the result, that a block makes."""
     return -(-problem.hidden // config.cluster), -(-problem.channels // config.cluster)
+
+
+def part(problem: Problem) -> int:
+    """Threads that share a sum of the second product: a power of two."""
+    return min(MOST_SHARE, 1 << (-(-problem.hidden // 8) - 1).bit_length())
 
 
 def warps(problem: Problem) -> int:
@@ -99,7 +106,8 @@ def refuse(
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile; sizes are parameters."""
-    sizes = {"CLUSTER": config.cluster, "WARPS": warps(problem), "POOL": int(problem.pixels > 0)}
+    pool = 0 if not problem.pixels else 2 if problem.tiles else 1
+    sizes = {"CLUSTER": config.cluster, "WARPS": warps(problem), "PART": part(problem), "POOL": pool}
     defines = render.constants(sizes)
     stages = [render.epilogue(problem.between, "between_one"), render.epilogue(problem.epilogue)]
     text = "\n".join([defines, *stages, ""])
@@ -111,7 +119,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pi
     ``second_bias`` (fp32), ``output``. Pitches count elements from an image to the next, ``x_pitch`` of images from a pixel."""
     parameters = Parameters().pointer("x", "first", "first_bias", "second", "second_bias", "output")
     parameters.i32(problem.depth, problem.hidden, problem.channels, *shares(problem, config), x_pitch, out_pitch)
-    parameters.i32(problem.pixels, pooled(problem, config))
+    parameters.i32(problem.tiles or problem.pixels, pooled(problem, config)).f32(1.0 / max(1, problem.pixels))
     return parameters.launch(
         recipe(problem, config, gpu.arch), "gemv_pair", config.cluster * problem.images, warps(problem) * 32,
         shared=shared_bytes(problem, config), cluster=config.cluster,
@@ -124,11 +132,11 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     waves = math.ceil(problem.images / max(1, gpu.clusters_at_once(config.cluster)))
     together = (MEET_S if config.cluster > 1 else 0.0) + (SIXTEEN_S if config.cluster == 16 else 0.0)
     threads = 32 * warps(problem)
-    passes = -(-rows // warps(problem)) + -(-columns // (threads // PART))
-    steps = -(-problem.depth // 512) - 1 + -(-problem.hidden // (8 * PART)) - 1
+    passes = -(-rows // warps(problem)) + -(-columns // (threads // part(problem)))
+    steps = -(-problem.depth // 512) - 1 + -(-problem.hidden // (8 * part(problem))) - 1
     block = PASS_S * (passes + 0.25 * steps)
     if problem.pixels:
-        loads = problem.pixels * pooled(problem, config) / 8 / threads
+        loads = (problem.tiles or problem.pixels) * pooled(problem, config) / 8 / threads
         block += POOL_S + BATCH_S * (math.ceil(loads / AHEAD) - 1) + together
     return LAUNCH_S + together + block + (waves - 1) * (WAVE_S + block)
 

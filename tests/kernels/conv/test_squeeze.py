@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.conv_cases import excited
 from support.net import Net
 from support.simulated import check_simulated, kinds
 
 from optdnn.kernels.conv import depthwise_kernel as depthwise
+from optdnn.kernels.conv.problem import Source
 from optdnn.runtime.program import Program
 
 
@@ -31,10 +34,24 @@ def test_a_pool_of_another_convolution_stays_a_pool() -> None:
 
 
 def test_the_second_launch_covers_every_channel() -> None:
-    from optdnn.kernels.conv.problem import Source
     from optdnn.runtime.cuda.gpu_facts import of_arch
 
     problem = depthwise.Problem(3, Source(28, 28, 40, (3, 3), (1, 1), (1, 1, 1, 1)), squeeze=True)
     made = depthwise.launch_squeeze(problem, 9, of_arch("sm_90a"))
     assert made.grid == (2, 3, 1)
     assert made.block == 512
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_sums_cost_no_launch_where_a_gate_adds_them_up(readers: int) -> None:
+    """The cost model counts the second launch only where the gate does not take its place. ``readers`` of the means."""
+    n = Net()
+    y = n.conv(n.conv(n.input(1, 64, 40, 36), 64, 1, pads=0), 64, group=64)
+    means = n.op("GlobalAveragePool", y)
+    gate = n.op("Sigmoid", n.conv(n.op("Relu", n.conv(means, 16, 1, pads=0)), 64, 1, pads=0))
+    results = [n.conv(n.op("Mul", y, gate), 16, 1, pads=0), *([n.op("Tanh", means)] * (readers - 1))]
+    found = kinds(check_simulated(n.done(*results), tolerance=1e-2))
+    assert ("SqueezeFinish" in found) == (readers > 1)
+    problem = depthwise.Problem(1, Source(40, 36, 64, (3, 3), (1, 1), (1, 1, 1, 1)), squeeze=True)
+    assert depthwise.finish_seconds(problem, 1) == depthwise.FINISH
+    assert depthwise.finish_seconds(problem, 2) == depthwise.finish_seconds(replace(problem, summed=True), 1) == 0

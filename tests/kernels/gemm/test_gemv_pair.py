@@ -67,6 +67,8 @@ NETS: dict[str, Callable[[], Graph]] = {
     "five images": lambda: excited(images=5),
     "other channels": lambda: excited(out=20),
     "ten hidden": lambda: excited(hidden=10, activation="Swish"),
+    "sums": lambda: excited(images=1, size=(40, 36)),
+    "sums, many channels": lambda: excited(240, 10, images=2, size=(40, 36), activation="Swish"),
     "means": lambda: excited(means=True),
     "means, one image": lambda: excited(images=1, means=True, channels=96, size=(28, 28)),
     "means, many channels": lambda: excited(1032, 24, images=1, means=True, activation="Swish"),
@@ -88,7 +90,25 @@ def test_one_launch_gives_what_two_give(name: str, precision: str) -> None:
     program = check_simulated(NETS[name](), precision)
     (step,) = [s for s in program.steps if str(s.params["tactic"]).startswith("gemv_pair")]
     assert sum(node.startswith("Conv") for node in step.src) == 2, "both convolutions are named"
-    assert step.params["op"]["kind"] == ("ExcitationGate" if name.startswith("means") else "SeparableConv")
+    tiled = any(s.params["op"]["kind"] == "ConvSqueeze" and s.params["op"]["attrs"]["tile"] for s in program.steps)
+    assert tiled or not name.startswith("sums")
+    assert step.params["op"]["kind"] == ("ExcitationGate" if tiled or name.startswith("means") else "SeparableConv")
+    assert "SqueezeFinish" not in kinds(program), "the gate makes the means of the tiles' sums"
+
+
+@pytest.mark.usefixtures("chosen")
+def test_means_that_others_read_keep_their_launch() -> None:
+    n = Net()
+    x = n.op("GlobalAveragePool", n.conv(n.conv(n.input(1, 8, 40, 36), 64), 64, group=64))
+    program = check_simulated(n.done(n.conv(n.conv(x, 16, 1, pads=0), 64, 1, pads=0), n.op("Tanh", x)))
+    assert {"SqueezeFinish", "ExcitationGate"} <= set(kinds(program))
+
+
+@pytest.mark.usefixtures("chosen")
+def test_sums_of_more_channels_than_threads_keep_their_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "CLUSTERS", (1,))
+    program = check_simulated(excited(520, 16, images=1, size=(40, 36)))
+    assert {"SqueezeFinish", "SeparableConv"} <= set(kinds(program))
 
 
 def reasons(program: Program, name: str = "gemv_pair_sm90") -> list[str]:
@@ -169,8 +189,8 @@ def test_means_are_refused_with_their_reason(name: str) -> None:
     build, reason = MEANS_REFUSED[name]
     n = Net()
     program = lowered(n.done(*build(n)))
-    assert "ExcitationGate" not in kinds(program)
-    assert "SeparableConv" in kinds(program)
+    (step,) = [s for s in program.steps if str(s.params["tactic"]).startswith("gemv_pair")]
+    assert not str(step.params["tactic"]).startswith("gemv_pair_means_sm90")
     assert any(reason in found for found in reasons(program, "gemv_pair_means_sm90"))
 
 
@@ -201,7 +221,7 @@ def test_unmeasured_the_cost_model_decides(faster: bool, monkeypatch: pytest.Mon
 )
 def test_what_was_not_faster_is_for_tuning(given: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tactic, "_apart", lambda problem, gpu: 1.0)
-    network = excited(**{"channels": 1024, "hidden": 32, **given})
+    network = excited(**{"channels": 1024, "hidden": 32, "means": True, **given})
     check_not_taken(network, "gemv_pair_sm90", reason, "SeparableConv")
 
 
@@ -263,17 +283,21 @@ def test_the_kernel_on_a_processor(depth: int, hidden: int, channels: int, dtype
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize(("depth", "pixels"), [(64, 63), (136, 500), (24, 3), (256, 1)])
-def test_means_on_a_processor(depth: int, pixels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("depth", "pixels", "tiles"), [(64, 63, 0), (136, 500, 0), (24, 3, 0), (256, 1, 0), (96, 784, 56), (240, 784, 8)]
+)
+def test_means_on_a_processor(
+    depth: int, pixels: int, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pair, "POOLING_WARPS", 8)  # the emulator has no more
-    problem = pair.Problem(2, depth, 16, 40, pixels=pixels)
+    problem = pair.Problem(2, depth, 16, 40, pixels=pixels, tiles=tiles)
     assert pair.refuse(problem, pair.Config(1)) is None
-    rng, pitch = np.random.default_rng(0), depth + 16
+    rng, pitch = np.random.default_rng(0), depth if tiles else depth + 16
     made = pair.launch(problem, pair.Config(1), HOPPER, pitch, 40)
     text = made.recipe.generated["generated.cuh"]
     rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
     library = emulated.compiled(made.recipe, made.function, tmp_path, rendered=rendered, headers=["vectors.cuh"])
-    x = (rng.standard_normal((2, pixels, pitch)) + 1).astype(np.float16)
+    x = (rng.standard_normal((2, tiles or pixels, pitch)) + 1).astype(np.float32 if tiles else np.float16)
     first = (rng.standard_normal((16, depth)) / depth**0.5).astype(np.float16)
     second = (rng.standard_normal((40, 16)) / 4).astype(np.float16)
     biases = [rng.standard_normal(size).astype(np.float32) for size in (16, 40)]
@@ -281,7 +305,7 @@ def test_means_on_a_processor(depth: int, pixels: int, tmp_path: Path, monkeypat
     arrays["output"] = np.zeros((2, 40), np.float16)
     held = {name: emulated.aligned(a) for name, a in arrays.items()}
     emulated.run(library, made, {name: held[name].ctypes.data for name in made.operands})
-    means = x[..., :depth].mean(1, dtype=np.float32).astype(np.float16).astype(np.float32)
+    means = (x[..., :depth].sum(1, dtype=np.float32) / pixels).astype(np.float16).astype(np.float32)
     between = (means @ first.astype(np.float32).T + biases[0]).astype(np.float16).astype(np.float32)
     want = between @ second.astype(np.float32).T + biases[1]
     np.testing.assert_allclose(held["output"].astype(np.float32), want, rtol=0, atol=4e-3 * np.abs(want).max())
@@ -290,7 +314,7 @@ def test_means_on_a_processor(depth: int, pixels: int, tmp_path: Path, monkeypat
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("config", [pair.Config(c) for c in (1, 8, 16)], ids=str)
 def test_kernels_compile_without_spills(config: pair.Config) -> None:
-    for more in ({}, {"dtype": "bfloat16"}, {"pixels": 49}):
+    for more in ({}, {"dtype": "bfloat16"}, {"pixels": 49}, {"pixels": 784, "tiles": 56}):
         (kernel,) = nvrtc.resources(pair.recipe(replace(P, **more), config)).values()
         assert kernel.spill_bytes == 0
 

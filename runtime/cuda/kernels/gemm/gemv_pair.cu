@@ -6,18 +6,19 @@
 // result. Both shares of the weights are in shared memory before the kernel that makes the vectors has ended: they depend on
 // no other one. 16-bit operands, fp32 sums in one order.
 //
-// POOL: the vector has the means of the channels of an image (channels-last), of which each block makes a share.
+// POOL: the vector has the means of the channels of an image, of which each block makes a share: of 1 its pixels (channels-last), of 2
+// the sums of its tiles, which the kernel before has made.
 //
-// generated.cuh defines CLUSTER, WARPS, POOL, between_one() and epilogue().
+// generated.cuh defines CLUSTER, WARPS, PART (lanes that share a sum of the second product), POOL, between_one() and epilogue().
 #include "vectors.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
 
-constexpr int THREADS = WARPS * 32, PART = 8;      // lanes that share a sum of the second product
+constexpr int THREADS = WARPS * 32;
 constexpr int AHEAD = 8;
 
 struct Params {
-    const u16* x;                                  // [images][x_pitch]; POOL: [images][pixels][x_pitch]
+    const void* x;                                 // [images][x_pitch]; POOL: [images][pixels][x_pitch], of 2 fp32
     const u16* first;                              // [hidden][depth]
     const float* first_bias;                       // [hidden]
     const u16* second;                             // [channels][hidden]
@@ -26,8 +27,14 @@ struct Params {
     int depth, hidden, channels;                   // depth and hidden: multiples of 8
     int rows, columns;                             // of the hidden vector and of the result, that a block makes
     int x_pitch, out_pitch;
-    int pixels, share;                             // POOL: share: the channels whose means a block makes, a multiple of 8
+    int pixels, share;                             // POOL: pixels or tiles; the channels whose means a block makes, a multiple of 8
+    float factor;                                  // of a sum that makes it a mean
 };
+#if POOL == 2
+typedef float Item;
+#else
+typedef u16 Item;
+#endif
 
 DEVICE void copy(u16* to, const u16* from, int elements) {
     for (int i = threadIdx.x * 8; i < elements; i += THREADS * 8) copy_16_or_zeros(smem_address(to + i), from + i, 16);
@@ -56,26 +63,46 @@ DEVICE void meet() {
 #endif
 }
 
+// Eight channels of a pixel, or of a tile's sums.
+#if POOL == 2
+struct Eight {
+    float4 low, high;
+};
+DEVICE Eight load_eight(const float* from) {
+    return {reinterpret_cast<const float4*>(from)[0], reinterpret_cast<const float4*>(from)[1]};
+}
+DEVICE void add_eight(float (&sum)[8], const Eight& v) {
+    sum[0] += v.low.x, sum[1] += v.low.y, sum[2] += v.low.z, sum[3] += v.low.w;
+    sum[4] += v.high.x, sum[5] += v.high.y, sum[6] += v.high.z, sum[7] += v.high.w;
+}
+#else
+typedef Packed<8> Eight;
+DEVICE Eight load_eight(const u16* from) { return load_packed<8>(from); }
+DEVICE void add_eight(float (&sum)[8], const Eight& v) {
+    #pragma unroll
+    for (int i = 0; i < 8; i++) sum[i] += element(v, i);
+}
+#endif
+
 // The sums of ``share`` channels from ``image`` on, of which the image has ``channels``: each of the first threads has one. Threads take
 // vectors of pixels, a number of pixels apart, AHEAD at a time; ``partial``: 8 numbers a thread.
-DEVICE float channel_sum(const Params& p, const u16* image, int channels, float* partial) {
+DEVICE float channel_sum(const Params& p, const Item* image, int channels, float* partial) {
     const int vectors = p.share / 8, lines = THREADS / vectors, vector = threadIdx.x % vectors, line = threadIdx.x / vectors;
     float sum[8];
     #pragma unroll
     for (int i = 0; i < 8; i++) sum[i] = 0.0f;
     if (line < lines && vector * 8 < channels) {
         for (int begin = line; begin < p.pixels; begin += AHEAD * lines) {
-            Packed<8> v[AHEAD];
+            Eight v[AHEAD];
             #pragma unroll
             for (int k = 0; k < AHEAD; k++) {
                 const int pixel = begin + k * lines;
-                v[k] = load_packed<8>(image + (long long)min(pixel, p.pixels - 1) * p.x_pitch + vector * 8);
+                v[k] = load_eight(image + (long long)min(pixel, p.pixels - 1) * p.x_pitch + vector * 8);
             }
             #pragma unroll
             for (int k = 0; k < AHEAD; k++) {
                 if (begin + k * lines >= p.pixels) break;
-                #pragma unroll
-                for (int i = 0; i < 8; i++) sum[i] += element(v[k], i);
+                add_eight(sum, v[k]);
             }
         }
     }
@@ -96,7 +123,7 @@ DEVICE float channel_sum(const Params& p, const u16* image, int channels, float*
     return total;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gemv_pair(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
     grid_launch_dependents();
 #if CLUSTER > 1
@@ -124,9 +151,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemv_pair(const __grid_con
 #if POOL
     float* partial = second_bias + (p.columns + 3) / 4 * 4;
     const int channel = rank * p.share, own = max(0, min(p.share, p.depth - channel));
-    const float total = channel_sum(p, p.x + (long long)image * p.pixels * p.x_pitch + channel, own, partial);
+    const Item* const own_image = static_cast<const Item*>(p.x) + (long long)image * p.pixels * p.x_pitch;
+    const float total = channel_sum(p, own_image + channel, own, partial);
 #else
-    copy(x, p.x + (long long)image * p.x_pitch, p.depth);
+    copy(x, static_cast<const u16*>(p.x) + (long long)image * p.x_pitch, p.depth);
 #endif
     copies_commit();
     copies_wait_but<0>();
@@ -136,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemv_pair(const __grid_con
 #endif
 #if POOL
     if (int(threadIdx.x) < own) {
-        const u16 mean = pack1(total / p.pixels);
+        const u16 mean = pack1(total * p.factor);
 #if CLUSTER > 1
         for (int r = 0; r < CLUSTER; r++) put(x + channel + threadIdx.x, r, mean);
 #else
