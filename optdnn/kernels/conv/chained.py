@@ -226,7 +226,7 @@ class ChainedProducts(Tactic):
         views: list[list[TensorView]] = []
         for name, product, ep in zip(("first", "second"), (op, pair.second), pair.epilogues, strict=True):
             (weight, bias), label = self.factors(b, product), product.outputs[0].name
-            (channels, depth), wide = weight.shape, up(len(weight), chained.CHUNK)
+            (channels, depth), wide = weight.shape, up(len(weight), chained.TILE_CHANNELS)
             made[name] = b.constant(np.ascontiguousarray(weight), f"{label}.weights")
             made[f"{name}_bias"] = bias_row(b, product, ep.added_to(bias), wide)
             views.append(
