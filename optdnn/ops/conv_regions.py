@@ -13,7 +13,7 @@ from optdnn.ops.conv import ConvAttrs, ConvGeometry
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import infer_stages
 from optdnn.ops.held import held_attrs, infer_as, plain_held, region
-from optdnn.ops.quantized import QuantizedMeanAttrs
+from optdnn.ops.quantized import QuantizedConvAttrs, QuantizedMeanAttrs
 from optdnn.ops.regions import without
 from optdnn.ops.values import ceil_div
 from optdnn.runtime.reference.conv_regions import prefixed
@@ -130,6 +130,26 @@ class SeparableConvAttrs(NestedAttrs):
         first = {f"first_{name}": value for name, value in plain_held("Conv", self.first).items()}
         second = {f"second_{name}": value for name, value in plain_held("Conv", self.second).items()}
         return {**first, **second, "through": self.through, "operands": self.operands}
+
+
+@dataclass(frozen=True)
+class ChainedQuantizedAttrs(NestedAttrs):
+    """Two QuantizedConv. The first reads the first ``operands`` operands, the second its result. ``kept``: the first result is one, too."""
+
+    first: QuantizedConvAttrs
+    second: QuantizedConvAttrs
+    kept: bool
+    operands: int = 3
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> ChainedQuantizedAttrs:
+        first, second = (QuantizedConvAttrs(**prefixed(given, prefix)) for prefix in ("first_", "second_"))
+        return cls(first, second, given["kept"], given["operands"])
+
+    def plain(self) -> dict[str, Any]:
+        first, second = (attrs_dict(x) for x in (self.first, self.second))
+        made = {f"first_{k}": v for k, v in first.items()} | {f"second_{k}": v for k, v in second.items()}
+        return {**made, "kept": self.kept, "operands": self.operands}
 
 
 @dataclass(frozen=True)
@@ -276,6 +296,13 @@ def _infer_chained(call: Call) -> Result:
     return Result((*between, *infer_as(call, "Conv", a.second, (*between, *call.types[a.operands :])).types))
 
 
+def _infer_chained_quantized(call: Call) -> Result:
+    a: ChainedQuantizedAttrs = call.attrs
+    between = infer_as(call, "QuantizedConv", a.first, call.types[: a.operands]).types
+    last = infer_as(call, "QuantizedConv", a.second, (*between, *call.types[a.operands :])).types
+    return Result((*between, *last) if a.kept else last)
+
+
 def _infer_excitation_gate(call: Call) -> Result:
     a: SeparableConvAttrs = call.attrs
     x = call.type(0)
@@ -319,6 +346,7 @@ _TOL = Tol(rtol=1e-5, atol=3e-6)
 DEFS: tuple[OpDef, ...] = (
     region("BlocksToSpace", _infer_blocks_to_space, BlocksToSpaceAttrs, cost=free, tol=EXACT, traits=_MOVES, arity=1),
     region("ChainedConv", _infer_chained, SeparableConvAttrs, tol=_TOL),
+    region("ChainedQuantized", _infer_chained_quantized, ChainedQuantizedAttrs, tol=EXACT),
     region("ConvBlocks", _infer_conv_blocks, ConvBlocksAttrs, tol=_TOL, arity=3),
     region("ConvSqueeze", _infer_conv_squeeze, ConvSqueezeAttrs, tol=_TOL),
     region("ConvSum", _infer_conv_sum, ConvSumAttrs, tol=_TOL),

@@ -175,6 +175,13 @@ def chained_conv(run: Run, *given: Array | None, operands: int, through: str, **
     return middle, *run("Conv", [middle, *given[operands:]], prefixed(attrs, "second_"))
 
 
+def chained_quantized(run: Run, *given: Array | None, operands: int, kept: bool, **attrs: Any) -> tuple[Array, ...]:
+    """A QuantizedConv of the first ``operands`` operands, and another one of its result; ``kept``: both results."""
+    (middle,) = run("QuantizedConv", given[:operands], prefixed(attrs, "first_"))
+    last = run("QuantizedConv", [middle, *given[operands:]], prefixed(attrs, "second_"))
+    return (middle, *last) if kept else last
+
+
 def excitation_gate(run: Run, x: Array, *given: Array | None, through: str, **attrs: Any) -> tuple[Array, ...]:
     """The means over an image's pixels, as one pixel rounded to the type ``through``, then :func:`separable_conv`."""
     (means,) = cast(x.mean((2, 3), keepdims=True, dtype=np.float32), through)
@@ -228,6 +235,7 @@ KERNELS: dict[str, Kernel] = {
 
 COMPOSED: dict[str, ComposedKernel] = {
     "ChainedConv": chained_conv,
+    "ChainedQuantized": chained_quantized,
     "ConvBlocks": conv_blocks,
     "ConvSqueeze": conv_squeeze,
     "ConvSum": conv_sum,

@@ -93,7 +93,9 @@ def byte_operands(p: Problem, seed: int = 0) -> tuple[dict[str, np.ndarray], np.
         return epilogue(total, pairs[: len(weight)], second, **own)
 
     x = rows(p.depth, pitches.image, of.image)
-    first, second = (rng.integers(-127, 128, shape).astype(np.int8) for shape in ((p.middle, p.depth), (p.channels, p.middle)))
+    first, second = (
+        rng.integers(-127, 128, shape).astype(np.int8) for shape in ((p.middle, p.depth), (p.channels, p.middle))
+    )
     pairs = [
         np.stack([rng.uniform(0.5, 1.5, wide) / depth**0.5 / 100, rng.uniform(-20, 40, wide)], 1).astype(np.float32)
         for wide, depth in ((-(-p.middle // 128) * 128, p.depth), (-(-p.channels // 128) * 128, p.middle))

@@ -233,7 +233,10 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
 
 
 def launch(
-    problem: Problem, config: Config, gpu: GpuFacts, numbers: tuple[Requantize, Requantize] = (Requantize(), Requantize())
+    problem: Problem,
+    config: Config,
+    gpu: GpuFacts,
+    numbers: tuple[Requantize, Requantize] = (Requantize(), Requantize()),
 ) -> Launch:
     """The launch: a grid that fills ``gpu``. Operands: ``input``, ``output``, and where they are ``middle``, ``added`` and ``added_last``
     (channels-last); ``first`` and ``second`` (matrices: [channels, inputs]), ``first_bias`` and ``second_bias`` (fp32, whole chunks). ``numbers``: of integers' epilogues."""
@@ -287,7 +290,12 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     rows, count = config.groups * config.columns, tiles(problem, config)
     tiles_of_chunk = problem.chunk // TILE_CHANNELS
     first, second = (
-        config.columns / 2 * ((FINISH if problem.item == 2 else FINISH_BYTE) + sum(GELU if s[0] == "gelu" else STAGE_ISSUE.get(str(s[0]), 1.0) for s in stages))
+        config.columns
+        / 2
+        * (
+            (FINISH if problem.item == 2 else FINISH_BYTE)
+            + sum(GELU if s[0] == "gelu" else STAGE_ISSUE.get(str(s[0]), 1.0) for s in stages)
+        )
         for stages in (problem.first, problem.second)
     )
     # Of a chunk and warpgroup.

@@ -124,7 +124,9 @@ def on_the_processor(
     text = launch.recipe.generated["generated.cuh"]
     types = (made.dtype,) * 2 if made.integers is None else (made.integers.image, made.integers.middle)
     for name, dtype in zip(("first_product", "second_product"), types, strict=True):
-        text = text.replace(render.wgmma(config.columns, dtype, name=name), PRODUCT.format(name, STEPS.get(dtype, "wgmma_step")))
+        text = text.replace(
+            render.wgmma(config.columns, dtype, name=name), PRODUCT.format(name, STEPS.get(dtype, "wgmma_step"))
+        )
     rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
     library = emulated.compiled(
         launch.recipe, launch.function, folder, rendered=rendered, headers=["chained_results.cuh"]
@@ -164,8 +166,6 @@ def test_kernels_compile_without_spills(made: Problem, config: Config) -> None:
     _, log = nvrtc.compile_recipe(chained.recipe(made, config), resources=True)
     assert " 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
     assert "serialized" not in log
-
-
 
 
 @pytest.mark.nvrtc
