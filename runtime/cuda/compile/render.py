@@ -123,8 +123,8 @@ def prologue(stages: Sequence[Stage]) -> str:
 
 
 def runtime_epilogue(stages: Sequence[Stage], coarse: bool = False, name: str = "epilogue") -> str:
-    """CUDA source of ``float epilogue(float x, float c, float r, const float* k)`` (or of another ``name``): the constants of the stages are ``k[0]``,
-    ``k[1]``, … in order, so that layers which differ only in their scales share a kernel. ``coarse``: the result is rounded to
+    """CUDA source of ``float epilogue(float x, float c, float r, const float* k)`` (or of another ``name``): the constants of the stages
+    are ``k[0]``, ``k[1]``, … in order, so that layers which differ only in their scales share a kernel. ``coarse``: the result is rounded to
     8-bit integers. Raises InternalError."""
     slots, texts = itertools.count(), STAGES | COARSE if coarse else STAGES
     signature = f"{name}(float x, float c, float r, const float* k)"
@@ -179,7 +179,8 @@ def _sums(count: int, kind: str = "f32") -> tuple[str, str, str]:
 
 def wgmma(columns: int, dtype: str, *, across: bool = False, name: str = "wgmma_step") -> str:
     """CUDA source of ``wgmma_step(Acc (&d)[columns / 2], u64 a, u64 b, int accumulate)``: m64 n``columns``, 32 bytes of k, both
-    operands in shared memory, K-major (``across``: a MN-major); ``name``: another one. Acc is float, int for integers (PTX ISA, "wgmma.mma_async")."""
+    operands in shared memory, K-major (``across``: a MN-major); ``name``: another one. Acc is float, int for integers
+    (PTX ISA, "wgmma.mma_async")."""
     if not wgmma_columns(columns, dtype):
         raise InternalError(f"wgmma has no tile of {columns} columns of {dtype}")
     kinds, sums = WGMMA_KINDS[dtype]
