@@ -29,8 +29,9 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import Array
 
 INTEGERS = ("int8", "uint8")
-GAIN = 0.95
-"""One launch has to promise at most this fraction of what two take."""
+GAIN = 1.1
+"""One launch has to promise at most this fraction of what two take: those of five pairs in ResNet-50 took 1.25 times their predicted time at
+batch 128 on an H200, and one launch 0.95 to 1.2 times."""
 
 
 def is_pointwise(graph: Graph, op: Op) -> bool:

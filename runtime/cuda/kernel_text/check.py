@@ -100,7 +100,9 @@ def _both_in_memory(text: str) -> Iterable[str]:
         if render.wgmma_columns(_columns(text), dtype):
             made = render.wgmma(_columns(text), dtype, across=across)
             yield made
-            yield from (made.replace("wgmma_step", name) for name in ("wgmma_scores", "first_product", "second_product"))
+            yield from (
+                made.replace("wgmma_step", name) for name in ("wgmma_scores", "first_product", "second_product")
+            )
 
 
 def _one_in_registers(text: str) -> Iterable[str]:
