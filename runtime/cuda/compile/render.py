@@ -123,9 +123,9 @@ def prologue(stages: Sequence[Stage]) -> str:
 
 
 def runtime_epilogue(stages: Sequence[Stage], coarse: bool = False, name: str = "epilogue") -> str:
-    """CUDA source of ``float epilogue(float x, float c, float r, const float* k)`` (or of another ``name``): the constants of the stages
-    are ``k[0]``, ``k[1]``, … in order, so that layers which differ only in their scales share a kernel. ``coarse``: the result is rounded to
-    8-bit integers. Raises InternalError."""
+    """CUDA source of ``float epilogue(float x, float c, float r, const float* k)`` (or of another ``name``): the constants of
+    the stages are ``k[0]``, ``k[1]``, … in order, so that layers which differ only in their scales share a kernel. ``coarse``: the
+    result is rounded to 8-bit integers. Raises InternalError."""
     slots, texts = itertools.count(), STAGES | COARSE if coarse else STAGES
     signature = f"{name}(float x, float c, float r, const float* k)"
     return _function(signature, stages, texts, lambda _: f"k[{next(slots)}]")
