@@ -40,9 +40,9 @@ def _chained_conv(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any])
 
 
 def _chained_quantized(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
-    """The same, of which the weights' channels are viewed as three axes."""
+    """As :func:`_chained_conv`, with weights whose channels are viewed as three axes."""
     middle, channels = shapes[2][0], shapes[attrs["operands"] + 1][0]
-    return 2 * out[0] * math.prod(out[2:]) * middle * (shapes[0][1] + channels)
+    return float(2 * out[0] * math.prod(out[2:]) * middle * (shapes[0][1] + channels))
 
 
 def _conv_transpose(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:

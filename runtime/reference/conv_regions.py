@@ -59,7 +59,7 @@ def quantized_blocks(
 def _steps(x: Array, scale: float, dtype: DType) -> Array:
     """A float image in steps of ``scale``, around 0."""
     info = np.iinfo(dtype)
-    return np.clip(np.rint(x.astype(np.float32) / np.float32(scale)), info.min, info.max).astype(dtype)
+    return np.asarray(np.clip(np.rint(x.astype(np.float32) / np.float32(scale)), info.min, info.max).astype(dtype))
 
 
 def blocks_to_space(

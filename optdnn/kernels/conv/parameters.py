@@ -37,7 +37,7 @@ def pack_weights(problem: Problem, weights: Sequence[Array]) -> Array:
 
 
 def permuted_rows(matrix: Array) -> Array:
-    """``[channels, depth]`` with rows to a multiple of 16, of which row r + 8 h is channel 2 r + h."""
+    """``[channels, depth]`` with rows to a multiple of 16; of each 16, row r + 8 h is channel 2 r + h."""
     full = np.zeros((-(-len(matrix) // 16) * 16, matrix.shape[1]), matrix.dtype)
     full[: len(matrix)] = matrix
     return np.ascontiguousarray(full.reshape(-1, 8, 2, matrix.shape[1]).transpose(0, 2, 1, 3).reshape(full.shape))
