@@ -67,9 +67,11 @@ from optdnn.kernels.pointwise.custom import Custom
 from optdnn.kernels.pointwise.elementwise import Elementwise
 from optdnn.kernels.pool.max_pool import TiledMaxPool
 from optdnn.kernels.pool.pool import StagedPool, WindowPool
+from optdnn.kernels.quantized.chained import ChainedQuantized
 from optdnn.kernels.quantized.general import BandedQuantizedConv, GeneralQuantizedConv, GeneralQuantizedMatMul
 from optdnn.kernels.quantized.hopper import HopperQuantizedConv, HopperQuantizedMatMul
 from optdnn.kernels.quantized.pools import Int8MaxPool, Int8Mean
+from optdnn.kernels.quantized.stem_pool import QuantizedPooledStem
 from optdnn.kernels.recurrent.general import GeneralRNN
 from optdnn.kernels.recurrent.grid import GridRNN
 from optdnn.kernels.recurrent.hopper import HopperRNN
@@ -155,7 +157,14 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         PackedWgmma(),
         PackedGemm(),
     ),
-    "QuantizedConv": (HopperQuantizedConv(), Int8Depthwise(), BandedQuantizedConv(), GeneralQuantizedConv()),
+    "QuantizedConv": (
+        ChainedQuantized(),
+        QuantizedPooledStem(),
+        HopperQuantizedConv(),
+        Int8Depthwise(),
+        BandedQuantizedConv(),
+        GeneralQuantizedConv(),
+    ),
     "QuantizedMatMul": (HopperQuantizedMatMul(), GeneralQuantizedMatMul()),
     "QuantizedMean": (Int8Mean(),),
     "MaxPool": (Int8MaxPool(), TiledMaxPool(), WindowPool()),

@@ -13,7 +13,7 @@ from optdnn.ops.conv import ConvAttrs, ConvGeometry
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import infer_stages
 from optdnn.ops.held import held_attrs, infer_as, plain_held, region
-from optdnn.ops.quantized import QuantizedMeanAttrs
+from optdnn.ops.quantized import QuantizedConvAttrs, QuantizedMeanAttrs
 from optdnn.ops.regions import without
 from optdnn.ops.values import ceil_div
 from optdnn.runtime.reference.conv_regions import prefixed
@@ -103,6 +103,22 @@ class PooledImageConvAttrs(ImageConvAttrs):
 
 
 @dataclass(frozen=True)
+class PooledQuantizedImageAttrs(QuantizedConvAttrs):
+    """A QuantizedConv's of an image over ``scale`` in ``dtype``, and windows as of :class:`PooledImageConvAttrs`."""
+
+    scale: float = 1.0
+    dtype: DType = INT8
+    window: int = 2
+    begins: tuple[int, int] = (0, 0)
+    size: tuple[int, int] = (1, 1)
+
+    @property
+    def conv(self) -> QuantizedConvAttrs:
+        """The attributes of the convolution."""
+        return QuantizedConvAttrs(**without(attrs_dict(self), "scale", "dtype", "window", "begins", "size"))
+
+
+@dataclass(frozen=True)
 class ConvSumAttrs(Attrs):
     """``sources``: strides, pads and dilations of each convolution. Stages read operands 4, 5, ... as 1, 2, ..."""
 
@@ -130,6 +146,26 @@ class SeparableConvAttrs(NestedAttrs):
         first = {f"first_{name}": value for name, value in plain_held("Conv", self.first).items()}
         second = {f"second_{name}": value for name, value in plain_held("Conv", self.second).items()}
         return {**first, **second, "through": self.through, "operands": self.operands}
+
+
+@dataclass(frozen=True)
+class ChainedQuantizedAttrs(NestedAttrs):
+    """Two QuantizedConv: one of the first ``operands`` operands, and one of its result. ``kept``: the first result is one, too."""
+
+    first: QuantizedConvAttrs
+    second: QuantizedConvAttrs
+    kept: bool
+    operands: int = 3
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> ChainedQuantizedAttrs:
+        first, second = (QuantizedConvAttrs(**prefixed(given, prefix)) for prefix in ("first_", "second_"))
+        return cls(first, second, given["kept"], given["operands"])
+
+    def plain(self) -> dict[str, Any]:
+        first, second = (attrs_dict(x) for x in (self.first, self.second))
+        made = {f"first_{k}": v for k, v in first.items()} | {f"second_{k}": v for k, v in second.items()}
+        return {**made, "kept": self.kept, "operands": self.operands}
 
 
 @dataclass(frozen=True)
@@ -254,6 +290,14 @@ def _infer_pooled_image(call: Call) -> Result:
     return Result((y.with_shape((*y.dims[:2], *call.attrs.size)),))
 
 
+def _infer_pooled_quantized(call: Call) -> Result:
+    a: PooledQuantizedImageAttrs = call.attrs
+    x, w = call.type(0).with_dtype(a.dtype), call.type(1).with_dtype(INT8)
+    (y,) = infer_as(call, "QuantizedConv", a.conv, (x, w, *call.types[2:])).types
+    require_rank(y, 4, "PooledQuantizedImage result")
+    return Result((y.with_shape((*y.dims[:2], *a.size)),))
+
+
 def _infer_conv_sum(call: Call) -> Result:
     a: ConvSumAttrs = call.attrs
     require_length(a.sources, 2, "ConvSum sources")
@@ -289,6 +333,13 @@ def _infer_chained(call: Call) -> Result:
     a: SeparableConvAttrs = call.attrs
     between = infer_as(call, "Conv", a.first, call.types[: a.operands]).types
     return Result((*between, *infer_as(call, "Conv", a.second, (*between, *call.types[a.operands :])).types))
+
+
+def _infer_chained_quantized(call: Call) -> Result:
+    a: ChainedQuantizedAttrs = call.attrs
+    between = infer_as(call, "QuantizedConv", a.first, call.types[: a.operands]).types
+    last = infer_as(call, "QuantizedConv", a.second, (*between, *call.types[a.operands :])).types
+    return Result((*between, *last) if a.kept else last)
 
 
 def _infer_excitation_gate(call: Call) -> Result:
@@ -334,6 +385,7 @@ _TOL = Tol(rtol=1e-5, atol=3e-6)
 DEFS: tuple[OpDef, ...] = (
     region("BlocksToSpace", _infer_blocks_to_space, BlocksToSpaceAttrs, cost=free, tol=EXACT, traits=_MOVES, arity=1),
     region("ChainedConv", _infer_chained, SeparableConvAttrs, tol=_TOL),
+    region("ChainedQuantized", _infer_chained_quantized, ChainedQuantizedAttrs, tol=EXACT),
     region("ConvBlocks", _infer_conv_blocks, ConvBlocksAttrs, tol=_TOL, arity=3),
     region("ConvSqueeze", _infer_conv_squeeze, ConvSqueezeAttrs, tol=_TOL),
     region("ConvSum", _infer_conv_sum, ConvSumAttrs, tol=_TOL),
@@ -342,6 +394,7 @@ DEFS: tuple[OpDef, ...] = (
     region("MeanProduct", _infer_mean_product, ConvAttrs, tol=_TOL, arity=3),
     region("PooledConv", _infer_pooled, ConvAttrs, tol=_TOL, arity=3),
     region("PooledImageConv", _infer_pooled_image, PooledImageConvAttrs, tol=_TOL, arity=3),
+    region("PooledQuantizedImage", _infer_pooled_quantized, PooledQuantizedImageAttrs, tol=EXACT, arity=3),
     region("QuantizedBlocks", _infer_quantized_blocks, QuantizedBlocksAttrs, tol=EXACT),
     region("SeparableConv", _infer_separable, SeparableConvAttrs, tol=_TOL),
     region("SpaceToDepthImage", _infer_space_to_depth, SpaceToDepthImageAttrs, cost=free, traits=_MOVES),

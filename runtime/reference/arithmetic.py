@@ -39,6 +39,12 @@ def _chained_conv(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any])
     return 2 * out[0] * math.prod(out[2:]) * (math.prod(shapes[1]) + math.prod(shapes[attrs["operands"]]))
 
 
+def _chained_quantized(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    """As :func:`_chained_conv`, with weights whose channels are viewed as three axes."""
+    middle, channels = shapes[2][0], shapes[attrs["operands"] + 1][0]
+    return float(2 * out[0] * math.prod(out[2:]) * middle * (shapes[0][1] + channels))
+
+
 def _conv_transpose(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
     return 2 * math.prod(shapes[0]) * math.prod(shapes[1][1:])
 
@@ -111,6 +117,7 @@ PRODUCTS: dict[str, Products] = {
     "Attention": _attention,
     "CachedAttention": _cached_attention,
     "ChainedConv": _chained_conv,
+    "ChainedQuantized": _chained_quantized,
     "ChannelAttention": _attention,
     "ChannelResults": lambda shapes, out, attrs: _between_channels(shapes[1]),
     "ChannelSums": lambda shapes, out, attrs: _between_channels(shapes[0]),
@@ -137,6 +144,7 @@ PRODUCTS: dict[str, Products] = {
     "PeriodicAttention": _attention,
     "PooledConv": _conv(1, per_result=4),
     "PooledImageConv": _conv(1, per_result=4),
+    "PooledQuantizedImage": _conv(1, per_result=4),
     "QLinearConv": _conv(3),
     "QLinearMatMul": _matmul,
     "Quantized": _quantized,

@@ -130,6 +130,13 @@ static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline float bounded(float x, float low, float high) { return fminf(fmaxf(x, low), high); }
+template <class Of> static u32 of_halves(u32 a, u32 b, const Of& of) {
+    return u32(u16(of(short(a), short(b)))) | u32(u16(of(short(a >> 16), short(b >> 16)))) << 16;
+}
+static inline u32 __vmaxs2(u32 a, u32 b) { return of_halves(a, b, [](int x, int y) { return max(x, y); }); }
+static inline u32 __vadd2(u32 a, u32 b) { return of_halves(a, b, [](int x, int y) { return x + y; }); }
 static inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
     const u64 bytes = low | u64(high) << 32;
     u32 word = 0;
@@ -241,7 +248,7 @@ static inline void named_barrier(u32 id, u32 count) {
     while (named[id].turn == turn);
     found++;
 }
-struct alignas(64) TensorMap { u64 opaque[16]; };      // address, columns, rows, bytes of a row, box; elements of 16 bits
+struct alignas(64) TensorMap { u64 opaque[16]; };      // address, columns, rows, bytes of a row, box; the box's rows have 128 bytes
 static inline void tma_prefetch(const TensorMap*) {}
 static inline void tma_load_2d(u32 target, const TensorMap* map, u32 barrier, int x, int y) {
     const auto [from, columns, rows, pitch, width, height] = [&] {
@@ -249,26 +256,28 @@ static inline void tma_load_2d(u32 target, const TensorMap* map, u32 barrier, in
         memcpy(&m, map->opaque, sizeof m);
         return m;
     }();
-    if (target % 1024 || width != 64) abort();
+    const int item = width == 128 ? 1 : 2;
+    if (target % 1024 || width * item != 128) abort();
     for (int r = 0; r < height; r++)
         for (int c = 0; c < width; c++) {
-            const u32 at = target + r * 128 + c * 2;
+            const u32 at = target + r * 128 + c * item;
             u16 bits = 0;
-            if (y + r < rows && x + c < columns) memcpy(&bits, from + (y + r) * pitch + (x + c) * 2, 2);
-            memcpy(memory + (at ^ (at >> 7 & 7) << 4), &bits, 2);
+            if (y + r < rows && x + c < columns) memcpy(&bits, from + (y + r) * pitch + (x + c) * item, item);
+            memcpy(memory + (at ^ (at >> 7 & 7) << 4), &bits, item);
         }
     Barrier& b = barrier_at(barrier);
-    b.bytes -= int(width * height * 2);
+    b.bytes -= int(128 * height);
     settle(b);
 }
 static inline void tma_store_2d(const TensorMap* map, u32 source, int x, int y) {
     struct { u8* to; long long columns, rows, pitch, width, height; } m;
     memcpy(&m, map->opaque, sizeof m);
-    if (source % 1024 || m.width != 64) abort();
+    const int item = m.width == 128 ? 1 : 2;
+    if (source % 1024 || m.width * item != 128) abort();
     for (int r = 0; r < m.height; r++)
         for (int c = 0; c < m.width; c++) {
-            const u32 at = source + r * 128 + c * 2;
-            if (y + r < m.rows && x + c < m.columns) memcpy(m.to + (y + r) * m.pitch + (x + c) * 2, memory + (at ^ (at >> 7 & 7) << 4), 2);
+            const u32 at = source + r * 128 + c * item;
+            if (y + r < m.rows && x + c < m.columns) memcpy(m.to + (y + r) * m.pitch + (x + c) * item, memory + (at ^ (at >> 7 & 7) << 4), item);
         }
 }
 // Boxes of up to four axes: address, sizes, strides, box, swizzle. What lies outside arrives as zeros, and is not stored.
@@ -359,6 +368,23 @@ template <int N> static void wgmma_step(float (&d)[N], u64 a, u64 b, int accumul
         const unsigned row = threadIdx.x / 32 % 4 * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
         float total = 0;
         for (unsigned k = 0; k < 16; k++) total += element(a, row, k) * element(b, column, k);
+        d[i] = (accumulate ? d[i] : 0) + total;
+    }
+}
+// Of bytes, rows of 128 of K; operand B signed or not.
+template <bool UNSIGNED, int N> static void wgmma_bytes(int (&d)[N], u64 a, u64 b, int accumulate) {
+    const unsigned lane = threadIdx.x % 32;
+    const auto element = [](u64 matrix, unsigned row, unsigned k) {
+        const u32 at = u32(matrix << 4) + row * 128 + k;
+        return memory[at ^ (at >> 7 & 7) << 4];
+    };
+    for (int i = 0; i < N; i++) {
+        const unsigned row = threadIdx.x / 32 % 4 * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        int total = 0;
+        for (unsigned k = 0; k < 32; k++) {
+            const u8 right = element(b, column, k);
+            total += static_cast<signed char>(element(a, row, k)) * (UNSIGNED ? int(right) : int(static_cast<signed char>(right)));
+        }
         d[i] = (accumulate ? d[i] : 0) + total;
     }
 }
@@ -521,6 +547,9 @@ template <bool FLOAT8> static u32 narrow_four(const Narrow& n, float a, float b,
     u32 word = 0;
     for (int i = 0; i < 4; i++) word |= u32(u8(int(nearbyintf(min(max(v[i] * n.factor, n.low), n.high))) + n.zero)) << (8 * i);
     return word;
+}
+template <bool UNSIGNED> static void widen_four(u32 word, float offset, float scale, float (&r)[4]) {
+    for (int i = 0; i < 4; i++) r[i] = (float(((UNSIGNED ? word : word ^ 0x80808080u) >> (8 * i) & 255u) + 8388608u) - offset) * scale;
 }
 template <bool FLOAT8> static u32 narrow_four(float a, float b, float c, float d, float low, float high, int zero) {
     return narrow_four<FLOAT8>(Narrow{1.0f, low, high, zero}, a, b, c, d);

@@ -56,6 +56,18 @@ def quantized(n: Any) -> Any:
     return n.qconv(pooled, 16, 1)
 
 
+def chained_8bit(n: Any) -> Any:
+    """Two 1x1 convolutions, the first with a residual, whose result is read again."""
+    from optdnn.ops.base import Stage
+    from optdnn.ops.index import ConcatAttrs
+
+    x = n.fake(n.qconv(n.fake(n.input(2, 16, 13, 11), 0.03), 160, 3), 0.03)
+    y = n.fake(n.qconv(x, 48, 3), 0.03)
+    y = n.fake(n.qconv(y, 160, 1, epilogue=(Stage("Add", (-1, 3)), Stage("Relu", (-2,))), more=[x]), 0.04)
+    z = n.fake(n.qconv(y, 48, 1), 0.03)
+    return n.qconv(n.fake(n.op("Concat", y, z, attrs=ConcatAttrs(1)), 0.04), 16, 3)
+
+
 def far_strides(n: Any) -> Any:
     """Strides that TMA has not: the general tensor-core kernel, odd channels, a residual."""
     y = n.conv(n.input(2, 21, 60, 50), 37, 3, strides=9, bias=True)
@@ -201,6 +213,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "norms of images": {"conv.normed.NormedConv.defer": _never},
     "chained": {"conv.chained.GAIN": 99.0},
+    "int8": {"quantized.stem_pool.GAIN": 0.0},
+    "bottlenecks of int8": {"quantized.chained.GAIN": 99.0, "conv.chained.FEWEST": 1},
+    "pooled stem of int8": {"quantized.stem_pool.GAIN": 99.0},
     "a first convolution": {"conv.stem_pool.GAIN": 99.0},
     "a first convolution and its pool, by wgmma": {"conv.stem_pool._offers": by_wgmma},
 }
@@ -392,6 +407,8 @@ def eight_bits() -> Graphs:
     """Convolutions and products of 8-bit numbers."""
     return {
         "int8": (net(QNet, quantized), "fp16"),
+        "pooled stem of int8": (net(QNet, quantized), "fp16"),
+        "bottlenecks of int8": (net(QNet, chained_8bit), "fp16"),
         "K shared int8": (
             net(QNet, lambda n: n.fake(n.qconv(n.fake(n.input(2, 128, 90, 70), 0.03), 96, stride=9), 0.04)),
             "fp16",

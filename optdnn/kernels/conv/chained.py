@@ -47,7 +47,7 @@ and ConvNeXt-T 265.8 and 264.7."""
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: chained.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+def offers(problem: chained.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """The kernel's configurations, the best predicted first. All of them sum a result in the same order."""
     return tuple(Offer(c, chained.estimate(problem, c, gpu)) for c in chained.candidates(problem, gpu))
 
@@ -58,8 +58,8 @@ def _apart(problem: chained.Problem, gpu: GpuFacts) -> float:
 
     def best(depth: int, channels: int, stages: tuple[render.Stage, ...]) -> float:
         images = (Source(*problem.size, depth),)
-        offers = hopper_launch.ranked(conv_problem.Problem(problem.batch, channels, images, stages, problem.dtype), gpu)
-        return min((o.seconds or 0.0 for o in offers), default=np.inf)
+        found = hopper_launch.ranked(conv_problem.Problem(problem.batch, channels, images, stages, problem.dtype), gpu)
+        return min((o.seconds or 0.0 for o in found), default=np.inf)
 
     p = problem
     return best(p.depth, p.middle, p.first) + best(p.middle, p.channels, p.second)
@@ -138,7 +138,7 @@ class ChainedProducts(Tactic):
             return why
         if pair.problem.channels > pair.problem.middle:
             return f"{second.name} has more channels than its operand: little is saved"
-        if not _offers(pair.problem, b.gpu):
+        if not offers(pair.problem, b.gpu):
             return "no tile of the kernel fits it"
         return _slower(replace(pair.problem, batch=MANY) if b.row_invariant else pair.problem, b.gpu)
 
@@ -159,7 +159,7 @@ class ChainedProducts(Tactic):
         b.target(pair.second.value)
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        return _offers(self._of(b, op).problem, b.gpu)
+        return offers(self._of(b, op).problem, b.gpu)
 
     def _of(self, b: Builder, op: Op) -> _Pair:
         second = self.behind(b.graph, op)
@@ -224,7 +224,7 @@ class ChainedProducts(Tactic):
         views: list[list[TensorView]] = []
         for name, product, ep in zip(("first", "second"), (op, pair.second), pair.epilogues, strict=True):
             (weight, bias), label = self.factors(b, product), product.outputs[0].name
-            (channels, depth), wide = weight.shape, up(len(weight), chained.CHUNK)
+            (channels, depth), wide = weight.shape, up(len(weight), chained.TILE_CHANNELS)
             made[name] = b.constant(np.ascontiguousarray(weight), f"{label}.weights")
             made[f"{name}_bias"] = bias_row(b, product, ep.added_to(bias), wide)
             views.append(
@@ -285,5 +285,5 @@ def _slower(problem: chained.Problem, gpu: GpuFacts) -> str | None:
     """Why two launches are better, as far as the cost models know, or None."""
     if problem.pixels < FEWEST:
         return f"of {problem.pixels} pixels or rows, one launch takes as long as two ({FEWEST} are needed)"
-    one = min((o.seconds or 0.0 for o in _offers(problem, gpu)), default=np.inf)
+    one = min((o.seconds or 0.0 for o in offers(problem, gpu)), default=np.inf)
     return two_are_better(one, _apart(problem, gpu), GAIN)

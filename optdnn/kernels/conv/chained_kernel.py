@@ -1,4 +1,4 @@
-"""Plans of two 1x1 convolutions in one launch (``chained_sm90.cu``). NHWC, 16-bit.
+"""Plans of two 1x1 convolutions in one launch (``chained_sm90.cu``). NHWC, of 16 bits or of 8-bit integers.
 
 ``middle[p, c] = round(first(sum over k of a[c, k] * in[p, k], added[p, c]))`` and
 ``out[p, o] = second(sum over c of b[o, c] * middle[p, c], added_last[p, o])`` for each pixel ``p``; ``first`` and ``second`` are stages. The
@@ -9,20 +9,25 @@ perceptron with one hidden layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from optdnn.kernels.conv.cost import CLOCK, STAGE_ISSUE
+from optdnn.kernels.conv.parameters import MAX_CONSTANTS, put_requantize
 from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
 from optdnn.kernels.ranking import joint, varied
+from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import TensorMap
 
-CHUNK = 64
-"""Channels of wgmma's tile, and of a row of shared memory."""
+TILE_CHANNELS = 64
+"""Of wgmma's M."""
+ROW_BYTES = 128
+"""A row of shared memory: a chunk of channels."""
 _HEAD_BYTES = 1024
 MOST_OUT_TILES = 4
 """Sums of so many tiles of output channels fit a thread's registers."""
@@ -40,6 +45,20 @@ class Pitches:
 
 
 @dataclass(frozen=True)
+class Integers:
+    """Types of 8-bit tensors ("": there is none), and whether a zero point is added to the results of the first and the second product.
+    Rows of their weights are permuted as :func:`optdnn.kernels.conv.parameters.pack_weights` does, and ``first_bias`` and ``second_bias`` are
+    pairs of scale and bias."""
+
+    image: str = "int8"
+    middle: str = "int8"
+    output: str = "int8"
+    added: str = ""
+    added_last: str = ""
+    zeros: tuple[bool, bool] = (False, False)
+
+
+@dataclass(frozen=True)
 class Problem:
     """``batch`` images of ``size`` (height, width), ``depth`` channels each, to ``middle`` and then ``channels`` channels. ``stored``:
     whether the middle result is stored. ``pitches`` (None): without gaps."""
@@ -54,6 +73,18 @@ class Problem:
     stored: bool = True
     dtype: str = "float16"
     pitches: Pitches | None = None
+    integers: Integers | None = None
+    """With them, ``dtype`` is not read."""
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element."""
+        return 2 if self.integers is None else 1
+
+    @property
+    def chunk(self) -> int:
+        """Channels of a row of shared memory."""
+        return ROW_BYTES // self.item
 
     @property
     def pixels(self) -> int:
@@ -63,28 +94,33 @@ class Problem:
     @property
     def chunks(self) -> int:
         """Of the middle channels."""
-        return -(-self.middle // CHUNK)
+        return -(-self.middle // self.chunk)
 
     @property
     def depth_blocks(self) -> int:
-        """Of the image's channels."""
-        return -(-self.depth // CHUNK)
+        """Of the image's channels, in rows of shared memory."""
+        return -(-self.depth // self.chunk)
 
     @property
     def out_tiles(self) -> int:
         """Of the output channels."""
-        return -(-self.channels // CHUNK)
+        return -(-self.channels // TILE_CHANNELS)
+
+    @property
+    def out_rows(self) -> int:
+        """Of the output channels, in rows of shared memory."""
+        return -(-self.channels // self.chunk)
 
     @property
     def row_bytes(self) -> int:
         """Least global traffic of a pixel."""
         added = self.middle * render.uses_residual(self.first) + self.channels * render.uses_residual(self.second)
-        return 2 * (self.depth + self.middle * self.stored + self.channels + added)
+        return self.item * (self.depth + self.middle * self.stored + self.channels + added)
 
     @property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
-        return self.pixels * self.row_bytes + 2 * self.middle * (self.depth + self.channels)
+        return self.pixels * self.row_bytes + self.item * self.middle * (self.depth + self.channels)
 
 
 @dataclass(frozen=True, order=True)
@@ -109,14 +145,15 @@ class Config:
 
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block: barriers, weights, images, buffers."""
-    rows = config.columns * CHUNK * 2
+    rows = config.columns * ROW_BYTES
     weights = (config.stages or problem.chunks) * chunk_bytes(problem)
     return _HEAD_BYTES + weights + config.groups * rows * (config.images * problem.depth_blocks + config.buffers)
 
 
 def chunk_bytes(problem: Problem) -> int:
-    """Weights of 64 middle channels."""
-    return (problem.depth_blocks + problem.out_tiles) * CHUNK * CHUNK * 2
+    """Weights of a chunk of middle channels."""
+    tiles_of_chunk = problem.chunk // TILE_CHANNELS
+    return (tiles_of_chunk * problem.depth_blocks + problem.out_tiles) * TILE_CHANNELS * ROW_BYTES
 
 
 def tiles(problem: Problem, config: Config) -> int:
@@ -126,18 +163,24 @@ def tiles(problem: Problem, config: Config) -> int:
 
 def no_kernel(problem: Problem) -> str | None:
     """Why the kernel has no form for the problem, or None."""
-    if problem.dtype not in ("float16", "bfloat16"):
+    if problem.integers is None and problem.dtype not in ("float16", "bfloat16"):
         return f"it is for 16-bit floats, not {problem.dtype}"
     for stages in (problem.first, problem.second):
         if stages[:1] != (("bias",),) or render.SCALE_SHIFT in stages:
             return "a bias comes first, and is all that depends on a channel"
-    if any(n % 8 for n in (problem.depth, problem.middle, problem.channels)):
-        return "its channels do not come in eights"
+    if any(n * problem.item % 16 for n in (problem.depth, problem.middle, problem.channels)):
+        return f"its channels do not come in {'eights' if problem.item == 2 else 'sixteens'}"
+    if problem.integers is not None and max(map(_constants, (problem.first, problem.second))) > MAX_CONSTANTS:
+        return f"a product's stages have more than {MAX_CONSTANTS} constants"
     if problem.out_tiles > MOST_OUT_TILES:
-        return f"{problem.channels} channels of the result exceed {MOST_OUT_TILES * CHUNK}"
+        return f"{problem.channels} channels of the result exceed {MOST_OUT_TILES * TILE_CHANNELS}"
     if problem.pixels < 1:
         return "it is empty"
     return None
+
+
+def _constants(stages: Sequence[render.Stage]) -> int:
+    return len(render.constants_of(stages))
 
 
 REGISTERS = {1: 255, 2: 232, 3: 160}
@@ -150,7 +193,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     """Why the configuration cannot run the problem, or None."""
     if (why := no_kernel(problem)) is not None:
         return why
-    if config.groups not in REGISTERS or config.columns % 16 or not 16 <= config.columns <= 256:
+    if config.groups not in REGISTERS or config.columns % (32 // problem.item) or not 16 <= config.columns <= 256:
         return "not a tile of this kernel"
     if config.buffers < 2 or config.images < 1 or config.stages == 1:
         return "too few buffers: a chunk's is handed back while the next one is at work"
@@ -174,27 +217,39 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "OUT_TILES": problem.out_tiles, "IMAGES": config.images, "BUFFERS": config.buffers,
         "WEIGHT_STAGES": config.stages or problem.chunks, "STATIONARY": int(not config.stages),
         "ADDED": int(render.uses_residual(problem.first)), "ADDED_LAST": int(render.uses_residual(problem.second)),
-        "STORED": int(problem.stored),
+        "STORED": int(problem.stored), "ITEM": problem.item, "DEPTH_STEPS": -(-problem.depth * problem.item // 32),
     }  # fmt: skip
+    types, results = (problem.dtype, problem.dtype), render.epilogue
+    if (of := problem.integers) is not None:
+        types, results = (of.image, of.middle), partial(render.runtime_epilogue, coarse=True)
+        defines |= {"FIRST_ZERO": int(of.zeros[0]), "SECOND_ZERO": int(of.zeros[1])}
+        defines |= {"ADDED_UNSIGNED": int(of.added == "uint8"), "ADDED_LAST_UNSIGNED": int(of.added_last == "uint8")}
     parts = [
-        render.constants(defines), render.epilogue(problem.first, "first_result"),
-        render.epilogue(problem.second, "second_result"), render.wgmma(config.columns, problem.dtype), "",
+        render.constants(defines), results(problem.first, name="first_result"), results(problem.second, name="second_result"),
+        render.wgmma(config.columns, types[0], name="first_product"), render.wgmma(config.columns, types[1], name="second_product"), "",
     ]  # fmt: skip
-    options = template_options(problem.dtype, checked=checked)
+    options = template_options(types[0], checked=checked)
     return Recipe("chained_sm90.cu", arch, {"generated.cuh": "\n".join(parts)}, options)
 
 
-def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
+def launch(
+    problem: Problem,
+    config: Config,
+    gpu: GpuFacts,
+    numbers: tuple[Requantize, Requantize] = (Requantize(), Requantize()),
+) -> Launch:
     """The launch: a grid that fills ``gpu``. Operands: ``input``, ``output``, and where they are ``middle``, ``added`` and ``added_last``
-    (channels-last); ``first`` and ``second`` (matrices: [channels, inputs]), ``first_bias`` and ``second_bias`` (fp32, whole chunks)."""
-    p, box = problem, (CHUNK, config.columns)
+    (channels-last); ``first`` and ``second`` (matrices: [channels, inputs]), ``first_bias`` and ``second_bias`` (fp32, whole chunks). ``numbers``: of integers' epilogues."""
+    p, box, of = problem, (problem.chunk, config.columns), problem.integers
     pitches = p.pitches or Pitches(p.depth, p.middle, p.channels, p.middle, p.channels)
 
     def rows(name: str, channels: int, pitch: int) -> TensorMap[str]:
-        return tensor_map(name, p.dtype, (channels, p.pixels), (pitch * 2,), box, CHUNK * 2)
+        dtype = p.dtype if of is None else getattr(of, {"input": "image"}.get(name, name))
+        return tensor_map(name, dtype, (channels, p.pixels), (pitch * p.item,), box, ROW_BYTES)
 
     def matrix(name: str, depth: int, channels: int) -> TensorMap[str]:
-        return tensor_map(name, p.dtype, (depth, channels), (depth * 2,), (CHUNK, CHUNK), CHUNK * 2)
+        dtype = p.dtype if of is None else "int8"
+        return tensor_map(name, dtype, (depth, channels), (depth * p.item,), (p.chunk, TILE_CHANNELS), ROW_BYTES)
 
     image = rows("input", p.depth, pitches.image)
     added, added_last = render.uses_residual(p.first), render.uses_residual(p.second)
@@ -209,6 +264,9 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
     )
     count = tiles(p, config)
     parameters.pointer("first_bias", "second_bias").i32(p.chunks, count)
+    if of is not None:
+        for stages, own in zip((p.first, p.second), numbers, strict=True):
+            put_requantize(parameters, stages, own)
     return parameters.launch(
         recipe(p, config, gpu.arch), "chained_sm90", min(count, gpu.multiprocessors), config.threads, shared=shared_bytes(p, config)
     )  # fmt: skip
@@ -217,6 +275,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
 SHARED = 118.0  # bytes in a cycle that shared memory gives and takes
 PRODUCT = 0.71  # cycles of a column of one product of 16 of K, of a warpgroup alone
 FINISH = 26.0  # cycles of a result of a thread: the epilogue, which waits for shared memory
+FINISH_BYTE = 18.0  # the same of 8-bit integers: fitted to 52 timings of 5 problems, 8 % off on average
 GELU = 9.9  # the same of a GELU
 CHUNK_WAIT = 77.0  # cycles of a chunk in which a warpgroup waits
 FIRST = 3500.0  # cycles from the launch to a block's first product, and from its last one to the end
@@ -229,13 +288,21 @@ TOGETHER = 4.0  # the power of the norm that adds up what runs side by side
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     rows, count = config.groups * config.columns, tiles(problem, config)
+    tiles_of_chunk = problem.chunk // TILE_CHANNELS
     first, second = (
-        config.columns / 2 * (FINISH + sum(GELU if s[0] == "gelu" else STAGE_ISSUE.get(str(s[0]), 1.0) for s in stages))
+        config.columns
+        / 2
+        * (
+            (FINISH if problem.item == 2 else FINISH_BYTE)
+            + sum(GELU if s[0] == "gelu" else STAGE_ISSUE.get(str(s[0]), 1.0) for s in stages)
+        )
         for stages in (problem.first, problem.second)
     )
-    steps = 4 * (problem.depth_blocks + problem.out_tiles)  # of a chunk and warpgroup
-    alone = steps * config.columns * PRODUCT / 2 + first + CHUNK_WAIT
-    chunk = joint(TOGETHER, _shared_traffic(problem, config, steps) / SHARED, alone, config.groups * first)
+    # Of a chunk and warpgroup.
+    steps = tiles_of_chunk * -(-problem.depth * problem.item // 32) + 4 * problem.out_tiles
+    alone = steps * config.columns * PRODUCT / 2 + tiles_of_chunk * (first + CHUNK_WAIT)
+    finished = config.groups * tiles_of_chunk * first
+    chunk = joint(TOGETHER, _shared_traffic(problem, config, steps) / SHARED, alone, finished)
     tile = problem.chunks * chunk + problem.out_tiles * (second + CHUNK_WAIT / 2) + TILE
     busy = min(1.0, count / device.multiprocessors)  # few blocks share the memory's bandwidth
     memory = busy * rows * problem.row_bytes * device.multiprocessors * CLOCK / MEMORY
@@ -248,7 +315,7 @@ def _shared_traffic(problem: Problem, config: Config, steps: int) -> int:
     """Bytes that shared memory gives and takes for a chunk: both operands of each product of 64 x columns x 16, what is added and
     stored, and the weights of a ring."""
     moves = 2 + 2 * render.uses_residual(problem.first) + problem.stored
-    of_group = steps * (CHUNK + config.columns) * 32 + moves * config.columns * CHUNK * 2
+    of_group = steps * (TILE_CHANNELS + config.columns) * 32 + moves * config.columns * ROW_BYTES
     return config.groups * of_group + chunk_bytes(problem) * (config.stages > 0)
 
 
@@ -263,6 +330,8 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
 def _configs(problem: Problem, device: GpuFacts) -> Iterator[Config]:
     for groups, columns in product((2, 3, 1), (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)):
         tile = Config(groups, columns, 1, 2)
+        if columns % (32 // problem.item):
+            continue
         if columns > 16 and groups * (columns - 16) >= problem.pixels:
             continue
         fitting = [

@@ -32,10 +32,15 @@ def pack_weights(problem: Problem, weights: Sequence[Array]) -> Array:
         rows.append(packed.reshape(out, -1))
     joined = np.concatenate(rows, axis=1)
     if problem.out_item == 1:
-        full = np.zeros((-(-len(joined) // 16) * 16, joined.shape[1]), joined.dtype)
-        full[: len(joined)] = joined
-        joined = full.reshape(-1, 8, 2, joined.shape[1]).transpose(0, 2, 1, 3).reshape(full.shape)
+        joined = permuted_rows(joined)
     return np.ascontiguousarray(joined)
+
+
+def permuted_rows(matrix: Array) -> Array:
+    """``[channels, depth]`` with rows to a multiple of 16; of each 16, row r + 8 h is channel 2 r + h."""
+    full = np.zeros((-(-len(matrix) // 16) * 16, matrix.shape[1]), matrix.dtype)
+    full[: len(matrix)] = matrix
+    return np.ascontiguousarray(full.reshape(-1, 8, 2, matrix.shape[1]).transpose(0, 2, 1, 3).reshape(full.shape))
 
 
 MAX_CONSTANTS = 8

@@ -122,12 +122,12 @@ def prologue(stages: Sequence[Stage]) -> str:
     return _function("prologue(float x, float2 a, float g)", stages, PROLOGUE_STAGES)
 
 
-def runtime_epilogue(stages: Sequence[Stage], coarse: bool = False) -> str:
-    """CUDA source of ``float epilogue(float x, float c, float r, const float* k)``: the constants of the stages are ``k[0]``,
-    ``k[1]``, … in order, so that layers which differ only in their scales share a kernel. ``coarse``: the result is rounded to
-    8-bit integers. Raises InternalError."""
+def runtime_epilogue(stages: Sequence[Stage], coarse: bool = False, name: str = "epilogue") -> str:
+    """CUDA source of ``float epilogue(float x, float c, float r, const float* k)`` (or of another ``name``): the constants of
+    the stages are ``k[0]``, ``k[1]``, … in order, so that layers which differ only in their scales share a kernel. ``coarse``: the
+    result is rounded to 8-bit integers. Raises InternalError."""
     slots, texts = itertools.count(), STAGES | COARSE if coarse else STAGES
-    signature = "epilogue(float x, float c, float r, const float* k)"
+    signature = f"{name}(float x, float c, float r, const float* k)"
     return _function(signature, stages, texts, lambda _: f"k[{next(slots)}]")
 
 
@@ -177,9 +177,10 @@ def _sums(count: int, kind: str = "f32") -> tuple[str, str, str]:
     return acc, ", ".join(f"%{i}" for i in range(count)), outputs
 
 
-def wgmma(columns: int, dtype: str, *, across: bool = False) -> str:
+def wgmma(columns: int, dtype: str, *, across: bool = False, name: str = "wgmma_step") -> str:
     """CUDA source of ``wgmma_step(Acc (&d)[columns / 2], u64 a, u64 b, int accumulate)``: m64 n``columns``, 32 bytes of k, both
-    operands in shared memory, K-major (``across``: a MN-major); Acc is float, int for integers (PTX ISA, "wgmma.mma_async")."""
+    operands in shared memory, K-major (``across``: a MN-major); ``name``: another one. Acc is float, int for integers
+    (PTX ISA, "wgmma.mma_async")."""
     if not wgmma_columns(columns, dtype):
         raise InternalError(f"wgmma has no tile of {columns} columns of {dtype}")
     kinds, sums = WGMMA_KINDS[dtype]
@@ -187,7 +188,7 @@ def wgmma(columns: int, dtype: str, *, across: bool = False) -> str:
     acc, registers, outputs = _sums(count, sums)
     turned = f", 1, 1, {int(across)}, 0"
     tail = {"float16": turned, "bfloat16": turned, "float8_e4m3fn": ", 1, 1", "tfloat32": ", 1, 1"}.get(dtype, "")
-    return f"""DEVICE void wgmma_step({acc} (&d)[{count}], u64 a, u64 b, int accumulate) {{
+    return f"""DEVICE void {name}({acc} (&d)[{count}], u64 a, u64 b, int accumulate) {{
     asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 2}, 0; "
         "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.{sums}.{kinds} {{{registers}}}, %{count}, %{count + 1}, p{tail};}}"
         : {outputs} : "l"(a), "l"(b), "r"(accumulate));

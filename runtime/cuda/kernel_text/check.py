@@ -100,7 +100,9 @@ def _both_in_memory(text: str) -> Iterable[str]:
         if render.wgmma_columns(_columns(text), dtype):
             made = render.wgmma(_columns(text), dtype, across=across)
             yield made
-            yield made.replace("wgmma_step", "wgmma_scores")
+            yield from (
+                made.replace("wgmma_step", name) for name in ("wgmma_scores", "first_product", "second_product")
+            )
 
 
 def _one_in_registers(text: str) -> Iterable[str]:
@@ -117,7 +119,8 @@ def _between(text: str) -> Iterable[str]:
 
 
 _RENDERED: dict[str, Callable[[str], Iterable[str]]] = {
-    "wgmma_step": _both_in_memory, "wgmma_scores": _both_in_memory, "wgmma_values": _one_in_registers,
+    "wgmma_step": _both_in_memory, "wgmma_scores": _both_in_memory, "first_product": _both_in_memory,
+    "second_product": _both_in_memory, "wgmma_values": _one_in_registers,
     "wgmma_pixels": _one_in_registers, "multiply": lambda text: map(render.mma, render.WGMMA_KINDS), "between": _between,
     "after": _between,
 }  # fmt: skip

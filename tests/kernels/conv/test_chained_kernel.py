@@ -10,14 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 from support import emulated
-from support.chained_cases import ADD_RELU, CASES, RELU, operands, places
+from support.chained_cases import (
+    ADD,
+    ADD_RELU,
+    BIAS,
+    BYTES,
+    CASES,
+    RELU,
+    byte_operands,
+    byte_places,
+    numbers,
+    operands,
+    places,
+)
 from support.fenced import run_fenced
 from support.host import COMPILER, WHY_NOT
 from support.layout import compile_checks
 from support.needs import why_no_hopper
 
 from optdnn.kernels.conv import chained_kernel as chained
-from optdnn.kernels.conv.chained_kernel import Config, Problem
+from optdnn.kernels.conv.chained_kernel import Config, Integers, Problem
+from optdnn.kernels.launch import Launch
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
@@ -25,12 +38,13 @@ DEVICE = of_arch("sm_90a")
 TOLERANCE = {"float16": 3e-3, "bfloat16": 2e-2}
 """Of the largest magnitude: two roundings."""
 P = Problem(2, (14, 14), 64, 256, 64, ADD_RELU, RELU)
+B = Problem(2, (14, 14), 64, 256, 64, ADD, BIAS, integers=Integers(added="int8"))
+MANY: tuple[render.Stage, ...] = (("clip", 0.0, 1.0),) * 5
 C = Config(2, 64, 2, 3)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_cases_can_run(name: str) -> None:
-    made, config = CASES[name]
+@pytest.mark.parametrize(("made", "config"), [*CASES.values(), *BYTES.values()], ids=str)
+def test_cases_can_run(made: Problem, config: Config) -> None:
     assert chained.refuse(made, config) is None
 
 
@@ -43,6 +57,9 @@ def test_cases_can_run(name: str) -> None:
         (replace(P, middle=100), C, "do not come in eights"),
         (replace(P, channels=264), C, "264 channels of the result exceed 256"),
         (replace(P, batch=0), C, "it is empty"),
+        (replace(B, middle=72), C, "do not come in sixteens"),
+        (replace(B, first=(*ADD, *MANY)), C, "more than 8 constants"),
+        (B, replace(C, columns=48), "not a tile"),
         (P, replace(C, groups=4), "not a tile"),
         (P, replace(C, columns=40), "not a tile"),
         (P, replace(C, buffers=1), "too few buffers"),
@@ -55,6 +72,7 @@ def test_cases_can_run(name: str) -> None:
 )
 def test_refused(made: Problem, config: Config, reason: str) -> None:
     assert chained.refuse(P, C) is None
+    assert chained.refuse(B, C) is None
     assert reason in (chained.refuse(made, config) or "")
 
 
@@ -72,6 +90,8 @@ def test_candidates_can_run_and_are_ranked(batch: int) -> None:
     assert chained.candidates(P, of_arch("sm_80")) == []
 
 
+PRODUCT = "template <class D> static void {}(D& d, u64 a, u64 b, int accumulate) {{ {}(d, a, b, accumulate); }}"
+STEPS = {"int8": "wgmma_bytes<false>", "uint8": "wgmma_bytes<true>"}
 SMALL = [name for name in CASES if not name.startswith("ResNet")]
 
 
@@ -80,14 +100,48 @@ SMALL = [name for name in CASES if not name.startswith("ResNet")]
 def test_the_kernel_on_the_processor(name: str, tmp_path: Path) -> None:
     made, config = CASES[name]
     few = replace(DEVICE, multiprocessors=2)  # so that blocks take several tiles
-    launch = chained.launch(made, config, few)
-    text = launch.recipe.generated["generated.cuh"].replace(render.wgmma(config.columns, made.dtype), "")
-    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
-    library = emulated.compiled(launch.recipe, launch.function, tmp_path, rendered=rendered)
     arrays, middle, want = operands(made)
-    held = {key: emulated.aligned(a) for key, a in {**arrays, **places(made)}.items()}
-    emulated.run(library, launch, {key: a.ctypes.data for key, a in held.items()})
+    held = on_the_processor(made, config, chained.launch(made, config, few), {**arrays, **places(made)}, tmp_path)
     check(made, middle, want, held)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", [name for name in BYTES if not name.startswith("ResNet")])
+def test_bytes_on_the_processor(name: str, tmp_path: Path) -> None:
+    made, config = BYTES[name]
+    arrays, middle, want = byte_operands(made)
+    assert len(np.unique(middle)) > 80, "a case that tells results apart"
+    assert len(np.unique(want)) > 50, "a case that tells results apart"
+    launch = chained.launch(made, config, replace(DEVICE, multiprocessors=2), numbers(made))
+    held = on_the_processor(made, config, launch, {**arrays, **byte_places(made)}, tmp_path)
+    check_bytes(middle, want, held)
+
+
+def on_the_processor(
+    made: Problem, config: Config, launch: Launch, arrays: dict[str, np.ndarray], folder: Path
+) -> dict[str, np.ndarray]:
+    """All operands and results after the emulated launch."""
+    text = launch.recipe.generated["generated.cuh"]
+    types = (made.dtype,) * 2 if made.integers is None else (made.integers.image, made.integers.middle)
+    for name, dtype in zip(("first_product", "second_product"), types, strict=True):
+        text = text.replace(
+            render.wgmma(config.columns, dtype, name=name), PRODUCT.format(name, STEPS.get(dtype, "wgmma_step"))
+        )
+    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    library = emulated.compiled(
+        launch.recipe, launch.function, folder, rendered=rendered, headers=["chained_results.cuh"]
+    )
+    held = {key: emulated.aligned(a) for key, a in arrays.items()}
+    emulated.run(library, launch, {key: a.ctypes.data for key, a in held.items()})
+    return held
+
+
+def check_bytes(middle: np.ndarray, want: np.ndarray, found: dict[str, np.ndarray], untouched: int = 85) -> None:
+    """Whether the results are right to the bit, and nothing else is written."""
+    for name, meant in (("middle", middle), ("output", want)):
+        if name in found:
+            np.testing.assert_array_equal(found[name][:, : meant.shape[1]], meant)
+            assert (found[name][:, meant.shape[1] :].view(np.uint8) == untouched).all(), "nothing else is written"
 
 
 def check(made: Problem, middle: np.ndarray, want: np.ndarray, found: dict[str, np.ndarray]) -> None:
@@ -102,9 +156,13 @@ def check(made: Problem, middle: np.ndarray, want: np.ndarray, found: dict[str, 
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("name", ["a perceptron", "bf16", *(name for name in CASES if name not in SMALL)])
-def test_kernels_compile_without_spills(name: str) -> None:
-    made, config = CASES[name]
+@pytest.mark.parametrize(
+    ("made", "config"),
+    [CASES[name] for name in ("a perceptron", "bf16", *(name for name in CASES if name not in SMALL))]
+    + [BYTES[name] for name in BYTES],
+    ids=str,
+)
+def test_kernels_compile_without_spills(made: Problem, config: Config) -> None:
     _, log = nvrtc.compile_recipe(chained.recipe(made, config), resources=True)
     assert " 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
     assert "serialized" not in log
@@ -114,6 +172,12 @@ def test_kernels_compile_without_spills(name: str) -> None:
 def test_the_parameter_block_has_the_kernels_layout() -> None:
     made, config = CASES["pitches"]
     launch = chained.launch(made, config, DEVICE)
+    check_layout(made, config, launch)
+    made, config = BYTES["pitches"]
+    check_layout(made, config, chained.launch(made, config, DEVICE, numbers(made)))
+
+
+def check_layout(made: Problem, config: Config, launch: Launch) -> None:
     names = {"input": "pixels"}
     seen = {names.get(p.operand, p.operand): p.at for p in (*launch.pointers, *launch.maps)}
     assert len(seen) == 9
@@ -134,3 +198,14 @@ def test_on_a_gpu(name: str, tmp_path: Any) -> None:
     arrays, middle, want = operands(made)
     launch = replace(chained.launch(made, config, DEVICE), recipe=chained.recipe(made, config, checked=True))
     check(made, middle, want, run_fenced(launch, arrays, places(made), tmp_path))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_on_a_gpu(name: str, tmp_path: Any) -> None:
+    made, config = BYTES[name]
+    arrays, middle, want = byte_operands(made)
+    launch = chained.launch(made, config, DEVICE, numbers(made))
+    launch = replace(launch, recipe=chained.recipe(made, config, checked=True))
+    check_bytes(middle, want, run_fenced(launch, arrays, byte_places(made), tmp_path), 255)

@@ -26,6 +26,14 @@ template <bool FLOAT8> DEVICE u32 narrow_four(float a, float b, float c, float d
     }
 }
 
+// The reverse, for integers: the four bytes of a word, less ``offset`` (which holds the bias of signed ones and the zero point), times ``scale``.
+template <bool UNSIGNED> DEVICE void widen_four(u32 word, float offset, float scale, float (&r)[4]) {
+    if (!UNSIGNED) word ^= 0x80808080u;
+    #pragma unroll
+    for (int i = 0; i < 4; i++)                    // a byte in the low mantissa of 2^23 is a float
+        r[i] = __fmul_rn(__fsub_rn(__uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i)), offset), scale);
+}
+
 // What a kernel of floats needs to give its result in 8 bits, too: the reciprocal of the scale, bounds before the zero point is added.
 struct Narrow {
     float factor, low, high;

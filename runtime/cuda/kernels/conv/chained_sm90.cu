@@ -1,4 +1,5 @@
-// Two 1x1 convolutions, one after the other, in one kernel for Hopper: 16-bit rows of channels, one for each pixel, fp32 sums, wgmma.
+// Two 1x1 convolutions, one after the other, in one kernel for Hopper: rows of channels, one for each pixel, 16-bit with fp32 sums or 8-bit
+// integers with int32 sums, wgmma.
 //
 //   middle[pixel, c] = round(first_result(sum_k first[c, k] * pixels[pixel, k], added[pixel, c]))
 //   out[pixel, o] = second_result(sum_c second[o, c] * middle[pixel, c], added_last[pixel, o])
@@ -6,8 +7,8 @@
 // A bottleneck's last convolution and the first one of the next are such: what lies between is wide. It is stored where others read it
 // (STORED), but never read again for the second convolution. Of a perceptron with one hidden layer it is not even stored.
 //
-// Each of GROUPS warpgroups has BN pixels of a tile, whose channels (DEPTH_BLOCKS times 64) stay in shared memory. It walks over the middle
-// channels in chunks of 64: the first product, its epilogue into a buffer of shared memory (where TMA has put what is added), and from
+// Each of GROUPS warpgroups has BN pixels of a tile, whose channels (DEPTH_BLOCKS times 128 bytes) stay in shared memory. It walks over the middle
+// channels in chunks of 128 bytes: the first product (of bytes, two tiles of 64 channels one after the other), its epilogue into a buffer of shared memory (where TMA has put what is added), and from
 // there the second product, whose sums stay in registers for the whole tile. The buffer is what TMA stores as well. Channels lie on wgmma's
 // M and pixels on its N, so rows of pixels are operand B of both products, as TMA loads and stores them.
 //
@@ -16,24 +17,57 @@
 // griddepcontrol.wait. Blocks are persistent.
 //
 // generated.cuh defines GROUPS, BN, DEPTH_BLOCKS, OUT_TILES (times 64 output channels), IMAGES (buffers of a warpgroup's pixels), BUFFERS
-// (of 64 channels of them, at least two), WEIGHT_STAGES, STATIONARY, ADDED, ADDED_LAST, STORED, first_result(), second_result() and
-// wgmma_step().
+// (of a chunk of them, at least two), WEIGHT_STAGES, STATIONARY, ADDED, ADDED_LAST, STORED, ITEM (bytes of an element), DEPTH_STEPS (times 32
+// bytes of an image's channels), first_result(), second_result(), first_product() and second_product() (wgmma); of bytes also FIRST_ZERO,
+// SECOND_ZERO (whether a zero point is added) and ADDED_UNSIGNED, ADDED_LAST_UNSIGNED.
 #include "ptx.cuh"
 #include "generated.cuh"
+#include "chained_results.cuh"
 
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
-constexpr u32 MATRIX_BYTES = 64 * 128;             // 64 channels of a result, 64 that are summed
-constexpr u32 ROWS_BYTES = BN * 128;               // 64 channels of a warpgroup's pixels
-constexpr u32 IMAGE_BYTES = DEPTH_BLOCKS * ROWS_BYTES, FIRST_BYTES = DEPTH_BLOCKS * MATRIX_BYTES, SECOND_BYTES = OUT_TILES * MATRIX_BYTES;
+constexpr int CHUNK = 128 / ITEM, TILES = CHUNK / 64;          // channels of a row of shared memory, and wgmma's tiles of them
+constexpr int OUT_ROWS = (OUT_TILES + TILES - 1) / TILES;      // buffers of a tile's output
+constexpr u32 MATRIX_BYTES = 64 * 128;             // 64 channels of a result, CHUNK that are summed
+constexpr u32 ROWS_BYTES = BN * 128;               // CHUNK channels of a warpgroup's pixels
+constexpr u32 IMAGE_BYTES = DEPTH_BLOCKS * ROWS_BYTES, FIRST_BYTES = TILES * DEPTH_BLOCKS * MATRIX_BYTES, SECOND_BYTES = OUT_TILES * MATRIX_BYTES;
 constexpr u32 HEAD_BYTES = 1024;
-static_assert(BUFFERS >= 2 && BN % 16 == 0 && GROUPS <= 3, "a form of this kernel");
+static_assert(BUFFERS >= 2 && BN % (ITEM == 1 ? 32 : 16) == 0 && GROUPS <= 3, "a form of this kernel");
 
 struct Params {
     TensorMap first, second;                       // weights: (input channel, output channel)
     TensorMap pixels, added, middle, added_last, output;       // (channel, pixel)
-    const float* first_bias;                       // of whole chunks
-    const float* second_bias;                      // [OUT_TILES * 64]
+    const Channel* first_bias;                     // of whole chunks
+    const Channel* second_bias;                    // [OUT_TILES * 64]
     int chunks, tiles;
+#if ITEM == 1
+    Requantize first_numbers, second_numbers;
+#endif
+};
+
+// How sums become results of the first and of the second product.
+struct First {
+    static constexpr bool WITH_ADDED = ADDED;
+#if ITEM == 1
+    static constexpr bool ZERO = FIRST_ZERO, UNSIGNED = ADDED_UNSIGNED;
+    const Requantize& numbers;
+    __device__ __forceinline__ explicit First(const Params& p) : numbers(p.first_numbers) {}
+    __device__ __forceinline__ float operator()(float x, float c, float r) const { return first_result(x, c, r, numbers.constants); }
+#else
+    __device__ __forceinline__ explicit First(const Params&) {}
+    __device__ __forceinline__ float operator()(float x, float c, float r) const { return first_result(x, c, r); }
+#endif
+};
+struct Second {
+    static constexpr bool WITH_ADDED = ADDED_LAST;
+#if ITEM == 1
+    static constexpr bool ZERO = SECOND_ZERO, UNSIGNED = ADDED_LAST_UNSIGNED;
+    const Requantize& numbers;
+    __device__ __forceinline__ explicit Second(const Params& p) : numbers(p.second_numbers) {}
+    __device__ __forceinline__ float operator()(float x, float c, float r) const { return second_result(x, c, r, numbers.constants); }
+#else
+    __device__ __forceinline__ explicit Second(const Params&) {}
+    __device__ __forceinline__ float operator()(float x, float c, float r) const { return second_result(x, c, r); }
+#endif
 };
 
 // Barriers, by their places from the beginning of shared memory on.
@@ -58,7 +92,8 @@ DEVICE void load_first(const Params& p, u32 base, int stage, int chunk) {
     const u32 full = base + FIRST_FULL + 8 * stage, to = base + FIRST + stage * FIRST_BYTES;
     barrier_expect(full, FIRST_BYTES);
     #pragma unroll 1
-    for (int i = 0; i < DEPTH_BLOCKS; i++) tma_load_2d(to + i * MATRIX_BYTES, &p.first, full, i * 64, chunk * 64);
+    for (int i = 0; i < TILES * DEPTH_BLOCKS; i++)
+        tma_load_2d(to + i * MATRIX_BYTES, &p.first, full, i % DEPTH_BLOCKS * CHUNK, chunk * CHUNK + i / DEPTH_BLOCKS * 64);
 }
 
 // Of the second.
@@ -66,7 +101,7 @@ DEVICE void load_second(const Params& p, u32 base, int stage, int chunk) {
     const u32 full = base + SECOND_FULL + 8 * stage, to = base + SECOND + stage * SECOND_BYTES;
     barrier_expect(full, SECOND_BYTES);
     #pragma unroll 1
-    for (int i = 0; i < OUT_TILES; i++) tma_load_2d(to + i * MATRIX_BYTES, &p.second, full, chunk * 64, i * 64);
+    for (int i = 0; i < OUT_TILES; i++) tma_load_2d(to + i * MATRIX_BYTES, &p.second, full, chunk * CHUNK, i * 64);
 }
 
 // The warp that loads weights and pixels.
@@ -86,7 +121,8 @@ DEVICE void load_operands(const Params& p, u32 base) {
             barrier_wait(base + IMAGE_EMPTY + 8 * which, image.parity ^ 1);
             barrier_expect(base + IMAGE_FULL + 8 * which, IMAGE_BYTES);
             for (int i = 0; i < DEPTH_BLOCKS; i++)
-                tma_load_2d(base + IMAGE + which * IMAGE_BYTES + i * ROWS_BYTES, &p.pixels, base + IMAGE_FULL + 8 * which, i * 64, (tile * GROUPS + group) * BN);
+                tma_load_2d(base + IMAGE + which * IMAGE_BYTES + i * ROWS_BYTES, &p.pixels, base + IMAGE_FULL + 8 * which, i * CHUNK,
+                            (tile * GROUPS + group) * BN);
         }
         image.next<IMAGES>();
         if (STATIONARY) continue;
@@ -107,17 +143,17 @@ DEVICE void load_added(const Params& p, u32 base, int group) {
     Ring ring;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         #pragma unroll 1
-        for (int i = 0; i < p.chunks + OUT_TILES; i++) {
+        for (int i = 0; i < p.chunks + OUT_ROWS; i++) {
             const int which = ring.at * GROUPS + group, last = i - p.chunks;
             barrier_wait(base + FREE + 8 * which, ring.parity ^ 1);
             const u32 ready = base + READY + 8 * which, to = base + BUFFER + which * ROWS_BYTES;
             const int pixel = (tile * GROUPS + group) * BN;
             if (ADDED && last < 0) {
                 barrier_expect(ready, ROWS_BYTES);
-                tma_load_2d(to, &p.added, ready, i * 64, pixel);
+                tma_load_2d(to, &p.added, ready, i * CHUNK, pixel);
             } else if (ADDED_LAST && last >= 0) {
                 barrier_expect(ready, ROWS_BYTES);
-                tma_load_2d(to, &p.added_last, ready, last * 64, pixel);
+                tma_load_2d(to, &p.added_last, ready, last * CHUNK, pixel);
             } else {
                 barrier_arrive(ready);
             }
@@ -126,39 +162,9 @@ DEVICE void load_added(const Params& p, u32 base, int group) {
     }
 }
 
-// Sums of a warp's 16 channels and all pixels -> results in rows of a buffer, which hold what is added before.
-template <bool WITH_ADDED, class Finish>
-DEVICE void finish_rows(u32 buffer, const float (&sum)[BN / 2], const float (&bias)[2], int quarter, int lane, const Finish& finish) {
-    // Lane l names row l % 8 (a pixel) of matrix l / 8: matrices 0, 1 are channels 0-7, 8-15 of pixels 0-7; 2, 3 of 8-15.
-    const u32 row = buffer + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((quarter * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
-    constexpr int ALL = BN / 16, TOGETHER = 4;     // so many loads are on their way at once
-    #pragma unroll
-    for (int begin = 0; begin < ALL; begin += TOGETHER) {
-        u32 r[TOGETHER][4] = {};
-        #pragma unroll
-        for (int j = begin; WITH_ADDED && j < min(begin + TOGETHER, ALL); j++)
-            ldmatrix_x4_trans(row + j * 16 * 128, r[j - begin][0], r[j - begin][1], r[j - begin][2], r[j - begin][3]);
-        #pragma unroll
-        for (int j = begin; j < min(begin + TOGETHER, ALL); j++) {
-            u32 y[4];
-            #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float* v = &sum[j * 8 + i * 2];
-                const u32 added = r[j - begin][i];
-                y[i] = pack2(finish(v[0], bias[i % 2], low_float(added)), finish(v[1], bias[i % 2], high_float(added)));
-            }
-            stmatrix_x4_trans(row + j * 16 * 128, y[0], y[1], y[2], y[3]);
-        }
-    }
-}
-
-DEVICE void load_bias(const float* from, int channel, int lane, float (&bias)[2]) {
-    bias[0] = __ldg(from + channel + lane / 4), bias[1] = __ldg(from + channel + lane / 4 + 8);
-}
-
 // A warpgroup's part.
 DEVICE void convolve(const Params& p, u32 base, int group, int quarter, int lane) {
-    float sum[BN / 2], last[OUT_TILES][BN / 2];
+    Acc sum[BN / 2], last[OUT_TILES][BN / 2];
     Ring weights, image, ring;
     int held = -1;                                 // the buffer that was filled last
     auto give_back = [&] {                         // when nothing reads it any more
@@ -185,29 +191,36 @@ DEVICE void convolve(const Params& p, u32 base, int group, int quarter, int lane
             const int stage = STATIONARY ? chunk : weights.at, which = ring.at * GROUPS + group;
             const u32 first = base + FIRST + stage * FIRST_BYTES, second = base + SECOND + stage * SECOND_BYTES;
             const u32 rows = base + BUFFER + which * ROWS_BYTES, parity = STATIONARY ? 0 : weights.parity;
-            float bias[2];
-            load_bias(p.first_bias, chunk * 64 + quarter * 16, lane, bias);
-            barrier_wait(base + FIRST_FULL + 8 * stage, parity);
-            wgmma_fence();
             #pragma unroll
-            for (int k = 0; k < DEPTH_BLOCKS; k++) {
-                const u64 a = wgmma_descriptor<128>(first + k * MATRIX_BYTES);
-                const u64 b = wgmma_descriptor<128>(base + IMAGE + own * IMAGE_BYTES + k * ROWS_BYTES);
+            for (int t = 0; t < TILES; t++) {
+                Channel bias[2];
+                load_bias(p.first_bias, chunk * CHUNK + t * 64 + quarter * 16, lane, bias);
+                if (t == 0) barrier_wait(base + FIRST_FULL + 8 * stage, parity);
+                wgmma_fence();
                 #pragma unroll
-                for (int step = 0; step < 4; step++) wgmma_step(sum, a + 2 * step, b + 2 * step, (k | step) != 0);
+                for (int step = 0; step < DEPTH_STEPS; step++) {
+                    const int k = step / 4;
+                    const u64 a = wgmma_descriptor<128>(first + (t * DEPTH_BLOCKS + k) * MATRIX_BYTES);
+                    const u64 b = wgmma_descriptor<128>(base + IMAGE + own * IMAGE_BYTES + k * ROWS_BYTES);
+                    first_product(sum, a + step % 4 * 2, b + step % 4 * 2, step != 0);
+                }
+                wgmma_commit();
+                if (t == 0) {
+                    wgmma_wait<1>();               // the second product of the chunk before
+                    give_back();
+                    if (chunk > 0) weights_read(base + SECOND_EMPTY + 8 * before);
+                }
+                wgmma_wait<0>();
+                if (t == TILES - 1) {
+                    weights_read(base + FIRST_EMPTY + 8 * stage);
+                    if (chunk == p.chunks - 1 && lane == 0) barrier_arrive(base + IMAGE_EMPTY + 8 * own);
+                }
+                if (t == 0) barrier_wait(base + READY + 8 * which, ring.parity);
+                finish_rows<BN>(rows, t, sum, bias, quarter, lane, First(p));
             }
-            wgmma_commit();
-            wgmma_wait<1>();                       // the second product of the chunk before
-            give_back();
-            if (chunk > 0) weights_read(base + SECOND_EMPTY + 8 * before);
-            wgmma_wait<0>();
-            weights_read(base + FIRST_EMPTY + 8 * stage);
-            if (chunk == p.chunks - 1 && lane == 0) barrier_arrive(base + IMAGE_EMPTY + 8 * own);
-            barrier_wait(base + READY + 8 * which, ring.parity);
-            finish_rows<ADDED>(rows, sum, bias, quarter, lane, [](float x, float c, float r) { return first_result(x, c, r); });
             async_proxy_fence();
             named_barrier(1 + group, 128);
-            if (STORED) store(&p.middle, which, chunk * 64, tile);
+            if (STORED) store(&p.middle, which, chunk * CHUNK, tile);
             barrier_wait(base + SECOND_FULL + 8 * stage, parity);
             wgmma_fence();
             const u64 b = wgmma_descriptor<128>(rows);
@@ -215,7 +228,7 @@ DEVICE void convolve(const Params& p, u32 base, int group, int quarter, int lane
             for (int step = 0; step < 4; step++) {
                 #pragma unroll
                 for (int m = 0; m < OUT_TILES; m++)
-                    wgmma_step(last[m], wgmma_descriptor<128>(second + m * MATRIX_BYTES) + 2 * step, b + 2 * step, (chunk | step) != 0);
+                    second_product(last[m], wgmma_descriptor<128>(second + m * MATRIX_BYTES) + 2 * step, b + 2 * step, (chunk | step) != 0);
             }
             wgmma_commit();
             held = which, before = stage;
@@ -225,17 +238,19 @@ DEVICE void convolve(const Params& p, u32 base, int group, int quarter, int lane
         wgmma_wait<0>();
         weights_read(base + SECOND_EMPTY + 8 * before);
         #pragma unroll
-        for (int m = 0; m < OUT_TILES; m++) {
+        for (int r = 0; r < OUT_ROWS; r++) {
             const int which = ring.at * GROUPS + group;
-            float bias[2];
-            load_bias(p.second_bias, m * 64 + quarter * 16, lane, bias);
             barrier_wait(base + READY + 8 * which, ring.parity);
-            finish_rows<ADDED_LAST>(base + BUFFER + which * ROWS_BYTES, last[m], bias, quarter, lane,
-                                    [](float x, float c, float r) { return second_result(x, c, r); });
+            #pragma unroll
+            for (int t = 0; t < TILES && r * TILES + t < OUT_TILES; t++) {
+                Channel bias[2];
+                load_bias(p.second_bias, (r * TILES + t) * 64 + quarter * 16, lane, bias);
+                finish_rows<BN>(base + BUFFER + which * ROWS_BYTES, t, last[r * TILES + t], bias, quarter, lane, Second(p));
+            }
             async_proxy_fence();
             named_barrier(1 + group, 128);
             give_back();
-            store(&p.output, which, m * 64, tile);
+            store(&p.output, which, r * CHUNK, tile);
             held = which;
             ring.next<BUFFERS>();
         }

@@ -97,11 +97,7 @@ DEVICE void widen_residual(const Requantize& q, u32 word, float (&r)[4]) {
     #pragma unroll
     for (int i = 0; i < 4; i++) r[i] = __fmul_rn(r[i], q.residual_scale);
 #else
-    // A byte in the low mantissa of 2^23 is a float; the bias of signed ones and the zero point go with one exact subtraction.
-    if (!RESIDUAL_UNSIGNED) word ^= 0x80808080u;
-    #pragma unroll
-    for (int i = 0; i < 4; i++)
-        r[i] = __fmul_rn(__fsub_rn(__uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i)), q.residual_offset), q.residual_scale);
+    widen_four<RESIDUAL_UNSIGNED>(word, q.residual_offset, q.residual_scale, r);
 #endif
 }
 
