@@ -42,11 +42,11 @@ class AddGroupNorm(ProblemTactic):
         if isinstance(found, str):
             return found
         if op.value in b.reserved:
-            return "the sum is a result, too"
+            return "the sum is also an output"
         if (why := refuse_images(b, found.norm, found.images)) is not None:
             return f"the normalization after it: {why}"
         if _pitch(b.operand(found.vectors)) is None:
-            return "its addend does not lie in whole vectors of channels"
+            return "its addend is not made of aligned vectors of channels"
         return None
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:

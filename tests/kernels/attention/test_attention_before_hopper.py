@@ -64,8 +64,13 @@ def test_before_hopper(name: str) -> None:
     [
         (attention, "cuda:sm_90a", "fp16", "Hopper's own kernel runs it"),
         (attention, "cuda:sm_80", "fp32", "it is for 16-bit floats"),
-        (lambda: attention(outputs=4), "cuda:sm_80", "fp16", "weights are a result"),
-        (lambda: attention(mask="short", lengths=True), "cuda:sm_80", "fp16", "its mask lacks keys"),
+        (lambda: attention(outputs=4), "cuda:sm_80", "fp16", "weights are also an output"),
+        (
+            lambda: attention(mask="short", lengths=True),
+            "cuda:sm_80",
+            "fp16",
+            "its mask has fewer columns than there are keys",
+        ),
         (lambda: attention(value_size=20, size=16), "cuda:sm_80", "fp16", "heads of 20 features"),
         (lambda: attention(size=20), "cuda:sm_80", "fp16", "heads of 20 features"),
         (lambda: attention(size=520, count=1), "cuda:sm_90a", "fp16", "heads of 520 features"),
