@@ -91,8 +91,8 @@ def command(
 ) -> None:
     """Measure the latency and throughput of ENGINE, NumPy arrays in and out, one call at a time or (--streams) several.
 
-    Random inputs have the sizes of the profile's optimum, else those that the build measured at. On a GPU also what the GPU does:
-    its time for an inference with all arrays there, the host's time to enqueue one, the copies, and both together.
+    Random inputs have the sizes of the profile's optimum, else the sizes of the build's measurements. On a GPU, this shows four
+    times: the GPU's for an inference with all arrays there, the host's to enqueue one, the copies, and an inference with copies.
     """
     import optdnn
     from optdnn.report import check_outputs

@@ -58,7 +58,7 @@ def command(
 ) -> None:
     """Compile MODEL.onnx into an engine: import, optimize, choose tactics by measurement, save.
 
-    The engine goes to OUT.engine; what was measured and how long it took goes to OUT.engine.report.json.
+    The engine goes to OUT.engine; the measurements and their times go to OUT.engine.report.json.
     """
     from optdnn.compiler import build_verbose
     from optdnn.report import check_outputs

@@ -37,8 +37,8 @@ Say = Callable[[str], None]
 def command(threads: int | None, output: Path | None, json_file: Path | None) -> None:
     """Build, save, load and run the shipped networks, and compare them with ONNX Runtime: a first look.
 
-    Small networks that were really trained are judged by their accuracy on held-out data, a ResNet-50 by its outputs. Exit
-    code 7 if an accuracy or an error is not what it should be.
+    Small trained networks are judged by their accuracy on held-out data, a ResNet-50 by its outputs. The exit code is 7 if
+    an accuracy is too low or an error too large.
     """
     from optdnn import __version__
     from optdnn.compare.rivals import check_rivals

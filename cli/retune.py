@@ -24,7 +24,7 @@ def command(
     """Tune ENGINE on this machine's GPU and improve it in place.
 
     For engines built with heuristic tactics, on a machine without a GPU, or for another driver. ENGINE is replaced, atomically,
-    only where the result is faster than it was, both measured side by side. Ctrl-C keeps what was found so far.
+    only if the result is faster; both are measured side by side. Ctrl-C keeps the best result so far.
     """
     from dataclasses import asdict
 
