@@ -16,12 +16,12 @@ from optdnn.cli.common import (
     give_json,
     now,
     progress,
+    remark,
     report_beside,
     stdout,
     table,
     telling,
     warn,
-    write_text,
 )
 from optdnn.cli.options import (
     FILE,
@@ -43,10 +43,21 @@ MEASURING, DETAIL = "Measuring", "Detail"
 @engine_argument
 @input_option
 @size_option
-@option("--warmup", type=click.IntRange(min=0), default=10, show_default=True, group=MEASURING,
-        help="Runs that are not counted.")  # fmt: skip
-@option("--duration", type=click.FloatRange(min=0, min_open=True), metavar="S", group=MEASURING,
-        help="Seconds to measure.  [default: 3]")  # fmt: skip
+@option(
+    "--warmup",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    group=MEASURING,
+    help="Runs that are not counted.",
+)
+@option(
+    "--duration",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="S",
+    group=MEASURING,
+    help="Seconds to measure.  [default: 3]",
+)
 @option("--iterations", type=click.IntRange(min=1), metavar="N", group=MEASURING,
         help="Runs to measure (of each stream), instead of a duration.")  # fmt: skip
 @option("--percentile", "percentiles", type=click.FloatRange(0, 100), multiple=True, metavar="P", group=MEASURING,
@@ -61,7 +72,7 @@ MEASURING, DETAIL = "Measuring", "Detail"
 @option("--html", type=FILE, group=DETAIL, metavar="FILE",
         help="Write a report with the network, timed step by step, as one HTML file.")  # fmt: skip
 @option("--energy", "energy", is_flag=True, group=DETAIL,
-        help="Also measure the energy of an inference: by NVML on GPUs, by RAPL if it can be read.")  # fmt: skip
+        help="Also the energy of an inference: by NVML on GPUs, by RAPL where it can be read.")  # fmt: skip
 @option("--flush-l2", is_flag=True, gpu=True, group=DETAIL, help="Empty its L2 before each run.")
 @option("--trace", is_flag=True, gpu=True, group=DETAIL,
         help="Run once, a kernel at a time in NVTX ranges, for nsys and ncu.")  # fmt: skip
@@ -80,8 +91,8 @@ def command(
 ) -> None:
     """Measure the latency and throughput of ENGINE, NumPy arrays in and out, one call at a time or (--streams) several.
 
-    Random inputs have the sizes of the profile's optimum, else those at which the build measured. On a GPU it also shows the GPU's
-    time for an inference on arrays in its own memory, the host's time to enqueue one, the copies, and the whole latency.
+    Random inputs have the sizes of the profile's optimum, else the sizes of the build's measurements. On a GPU, this shows four
+    times: the GPU's for an inference with all arrays there, the host's to enqueue one, the copies, and an inference with copies.
     """
     import optdnn
     from optdnn.report import check_outputs
@@ -107,12 +118,13 @@ def command(
 def _write_html(html: Path, engine: Path, program: Any, report: Mapping[str, Any]) -> None:
     from optdnn.report.drawing import draw
     from optdnn.report.html import bench_html
+    from optdnn.runtime.file.atomic import write_atomic
 
     build = {**program.meta, **report_beside(engine)}
     told = {**report, "build": build, "command": command_line(click.get_current_context()), "time": now()}
     with telling(engine):
-        page = bench_html(told, draw(program, told, measured=report), engine.name)
-    write_text(html, page)
+        write_atomic(html, [bench_html(told, draw(program, told, measured=report), engine.name).encode()])
+    remark(f"written: {html}")
 
 
 def measured(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import numpy as np
 from optdnn.cli import demo_text as text
 from optdnn.cli.common import give_json, now, progress
 from optdnn.cli.options import Command, json_option, option, output_option
-from optdnn.config import Progress
 from optdnn.errors import NotMet, UnsupportedError
 from optdnn.temporary import temporary_folder
 from optdnn.types import Array
@@ -26,6 +25,7 @@ SECONDS, RESNET_SECONDS = 0.8, 3.0
 BATCH = 32
 """Pictures per call where latencies are taken: one alone takes microseconds, most of them Python's."""
 REPORT = Path("optdnn-demo.html")
+Say = Callable[[str], None]
 
 
 @click.command("demo", cls=Command)
@@ -37,8 +37,8 @@ REPORT = Path("optdnn-demo.html")
 def command(threads: int | None, output: Path | None, json_file: Path | None) -> None:
     """Build, save, load and run the shipped networks, and compare them with ONNX Runtime: a first look.
 
-    Small trained networks are judged by their accuracy on held-out data, a ResNet-50 by its outputs. Exit code 7 if an
-    accuracy or an error is beyond its bound.
+    Small trained networks are judged by their accuracy on held-out data, a ResNet-50 by its outputs. The exit code is 7 if
+    an accuracy is too low or an error too large.
     """
     from optdnn import __version__
     from optdnn.compare.rivals import check_rivals
@@ -79,7 +79,7 @@ def _raced(
     threads: int,
     seconds: float,
     folder: Path,
-    say: Progress,
+    say: Say,
 ) -> tuple[Array, dict[str, Any]]:
     """Build, save and load a network: its one output on ``feeds``, and the comparison with ONNX Runtime on ``batch``."""
     import optdnn
@@ -106,7 +106,7 @@ def _raced(
     return logits, outcome.to_plain()
 
 
-def _trained(name: str, folder: Path, threads: int, say: Progress) -> dict[str, Any]:
+def _trained(name: str, folder: Path, threads: int, say: Say) -> dict[str, Any]:
     """One trained network: its accuracy and latency."""
     from optdnn.models import trained
 
@@ -129,7 +129,7 @@ def _trained(name: str, folder: Path, threads: int, say: Progress) -> dict[str, 
     }
 
 
-def _resnet(folder: Path, threads: int, say: Progress, report: Path | None) -> dict[str, Any]:
+def _resnet(folder: Path, threads: int, say: Say, report: Path | None) -> dict[str, Any]:
     """A ResNet-50 from ONNX: its outputs and latency compared with ONNX Runtime's, also in an HTML ``report``."""
     import onnx
 
@@ -197,4 +197,4 @@ def _judge(facts: Mapping[str, Any]) -> None:
     if difference is not None and difference < 100 * MAX_ERROR:
         missed.append(f"resnet50: another picture changes the outputs by only {difference:.1g}")
     if missed:
-        raise NotMet("\n  ".join(["the demo failed:", *missed]))
+        raise NotMet("\n  ".join(["the demo did not go as it should:", *missed]))

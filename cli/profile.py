@@ -45,7 +45,7 @@ def command(
 ) -> None:
     """Show where the time of a run of ENGINE goes.
 
-    On a GPU, Nsight Systems records a run with the ONNX nodes as NVTX ranges, and Nsight Compute counts what limits each step:
+    On a GPU, Nsight Systems records a run with the ONNX nodes as NVTX ranges, and Nsight Compute shows what limits each step:
     throughput of memory, tensor pipes, occupancy, hits in L2, what warps wait for, and the roofline. The trace needs
     neither. It holds the measured time of each step, on every target, for https://ui.perfetto.dev.
     """

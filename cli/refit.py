@@ -38,7 +38,7 @@ def command(
     """Give ENGINE the weights of MODEL.onnx, the same network trained further; tactics stay, and nothing is measured.
 
     Without MODEL, the engine's own model is taken (optdnn build --refit), with the --weights and --adapters that are given.
-    If it is not the network of ENGINE, the differences are listed and nothing is written.
+    If MODEL is another network than that of ENGINE, the differences are named, and nothing is written.
     """
     import time
 

@@ -23,8 +23,8 @@ def command(
 ) -> None:
     """Tune ENGINE on this machine's GPU and improve it in place.
 
-    For engines built with heuristic tactics, on a machine without a GPU, or for another driver. ENGINE is replaced (atomically)
-    only if the new engine is faster, with both measured side by side. Ctrl-C ends the tuning and keeps the best result so far.
+    For engines built with heuristic tactics, on a machine without a GPU, or for another driver. ENGINE is replaced, atomically,
+    only if the result is faster; both are measured side by side. Ctrl-C keeps the best result so far.
     """
     from dataclasses import asdict
 

@@ -178,7 +178,7 @@ class WholeUnit(Rule):
         if len(unit.kept) + len(unit.changed) > MOST_CHANNELS:
             return Miss(f"it has more than {MOST_CHANNELS} channels")
         if any(s.kind == "Relu" for s in unit.steps) and not non_negative(graph, unit.image):
-            return Miss("what is kept may be negative, and a Relu would change it")
+            return Miss("the kept values may be negative, and a Relu would change them")
         made, size = list[tuple[Array, Array | None]](), graph.type(unit.image).dims[2:]
         for step in (s for s in unit.steps if s.kind == "Conv"):
             constants = weights_of(graph, step)

@@ -256,7 +256,7 @@ def quantized_mean(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("there is no mean of fp8")
     stored, given, out = x[0], x[1], result[1]
     if graph.type(stored).static_shape[1] % 4 or given.dtype != out.dtype:
-        return Miss("the mean of integers is for channels in fours, and one type")
+        return Miss("the mean of integers needs a multiple of 4 channels, and one type")
     pixels = int(np.prod(graph.type(stored).static_shape[2:]))
     low, high = (float(b - out.zero) for b in requantize.BOUNDS[out.dtype])
     factor = float(np.float32(given.scale / (out.scale * pixels)))

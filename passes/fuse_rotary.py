@@ -98,7 +98,7 @@ def partial_rotary(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mis
     if x is None or inner.attrs.rotary_embedding_dim or len(root.inputs) != 2 or not _last(graph, x, root.attrs.axis):
         return None
     if any(len(graph.uses(op.value)) > 1 for op in (inner, *swaps[1:])):
-        return Miss(f"its turned part is used elsewhere: {inner.name}")
+        return Miss(f"its rotated part is used elsewhere: {inner.name}")
     attrs = replace(inner.attrs, rotary_embedding_dim=graph.type(first).dims[-1])
     covered = {op.id: op for op in (root, graph.op(first), graph.op(rest), inner, *swaps)}
 
@@ -116,7 +116,7 @@ def rotary_rows(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss |
     if x is None or len(root.inputs) != 2 or not is_axis(graph, x, root.attrs.axis, -2):
         return None
     if len(graph.uses(inner.value)) > 1:
-        return Miss(f"its turned rows are used elsewhere: {inner.name}")
+        return Miss(f"its rotated rows are used elsewhere: {inner.name}")
     rows = graph.type(first).dims[-2]
     assert isinstance(rows, int)
     caches = [operand(inner, 1), operand(inner, 2)]

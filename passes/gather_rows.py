@@ -56,7 +56,7 @@ def gather_rows(graph: Graph, op: Op) -> Match | Miss | None:
     if any(not t.static_shape or 0 in t.static_shape for t in types):
         return None  # a scalar has no rows, and of no elements nothing moves
     if _is_image(graph, source):
-        return Miss("it moves parts of an image, whose channels are last in memory")
+        return Miss("it moves parts of a channels-last image")
     slices = {o.id: _places(graph, o) for o in chain if o.kind == "Slice"}
     taken = {i: places for i, places in slices.items() if places is not None}
     if len(taken) < len(slices):

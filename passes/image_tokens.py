@@ -105,7 +105,7 @@ def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
     if perm == channels_to_last(len(perm)) and is_image(graph, tokens):
         return Miss("its rows are an image already")  # `channel_attention` writes this form
     if not _read_as_image(graph, root.value):
-        return Miss("nothing that works on images reads it")
+        return Miss("no operator on images reads it")
     last = (*(k for k in range(len(before)) if k not in channels), *channels)
     target = reshape_target(tuple(before[k] for k in last), (after[0], *after[2:], after[1]))
     if target is None:
@@ -154,7 +154,7 @@ def moved_pixels(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss 
     if min(len(before), len(middle), len(after)) < 4 or not before[:2] == middle[:2] == after[:2]:
         return None
     if not (is_image(graph, image) and _read_as_image(graph, root.value)):
-        return Miss("nothing that works on images makes it, or reads it")
+        return Miss("no operator on images makes it or reads it")
     rows = (before[0], *before[2:], before[1])
     split = reshape_target(rows, (middle[0], *middle[2:], middle[1]))
     moved = tuple(middle[p] for p in perm)
@@ -187,7 +187,7 @@ def channel_attention(graph: Graph, op: Op) -> Match | Miss | None:
     if image is None or before is None or _channels(image, before) != range(1, 3):
         return None
     if not _read_as_image(graph, back.value):
-        return Miss("nothing that works on images reads it")
+        return Miss("no operator on images reads it")
     made = [flat for flat in flats if flat is not None]
     targets = {f.id: reshape_target(*_rows_of_tokens(graph, f)) for f in made}
     target = reshape_target((before[0], before[3], before[1], before[2]), (image[0], *image[2:], image[1]))

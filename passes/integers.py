@@ -149,7 +149,7 @@ def recentred(graph: Graph, op: Op) -> Match | Miss | None:
     if shift is None or _zeros(graph, op) != {-shift}:
         return None
     if any(u.kind != "DequantizeLinear" or u.inputs[0] != op.value for u in users):
-        return Miss(f"{dtype.name} with zero point {-shift} is read by others than DequantizeLinear")
+        return Miss(f"other operators than DequantizeLinear read {dtype.name} with zero point {-shift}")
     zeros = [_zeros(graph, u) for u in users]
     if any(z is None or not all(0 <= v + 128 * (shift > 0) <= 255 for v in z) for z in zeros):
         return Miss("a zero point that reads it is not constant")
@@ -188,7 +188,7 @@ def on_integers(graph: Graph, op: Op) -> Match | Miss | None:
     if moved.kind not in SHARES_SCALE or not data or not all(is_dequantized(graph, v) for v in data):
         return None
     if len(moved.outputs) > 1 or no_integers(graph, moved, ranged=True) is not None:
-        return Miss(f"{moved.kind} {moved.name} has no form on integers")
+        return Miss(f"{moved.kind} {moved.name} has no integer form")
     narrow = op.outputs[0].type.dtype
     if moved.kind in ("MaxPool", "GlobalMaxPool") and narrow not in (INT8, UINT8) and not is_float(narrow):
         return Miss(f"{moved.kind} compares floats and integers of 8 bits")

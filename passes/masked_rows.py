@@ -147,7 +147,7 @@ def _picked(graph: Graph, op: Op) -> list[Op] | Miss:
         ):
             left += [(u, user.value) for u in graph.users(user.value)]
         elif user.kind != "Shape" and not (user.kind == "Gather" and len(dims) == 2 and _column(graph, user) in (0, 1)):
-            return Miss(f"{user.name} ({user.kind}) reads the numbers of the boxes that stay")
+            return Miss(f"{user.name} ({user.kind}) reads the indices of the remaining boxes")
     return [ends[i] for i in sorted(ends)]
 
 
@@ -191,11 +191,11 @@ def _computed(
             continue
         found = row_op(graph, op, count)
         if found is None or by_number(found) or (op.kind in SHAPED and not isinstance(rows, int)):
-            return Miss(f"{op.name} ({op.kind}) does not compute each row from a row that the mask chose")
+            return Miss(f"{op.name} ({op.kind}) does not compute each row from a row that the mask selected")
         inside[op.id] = found
         left += [graph.op(operand(op, i)) for i, r in enumerate(found.given) if r is not None]
     if not gathers:
-        return Miss("it is computed from no rows that the mask chose")
+        return Miss("it is not computed from rows that the mask selected")
     return [inside[op.id] for op in graph.order() if op.id in inside], [gathers[i] for i in sorted(gathers)]
 
 

@@ -42,7 +42,7 @@ def pad_heads(graph: Graph, op: Op) -> Match | Miss | None:
     if any(i is not None for i in op.inputs[4:6]) or any(
         graph.users(Value(op.id, i)) for i in range(1, len(op.outputs))
     ):
-        return Miss("its keys and values are results, too")
+        return Miss("its keys and values are also outputs")
     sources = [
         Widths(graph, op, operand(op, i), 3, n, _wide(n), together=features == valued) if n % UNIT else None
         for i, n in enumerate((features, features, valued))

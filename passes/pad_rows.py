@@ -158,7 +158,7 @@ def _match(graph: Graph, count: Dim) -> Match | Miss:
         return Miss(f"{count} is always 0")
     part = _Part(graph, count, most, _connected(graph, _members(graph, count)))
     if not part.ops:
-        return Miss("no operator that is worth it computes each row from the same row of its operands")
+        return Miss("no expensive operator computes each row from the same row of its operands")
     if all(rows.per != 1 for rows in part.given().values()):
         return Miss("no operand holds the number of rows")
     for r in part.ops:

@@ -103,7 +103,7 @@ class ParallelConvs(Rule):
             shared = len({c.x for c in convs}) < len(convs)
             return Miss(f"the convolutions that {op.name} adds differ in strides, groups or taps") if shared else None
         if "8" in context.precision:
-            return Miss(f"8 bits would hold the sum of the weights of the branches of {op.name} worse than each branch")
+            return Miss(f"in 8 bits, the sum of the branches' weights of {op.name} is less accurate than each branch")
         merged = _sum_of(convs[found.index(best)], [b for _, b in best])
         if isinstance(merged, Miss):
             return merged

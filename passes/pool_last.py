@@ -36,9 +36,9 @@ def pool_last(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"the result of {pool.name} is used {graph.use_count(pool.value)} times")
     outer, inner = weight.shape[:2]
     if inner < FEWER * outer:
-        return Miss(f"{op.name} gives {outer} channels for {inner}: too few less for the pool to move")
+        return Miss(f"{op.name} reduces {inner} channels only to {outer}, too little for the pool to move")
     if p.auto_pad != "NOTSET" or (any(p.pads) and not p.count_include_pad):
-        return Miss(f"{pool.name} divides by a number that depends on the place")
+        return Miss(f"{pool.name} divides by a number that depends on the position")
     shape = (outer, 1, *p.kernel_shape)
     mean = np.full(shape, 1 / math.prod(p.kernel_shape), weight.dtype)
     sliding = ConvAttrs(p.strides, p.pads, p.dilations, outer)

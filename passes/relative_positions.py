@@ -176,7 +176,7 @@ def shifted_columns(graph: Graph, op: Op) -> Match | Miss | None:
     if whole is None or op.attrs.axis % len(shape) != len(shape) - 1 or shape[:-1] != whole[:-1]:
         return None
     if weight is None or weight.ndim < 2 or any(not isinstance(n, int) for n in shape):
-        return Miss(f"what {product.name} multiplies by is not constant")
+        return Miss(f"the other factor of {product.name} is not constant")
     found = _indices(graph, operand(op, 1))
     if found is None:
         return Miss("its indices are not known, or not the same for all matrices")
@@ -221,7 +221,7 @@ def padded_shift(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     whole, weight = shape_of(graph, product.value), _matrix(graph, operand(product, 1))
     if weight is None:
-        return Miss(f"what {product.name} multiplies by is not constant")
+        return Miss(f"the other factor of {product.name} is not constant")
     if whole is None or any(not isinstance(n, int) for n in whole) or np.prod(whole, dtype=np.int64) > _PLACES:  # type: ignore[arg-type]
         return Miss(f"{product.name} has no known shape, or too many elements")
     found = _places(graph, chain, np.arange(np.prod(whole, dtype=np.int64)).reshape(whole))  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ def talking_heads(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     scores = producer(graph, turn.inputs[0], {"MatMul"}, alone=True)
     if scores is None or staged(scores):
-        return Miss("what is mixed is not a product of queries and keys that nothing else reads")
+        return Miss("the mixed scores are not a product of queries and keys with no other reader")
     operands = (*scores.inputs[:2], op.inputs[1])
     types = [graph.type(v) for v in operands if v is not None]
     if any(not t.is_static or len(t.static_shape) != 4 for t in types):

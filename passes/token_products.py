@@ -61,7 +61,7 @@ class TokenProduct(Rule):
         if first is not None and not _exchanges(first):
             return Miss(f"{first.name} does not exchange the two axes")
         if first is not None and not _made_in_rows(graph, operand(first), _DEPTH):
-            return Miss("its operand may lie with the tokens last")
+            return Miss("its operand may be stored with the tokens last")
         channels, tokens = graph.type(chain.base).dims[-2:]
         if any(isinstance(n, int) and n < least for n, least in ((channels, LEAST_CHANNELS), (tokens, LEAST_TOKENS))):
             return Miss(f"{tokens} tokens of {channels} channels do not fill a tile")

@@ -60,7 +60,7 @@ def unroll_loop(graph: Graph, op: Op) -> Match | Miss | None:
     trips = max(trips, 0) if known else 0
     scans = len(body.outputs) - 1 - carried
     if not trips and scans:
-        return Miss("it does not run, and stacks results nevertheless")
+        return Miss("it runs zero times, but stacks results")
     return _too_much(body, trips) or _replaced(op, lambda patch: _loop_results(patch, op, trips))
 
 
@@ -89,7 +89,7 @@ def unroll_scan(graph: Graph, op: Op) -> Match | Miss | None:
     if len(lengths) != 1 or not isinstance(trips := lengths.pop(), int):
         return Miss("how often it runs is not known")
     if not trips and a.scan_output_axes:
-        return Miss("it does not run, and stacks results nevertheless")
+        return Miss("it runs zero times, but stacks results")
     return _too_much(a.body, trips) or _replaced(op, lambda patch: _scan_results(patch, op, trips))
 
 

@@ -177,7 +177,7 @@ def stacked_products(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("they are not all positions, or their number is not known")
     n, d, t, s = (size for size in before if isinstance(size, int))
     if other != (n, t, s):
-        return Miss("the vectors are not one of each position")
+        return Miss("there is not one vector per position")
 
     def build(patch: Patch) -> Value:
         stack = patch.add("Transpose", [states], TransposeAttrs((0, 2, 1, 3)))

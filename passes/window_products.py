@@ -50,7 +50,7 @@ def product_of_windows(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     source, ops = chain
     if left[-1] > MOST_TERMS:
-        return Miss(f"its windows have {left[-1]} places, more than {MOST_TERMS}")
+        return Miss(f"its windows have {left[-1]} positions, more than {MOST_TERMS}")
     shape = graph.type(operand(op)).static_shape
     if math.prod(shape) > MOST_ELEMENTS:
         return Miss(f"its windows have more than {MOST_ELEMENTS} elements")
@@ -63,7 +63,7 @@ def product_of_windows(graph: Graph, op: Op) -> Match | Miss | None:
     order = tuple(dict.fromkeys(loop.axis for loop in loops))
     perm = (*(a for a in range(len(before)) if a not in order), *order)
     if any(before[a] != 1 for a in perm[: len(perm) - len(order)]):
-        return Miss("its windows leave places out")
+        return Miss("its windows leave positions out")
     if perm == tuple(range(len(before))) or (ops[-1].kind == "Transpose" and ops[-1].attrs.perm == perm):
         return None  # they lie in this order
 

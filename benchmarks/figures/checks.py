@@ -39,12 +39,13 @@ def correctness(rows: Sequence[Row]) -> str:
         _invariance([r for r in rows if r["what"] == "invariance"]),
     ]
     how = (
-        "Networks of the zoo and of both PyTorch exporters with seeded weights. A network is right where:\n\n"
-        "- every launch by itself agrees with its step's meaning in NumPy, on the GPU's own operands (the error is relative to the "
-        "largest element, and results hold NaN before);\n"
-        "- runs repeat to the bit, in one CUDA graph and as single launches, on arenas full of NaN between fences;\n"
-        "- the whole result is ONNX Runtime's at fp32; at other precisions it is nearer to it than the result of another input; of "
-        f"detections, nine in ten of the boxes that rounding weights and inputs alone leaves the same.\n\n{_whole(networks)}"
+        "Networks of the zoo and of both PyTorch exporters with seeded weights. A network is right if:\n\n"
+        "- every single launch agrees with its step's meaning in NumPy, on the GPU's own operands (the error is relative to the "
+        "largest element, and the buffers of results are filled with NaN before);\n"
+        "- all runs give the same bits, in one CUDA graph and as single launches, in arenas filled with NaN between fences;\n"
+        "- the result agrees with ONNX Runtime's at fp32. At other precisions it is closer to that than the result of "
+        "another input. A detector must keep nine in ten of the boxes that remain if only weights and inputs are rounded.\n\n"
+        f"{_whole(networks)}"
     )
     return table(lines, " ".join(s for s in said if s), how=how, rows=networks)
 
@@ -82,8 +83,8 @@ def _invariance(rows: Sequence[Row]) -> str:
     same = sum(r["verdict"] == "right" for r in rows if "verdict" in r)
     control = sum(any(r.get("rows", {}).get("control", {}).values()) for r in rows)
     return (
-        f"With `--row-invariant`, rows of {same} of {len(rows)} networks are the same bits in batches of all sizes that were "
-        f"tried; without it, rows of {control} differ."
+        f"With `--row-invariant`, the rows of {same} of {len(rows)} networks have the same bits in all batch sizes that were "
+        f"tried. Without it, the rows of {control} networks differ."
     )
 
 

@@ -25,7 +25,7 @@ def decoding(rows: Sequence[Row]) -> str:
             same = runs.setdefault((workload(row).short, d.bits, d.batch), {})
             older = same[d.layers]["times"] if d.layers in same else {}
             same[d.layers] = {**row, "times": {**older, **row["times"]}}
-    lines = [["network", "weights", "batch", "ms a token", "tokens/s", "of the bound", "PyTorch ms a token"]]
+    lines = [["network", "weights", "batch", "ms per token", "tokens/s", "of the bound", "PyTorch ms per token"]]
     used: list[Row] = []
     computed = False
     for name, bits, batch in sorted(runs, key=lambda k: ([*NAMES].index(k[0]), -k[1], k[2])):
@@ -49,9 +49,9 @@ def decoding(rows: Sequence[Row]) -> str:
     prompts = [r for r in mine if Decoder.of(workload(r)).tokens > 1]
     said += [_prompt(r) for r in prompts]
     how = (
-        "Untuned, random weights, caches in place and filled up to position 1,024 (16 in the last row's network). PyTorch: in the "
-        "way of gpt-fast (torch.compile with coordinate descent, caches that end at the position, its own kernel for 4 bits in "
-        "bf16), in a CUDA graph; its logits were compared with ours."
+        "Untuned, random weights, caches in place and filled up to position 1,024 (16 for the network of the last row). PyTorch "
+        "runs as in gpt-fast (torch.compile with coordinate descent, caches that end at the position, PyTorch's 4-bit kernel in "
+        "bf16), in a CUDA graph. Its logits were compared with ours."
     )
     return table(lines, " ".join(said), how=how, rows=used + prompts) if used else ""
 

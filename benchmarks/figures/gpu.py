@@ -86,11 +86,11 @@ def targets(rows: Sequence[Row]) -> str:
             [workload(row).label, *(_cell(row, n, reach or 0.0) for n in shown), f"{reach:g}" if reach else ""]
         )
     text = " ".join(cell for line in lines for cell in line)
-    wrong = '"wrong": beyond the bound on the error against fp32. ' if "(wrong)" in text else ""
+    wrong = '"wrong": the error against fp32 exceeds the bound. ' if "(wrong)" in text else ""
     if "(off by" in text:
         wrong += (
-            '"off by": 8 bits against fp32, over the largest output; the networks have seeded random weights, which amplify what '
-            "rounding does (fp16 is off by 0.01), and every launch of int8 equals its integer meaning to the bit. "
+            '"off by": the error of 8 bits against fp32, relative to the largest output. The networks have seeded random weights, '
+            "which amplify rounding errors (fp16 is off by 0.01). Every int8 launch equals its integer meaning to the bit. "
         )
     tuned = sorted({r["setup"].partition(" tuned ")[2] for r in mine} - {""})
     most = f"for at most {' or '.join(sorted(tuned, key=lambda t: float(t.split()[0])))} each, except in the column that says so. "
@@ -99,15 +99,15 @@ def targets(rows: Sequence[Row]) -> str:
     said += _over_libraries(mine) + _over_compile(mine) + wrong
     earlier = sum("libraries" in r["older"] for r in mine)
     how = (
-        "The GPU replays a CUDA graph between two events; all arrays are on the GPU, its L2 is warm, and the candidates of a row "
-        f"take turns. Each result was first compared with PyTorch in fp32. {tactics}The libraries alone were tuned among the "
-        "first six of their own ranking. Our kernels stand in where the libraries have none."
+        "The GPU replays a CUDA graph between two events. All arrays are on the GPU, L2 is warm, and the candidates of a row "
+        f"alternate. Each result was first compared with PyTorch in fp32. {tactics}The libraries were tuned among the first six "
+        "candidates of their own ranking. Where the libraries have no kernel, ours run."
     )
-    how += f" The libraries' times of {earlier} rows are of an earlier run." if earlier else ""
+    how += f" In {earlier} rows, the libraries' times are from an earlier run." if earlier else ""
     if compiled:
         how += (
-            " torch.compile is of earlier runs: mode max-autotune, frozen weights, channels last, in a CUDA graph "
-            "(an nn.LSTM stays cuDNN's)."
+            " torch.compile's times are from earlier runs: mode max-autotune, frozen weights, channels last, in a CUDA graph "
+            "(cuDNN runs an nn.LSTM)."
         )
     return table(lines, said, how=how, rows=mine)
 
@@ -193,7 +193,7 @@ def lanes(rows: Sequence[Row]) -> str:
         return ""
     said = f"Not the same bits: {'; '.join(other)}." if other else "Results are the same bits."
     said += f" No independent steps worth a lane: {'; '.join(alike)}." if alike else ""
-    how = "fp16; the cost model chose the kernels, the same ones in both columns; medians of replays in turns."
+    how = "fp16. The cost model chose the kernels, the same ones in both columns. Times are medians of alternating replays."
     return table(lines, said, how=how, rows=mine)
 
 

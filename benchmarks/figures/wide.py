@@ -53,9 +53,10 @@ def readme(rows: Sequence[Row]) -> str:
         return ""
     slower = sum(ratio < 1 for ratio in ratios) or "none"
     return (
-        f"[The wide benchmark](docs/performance/wide.md) has {len(ratios)} pairs of a network and a batch size that nothing was "
-        "tuned for. Built by the cost model\n"
-        f"only, optdnn is {geometric(ratios):.2f} times as fast as `torch.compile` in geometric mean, and slower on {slower}."
+        f"[The wide benchmark](docs/performance/wide.md) has {len(ratios)} pairs of a network and a batch size. Nothing was tuned "
+        "for them: the cost model chose\n"
+        f"the kernels. optdnn is {geometric(ratios):.2f} times as fast as `torch.compile` in geometric mean, and slower on "
+        f"{slower}."
     )
 
 
@@ -140,7 +141,7 @@ def _summary(pairs: Pairs, rows: Sequence[Row]) -> str:
             f"{min(eager):.2f} at least."
         )
     if wrong := [workload(r).label for r in pairs.rows if "wrong" in r.get("checks", {}).get("ours", {})]:
-        said.append(f"Further off than rounding, or not finite: {'; '.join(wrong)}.")
+        said.append(f"Errors beyond rounding, or not finite: {'; '.join(wrong)}.")
     known, wanted = {r["workload"] for r in pairs.rows}, {w.name for w in group("wide")}
     lost = [r for r in rows if r["what"] == "speed" and "error" in r and r["workload"] in wanted - known]
     if told := [f"{workload(r).label} ({escaped(r['error'][:WHY])})" for r in lost]:
@@ -153,8 +154,10 @@ def _apart(pairs: Pairs) -> str:
     now = {r["workload"]: ms(r, "eager") for r in pairs.rows}
     both = [(now[r["workload"]], ms(r, "eager")) for r in pairs.older]
     moved = [new / old for new, old in both if new and old]
-    between = f"; eager PyTorch took {statistics.median(moved):.3f} times as long in ours (median)" if moved else ""
-    return f"torch.compile's times of {len(pairs.older)} pairs are of an earlier run on the same kind of GPU{between}."
+    between = f" (eager PyTorch took {statistics.median(moved):.3f} times as long in our run, median)" if moved else ""
+    return (
+        f"For {len(pairs.older)} pairs, torch.compile's times are from an earlier run on the same kind of GPU{between}."
+    )
 
 
 def named(pairs: Pairs) -> str:
@@ -177,8 +180,8 @@ def slow(pairs: Pairs) -> str:
         share = "–" if steps is None else f"{steps['at_roofline']:.0%}"
         lines.append([workload(row).label, f"{over:.2f}×", share, explanation(row["workload"], steps)])
     said = (
-        "At roofline: the part of a run that its steps would take if each ran at its roofline. Why: the kinds of steps, the share "
-        "of the run that each takes, and in brackets the part of that time that it would take at its roofline."
+        "At roofline: the share of the run that would remain if each step ran at its roofline. Why: the kinds of steps with their "
+        "share of the run, and in brackets the share of their own time that would remain at the roofline."
     )
     profiled = [pairs.cliffs[r["workload"]] for _, r in found if r["workload"] in pairs.cliffs]
     return table(lines, said, rows=profiled) if found else ""
@@ -244,7 +247,7 @@ def cliffs(pairs: Pairs) -> str:
         lines.append([workload(c).label, f"{c['gain']:.0%}", f"{c['share']:.0%}", at, step, escaped(c["why"])])
     said = (
         f"{len(found)} steps of {len({c['workload'] for c in found})} pairs are below 25 % of their roofline and take over "
-        f"2 % of their run; {len(profiled)} pairs were profiled. Would gain: the share of the run that 25 % of the roofline "
-        "would save."
+        f"2 % of their run; {len(profiled)} pairs were profiled. Would gain: the share of the run that each "
+        "step would save at 25 % of its roofline."
     )
     return table(lines, said, rows=profiled)

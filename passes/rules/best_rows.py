@@ -42,7 +42,7 @@ def best_rows(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("it does not take all scores above the threshold up to a number, or how many there are is unknown")
     ends = graph.users(Value(op.id, 1))
     if any(not _picks(graph, end, op, chooser) for end in ends):
-        return Miss("its indices do more than to pick the positions of these scores")
+        return Miss("its indices do not only select the positions of these scores")
 
     def build(patch: Patch) -> None:
         dtype = graph.type(scores).dtype

@@ -52,7 +52,7 @@ def best_of_classes(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     first = found[0]
     if any((c.scores, c.count) != (first.scores, first.count) for c in found):
-        return Miss("the classes do not take as many scores, of columns of one matrix")
+        return Miss("the classes do not select equally many scores from columns of one matrix")
     levels = {scalar(graph, c.least) for c in found}
     if len(levels) != 1 or None in levels:
         return Miss("the classes have no common constant threshold")

@@ -159,7 +159,7 @@ def activation_of_parts(graph: Graph, op: Op) -> Match | Miss | None:
         return concat
     numbers = [graph.constant_value(v) for v in op.inputs[1:] if v is not None]
     if any(n is None or n.size > 1 for n in numbers):
-        return Miss("it reads more than numbers beside the Concat")
+        return Miss("it reads more than scalars beside the Concat")
 
     def build(patch: Patch) -> Value:
         parts = [patch.add(op.kind, [part, *op.inputs[1:]], op.attrs) for part in concat.inputs]

@@ -70,7 +70,7 @@ def gated_rows(graph: Graph, op: Op) -> Match | Miss | None:
     if graph.sole_user(gated.value) is None:
         return Miss(f"the result of {gated.name} is used {graph.use_count(gated.value)} times")
     if shape[1] == shape[2] == 1:
-        return Miss("its images are of one pixel, which the gate is as large as")
+        return Miss("its images have one pixel, so the gate is as large as the image")
     add = graph.sole_user(op.value)
     shift = (
         None if add is None or add.kind != "Add" or add.inputs[0] != op.value else graph.constant_value(add.inputs[1])

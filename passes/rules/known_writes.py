@@ -61,10 +61,10 @@ def known_writes(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("too many writes follow one another: each Concat would copy the tensor")
     found = _box(op, table, shape)
     if found is None:
-        return Miss("the places that it writes are no box of the tensor, in order")
+        return Miss("the positions that it writes are not a box of the tensor, in order")
     spans, adds = [s for s in found if not s.whole], op.attrs.reduction == "add"
     if not all(s.dense or (s.interleaved and not adds) for s in spans):
-        return Miss("the places that it writes have gaps")
+        return Miss("the positions that it writes have gaps")
     counts = {s.axis: s.count for s in found}
     box = tuple(counts.get(k, d) for k, d in enumerate(shape))
     target = reshape_target(given, box)
@@ -109,12 +109,12 @@ def assembled_writes(graph: Graph, op: Op) -> Match | Miss | None:
         parts.append(part)
         write = producer(graph, write.inputs[0], SCATTERS, alone=True)
     if len(parts) <= MOST_WRITES:
-        return Miss("its writes are no parts of one axis")
+        return Miss("its writes are not parts of one axis")
     base, size = operand(parts[-1].op), parts[0].span.size
     parts.sort(key=lambda p: p.span.start)
     ends = [p.span.start + p.span.count for p in parts]
     if any(p.span.start < end for p, end in zip(parts[1:], ends, strict=False)):
-        return Miss("places are written more than once")
+        return Miss("positions are written more than once")
 
     def build(patch: Patch) -> Value:
         axis, pieces, at = parts[0].span.axis, list[Value](), 0

@@ -117,7 +117,7 @@ class Chosen:
 
     def _add(self, op: Op) -> str | None:
         count = count_of(self.graph, op.value)
-        refusal = f"{op.name} ({op.kind}) does not compute each row from a row that the mask chose"
+        refusal = f"{op.name} ({op.kind}) does not compute each row from a row that the mask selected"
         if count is None:
             return refusal
         if op.id in self.leaves:

@@ -40,7 +40,7 @@ def masked_writes(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     axis = 0 if op.kind == "ScatterND" else normalize_axis(op.attrs.axis, len(dims))
     if op.kind == "ScatterElements" and dims[axis] != count:
-        return Miss("it writes along another axis than that of the rows which the mask chose")
+        return Miss("it writes along another axis than that of the rows that the mask selected")
     size = graph.type(base).static_shape[axis]
 
     def build(patch: Patch) -> Value:

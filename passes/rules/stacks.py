@@ -43,7 +43,7 @@ def reduced_stack(graph: Graph, op: Op) -> Match | Miss | None:
     if op.kind == "ReduceMean" and not is_float(op.outputs[0].type.dtype):
         return Miss("a mean of integers is rounded")
     if weights is not None and not _fits(graph, weights, axis, len(parts)):
-        return Miss("what multiplies the stack is neither one tensor nor one for each of its parts")
+        return Miss("the factor of the stack is neither one tensor nor one tensor for each part")
     whole = _without(before, axis)
     moves = [(own, _without(own, axis)) for v in (*parts, weights) if (own := shape_of(graph, v)) is not None]
     if any(reshape_target(*move) is None for move in (*moves, (whole, after))):

@@ -94,7 +94,7 @@ def _readers(graph: Graph, value: Value, user: Op, path: tuple[Op, ...]) -> list
         if data is not None and _of_integers(graph, data):
             return Miss(f"{user.name} is a product of integers, whose data are quantized, too")
         if user.attrs.prologue or user.attrs.epilogue:
-            return Miss(f"{user.name} holds stages")
+            return Miss(f"{user.name} has fused stages")
         if user.kind == "Gemm" and (user.attrs.transA or user.attrs.alpha != 1.0 or user.attrs.beta != 1.0):
             return Miss(f"{user.name} is a Gemm with alpha, beta or a transposed A")
         across = user.kind == "Gemm" and user.attrs.transB
@@ -119,7 +119,7 @@ def _block_size(op: Op, weights: Array, scale: Array, axis: int) -> int | Miss:
         if op.attrs.block_size >= width:
             return width
         if not is_block(op.attrs.block_size):
-            return Miss(f"blocks of {op.attrs.block_size} are no power of two of at least 16")
+            return Miss(f"a block size of {op.attrs.block_size} is not a power of two of at least 16")
         return int(op.attrs.block_size)
     if scale.size > 1 and op.attrs.axis % 2 == axis:
         return Miss("each number of a row has its own scale")

@@ -195,7 +195,7 @@ def test_pages_say_what_there_are_rows_for() -> None:
         assert absent not in beside_eager
     shaken = row(MIXER, times=ms(ours=1.0, eager=3.0), disturbed=True) | {"checks": {"ours": {"wrong": "inf"}}}
     assert "The GPU was not quiet before: mixer_b16_224, 16." in wide.page([shaken])
-    assert "Further off than rounding, or not finite: mixer_b16_224, 16." in wide.page([shaken])
+    assert "Errors beyond rounding, or not finite: mixer_b16_224, 16." in wide.page([shaken])
     assert wide.page(wide_rows()[-3:]) == wide.readme(wide_rows()[-3:]) == ""
 
 
@@ -203,11 +203,11 @@ def test_a_newer_row_takes_the_time_of_torch_compile_from_an_earlier_run() -> No
     newer = row(BERT, times=ms(ours=2.0, eager=9.9)) | {"run": {**RUN, "run": "n", "commit": "fedcba9876"}}
     text = wide.page([*wide_rows(), newer])
     assert "| bert_large, 16 | 2.000 | 9.900 | 8.000 | 4.00× |" in text.splitlines()
-    assert "torch.compile's times of 1 pairs are of an earlier run" in text
-    assert "eager PyTorch took 1.100 times as long in ours (median)." in text
+    assert "For 1 pairs, torch.compile's times are from an earlier run" in text
+    assert "(eager PyTorch took 1.100 times as long in our run, median)." in text
     assert "fedcba98" in text
     again = row(BERT, "cuda:sm_90a ours,eager,compile", times=ms(ours=2.0, eager=9.0, compile=7.0))
-    assert "of an earlier run" not in wide.page([*wide_rows(), newer, again])
+    assert "from an earlier run" not in wide.page([*wide_rows(), newer, again])
 
 
 def test_the_tables_of_lanes_and_growth() -> None:
@@ -242,7 +242,7 @@ def test_the_table_of_what_was_checked() -> None:
     assert "| fp32 | 2 of 3 | 1,005 | 1e-07 | 2 of 3 |" in text
     assert "Not launch by launch: c. Not right: b, 1, fp32." in text
     assert "memcheck 1 of 2; each caught the fault seeded for it." in text
-    assert "rows of 1 of 1 networks are the same bits" in text
+    assert "the rows of 1 of 1 networks have the same bits" in text
     missed = [r if r["workload"] != "kernels/seeded_fault" else {**r, "verdict": "missed"} for r in rows]
     assert "the fault seeded for memcheck was not caught." in checks.correctness(missed)
 

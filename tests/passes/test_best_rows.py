@@ -113,7 +113,7 @@ def test_a_few_operators_stay() -> None:
     [
         (level(threshold="-70000.0"), "its threshold is no constant of fp16"),
         (level(decode=SHORT + " others = Cast<to = 1>(j)").replace("int64[n] numbers)", "int64[n] numbers, float[n] others)"),
-         "its indices do more than to pick"),
+         "its indices do not only select"),
         (level().replace("Concat<axis = 0>(most, size)", "Concat<axis = 0>(most, size, more)").replace("MOST", "5")
          .replace("int64[1] flat", "int64[1] more = {4}, int64[1] flat").replace("(most, size, more)", "(size)")
          .replace("least = ReduceMin<keepdims = 0>(pair)", "half = Div(pair, two) least = ReduceMin<keepdims = 0>(half)")

@@ -64,12 +64,12 @@ def test_it_selects_the_same(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("last", "because"),
-    [({"k": "few"}, "do not take as many scores"), ({"t": "u"}, "no common constant threshold")],
+    [({"k": "few"}, "do not select equally many scores"), ({"t": "u"}, "no common constant threshold")],
 )
 def test_what_is_refused(last: dict[str, str], because: str) -> None:
     check_refused(MaskedRows(), loop(last=last), because=because, context=GPU)
 
 
 def test_the_least_scores_stay() -> None:
-    because = "its indices do more than to pick the positions"  # of the other classes, whose boxes they pick
+    because = "its indices do not only select the positions"  # of the other classes, whose boxes they pick
     check_refused(MaskedRows(), loop(last={"largest": "0"}), because=because, rule="best_rows", context=GPU)

@@ -69,7 +69,7 @@ def test_refused() -> None:
     check_refused(Parts(), n.done(n.op("Relu", wide)), because="parts that are no convolutions' results")
     n = Net(np.float64)
     slopes = n.op("PRelu", mixed(n)[0], n.random(12, 1, 1))
-    check_refused(Parts(), n.done(slopes), because="more than numbers")
+    check_refused(Parts(), n.done(slopes), because="more than scalars")
     n = Net(np.float64)
     y = normalized(n, mixed(n)[0], 12, n.input(12, name="mean"))
     check_refused(Parts(), n.done(y), because="statistics or the widths of the parts are not constant")

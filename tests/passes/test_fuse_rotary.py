@@ -186,7 +186,7 @@ def test_a_turned_part_between_transposes_that_is_used_elsewhere_stays() -> None
     body = part().replace("y = Concat", "u = Concat") + " more = Neg(t) w = Concat<axis=-1>(more, g) y = Add(u, w)"
     text = positions_first(model(body, ONE_TURN, "[1,5,1,2]"))
     _, report = check_pass(FuseRotary(), text, changes=1)
-    assert [r.reason for r in report.refused if "its turned part is used elsewhere" in r.reason]
+    assert [r.reason for r in report.refused if "its rotated part is used elsewhere" in r.reason]
 
 
 def test_a_turned_part_between_other_transposes_stays() -> None:
@@ -271,7 +271,7 @@ def test_a_turned_part_that_is_used_elsewhere_stays() -> None:
     body = """f, g = Split<axis=-1, num_outputs=2>(x) c = Constant<value_floats=[0.6]>() s = Constant<value_floats=[0.8]>()
         to = Constant<value_ints=[1,5,1]>() cs = Expand(c, to) ss = Expand(s, to) t = RotaryEmbedding(f, cs, ss)
         whole = Concat<axis=-1>(t, g) again = Concat<axis=-1>(t, t) y = Add(whole, again)"""
-    check_refused(FuseRotary(), model(body).replace('"" : 21', '"" : 23'), because="its turned part is used elsewhere")
+    check_refused(FuseRotary(), model(body).replace('"" : 21', '"" : 23'), because="its rotated part is used elsewhere")
 
 
 def test_turned_rows_that_are_used_elsewhere_stay() -> None:
@@ -280,7 +280,7 @@ def test_turned_rows_that_are_used_elsewhere_stay() -> None:
         cs = Expand(c, to) ss = Expand(s, to) t = RotaryEmbedding(g, cs, ss) whole = Concat<axis=2>(f, t)
         other = Neg(t) both = Concat<axis=2>(f, other) y = Add(whole, both)"""
     text = model(body).replace('"" : 21', '"" : 23')
-    check_refused(FuseRotary(), text, because="its turned rows are used elsewhere")
+    check_refused(FuseRotary(), text, because="its rotated rows are used elsewhere")
 
 
 def test_caches_of_unknown_sizes_are_not_extended() -> None:

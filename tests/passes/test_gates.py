@@ -111,6 +111,6 @@ def test_gated_pixels_are_an_image_of_a_convolution(bias: bool) -> None:
 
 def test_other_products_of_gated_pixels_stay() -> None:
     check_refused(ROWS, pixels(readers=2), because="used 2 times", rule="gated_rows")
-    check_refused(ROWS, pixels(shape=(2, 1, 1, 8)), because="of one pixel", rule="gated_rows")
+    check_refused(ROWS, pixels(shape=(2, 1, 1, 8)), because="have one pixel", rule="gated_rows")
     check_untouched(ROWS, pixels(gate=(2, 5, 6, 1)))
     check_untouched(ROWS, pixels(gate=(2, 1, 8), shape=(2, 30, 8)))

@@ -143,7 +143,7 @@ def test_parts_of_images_are_refused(image: str, refused: bool) -> None:
     y = rolled(n, n.op("Reshape", x, n.ints(2, 4, int(str(channels)) // 4, int(str(height)), int(str(width)))), 1, 2)
     graph = n.done(n.op("Abs", n.op("Reshape", y, n.ints(*(int(str(d)) for d in n.dims(x))))))
     if refused:
-        check_refused(GatherRows(), graph, because="parts of an image")
+        check_refused(GatherRows(), graph, because="parts of a channels-last image")
     else:
         check_pass(GatherRows(), graph, changes=1)
 

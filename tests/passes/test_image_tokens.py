@@ -87,7 +87,7 @@ def test_on_a_gpu_nothing_moves_between_a_normalized_image_and_tokens() -> None:
 def test_refused() -> None:
     n = Net(np.float64)
     image = to_image(n, n.input(2, 20, 8), 0, 8, 4, 5)
-    check_refused(ImageTokens(), n.done(n.op("Relu", image)), because="nothing that works on images reads it")
+    check_refused(ImageTokens(), n.done(n.op("Relu", image)), because="no operator on images reads it")
     n = Net(np.float64)
     y = n.op("Transpose", n.conv(n.input(2, 3, 4, 5), 6), attrs=TransposeAttrs((0, 2, 3, 1)))
     slopes = n.op("PRelu", n.op("Reshape", y, n.ints(0, -1, 6)), n.random(6))
@@ -267,7 +267,7 @@ def test_what_becomes_an_image_behind_a_scale_and_a_shift_per_channel() -> None:
     n = Net(np.float64)
     image = to_image(n, n.input(2, 20, 8), 0, 8, 4, 5)
     y = n.op("Mul", image, n.input(2, 8, 4, 5, name="gate"))
-    check_refused(ImageTokens(), n.done(n.conv(y, 4)), because="nothing that works on images reads it")
+    check_refused(ImageTokens(), n.done(n.conv(y, 4)), because="no operator on images reads it")
 
 
 def test_on_a_gpu_heads_of_an_image_are_views() -> None:
@@ -330,4 +330,4 @@ def test_attention_between_channels_of_no_image() -> None:
     n = Net(np.float64)
     parts = [n.op("Reshape", n.conv(n.input(2, 3, 4, 6), 8), n.ints(0, 2, 4, 24)) for _ in range(3)]
     y = n.op("Reshape", n.op("Attention", *parts, attrs=AttentionAttrs(1.0)), n.ints(0, 8, 4, 6))
-    check_refused(ImageTokens(), n.done(n.op("Tanh", y)), because="nothing that works on images reads it")
+    check_refused(ImageTokens(), n.done(n.op("Tanh", y)), because="no operator on images reads it")

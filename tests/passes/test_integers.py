@@ -195,7 +195,7 @@ def test_integers_around_the_end_of_their_type_are_recentred(dtype: Any, zero: i
         3 if zero < 0 else -3,
     }  # type: ignore[arg-type]
     check_untouched(RECENTRE, graph(zero + (1 if zero < 0 else -1)))
-    check_refused(RECENTRE, graph(zero, read_too=True), because="is read by others than DequantizeLinear")
+    check_refused(RECENTRE, graph(zero, read_too=True), because="other operators than DequantizeLinear read")
 
 
 def test_float_readers_keep_the_float_form() -> None:
@@ -238,7 +238,7 @@ def test_integers_are_padded_with_their_own_elements() -> None:
 
 
 def test_what_is_padded_with_another_number_stays_float() -> None:
-    check_refused(MOVE, padded(0, INT8, 1.5), because="no form on integers")
+    check_refused(MOVE, padded(0, INT8, 1.5), because="no integer form")
     check_refused(MOVE, padded(0, INT8, computed=True), because="zero point that is not constant")
 
 

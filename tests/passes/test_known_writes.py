@@ -96,10 +96,10 @@ def test_fewer_elements_beside_the_axis() -> None:
 @pytest.mark.parametrize(
     ("places", "reduction", "because"),
     [
-        (table([3, 2]), "none", "no box"),
-        (table([2, 2]), "none", "no box"),
-        (np.array([[0, 1], [1, 2]]), "none", "no box"),
-        (table([0, 2, 3]), "none", "no box"),
+        (table([3, 2]), "none", "not a box"),
+        (table([2, 2]), "none", "not a box"),
+        (np.array([[0, 1], [1, 2]]), "none", "not a box"),
+        (table([0, 2, 3]), "none", "not a box"),
         (table([1, 4]), "none", "gaps"),
         (table(range(5), [0, 2, 4]), "add", "gaps"),
     ],
@@ -157,11 +157,11 @@ def test_parts_that_are_all_leave_nothing_of_the_tensor() -> None:
 @pytest.mark.parametrize(
     ("places", "reduction", "because"),
     [
-        ([table(BOTH, [k]) for k in (0, 1, 2, 3, 1)], "none", "places are written more than once"),
-        ([table(BOTH, [k]) for k in range(5)], "add", "no parts of one axis"),
-        ([*(table(BOTH, [k]) for k in range(4)), table(BOTH, [5, 7])], "none", "no parts of one axis"),
-        ([*(table(BOTH, [k]) for k in range(4)), table([0], [5])], "none", "no parts of one axis"),
-        ([*(table(BOTH, [k]) for k in range(4)), table(BOTH, range(8), [1])], "none", "no parts of one axis"),
+        ([table(BOTH, [k]) for k in (0, 1, 2, 3, 1)], "none", "positions are written more than once"),
+        ([table(BOTH, [k]) for k in range(5)], "add", "not parts of one axis"),
+        ([*(table(BOTH, [k]) for k in range(4)), table(BOTH, [5, 7])], "none", "not parts of one axis"),
+        ([*(table(BOTH, [k]) for k in range(4)), table([0], [5])], "none", "not parts of one axis"),
+        ([*(table(BOTH, [k]) for k in range(4)), table(BOTH, range(8), [1])], "none", "not parts of one axis"),
     ],
     ids=["twice", "added", "gaps", "two_axes", "another_axis"],
 )

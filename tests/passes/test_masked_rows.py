@@ -154,7 +154,7 @@ def test_the_higher_of_two_thresholds_counts() -> None:
 
 def test_boxes_whose_numbers_are_read_are_left() -> None:
     text = BOXES.replace("float[n,1] far)", "float[n,1] far, int64[n] best7)")
-    check_refused(MaskedRows(), text, because="reads the numbers of the boxes that stay", context=GPU)
+    check_refused(MaskedRows(), text, because="reads the indices of the remaining boxes", context=GPU)
     text = BOXES.replace("far4)", "sums)").replace("apart =", "sums = CumSum(far4, none) apart =")
     text = text.replace("float iou", "int64 none = {0}, float iou")
     check_refused(MaskedRows(), text, because="does not compute each row", context=GPU)

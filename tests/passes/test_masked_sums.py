@@ -92,7 +92,9 @@ def test_rows_that_are_looked_up_by_gather_nd() -> None:
 
 def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     text = edges('sums = CumSum(message, zero) y = ScatterElements<axis = 0, reduction = "add">(none, at, sums)')
-    check_refused(MaskedRows(), text, because="does not compute each row from a row that the mask chose", context=GPU)
+    check_refused(
+        MaskedRows(), text, because="does not compute each row from a row that the mask selected", context=GPU
+    )
     again = "at2 = Unsqueeze(target, last) again = GatherND(message, at2) y ="
     text = edges(SCATTER.replace("y =", again).replace("at, message", "at, again"))
     check_refused(MaskedRows(), text, because="GatherND.* does not compute each row", context=GPU)

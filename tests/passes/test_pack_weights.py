@@ -131,7 +131,7 @@ def test_blocks_that_do_not_fit() -> None:
     net = Net("int4", (K, N), 1, 4)
     refused(net, net.add("MatMul", [net.x, net.w]), because="blocks lie along the other axis")
     net = Net("int4", (K, N), 0, 24)
-    refused(net, net.add("MatMul", [net.x, net.w]), because="blocks of 24 are no power of two")
+    refused(net, net.add("MatMul", [net.x, net.w]), because="a block size of 24 is not a power of two")
     net = Net("int8", (K, N), 0)
     refused(net, net.add("MatMul", [net.x, net.w]), because="its own scale")
 

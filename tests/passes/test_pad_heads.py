@@ -188,7 +188,7 @@ def test_a_cache_stays() -> None:
     n = Net(np.float64)
     parts = [n.input(B, H, N, D, name=f"x{i}") for i in range(5)]
     graph = n.done(attend(n, *parts[:3], None, *parts[3:]))
-    check_refused(PadHeads(), graph, because="results, too", context=HALF)
+    check_refused(PadHeads(), graph, because="also outputs", context=HALF)
 
 
 def test_what_is_no_candidate() -> None:

@@ -151,7 +151,7 @@ def test_branches_that_do_not_fit_stay(first: dict[str, Any], second: dict[str, 
 def test_weights_of_eight_bits_stay_apart() -> None:
     n = Net()
     graph = sum_of_two(n, n.input(2, 6, 9, 9), {}, {"kernel": 1, "pads": 0})
-    check_refused(FUSE, graph, because="8 bits would hold", context=PassContext(precision="int8+fp16"))
+    check_refused(FUSE, graph, because="in 8 bits, the sum", context=PassContext(precision="int8+fp16"))
     check_pass(FUSE, graph, changes=1, context=PassContext(precision="fp16"))
 
 

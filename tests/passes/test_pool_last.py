@@ -48,8 +48,8 @@ def test_without_padding_both_ways_of_counting_are_one() -> None:
 @pytest.mark.parametrize(
     ("options", "because"),
     [
-        ({"include_pad": False}, "a number that depends on the place"),
-        ({"channels": 8}, "gives 8 channels for 12"),
+        ({"include_pad": False}, "a number that depends on the position"),
+        ({"channels": 8}, "reduces 12 channels only to 8"),
         ({"readers": 2}, "is used 2 times"),
     ],
 )

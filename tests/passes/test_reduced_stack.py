@@ -97,7 +97,7 @@ def test_refused() -> None:
     n = Net(np.float64)
     product = n.op("Mul", stacked(n, *inputs(n, 2, 2, 3)), n.input(symbol("n"), 3, name="w"))
     y = n.op("ReduceSum", product, n.ints(1), attrs=ReduceAttrs())
-    check_refused(STACKS, n.done(y), because="neither one tensor nor one for each")
+    check_refused(STACKS, n.done(y), because="neither one tensor nor one tensor for each")
     n = Net(np.float64)
     y = n.op("ReduceSum", stacked(n, *inputs(n, 2, 3, symbol("a"), symbol("b"))), n.ints(1), attrs=ReduceAttrs())
     check_refused(STACKS, n.done(y), because="no constant target can express a shape")

@@ -111,7 +111,7 @@ def test_only_columns_that_are_taken_are_computed(options: dict[str, Any], colum
 @pytest.mark.parametrize(
     ("options", "because"),
     [
-        ({"constant": False}, "what MatMul_.* multiplies by is not constant"),
+        ({"constant": False}, "the other factor of MatMul_.* is not constant"),
         ({"log": True}, "do not move by one"),
         ({"step": 2, "first": 16}, "do not move by one"),
         ({"rows": 1}, "do not move by one"),
@@ -214,7 +214,7 @@ def test_the_shifted_view_is_no_launch() -> None:
 @pytest.mark.parametrize(
     ("options", "because"),
     [
-        ({"constant": False}, "what MatMul_.* multiplies by is not constant"),
+        ({"constant": False}, "the other factor of MatMul_.* is not constant"),
         ({"cut": 6}, "are padding"),  # the first row begins beside what the last row takes: a column of padding is read
         ({"taken": LENGTH - 1}, "are not those of the product"),
         ({"batch": None}, "has no known shape"),

@@ -75,7 +75,7 @@ def test_heads_become_features(first: bool, second: bool, scale: bool) -> None:
         ({"heads": 8, "valued": 33}, "its 8 heads of 33 features"),
         ({"batch": symbol("b")}, "its sizes are not known"),
         ({"product": False}, "not a product of queries and keys"),
-        ({"kept": True}, "that nothing else reads"),
+        ({"kept": True}, "with no other reader"),
     ],
 )
 def test_refusals(changes: dict[str, Any], because: str) -> None:

@@ -115,10 +115,10 @@ def _few_tokens(n: Net) -> Value:
         (gmlp, PassContext(precision="fp16", target="reference"), "is Hopper's, not for reference"),
         (_other_axes, FP16, "does not exchange the two axes"),
         (lambda n: stem(n, other=True), FP16, "others read .*, whose tokens are last"),
-        (_of_images, FP16, "may lie with the tokens last"),
+        (_of_images, FP16, "may be stored with the tokens last"),
         (_few_channels, FP16, "20 tokens of 32 channels do not fill a tile"),
         (_few_tokens, FP16, "8 tokens of 64 channels do not fill a tile"),
-        (_of_an_input, FP16, "may lie with the tokens last"),
+        (_of_an_input, FP16, "may be stored with the tokens last"),
     ],
 )
 def test_what_is_refused(build: Callable[[Net], Value], context: PassContext, because: str) -> None:

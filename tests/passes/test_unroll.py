@@ -128,7 +128,7 @@ def test_a_known_condition_leaves_its_branch(condition: bool, kind: str) -> None
     [
         (loop, "how often it runs is not known"),
         (lambda: loop("Not", trips=3), "its condition depends on data"),
-        (lambda: loop(trips=0), "it does not run, and stacks results nevertheless"),
+        (lambda: loop(trips=0), "it runs zero times, but stacks results"),
         (lambda: loop(trips=257), "it runs 257 times; 256 are unrolled"),
         (lambda: scan("n"), "how often it runs is not known"),
         (branch, "the values of small inputs, for which an engine makes plans"),

@@ -84,7 +84,7 @@ def test_windows_that_leave_places_out() -> None:
     first = n.op("Gather", x, n.const(np.asarray(0), np.int64), attrs=GatherAttrs(axis=0))
     rows = n.op("Transpose", taken(n, first, 3, 1), attrs=TransposeAttrs(perm=(2, 0, 1)))
     check_refused(
-        WindowProducts(), n.done(n.op("MatMul", rows, n.input(6, 3, 1, name="v"))), because="leave places out"
+        WindowProducts(), n.done(n.op("MatMul", rows, n.input(6, 3, 1, name="v"))), because="leave positions out"
     )
 
 

@@ -108,7 +108,7 @@ class CachedAttention(ProblemTactic):
         if op.outputs[0].type.dtype not in (FP16, BF16):
             return "it is for 16-bit floats"
         if any(is_used(b, op, port) for port in (KEYS, VALUES, WEIGHTS)):
-            return "its keys, values or weights are results, too"
+            return "its keys, values or weights are also outputs"
         if q[2] != 1 or b.graph.type(step.values.inputs[1]).static_shape[2] != 1:  # type: ignore[arg-type]
             return f"it is for one new position, not {q[2]}"
         if v[3] != q[3]:

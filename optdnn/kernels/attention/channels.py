@@ -87,13 +87,13 @@ class ChannelAttention(ProblemTactic):
         if q.dtype not in (FP16, BF16):
             return "it is for 16-bit floats"
         if any(op.input(slot) is not None for slot in range(3, 7)) or a.is_causal or a.softcap:
-            return "its scores have a mask or a softcap, or keys a past"
+            return "its scores have a mask or a softcap, or its keys have a past"
         if a.left_window_size >= 0 or a.right_window_size >= 0:
             return "its scores have a window"
         if a.softmax_precision is not None and a.softmax_precision == FP64:
             return "its softmax is fp32"
         if is_used(b, op, WEIGHTS) or is_used(b, op, 1) or is_used(b, op, 2):
-            return "its keys, values or weights are a result, too"
+            return "its keys, values or weights are also an output"
         if not q.static_shape == k.static_shape == v.static_shape:
             return "its queries, keys and values have different shapes"
         if any(b.operand(x).strides[2] != 1 and q.static_shape[2] > 1 for x in self._read(b, op)):

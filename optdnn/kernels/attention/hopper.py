@@ -88,12 +88,12 @@ class HopperAttention(ProblemTactic):
         if a.softmax_precision is not None and a.softmax_precision == FP64:
             return "its softmax is fp32"
         if is_used(b, op, WEIGHTS):
-            return "its weights are a result, too"
+            return "its weights are also an output"
         past = 0 if op.input(4) is None else b.graph.type(op.inputs[4]).static_shape[2]  # type: ignore[arg-type]
         if op.input(3) is not None:
             mask = b.graph.type(op.inputs[3])  # type: ignore[arg-type]
             if mask.static_shape[-1] != k.static_shape[2] + past and op.input(6) is not None:
-                return "its mask lacks keys, and samples have their own lengths"
+                return "its mask has fewer columns than there are keys, and samples have their own lengths"
         if any(0 in t.static_shape for t in (q, k, v)):
             return "it has nothing to do"
         views = _assumed(q.static_shape, v.static_shape)

@@ -26,7 +26,7 @@ class BlockConv(hopper_launch.HopperKernel):
         if op.input(2) is not None and bias_of(b, op) is None:
             return "its bias is not constant"
         if tuple(a.strides) != weight.shape[2:] or any(a.pads) or any(d != 1 for d in a.dilations):
-            return "its windows overlap, are padded or have holes"
+            return "its windows overlap, are padded or are dilated"
         if max(a.strides) == 1:
             return "its windows are single pixels already"
         x = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]

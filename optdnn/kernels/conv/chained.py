@@ -129,7 +129,7 @@ class ChainedProducts(Tactic):
             for v in (op.inputs[0], *(ep.residual for ep in pair.epilogues))
             if v is not None
         ):
-            return "an operand's rows do not lie at one pitch"
+            return "an operand's rows do not have a constant pitch"
         for value in (op.value, second.value):
             out = self.placed(b, value)
             if out is None or not conv_maps.storable(b, out):

@@ -169,7 +169,7 @@ def no_kernel(problem: Problem) -> str | None:
         if stages[:1] != (("bias",),) or render.SCALE_SHIFT in stages:
             return "a bias comes first, and is all that depends on a channel"
     if any(n * problem.item % 16 for n in (problem.depth, problem.middle, problem.channels)):
-        return f"its channels do not come in {'eights' if problem.item == 2 else 'sixteens'}"
+        return f"its number of channels is not a multiple of {16 // problem.item}"
     if problem.integers is not None and max(map(_constants, (problem.first, problem.second))) > MAX_CONSTANTS:
         return f"a product's stages have more than {MAX_CONSTANTS} constants"
     if problem.out_tiles > MOST_OUT_TILES:
@@ -199,13 +199,13 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "too few buffers: a chunk's is handed back while the next one is at work"
     sums = (1 + problem.out_tiles) * config.columns // 2
     if sums + OTHER_REGISTERS > REGISTERS[config.groups]:
-        return f"{sums} sums a thread exceed its registers"
+        return f"{sums} accumulators per thread exceed its registers"
     if (config.stages or problem.chunks) * 4 + config.groups * 2 * (config.images + config.buffers) > _HEAD_BYTES // 8:
         return "more barriers than the kernel has room for"
     if (why := no_room(shared_bytes(problem, config), shared, 1)) is not None:
         return why
     if problem.pixels >= 1 << 31:
-        return "more pixels than the kernel counts"
+        return "more pixels than the kernel can count"
     return None
 
 

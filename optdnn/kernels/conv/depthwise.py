@@ -196,7 +196,7 @@ class HalfDepthwise(DepthwiseTactic):
         if op.outputs[0].type.dtype not in (FP16, BF16):
             return f"it is for 16-bit floats, not {op.outputs[0].type.dtype.name}"
         if (channels := weight.shape[0] * _columns(b, op)) % 4:
-            return f"its {channels} channels do not come in fours"
+            return f"its {channels} channels are not a multiple of 4"
         if op.input(2) is not None and bias_of(b, op) is None:
             return "its bias is not constant"
         if a.prologue and not relu_before(op):
@@ -337,7 +337,7 @@ class Int8Depthwise(DepthwiseTactic):
         if weight.dtype != np.int8:
             return f"it is for int8 weights, not {weight.dtype.name}"
         if weight.shape[0] % 16:
-            return "its channels do not come in sixteens"
+            return "its number of channels is not a multiple of 16"
         return None if self.configs(b, op) else "no tile of the kernel fits it"
 
     def pool(self, b: Builder, op: Op) -> Op | None:

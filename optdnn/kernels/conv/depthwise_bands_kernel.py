@@ -97,7 +97,7 @@ def refuse(
         return "not a tile of a warp"
     limit = min(255, 512 // -(-(config.threads // 32) * config.blocks // 4) // 8 * 8)
     if (needed := registers(problem, config)) > limit:
-        return f"about {needed} registers a thread exceed {limit}"
+        return f"about {needed} registers per thread exceed {limit}"
     return walk(problem, config).refuse(s, problem.batch, problem.squeeze, config.blocks, shared)
 
 

@@ -164,7 +164,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if not 1 <= config.threads <= 256:
         return f"{config.threads} threads are not a block of this kernel"
     if (sums := config.tile_h * config.tile_w * config.lanes) > 64:
-        return "more than 64 accumulators a thread"
+        return "more than 64 accumulators per thread"
     if sums * math.prod(s.kernel) > MOST_PRODUCTS:
         return f"{sums * math.prod(s.kernel)} multiplications a thread: its code would be too long"
     if (needed := shared_bytes(problem, config)) > shared:

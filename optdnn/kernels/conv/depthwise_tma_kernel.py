@@ -94,9 +94,9 @@ def refuse(
         return why
     limit = min(255, 512 // -(-(config.threads // 32) * config.blocks // 4) // 8 * 8)
     if registers(problem, config) > limit:
-        return f"about {registers(problem, config)} registers a thread exceed {limit}"
+        return f"about {registers(problem, config)} registers per thread exceed {limit}"
     if math.prod(tiles(problem, config)) * problem.batch >= 1 << 31:
-        return "more tiles than the kernel counts"
+        return "more tiles than the kernel can count"
     return None
 
 

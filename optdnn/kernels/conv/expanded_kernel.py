@@ -153,11 +153,11 @@ def no_kernel(problem: Problem) -> str | None:
     if math.prod(s.kernel) > MAX_TAPS:
         return f"{math.prod(s.kernel)} taps exceed {MAX_TAPS}"
     if max(s.dilation) > 1 and max(s.stride) > 1:
-        return "its filter has a stride and holes"
+        return "its filter has both a stride and a dilation"
     if problem.depth % 8 or not 8 <= problem.depth <= MOST_DEPTH:
         return f"its image has {problem.depth} channels: not eights, or more than {MOST_DEPTH}"
     if problem.channels % 8 or f.unit < 8 or min(f.out_size) < 1:
-        return "its result has no channels in eights, or is empty"
+        return "its result is empty, or its number of channels is not a multiple of 8"
     return None
 
 
@@ -175,9 +175,9 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return why
     limit = register_limit(config.threads, config.blocks)
     if (found := registers(problem, config)) > limit:
-        return f"about {found} registers a thread exceed {limit}"
+        return f"about {found} registers per thread exceed {limit}"
     if math.prod(tiles(problem, config)) * problem.filtered.batch >= 1 << 31:
-        return "more tiles than the kernel counts"
+        return "more tiles than the kernel can count"
     return None
 
 

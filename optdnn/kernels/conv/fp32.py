@@ -131,7 +131,7 @@ def too_large(b: Builder, op: Op) -> str | None:
     *rows, last = op.outputs[0].type.static_shape
     if max(*spans, math.prod(rows) * (last + 8)) < fp32.LARGEST:
         return None
-    return "its tensors have more elements than 32-bit offsets count"
+    return "its tensors have more elements than 32-bit offsets can address"
 
 
 class TiledConv(TiledKernel):

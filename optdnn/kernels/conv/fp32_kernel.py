@@ -209,10 +209,10 @@ def no_kernel(problem: Problem) -> str | None:
     if problem.channels % problem.groups or problem.in_channels % problem.groups:
         return f"{problem.groups} groups do not divide the channels"
     if problem.groups > 1 and problem.channels // problem.groups % 4:
-        return f"a group's filters do not come in fours, but are {problem.channels // problem.groups}"
+        return f"a group has {problem.channels // problem.groups} filters, not a multiple of 4"
     scatter = problem.scatter
     if scatter is not None and (problem.groups > 1 or problem.residual or scatter.channels % 4):
-        return "blocks of pixels have channels in fours, are of one group, and nothing is added to them"
+        return "blocks of pixels need a multiple of 4 channels, one group, and no addition"
     reach = [(k - 1) * d for k, d in zip(problem.kernel, problem.dilation, strict=True)]
     if max(problem.height, problem.width, *reach, *problem.padding) >= 1 << 14:
         return "an image or a filter is larger than 16384 pixels"
@@ -229,7 +229,7 @@ def no_kernel(problem: Problem) -> str | None:
         )
     ]
     if max(spans) >= LARGEST or problem.groups > 65535:
-        return "its tensors have more elements than 32-bit offsets count"
+        return "its tensors have more elements than 32-bit offsets can address"
     return None
 
 

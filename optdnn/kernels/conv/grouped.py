@@ -71,7 +71,7 @@ class GroupedConv(MakesMeans, ConvolutionKernel):
         if weight.shape[0] != a.group * weight.shape[1] or weight.shape[1] == 1:
             return "the kernel takes groups with as many channels in as out, and more than one"
         if together(a.group, weight.shape[1]) is None:
-            return "no few of its groups have channels in eights"
+            return "no small number of its groups has a multiple of 8 channels"
         if plan_epilogue(b.graph, op, channel_axis=1).residual is not None:
             return "something is added to its result"
         return None if self.configs(b, op) else "no tile of the kernel fits it"

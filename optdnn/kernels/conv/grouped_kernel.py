@@ -124,7 +124,7 @@ def refuse(
         return f"{config.chunks} chunks of channels are not bands of {problem.chunks}"
     limit = min(255, 512 // -(-config.warps * config.blocks // 4) // 8 * 8) if config.warps else 0
     if (needed := registers(problem, config)) > limit:
-        return f"about {needed} registers a thread exceed {limit}"
+        return f"about {needed} registers per thread exceed {limit}"
     return walk(config).refuse(s, problem.batch, problem.squeeze, config.blocks, shared)
 
 

@@ -212,9 +212,11 @@ def _refuse_stages(problem: Problem, config: Config, shared: int) -> str | None:
 def _refuse_registers(problem: Problem, config: Config) -> str | None:
     """Why a thread's sums do not fit its registers, or None."""
     if problem.prologue and (config.alternate or config.sharers > 1 or config.wide):
-        return "a prologue is for blocks of their own whose warpgroups share a tile, of up to 128 sums a thread"
+        return (
+            "a prologue is for blocks of their own whose warpgroups share a tile, of up to 128 accumulators per thread"
+        )
     if problem.row_norm is not None and config.wide:
-        return "rows are normalized after up to 128 sums a thread"
+        return "rows are normalized after up to 128 accumulators per thread"
     threads = config.threads + problem.helpers
     limit = WIDE_REGISTERS if config.wide else register_limit(threads, config.blocks)
     sets = 2 if config.mt * config.bn <= TWO_SETS else 1  # two sets of sums where they are short
@@ -244,15 +246,15 @@ def _refuse_parts(problem: Problem, config: Config) -> str | None:
 def _refuse_forms(problem: Problem, config: Config) -> str | None:
     """Why the tile does not suit heads that turn, bands, wide tiles, scattered blocks or direct stores, or None."""
     if problem.turn is not None and (config.stores_directly or config.stream):
-        return "heads turn in whole tiles, which wait in shared memory"
+        return "heads are rotated in whole tiles, which wait in shared memory"
     if problem.turn is not None and config.mt % problem.turn.tiles:
         return "a warpgroup has one tile of 64 channels, and pairs lie in two"
     if problem.bands > 1 and (problem.band_channels % config.tile[0] or config.share[0] > 1):
         return f"blocks of {config.tile[0]} channels that load the same pixels do not divide a band of {problem.band_channels}"
     if config.wide and (config.groups != 2 or config.blocks > 1 or config.stores_directly):
-        return "more than 128 accumulators a thread are for two warpgroups of a block that has its multiprocessor to itself"
+        return "more than 128 accumulators per thread are for two warpgroups of a block that has its multiprocessor to itself"
     if config.mt * config.bn > 320:
-        return "more than 160 accumulators a thread"
+        return "more than 160 accumulators per thread"
     if problem.scatter and (why := refuse_scatter(problem, config.stores_directly or config.stream)):
         return why
     if config.direct and (config.stationary or config.mt * config.bn > 128):

@@ -98,7 +98,7 @@ class NormedConv(HopperConv):
             return why
         c = super().convolution(b, op)
         if len(c.feeds) > 1 or not super().problem_of(b, op, c).rows_alone:
-            return "it is no convolution of each pixel by itself"
+            return "it is not a 1x1 convolution of single pixels"
         if c.residual is not None or c.ep.constants or c.ep.scale is not None:
             return "its stages read other tensors"
         maker = b.chosen.get(found.maker.id)

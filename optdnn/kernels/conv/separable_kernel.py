@@ -202,9 +202,9 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return why
     limit = register_limit(config)
     if (found := registers(problem, config)) > limit:
-        return f"about {found} registers a thread exceed {limit}"
+        return f"about {found} registers per thread exceed {limit}"
     if math.prod(tiles(problem, config)) * problem.batch * config.split >= 1 << 31:
-        return "more tiles than the kernel counts"
+        return "more tiles than the kernel can count"
     if s.padding[0] > 255 or s.padding[1] > 255:
         return "more padding than an image"
     return None
@@ -220,9 +220,9 @@ def no_kernel(problem: Problem) -> str | None:
     if problem.taps > MAX_TAPS:
         return f"{problem.taps} taps exceed {MAX_TAPS}"
     if max(s.dilation) > 1 and max(s.stride) > 1:
-        return "its filter has a stride and holes"
+        return "its filter has both a stride and a dilation"
     if problem.channels % 8 or min(problem.out_size) < 1:
-        return "its result has no channels in eights, or is empty"
+        return "its result is empty, or its number of channels is not a multiple of 8"
     return None
 
 

@@ -169,7 +169,7 @@ def refuse(problem: Problem, config: Config, shared: int = SHARED, threads: int 
     if not 32 <= config.threads <= threads:
         return f"{config.threads} threads are not a block of this kernel"
     if config.m * config.n > 32:
-        return "more than 128 sums a thread"
+        return "more than 128 accumulators per thread"
     if registers(problem, config) > min(255, 65536 // (-(-config.threads // 128) * 128)):
         return "its sums and inputs do not fit the registers of a thread"
     if (needed := shared_bytes(problem, config)) > shared:
@@ -190,7 +190,7 @@ def no_kernel(problem: Problem) -> str | None:
     if problem.image not in KINDS:
         return f"it does not read images of {problem.image}"
     if problem.channels % 8 or min(problem.out_size) < 1:
-        return "its channels do not come in eights, or there are no pixels"
+        return "its number of channels is not a multiple of 8, or there are no pixels"
     if problem.layout.steps > MAX_STEPS:
         return f"sums of {problem.layout.depth} products are longer than {MAX_STEPS * 16}"
     frames = 0 if s.depth is None else s.depth.taps * s.depth.dilation

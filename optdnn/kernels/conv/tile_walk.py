@@ -106,7 +106,7 @@ class Walk:
     def refuse(self, source: Source, batch: int, squeeze: bool, blocks: int, shared: int) -> str | None:
         """Why no block can walk so, or None. ``blocks``: per multiprocessor; ``shared``: bytes that a block can have."""
         if source.channels % 8 or min(source.output()) < 1 or source.depth is not None:
-            return "it is for images with channels in eights, and something to compute"
+            return "it is for non-empty images with a multiple of 8 channels"
         if self.swizzle == 0 and self.chunks % 2 == 0:
             return f"{self.chunks} chunks of channels would lie in the same banks"
         if not 2 <= self.stages <= 8 or not 1 <= self.warps <= 16:
@@ -116,7 +116,7 @@ class Walk:
         if blocks * ((needed := self.shared_bytes(source, squeeze)) + 1024) > SHARED or needed > shared:
             return f"{needed} bytes of shared memory are too many for {blocks} blocks"
         if self.count(source, batch) * self.tiles(source)[0] >= 1 << 31:
-            return "more tiles than the kernel counts"
+            return "more tiles than the kernel can count"
         return None
 
     def map_of(self, name: str, dtype: str, batch: int, size: tuple[int, int], channels: int, pitch: int, patch: tuple[int, int]) -> TensorMap[str]:  # fmt: skip

@@ -208,7 +208,7 @@ class TiledConvTranspose(conv_fp32.TiledKernel, Subpixel):
         if max(*sizes, *(max(a.blocks, a.taps * a.dilation, *a.pads) for a in axes)) >= 1 << 14:
             return "an image or a filter is larger than 16384 pixels"
         blocks = n * math.prod(a.blocks * a.stride for a in axes) * weight.shape[1]
-        return "its tensors have more elements than 32-bit offsets count" if blocks >= fp32.LARGEST else None
+        return "its tensors have more elements than 32-bit offsets can address" if blocks >= fp32.LARGEST else None
 
     def read(self, b: Builder, op: Op, x: TensorView) -> TensorView:
         """The operand in its own layout."""

@@ -48,7 +48,7 @@ class Gemv(MatrixProduct):
         if weight.nbytes < LARGE:
             return "its matrix is small: latency, not reading it, takes the time"
         depth = weight.size // shape[-1]
-        return f"16-byte loads need rows in eights, not of {depth}" if depth % 8 else None
+        return f"16-byte loads need rows of a multiple of 8 elements, not {depth}" if depth % 8 else None
 
     def problem_of(self, b: Builder, op: Op, c: Convolution) -> gemv.Problem:
         x, stages = c.feed.x, (("bias",), *c.ep.rendered)

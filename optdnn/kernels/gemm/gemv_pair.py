@@ -68,7 +68,7 @@ class GemvPair(ConvPair):
 
     def unfit(self, b: Builder, op: Op, first: Op) -> str | None:
         if b.result(op.value).strides[1] != 1:
-            return "its result does not lie in whole vectors"
+            return "its result is not made of aligned vectors"
         if any(ep.rest or ep.residual is not None for ep in _epilogues(b, first, op)):
             return "what follows one of the convolutions is more than an activation"
         if not _offers(self.problem(b, op), b.gpu):

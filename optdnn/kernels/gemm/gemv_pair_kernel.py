@@ -92,7 +92,7 @@ def refuse(
     if problem.dtype not in ("float16", "bfloat16"):
         return f"the kernel takes 16-bit floats, not {problem.dtype}"
     if problem.depth % 8 or problem.hidden % 8:
-        return f"vectors of {problem.depth} and {problem.hidden} elements do not come in eights"
+        return f"vectors of {problem.depth} and {problem.hidden} elements are not multiples of 8"
     if any(render.uses_residual(stages) for stages in (problem.between, problem.epilogue)):
         return "nothing is added to its results"
     if config.cluster not in CLUSTERS:

@@ -77,7 +77,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         if pair.beside.rest or pair.beside.residual is not None:
             return f"what follows the other product {other.name} is more than an activation"
         if op.outputs[0].type.static_shape[-1] % 8:
-            return "its columns do not come in eights"
+            return "its number of columns is not a multiple of 8"
         return None
 
     def defer(self, b: Builder, op: Op) -> str | None:

@@ -143,5 +143,5 @@ def norm_refusal(b: Builder, op: Op, other: Op | None) -> str | None:
     if b.graph.op(source).kind == "Add":
         return "its norm follows an addition, with which it is one launch"
     if rows_of(b.source(source)) is None:
-        return "the rows in front of its norm do not lie at one pitch"
+        return "the rows in front of its norm do not have a constant pitch"
     return None

@@ -85,7 +85,7 @@ def _joined(
 ) -> Heads | str:
     """The heads of these embeddings, which lie so in rows of so many columns, beside the ``rest`` that is read."""
     if any(x.inputs[1:] != ops[0].inputs[1:] or x.attrs != ops[0].attrs for x in ops):
-        return "its heads turn by different angles"
+        return "its heads are rotated by different angles"
     if (why := next((why for x in ops if (why := _refuse_reader(b, x)) is not None), None)) is not None:
         return why
     _, _, positions, size = views[0].shape
@@ -101,7 +101,7 @@ def _joined(
             return "its heads are not the first of its columns, one after the other"
         end += heads * size
     if any(x.buffer != 0 or x.offset % columns < end for x in rest):
-        return "others read its heads as they are"
+        return "others read its heads before the rotation"
     attrs = ops[0].attrs
     turn = HeadTurn(size, attrs.rotary_embedding_dim or size, attrs.interleaved, end, positions)
     return turn.refuse() or Heads(tuple(ops), tuple(views), turn)

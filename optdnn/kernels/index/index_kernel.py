@@ -136,7 +136,7 @@ class IndexKernel(Tactic):
         if (why := self.limits(b, op)) is not None:
             return why
         many = max(math.prod(o.type.static_shape) for o in op.outputs) >= POINTS_LIMIT
-        return "it has more elements than a kernel counts" if many else None
+        return "it has more elements than a kernel can count" if many else None
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         self.emitters[op.kind](b, op)

@@ -62,8 +62,8 @@ class Turn:
         if self.x.dtype not in (FP16, BF16, FP32):
             return "it is for floats of 16 and of 32 bits"
         if self.lanes == 1:
-            return "its features do not come in aligned vectors"
-        return "it has more vectors than a kernel counts" if self.count >= POINTS_LIMIT else None
+            return "its features are not aligned vectors"
+        return "it has more vectors than a kernel can count" if self.count >= POINTS_LIMIT else None
 
 
 def aligned(t: TensorView, lanes: int) -> bool:
@@ -122,15 +122,15 @@ class RotaryPair(Tactic):
     def refuse(self, b: Builder, op: Op) -> str | None:
         other = partner(b.graph, op)
         if other is None:
-            return "no other heads of the attention after it turn by the same angles"
+            return "no other heads of the next attention are rotated by the same angles"
         if other.value not in b.place:
-            return "the other heads turn after it"
+            return "the other heads are rotated after it"
         turns = [turn_of(x, [b.source(v) for v in x.inputs], b.result(x.value)) for x in (other, op)]
         if (why := next((why for t in turns if (why := t.refuse()) is not None), None)) is not None:
             return why
         if len({(t.lanes, t.x.shape[-1], t.x.dtype) for t in turns}) > 1:
-            return "queries and keys come in other vectors"
-        return "it has more vectors than a kernel counts" if sum(t.count for t in turns) >= POINTS_LIMIT else None
+            return "queries and keys have vectors of different sizes"
+        return "it has more vectors than a kernel can count" if sum(t.count for t in turns) >= POINTS_LIMIT else None
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The other heads' embedding."""

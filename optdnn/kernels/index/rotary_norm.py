@@ -106,7 +106,7 @@ def refuse(turns: Sequence[Turn], norm: Norm) -> str | None:
     if (why := next((why for t in turns if (why := t.refuse()) is not None), None)) is not None:
         return why
     if len({(t.lanes, t.x.shape[0], *t.x.shape[2:], t.x.dtype) for t in turns}) > 1:
-        return "queries and keys come in other vectors"
+        return "queries and keys have vectors of different sizes"
     if share(turns[0]) > 32:
         return "a head has more vectors than a warp has lanes"
     if norm.tokens and (threads(turns, norm) % 32 or threads(turns, norm) > MOST_THREADS):
@@ -156,10 +156,10 @@ class RotaryNormPair(Tactic):
     def refuse(self, b: Builder, op: Op) -> str | None:
         found = self._pair(b.graph, op)
         if found is None:
-            return "no other heads of the attention after it turn by the same angles, or no norms are before both"
+            return "no other heads of the next attention are rotated by the same angles, or no norms are before both"
         first, second = found
         if first.rotary.value not in b.place:
-            return "the other heads turn after it"
+            return "the other heads are rotated after it"
         a, c = first.norm, second.norm
         if (a.kind, a.attrs.epsilon, len(a.inputs)) != (c.kind, c.attrs.epsilon, len(c.inputs)):
             return "the norms of queries and keys differ"
@@ -169,7 +169,7 @@ class RotaryNormPair(Tactic):
         if any(b.graph.constant_value(v) is None for n in found for v in n.norm.inputs[1:]):
             return "the scale and bias of its norms are not constant"
         if any(b.graph.type(n.norm.inputs[1]).static_shape != n.norm.outputs[0].type.static_shape[-1:] for n in found):  # type: ignore[arg-type]
-            return "the scale of its norms is no row"
+            return "the scale of its norms is not a single row"
         turns = [self._turn(b, n, b.source(n.norm.inputs[0]), b.result(n.rotary.value)) for n in found]
         known = [t for t in turns if t is not None]
         if len(known) < len(turns):

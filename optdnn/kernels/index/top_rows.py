@@ -44,7 +44,7 @@ def refuse(x: TensorView, axis: int, kept: int) -> str | None:
         return f"lines of at most {SHORT} elements are compared pairwise"
     if capacity(kept) * item_bytes(x) > ITEMS_BYTES:
         return f"it keeps at most {ITEMS_BYTES // item_bytes(x)} elements of a line"
-    return "it has more elements than a kernel counts" if math.prod(x.shape) >= POINTS_LIMIT else None
+    return "it has more elements than a kernel can count" if math.prod(x.shape) >= POINTS_LIMIT else None
 
 
 def launch(x: TensorView, y: TensorView, index: TensorView | None, axis: int, largest: bool, arch: str) -> Launch:

@@ -32,14 +32,14 @@ class CudnnAttention(Called):
         if any(op.input(i) is not None for i in (4, 5, 6)):
             return "it has no past, and no lengths of samples"
         if any(operands.is_used(b, op, port) for port in (operands.KEYS, operands.VALUES, operands.WEIGHTS)):
-            return "keys, values or weights are results, too"
+            return "keys, values or weights are also outputs"
         size = q.static_shape[3]
         if v.static_shape[3] != size or size % 8 or size > 128:
             return f"heads of {size} features and values of {v.static_shape[3]} (equal ones, a multiple of 8 up to 128)"
         if any(0 in t.static_shape for t in (q, k, v)):
             return "it has nothing to do"
         if op.input(3) is not None and b.graph.type(op.inputs[3]).static_shape[-1] != k.static_shape[2]:  # type: ignore[arg-type]
-            return "its mask lacks keys"
+            return "its mask has fewer columns than there are keys"
         return None
 
     def place(self, b: Builder, op: Op) -> None:

@@ -225,7 +225,7 @@ class CublasLtBatched(Called):
         if op.attrs.prologue:
             return "it has a prologue"
         if self._operands(b, op) is None:
-            return "its matrices do not lie at one distance from one another, or not in rows"
+            return "its matrices do not have a constant stride, or are not stored in rows"
         return None
 
     @staticmethod
@@ -288,7 +288,7 @@ class CudnnNorm(Called):
         if normalize_axis(op.attrs.axis, len(shape)) != len(shape) - 1:
             return "its rows are not along the last axis"
         if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
-            return "its statistics are results, too"
+            return "its statistics are also outputs"
         for value in op.inputs[1:]:
             array = b.graph.constant_value(value)
             if value is not None and (array is None or array.shape != shape[-1:]):

@@ -123,7 +123,7 @@ class AddNormAcross(AddsAndNormalizes):
         if t.layout or any(not b.reserved[v].dense for v in (op.value, norm.value) if v in b.reserved):
             return "its results do not lie in rows"
         if self._operands(b, op) is None:
-            return "not one operand lies in rows and the other one across"
+            return "it is not the sum of an operand in rows and a transposed one"
         return None if self.configs(b, op) else "its rows do not fit the registers of a warp"
 
     @staticmethod

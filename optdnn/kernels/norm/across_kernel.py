@@ -76,9 +76,9 @@ def refuse(problem: Problem, config: Config, shared: int) -> str | None:
     if problem.operation not in OPERATIONS:
         return f"no operation {problem.operation!r}"
     if not problem.add and not problem.across:
-        return "nothing lies across"
+        return "no operand is transposed"
     if min(problem.images, problem.rows, problem.length) < 1 or problem.images * problem.rows >= 1 << 31:
-        return "no rows, or more than the kernel counts"
+        return "no rows, or more rows than the kernel can count"
     if problem.length % LANES or problem.length > MOST_VECTORS * 32 * LANES:
         return f"rows of {problem.length} elements are not up to {MOST_VECTORS * 32} vectors of {LANES}"
     used = [at for at, there in ((problem.addend_at, problem.add), (problem.output_at, problem.across)) if there]

@@ -44,7 +44,7 @@ class AddGroupNorm(ProblemTactic):
         if (why := refuse_images(b, found.norm, found.images)) is not None:
             return f"the normalization after it: {why}"
         if _pitch(b.operand(found.vectors)) is None:
-            return "its addend does not lie in whole vectors of channels"
+            return "its addend is not made of aligned vectors of channels"
         return None
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:

@@ -85,7 +85,7 @@ class AddNorm(AddsAndNormalizes):
             return "its constant is broadcast over a larger batch, and the sum is rounded before it is normalized"
         (x, other), given = self.sources(b, op), [b.reserved[v] for v in (op.value, norm.value) if v in b.reserved]
         if t.layout or not aligned(x) or row_pitch(other) is None:
-            return "its rows do not lie at one pitch"
+            return "its rows do not have a constant pitch"
         if any(not p.dense or p.offset % 8 for p in given) or any(p.dtype != t.dtype for p in (x, other, *given)):
             return "its results do not lie one after the other"
         return None if self.configs(b, op) else "its rows do not fit the registers of a block"

@@ -83,7 +83,7 @@ def refuse_images(b: Builder, norm: Op, source: Value | None) -> str | None:
     if result not in b.reserved and not t.layout:
         return "its result is not channels-last"
     if shape[1] % 8 or any(pitch_of_images(p) is None for p in places):
-        return "its images do not lie in whole vectors of channels"
+        return "its images are not made of aligned vectors of channels"
     return None
 
 

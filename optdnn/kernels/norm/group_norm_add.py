@@ -70,7 +70,7 @@ class GroupNormAdd(ProblemTactic):
             return f"the normalization before it: {why}"
         images = [b.operand(found.image), *(b.reserved[v] for v in [op.value] if v in b.reserved)]
         if any(pitch_of_images(x) is None or x.dtype != op.outputs[0].type.dtype for x in images):
-            return "its images do not lie in whole vectors of channels"
+            return "its images are not made of aligned vectors of channels"
         return None if self.configs(b, op) else "no cluster holds its images"
 
     def defer(self, b: Builder, op: Op) -> str | None:

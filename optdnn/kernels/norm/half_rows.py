@@ -49,7 +49,7 @@ class HalfRows(Tactic):
             return why
         value = self.result(b, op)
         if value in b.reserved and row_pitch(b.reserved[value]) is None:
-            return "the rows of its result do not lie at one pitch"
+            return "the rows of its result do not have a constant pitch"
         x = b.operand(op.inputs[0])
         return None if x.dense else _refuse_apart(op, x)
 

@@ -87,7 +87,7 @@ class ModulatedRows(FollowsNorm):
             return f"the normalization before it: {why}"
         x, places = b.operand(norm.inputs[0]), [b.reserved[v] for v in [op.value] if v in b.reserved]
         if t.layout or not aligned(x) or any(row_pitch(p) is None for p in places):
-            return "its rows do not lie at one pitch"
+            return "its rows do not have a constant pitch"
         if any(_pitch(b.operand(v), t.static_shape) is None for v in vectors):
             return "its factor and shift are not rows of each image, at multiples of 16 bytes"
         return None if self.configs(b, op) else "its rows do not fit the registers of a block"

@@ -88,7 +88,7 @@ class NormAdd(FollowsNorm):
             [b.operand(other), *(b.reserved[v] for v in [op.value] if v in b.reserved)],
         )
         if t.layout or not aligned(x) or any(row_pitch(p) is None for p in places):
-            return "its rows do not lie at one pitch"
+            return "its rows do not have a constant pitch"
         return None if self.configs(b, op) else "its rows do not fit the registers of a block"
 
     def before(self, graph: Graph, op: Op) -> Op | None:

@@ -140,7 +140,7 @@ def refuse(problem: Problem, config: Config) -> str | None:
     if any(stride % config.lanes for stride in (*(s for _, s in problem.walk), *problem.pitches, *_vectors(problem))):
         return f"rows do not begin at multiples of {config.lanes} elements"
     if problem.rows < 1 or problem.length < 1 or problem.rows >= 1 << 31:
-        return "no rows, or more than the kernel counts"
+        return "no rows, or more rows than the kernel can count"
     if config.lanes not in (1, 2, 4, 8) or problem.length % config.lanes:
         return f"rows of {problem.length} elements are not vectors of {config.lanes}"
     if config.group & (config.group - 1) if config.group <= 32 else config.group % 32 or config.group != config.threads:

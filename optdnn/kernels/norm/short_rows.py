@@ -53,12 +53,12 @@ class ShortRows(Tactic):
         if shape[-1] * item % ACCESS or lanes & (lanes - 1) or not 1 <= lanes <= 32:
             return f"rows of {shape[-1]} elements are not shared by a power of two of lanes"
         if not 0 < math.prod(shape) < 1 << 32:
-            return "no rows, or more elements than it counts"
+            return "no rows, or more elements than the kernel can count"
         last = self._last(b, op)[0].value
         places = [b.operand(op.inputs[0]), b.result(last, order_read(b, last))]
         units = [(x.offset, *x.strides[:-1]) for x in places]
         if any(x.strides[-1] != 1 for x in places) or any(n * item % ACCESS for unit in units for n in unit):
-            return "its rows do not lie in whole accesses of 16 bytes"
+            return "its rows are not made of aligned accesses of 16 bytes"
         return None
 
     @staticmethod

@@ -55,7 +55,7 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     if problem.block < PRODUCT:
         return f"its blocks are {problem.block} numbers, not at least {PRODUCT}"
     if problem.norm and problem.depth % 8:
-        return f"rows that are normalized come in eights, not of {problem.depth}"
+        return f"normalized rows need a multiple of 8 elements, not {problem.depth}"
     if config not in CONFIGS:
         return "not a tile of this kernel"
     if problem.chunks < config.warps:

@@ -48,7 +48,7 @@ class TiledMaxPool(Tactic):
         if out.dtype not in (FP16, BF16) or len(a.kernel_shape) != 2 or 0 in out.static_shape:
             return "it is for 16-bit images"
         if any(d != 1 for d in a.dilations):
-            return "its windows have holes"
+            return "its windows are dilated"
         if a.kernel_shape[0] * a.kernel_shape[1] > MOST_LOADS:
             return f"its windows have more than {MOST_LOADS} elements"
         pads = pads_of(op, x.static_shape, a.kernel_shape)
@@ -59,7 +59,7 @@ class TiledMaxPool(Tactic):
                 return "a window lies wholly in the padding"
         places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
         if any(not in_eights(p) for p in places) or (op.value not in b.reserved and out.layout != "nhwc"):
-            return "its channels do not lie together in eights"
+            return "its channels are not contiguous in groups of 8"
         return None
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:

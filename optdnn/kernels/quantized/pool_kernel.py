@@ -75,7 +75,7 @@ def global_average_pool(
     read, written = pitches or (c, c)
     if c % 4 or read % 4 or written % 4 or min(read, written) < c:
         raise InternalError(
-            f"global_average_pool: {c} channels, {read} and {written} bytes apart, do not come in fours"
+            f"global_average_pool: {c} channels, {read} and {written} bytes apart, are not multiples of 4"
         )
     parameters = (
         Parameters().pointer("input", "output").i32(h * w, c // 4, read // 4, written // 4, -h * w * input_zero)

@@ -27,7 +27,7 @@ class Int8MaxPool(Tactic):
         if x.dtype.name not in ("int8", "uint8") or len(op.outputs) != 1 or x.rank != 4:
             return "it is for int8 or uint8 images"
         if any(d != 1 for d in op.attrs.dilations) or x.static_shape[1] % 16:
-            return "its windows have holes, or its channels do not come in sixteens"
+            return "its windows are dilated, or its number of channels is not a multiple of 16"
         places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
         if op.value not in b.reserved and op.outputs[0].type.layout != "nhwc":
             return "its result is not channels-last"
@@ -66,7 +66,7 @@ class Int8Mean(Tactic):
         x = b.graph.type(op.inputs[0])  # type: ignore[arg-type]
         if x.dtype.name not in ("int8", "uint8") or op.outputs[0].type.dtype != x.dtype:
             return "it is for int8 or uint8, in and out"
-        return "its channels do not come in fours" if x.static_shape[1] % 4 else None
+        return "its number of channels is not a multiple of 4" if x.static_shape[1] % 4 else None
 
     @staticmethod
     def _pitch(x: TensorView) -> int | None:

@@ -88,9 +88,9 @@ def refuse(problem: Problem, config: Config) -> str | None:
     if config.threads not in THREADS:
         return f"{config.threads} threads are no block of this kernel"
     if problem.channels % 8 or problem.pitch % 8:
-        return "its channels do not come in eights"
+        return "its number of channels is not a multiple of 8"
     if not (0 < problem.images < 1 << 16 and 0 < problem.pixels < 1 << 24):
-        return "no images, or more than the kernel counts"
+        return "no images, or more images than the kernel can count"
     if (config.cluster - 1) * -(-problem.pixels // config.cluster) >= problem.pixels:
         return "a block would have no pixels"
     return None

@@ -135,7 +135,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
     "added later": (later, "adds is computed later"),
     "widening": (widening, "little is saved"),
     "many channels": (many, "264 channels of the result exceed 256"),
-    "odd channels": (odd, "do not come in eights"),
+    "odd channels": (odd, "multiple of 8"),
 }
 
 

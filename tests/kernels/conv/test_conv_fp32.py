@@ -75,7 +75,7 @@ def no_channels(n: Net) -> Value:
     [
         (lambda n: n.conv(n.input(2, 16, 9, 7), 16), "fp16", "the kernel takes fp32, not float16"),
         (lambda n: n.conv(n.input(2, 16, 9, 7), 16, group=4), "fp32", "a group of 4 filters"),
-        (lambda n: n.conv(n.input(2, 4, 9, 7), 20, group=2), "fp32", "do not come in fours, but are 10"),
+        (lambda n: n.conv(n.input(2, 4, 9, 7), 20, group=2), "fp32", "a group has 10 filters, not a multiple of 4"),
         (computed_bias, "fp32", "its bias is not constant"),
         (no_channels, "fp32", "it has no channels"),
         (weights_over_three_axes, "fp32", "not of one or two spatial axes"),
@@ -144,7 +144,7 @@ def test_configurations_and_their_refusals() -> None:
     assert fp32.Config.read("ffma64x64") is None
     assert "other depths" in str(fp32.refuse(DENSE, fp32.Config(64, 64, depth=24)))
     scatter = Scatter((2, 2), (0, 0), 30, (28, 28), (1, 1, 1))
-    assert "channels in fours" in str(fp32.no_kernel(replace(DENSE, channels=120, scatter=scatter)))
+    assert "a multiple of 4 channels" in str(fp32.no_kernel(replace(DENSE, channels=120, scatter=scatter)))
     large = replace(DENSE, batch=1 << 20)
     assert "more elements" in str(fp32.refuse(large, found[0]))
     assert "do not divide" in str(fp32.no_kernel(replace(DENSE, groups=3)))

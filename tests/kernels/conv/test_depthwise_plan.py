@@ -133,7 +133,7 @@ T = depthwise_tma.Config(2, 4, 8, 4, 4, 8, 2)
         (D, replace(T, stages=9), "9 stages"),
         (depthwise.Problem(4, same(64, 64, 64, (7, 7), stride=2)), replace(T, stages=8), "shared memory exceed"),
         (D, replace(T, stages=3, blocks=5), "that many blocks"),
-        (D, replace(T, blocks=4), "registers a thread"),
+        (D, replace(T, blocks=4), "registers per thread"),
         (replace(D, batch=1 << 30), T, "more tiles"),
     ],
 )

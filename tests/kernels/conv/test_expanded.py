@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
     "an addition": (added, "more than an activation"),
     "an addition between": (added_between, "more than an activation"),
     "many taps": (lambda n: plain(n, kernel=7, pads=3), "49 taps exceed 25"),
-    "a stride and holes": (lambda n: plain(n, pads=2, dilations=2, strides=2), "a stride and holes"),
+    "a stride and holes": (lambda n: plain(n, pads=2, dilations=2, strides=2), "a stride and a dilation"),
     "a wide stride": (lambda n: plain(n, depth=320, kernel=5, pads=2, strides=4), "no tile of the kernel fits it"),
     "an odd depth": (lambda n: plain(n, depth=12), "not eights"),
     "a wide image": (lambda n: plain(n, depth=328), "more than 320"),

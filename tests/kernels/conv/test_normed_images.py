@@ -173,7 +173,7 @@ def _given_scale(n: Net) -> Value:
         (_other_batch, "its images are not normalized as a whole behind another convolution"),
         (_odd_pixels, "15 pixels of 64 channels are no whole groups of 8 by 64"),
         (_odd_channels, "32 pixels of 72 channels are no whole groups of 8 by 64"),
-        (_wide_filter, "it is no convolution of each pixel by itself"),
+        (_wide_filter, "it is not a 1x1 convolution of single pixels"),
         (_wide_maker, "does not store the images that are normalized, pixel by pixel"),
         (_residual, "its stages read other tensors"),
         (_of_a_depthwise, "runs by a tactic that gives no moments"),

@@ -127,7 +127,7 @@ D, DC = CASES["depthwise 5x5, two below"][1:]
         ((grouped, replace(G, bands=1), GC), "eights"),
         ((grouped, G, replace(GC, strip_w=5)), "not a tile"),
         ((grouped, replace(G, source=same(9, 18, 64), bands=4), GC), "not bands of 2"),
-        ((grouped, G, replace(GC, strips=8, blocks=4)), "registers a thread"),
+        ((grouped, G, replace(GC, strips=8, blocks=4)), "registers per thread"),
         ((grouped, G, replace(GC, chunks=6)), "same banks"),
         ((grouped, G, replace(GC, stages=1)), "not a ring"),
         (
@@ -136,11 +136,11 @@ D, DC = CASES["depthwise 5x5, two below"][1:]
         ),
         ((grouped, replace(G, source=same(400, 400, 40, (3, 3), dilation=(130, 1))), GC), "exceeds a TMA box"),
         ((grouped, replace(G, batch=1 << 30), GC), "more tiles"),
-        ((grouped, replace(G, source=Source(2, 2, 40, (3, 3))), GC), "something to compute"),
+        ((grouped, replace(G, source=Source(2, 2, 40, (3, 3))), GC), "non-empty images"),
         ((depthwise_bands, replace(D, dtype="int8"), DC), "16-bit images in and out"),
         ((depthwise_bands, replace(D, source=same(17, 20, 40, (5, 11))), DC), "9 columns"),
         ((depthwise_bands, D, replace(DC, groups=4)), "not a tile of a warp"),
-        ((depthwise_bands, D, replace(DC, grid_x=4, grid_y=2)), "registers a thread"),
+        ((depthwise_bands, D, replace(DC, grid_x=4, grid_y=2)), "registers per thread"),
     ],
 )
 def test_refused(case: Case, reason: str) -> None:

@@ -238,7 +238,7 @@ P = pair.Problem(2, 64, 16, 64)
     ("problem", "cluster", "reason"),
     [
         (replace(P, dtype="float32"), 8, "16-bit floats"),
-        (replace(P, depth=60), 8, "do not come in eights"),
+        (replace(P, depth=60), 8, "multiples of 8"),
         (replace(P, epilogue=(("bias",), ("add",))), 8, "nothing is added"),
         (P, 3, "no cluster of this kernel"),
         (replace(P, depth=4096, hidden=256), 4, "shared memory exceed"),

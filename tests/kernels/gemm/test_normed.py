@@ -282,7 +282,7 @@ def test_wide_tiles_are_refused_behind_a_norm() -> None:
     wide, fields = Config(1, 1, 2, 144, 3, alternate=True), {**PLAIN, "batch": 8192}
     assert implicit_gemm.refuse(Problem(**fields, moments=True), wide) is None  # type: ignore[arg-type]
     why = implicit_gemm.refuse(Problem(**fields, norm=RowNorm(True, 1e-5)), wide)  # type: ignore[arg-type]
-    assert why == "rows are normalized after up to 128 sums a thread"
+    assert why == "rows are normalized after up to 128 accumulators per thread"
 
 
 CONFIGS = (

@@ -238,7 +238,7 @@ CONFIGS = (
 def test_configurations_that_there_are_not() -> None:
     problem = Problem(8192, 768, (Source(1, 1, 3072),), (("bias",), ("add",)), residual_norm=RowNorm(True, 1e-6))
     wide, streamed = Config(1, 1, 2, 144, 3, alternate=True), Config(1, 1, 1, 64, 3, stream=True)
-    assert implicit_gemm.refuse(problem, wide) == "rows are normalized after up to 128 sums a thread"
+    assert implicit_gemm.refuse(problem, wide) == "rows are normalized after up to 128 accumulators per thread"
     assert implicit_gemm.refuse(problem, streamed) == "moments of rows are for whole tiles"
 
 

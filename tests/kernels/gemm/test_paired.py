@@ -90,7 +90,7 @@ def _scaled(n: Net) -> Value:
     [
         (_added, "fp16", "it is not multiplied by another product of the same rows"),
         (_other_rows, "fp16", "it is not multiplied by another product of the same rows"),
-        (_odd, "fp16", "its columns do not come in eights"),
+        (_odd, "fp16", "its number of columns is not a multiple of 8"),
         (_scaled, "fp16", "its stages have constants"),
         (_fires, "tf32", "it is for 16-bit floats"),
     ],

@@ -102,9 +102,9 @@ def _few() -> Graph:
     [
         (_few, "fp16", "it is for at least 32 rows of 16-bit floats"),
         (layer, "tf32", "it is for at least 32 rows of 16-bit floats"),
-        (lambda: layer(reads="other angles"), "fp16", "its heads turn by different angles"),
+        (lambda: layer(reads="other angles"), "fp16", "its heads are rotated by different angles"),
         (lambda: layer(reads="keys"), "fp16", "its heads are not those of one attention alone"),
-        (lambda: layer(reads="features"), "fp16", "others read its heads as they are"),
+        (lambda: layer(reads="features"), "fp16", "others read its heads before the rotation"),
         (lambda: layer(reads="past"), "fp16", "its keys have a place beside those of the past"),
         (lambda: layer(size=48), "fp16", "heads of 48 features and tiles of 64 do not divide one another"),
         (lambda: layer(turned=24), "fp16", "24 features do not make pairs in vectors of eight"),
@@ -133,7 +133,7 @@ def test_tiles_that_hold_no_pairs() -> None:
         Config(1, 1, 1, 64, 2, split=2),
         Config(1, 1, 1, 72, 2, stream=True),
     ):
-        assert implicit_gemm.refuse(PLAIN, config) == "heads turn in whole tiles, which wait in shared memory"
+        assert implicit_gemm.refuse(PLAIN, config) == "heads are rotated in whole tiles, which wait in shared memory"
     far = replace(PLAIN, turn=replace(TURN, head=128, turned=128))
     assert (
         implicit_gemm.refuse(far, Config(1, 1, 1, 64, 2))

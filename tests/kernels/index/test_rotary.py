@@ -106,7 +106,7 @@ def test_other_forms_run_elsewhere(name: str) -> None:
     program = check_simulated(other_forms()[name])
     assert chosen(program) == ["each"]
     (said,) = (t["refused"] for t in program.meta["tactics"] if t["kind"] == "RotaryEmbedding")
-    assert [r["reason"] for r in said if r["tactic"] == "rotary"] == ["its features do not come in aligned vectors"]
+    assert [r["reason"] for r in said if r["tactic"] == "rotary"] == ["its features are not aligned vectors"]
 
 
 def test_without_rows_there_is_no_launch() -> None:
@@ -133,9 +133,9 @@ def refused(program: Program) -> set[str]:
 @pytest.mark.parametrize(
     ("angles", "read_twice", "because"),
     [
-        ("other", False, "no other heads of the attention after it turn by the same angles"),
-        ("same", True, "no other heads of the attention after it turn by the same angles"),
-        ("same", False, "the other heads turn after it"),
+        ("other", False, "no other heads of the next attention are rotated by the same angles"),
+        ("same", True, "no other heads of the next attention are rotated by the same angles"),
+        ("same", False, "the other heads are rotated after it"),
     ],
 )
 def test_which_heads_turn_in_one_launch(angles: str, read_twice: bool, because: str) -> None:
@@ -160,5 +160,5 @@ def test_heads_in_other_vectors_turn_in_launches_of_their_own() -> None:
     angles = [n.random(1, 6, 8), n.random(1, 6, 8)]
     y = n.op("Attention", n.op("RotaryEmbedding", q, *angles), n.op("RotaryEmbedding", k, *angles), v)
     program = check_simulated(n.done(y))
-    assert "queries and keys come in other vectors" in refused(program)
+    assert "queries and keys have vectors of different sizes" in refused(program)
     assert kinds(program).count("RotaryEmbedding") == 2

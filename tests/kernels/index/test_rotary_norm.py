@@ -83,10 +83,10 @@ def reasons(program: Program) -> set[str]:
         (lambda: pair(axis=-2, scale=1), "its norms are neither of heads nor of tokens"),
         (lambda: pair(tokens=True), "its norms are neither of heads nor of tokens"),
         (lambda: pair(computed=True), "the scale and bias of its norms are not constant"),
-        (lambda: pair(scale=1), "the scale of its norms is no row"),
+        (lambda: pair(scale=1), "the scale of its norms is not a single row"),
         (lambda: pair(size=1024), "a head has more vectors than a warp has lanes"),
         (lambda: normed(tokens=True, heads=3, groups=3), "12 threads for a token are no block"),
-        (lambda: pair(size=6), "its features do not come in aligned vectors"),
+        (lambda: pair(size=6), "its features are not aligned vectors"),
     ],
 )
 def test_what_it_refuses(graph: Callable[[], Graph], because: str) -> None:

@@ -75,7 +75,7 @@ def test_sums_of_rows_are_not_turned() -> None:
     one, other = n.op("Softmax", n.input(3, 20, 48)), n.op("Softmax", n.input(3, 20, 96, name="y"))
     half = n.op("Slice", other, n.ints(0), n.ints(48), n.ints(2))
     program = lowered(n.done(normalized(n, n.op("Add", one, half))))
-    assert "not one operand lies in rows and the other one across" in refused(program, "add_norm_across")
+    assert "it is not the sum of an operand in rows and a transposed one" in refused(program, "add_norm_across")
 
 
 PROBLEM = Problem("layer_norm", 4, 196, 768, across=True, output_at=(768 * 200, 200))
@@ -85,7 +85,7 @@ PROBLEM = Problem("layer_norm", 4, 196, 768, across=True, output_at=(768 * 200, 
     ("changes", "config", "because"),
     [
         ({"operation": "softmax"}, Config(16, 256), "no operation"),
-        ({"across": False}, Config(16, 256), "nothing lies across"),
+        ({"across": False}, Config(16, 256), "no operand is transposed"),
         ({"images": 0}, Config(16, 256), "no rows"),
         ({"length": 772}, Config(16, 256), "vectors of 8"),
         ({"length": 2048}, Config(16, 256), "vectors of 8"),

@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[Callable[[Net, Value], list[Value]], str]] = {
     "another reader": (two_readers, "not the sum of a group normalization"),
     "another norm": (of_rows, "not the sum of a group normalization"),
     "repeated": (repeated, "normalized images are repeated"),
-    "odd channels": (odd, "whole vectors of channels"),
+    "odd channels": (odd, "aligned vectors of channels"),
 }
 
 

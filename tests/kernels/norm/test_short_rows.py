@@ -93,7 +93,7 @@ def test_rows_that_lanes_share(name: str, precision: str) -> None:
         (lambda: norms(axis=2), "its rows are not along the last axis"),
         (lambda: norms(24), "rows of 24 elements are not shared by a power of two of lanes"),
         (lambda: norms(512), "rows of 512 elements are not shared"),
-        (lambda: norms(offset=4), "its rows do not lie in whole accesses of 16 bytes"),
+        (lambda: norms(offset=4), "its rows are not made of aligned accesses of 16 bytes"),
     ],
 )
 def test_other_rows_are_refused(graph: Any, because: str) -> None:

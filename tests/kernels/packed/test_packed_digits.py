@@ -127,7 +127,7 @@ def test_what_it_refuses() -> None:
     )
     assert "not at least 32" in str(digits.refuse(CASES["blocks of 16"].problem, config, GPU))
     assert "its weights are uint2" in str(digits.refuse(CASES["2 bits"].problem, config, GPU))
-    assert "come in eights" in str(digits.refuse(replace(p, depth=4100, norm=True), config, GPU))
+    assert "multiple of 8 elements" in str(digits.refuse(replace(p, depth=4100, norm=True), config, GPU))
     assert digits.refuse(p, digits.Config(3, 4), GPU) == "not a tile of this kernel"
     assert digits.refuse(Case().problem, config, GPU) == "4 chunks are not shared by 8 warps"
     assert (

@@ -95,9 +95,9 @@ def reasons(graph: Graph, options: BuildOptions = OPTIONS) -> str:
 def test_refusals() -> None:
     plain = CASES["resnet"]
     assert reasons(pooled(plain)) == ""
-    assert "channels do not lie together" in reasons(pooled(plain, channels=12))
+    assert "channels are not contiguous" in reasons(pooled(plain, channels=12))
     assert "16-bit images" in reasons(pooled(plain), BuildOptions(target="simulate", precision="fp32"))
-    assert "holes" in reasons(pooled(window((2, 2), dilations=2)))
+    assert "dilated" in reasons(pooled(window((2, 2), dilations=2)))
     assert "more than" in reasons(pooled(window((7, 7), pads=3)))
     n = Net()
     three = n.conv(n.input(1, 8, 6, 6, 6), 16, (1, 1, 1), pads=0)

@@ -161,5 +161,5 @@ def test_a_comparison_sees_one_wrong_step() -> None:
 
 @pytest.mark.parametrize(("channels", "pitches"), [(18, None), (16, (18, 16)), (16, (16, 18)), (16, (12, 16))])
 def test_a_mean_is_of_words_of_four_channels(channels: int, pitches: tuple[int, int] | None) -> None:
-    with pytest.raises(InternalError, match="do not come in fours"):
+    with pytest.raises(InternalError, match="are not multiples of 4"):
         pool_int8.global_average_pool("int8", "sm_90a", (2, 7, 7, channels), 0, 0.1, (-128.0, 127.0), 0, pitches)

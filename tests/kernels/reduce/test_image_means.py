@@ -114,10 +114,11 @@ def test_the_kernel_refuses() -> None:
     assert means.refuse(P, means.Config(8)) is None
     assert means.refuse(P, means.Config(3)) == "3 blocks are no cluster of this kernel"
     assert means.refuse(P, means.Config(1, 96)) == "96 threads are no block of this kernel"
-    assert means.refuse(means.Problem(2, 5, 20, 24), means.Config(1)) == "its channels do not come in eights"
+    assert means.refuse(means.Problem(2, 5, 20, 24), means.Config(1)) == "its number of channels is not a multiple of 8"
     assert means.refuse(means.Problem(2, 5, 72, 72), means.Config(4)) == "a block would have no pixels"
     assert (
-        means.refuse(means.Problem(1 << 16, 5, 72, 72), means.Config(1)) == "no images, or more than the kernel counts"
+        means.refuse(means.Problem(1 << 16, 5, 72, 72), means.Config(1))
+        == "no images, or more images than the kernel can count"
     )
 
 
