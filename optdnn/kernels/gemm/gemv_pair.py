@@ -104,7 +104,7 @@ class GemvPair(ConvPair):
         return _offers(self.problem(b, op), b.gpu)
 
     def sums(self, b: Builder, op: Op, problem: pair.Problem, config: pair.Config) -> TensorView | None:
-        """The sums of tiles of which the launch makes the means itself; None where there are none, or they do not fit."""
+        """The tiles' sums from which the launch makes the means; None where there are none, or they do not fit."""
         first = self.first(b.graph, op)
         found = None if first.inputs[0] is None or problem.pixels else b.sums.get(first.inputs[0])
         if found is None:
@@ -217,7 +217,7 @@ def adds_sums(b: Builder, pool: Op) -> bool:
 
 
 def _summed(b: Builder, first: Op) -> bool:
-    """Whether the launch of a convolution may tell the sums of the tiles of which the first product's vectors are the means."""
+    """Whether the launch of a convolution may store the sums of tiles, from which the means are made that the first product reads."""
     pool = _pool(b.graph, first)
     source = None if pool is None else b.graph.op(pool.inputs[0])  # type: ignore[arg-type]
     return source is not None and source.kind == "Conv" and source.attrs.group > 1

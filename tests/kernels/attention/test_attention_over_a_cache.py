@@ -94,7 +94,7 @@ def test_what_it_takes(name: str) -> None:
         ("keys and values are written at other positions", {"apart": True}),
         ("it is for one new position, not 2", {"rows": 2}),
         ("groups of up to 16 are needed", {"heads": 34}),
-        ("its keys, values or weights are results, too", {"outputs": 4}),
+        ("its keys, values or weights are also outputs", {"outputs": 4}),
         ("values of 16 features with queries of 32", {"values": 16}),
         ("its softmax is fp32", {"softmax_precision": FP64}),
         ("its positions are no integers of 32 or 64 bits", {"positions": np.int16}),

@@ -57,7 +57,7 @@ def test_cases_can_run(made: Problem, config: Config) -> None:
         (replace(P, middle=100), C, "multiple of 8"),
         (replace(P, channels=264), C, "264 channels of the result exceed 256"),
         (replace(P, batch=0), C, "it is empty"),
-        (replace(B, middle=72), C, "do not come in sixteens"),
+        (replace(B, middle=72), C, "multiple of 16"),
         (replace(B, first=(*ADD, *MANY)), C, "more than 8 constants"),
         (B, replace(C, columns=48), "not a tile"),
         (P, replace(C, groups=4), "not a tile"),

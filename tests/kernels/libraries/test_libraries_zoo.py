@@ -87,7 +87,7 @@ def test_attention_by_the_library_means_the_same(name: str, masked: bool) -> Non
         ({"softcap": 2.0}, "softcap"),
         ({"left_window_size": 3}, "windows"),
         ({"size": 12}, "heads of 12 features"),
-        ({"mask": 5}, "its mask lacks keys"),
+        ({"mask": 5}, "its mask has fewer columns than there are keys"),
     ],
 )
 def test_attention_that_the_library_lacks(change: dict[str, Any], why: str) -> None:

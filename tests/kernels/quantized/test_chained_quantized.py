@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
     "a stride behind": (strided, "exactly one other such operator"),
     "widening": (widening, "little is saved"),
     "added later": (later, "adds is computed later"),
-    "odd channels": (odd, "do not come in sixteens"),
+    "odd channels": (odd, "multiple of 16"),
     "a float result": (to_float, "it is for 8-bit integers"),
     "fp8": (of_fp8, "it is for 8-bit integers"),
 }
