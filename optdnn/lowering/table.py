@@ -71,7 +71,6 @@ from optdnn.kernels.quantized.chained import ChainedQuantized
 from optdnn.kernels.quantized.general import BandedQuantizedConv, GeneralQuantizedConv, GeneralQuantizedMatMul
 from optdnn.kernels.quantized.hopper import HopperQuantizedConv, HopperQuantizedMatMul
 from optdnn.kernels.quantized.pools import Int8MaxPool, Int8Mean
-from optdnn.kernels.quantized.stem_pool import QuantizedPooledStem
 from optdnn.kernels.recurrent.general import GeneralRNN
 from optdnn.kernels.recurrent.grid import GridRNN
 from optdnn.kernels.recurrent.hopper import HopperRNN
@@ -159,7 +158,6 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     ),
     "QuantizedConv": (
         ChainedQuantized(),
-        QuantizedPooledStem(),
         HopperQuantizedConv(),
         Int8Depthwise(),
         BandedQuantizedConv(),

@@ -103,22 +103,6 @@ class PooledImageConvAttrs(ImageConvAttrs):
 
 
 @dataclass(frozen=True)
-class PooledQuantizedImageAttrs(QuantizedConvAttrs):
-    """A QuantizedConv's of an image over ``scale`` in ``dtype``, and windows as of :class:`PooledImageConvAttrs`."""
-
-    scale: float = 1.0
-    dtype: DType = INT8
-    window: int = 2
-    begins: tuple[int, int] = (0, 0)
-    size: tuple[int, int] = (1, 1)
-
-    @property
-    def conv(self) -> QuantizedConvAttrs:
-        """The attributes of the convolution."""
-        return QuantizedConvAttrs(**without(attrs_dict(self), "scale", "dtype", "window", "begins", "size"))
-
-
-@dataclass(frozen=True)
 class ConvSumAttrs(Attrs):
     """``sources``: strides, pads and dilations of each convolution. Stages read operands 4, 5, ... as 1, 2, ..."""
 
@@ -150,7 +134,8 @@ class SeparableConvAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class ChainedQuantizedAttrs(NestedAttrs):
-    """Two QuantizedConv: one of the first ``operands`` operands, and one of its result. ``kept``: the first result is one, too."""
+    """Two QuantizedConv: the first one reads ``operands`` operands, the second one its result. ``kept``: the first result is
+    a result as well."""
 
     first: QuantizedConvAttrs
     second: QuantizedConvAttrs
@@ -290,14 +275,6 @@ def _infer_pooled_image(call: Call) -> Result:
     return Result((y.with_shape((*y.dims[:2], *call.attrs.size)),))
 
 
-def _infer_pooled_quantized(call: Call) -> Result:
-    a: PooledQuantizedImageAttrs = call.attrs
-    x, w = call.type(0).with_dtype(a.dtype), call.type(1).with_dtype(INT8)
-    (y,) = infer_as(call, "QuantizedConv", a.conv, (x, w, *call.types[2:])).types
-    require_rank(y, 4, "PooledQuantizedImage result")
-    return Result((y.with_shape((*y.dims[:2], *a.size)),))
-
-
 def _infer_conv_sum(call: Call) -> Result:
     a: ConvSumAttrs = call.attrs
     require_length(a.sources, 2, "ConvSum sources")
@@ -394,7 +371,6 @@ DEFS: tuple[OpDef, ...] = (
     region("MeanProduct", _infer_mean_product, ConvAttrs, tol=_TOL, arity=3),
     region("PooledConv", _infer_pooled, ConvAttrs, tol=_TOL, arity=3),
     region("PooledImageConv", _infer_pooled_image, PooledImageConvAttrs, tol=_TOL, arity=3),
-    region("PooledQuantizedImage", _infer_pooled_quantized, PooledQuantizedImageAttrs, tol=EXACT, arity=3),
     region("QuantizedBlocks", _infer_quantized_blocks, QuantizedBlocksAttrs, tol=EXACT),
     region("SeparableConv", _infer_separable, SeparableConvAttrs, tol=_TOL),
     region("SpaceToDepthImage", _infer_space_to_depth, SpaceToDepthImageAttrs, cost=free, traits=_MOVES),

@@ -70,6 +70,7 @@ RULES: Mapping[str, str] = {
     "hoist_view": "Reshapes moved before matrix products",
     "unflattened_rows": "rows of products no longer flattened",
     "turn_before_norm": "transposes of rows moved before the norm",
+    "flat_rows_before_norm": "Reshapes of rows moved before their norm",
     "norm_before_reshape": "norms moved before Reshapes of transposed rows",
     "add_before_reshape_of_norm": "residuals added before Reshapes of normalized rows",
     "split_before_reshape": "Splits moved before Reshapes",

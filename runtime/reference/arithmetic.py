@@ -144,7 +144,6 @@ PRODUCTS: dict[str, Products] = {
     "PeriodicAttention": _attention,
     "PooledConv": _conv(1, per_result=4),
     "PooledImageConv": _conv(1, per_result=4),
-    "PooledQuantizedImage": _conv(1, per_result=4),
     "QLinearConv": _conv(3),
     "QLinearMatMul": _matmul,
     "Quantized": _quantized,

@@ -50,16 +50,12 @@ def quantized_blocks(
 
     Rows have ``width`` blocks and begin with ``before`` of zeros.
     """
-    (blocks,) = space_to_depth(_steps(x, scale, dtype).astype(np.float32), block=block, lanes=lanes)
+    info = np.iinfo(dtype)
+    steps = np.clip(np.rint(x.astype(np.float32) / np.float32(scale)), info.min, info.max)
+    (blocks,) = space_to_depth(steps, block=block, lanes=lanes)
     out = np.zeros((*blocks.shape[:3], width), dtype)
     out[..., before : before + blocks.shape[3]] = blocks
     return (out,)
-
-
-def _steps(x: Array, scale: float, dtype: DType) -> Array:
-    """A float image in steps of ``scale``, around 0."""
-    info = np.iinfo(dtype)
-    return np.asarray(np.clip(np.rint(x.astype(np.float32) / np.float32(scale)), info.min, info.max).astype(dtype))
 
 
 def blocks_to_space(
@@ -144,16 +140,10 @@ def pooled_image_conv(
 ) -> tuple[Array, ...]:
     """:func:`image_conv`, then the largest of ``size`` windows, two apart; the first one ``begins`` before the image."""
     (y,) = image_conv(x, w, bias, **attrs)
-    return (_largest(y, window, begins, size),)
-
-
-def _largest(y: Array, window: int, begins: tuple[int, int], size: tuple[int, int]) -> Array:
-    """The largest of ``size`` windows, two apart; the first one ``begins`` before the image."""
     (top, left), (rows, columns) = begins, size
-    lowest = -np.inf if y.dtype.kind == "f" else np.iinfo(y.dtype).min
     far = ((rows - 1) * 2 + window, (columns - 1) * 2 + window)
     padded = np.full(
-        (*y.shape[:2], *(max(f, n + p) for f, n, p in zip(far, y.shape[2:], begins, strict=True))), lowest, y.dtype
+        (*y.shape[:2], *(max(f, n + p) for f, n, p in zip(far, y.shape[2:], begins, strict=True))), -np.inf, y.dtype
     )
     padded[:, :, top : top + y.shape[2], left : left + y.shape[3]] = y
     taps = [
@@ -161,28 +151,7 @@ def _largest(y: Array, window: int, begins: tuple[int, int], size: tuple[int, in
         for r in range(window)
         for c in range(window)
     ]
-    return np.asarray(np.maximum.reduce(taps))
-
-
-def pooled_quantized_image(
-    run: Run,
-    x: Array,
-    w: Array,
-    channel: Array,
-    *,
-    scale: float,
-    dtype: DType,
-    window: int,
-    begins: tuple[int, int],
-    size: tuple[int, int],
-    **attrs: Any,
-) -> tuple[Array, ...]:
-    """A QuantizedConv of an image over ``scale`` in ``dtype``, then the largest of windows, as :func:`pooled_image_conv` has them.
-
-    Weights are integers in 16 bits.
-    """
-    (y,) = run("QuantizedConv", [_steps(x, scale, dtype), w.astype(np.int8), channel], attrs)
-    return (_largest(y, window, begins, size),)
+    return (np.maximum.reduce(taps),)
 
 
 def mean_product(run: Run, x: Array, *rest: Array | None, **attrs: Any) -> tuple[Array, ...]:
@@ -278,6 +247,5 @@ COMPOSED: dict[str, ComposedKernel] = {
     "ExcitationGate": excitation_gate,
     "MeanProduct": mean_product,
     "PooledConv": pooled_conv,
-    "PooledQuantizedImage": pooled_quantized_image,
     "SeparableConv": separable_conv,
 }

@@ -130,13 +130,6 @@ static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
-static inline float __fdiv_rn(float a, float b) { return a / b; }
-static inline float bounded(float x, float low, float high) { return fminf(fmaxf(x, low), high); }
-template <class Of> static u32 of_halves(u32 a, u32 b, const Of& of) {
-    return u32(u16(of(short(a), short(b)))) | u32(u16(of(short(a >> 16), short(b >> 16)))) << 16;
-}
-static inline u32 __vmaxs2(u32 a, u32 b) { return of_halves(a, b, [](int x, int y) { return max(x, y); }); }
-static inline u32 __vadd2(u32 a, u32 b) { return of_halves(a, b, [](int x, int y) { return x + y; }); }
 static inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
     const u64 bytes = low | u64(high) << 32;
     u32 word = 0;

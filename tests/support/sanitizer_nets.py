@@ -213,9 +213,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "norms of images": {"conv.normed.NormedConv.defer": _never},
     "chained": {"conv.chained.GAIN": 99.0},
-    "int8": {"quantized.stem_pool.GAIN": 0.0},
     "bottlenecks of int8": {"quantized.chained.GAIN": 99.0, "conv.chained.FEWEST": 1},
-    "pooled stem of int8": {"quantized.stem_pool.GAIN": 99.0},
     "a first convolution": {"conv.stem_pool.GAIN": 99.0},
     "a first convolution and its pool, by wgmma": {"conv.stem_pool._offers": by_wgmma},
 }
@@ -407,7 +405,6 @@ def eight_bits() -> Graphs:
     """Convolutions and products of 8-bit numbers."""
     return {
         "int8": (net(QNet, quantized), "fp16"),
-        "pooled stem of int8": (net(QNet, quantized), "fp16"),
         "bottlenecks of int8": (net(QNet, chained_8bit), "fp16"),
         "K shared int8": (
             net(QNet, lambda n: n.fake(n.qconv(n.fake(n.input(2, 128, 90, 70), 0.03), 96, stride=9), 0.04)),

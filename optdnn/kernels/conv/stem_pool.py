@@ -43,13 +43,6 @@ def wgmma_offers(problem: stem_pool.Problem, gpu: GpuFacts) -> list[Offer]:
     return [Offer(c, sm90_cost.estimate(made, c, gpu)) for c in sm90_cost.candidates(made, gpu)]
 
 
-def squares(pool: Op) -> bool:
-    """Whether a max pool has windows of 2 x 2 or 3 x 3, with a stride of 2, and gives no indices."""
-    a = pool.attrs
-    square = tuple(a.kernel_shape) in ((2, 2), (3, 3)) and tuple(a.strides) == (2, 2)
-    return square and len(pool.outputs) == 1 and all(d == 1 for d in a.dilations)
-
-
 class PooledStem(StemConv):
     """A first convolution, of 16-bit factors, where the sole reader is a max pool of windows of 2 x 2 or 3 x 3 with a stride of 2."""
 
@@ -61,7 +54,9 @@ class PooledStem(StemConv):
             return "no max pool is the only reader of the result"
         if (why := super().refuse(b, op)) is not None:
             return why
-        if not squares(pool):
+        a = pool.attrs
+        square = tuple(a.kernel_shape) in ((2, 2), (3, 3)) and tuple(a.strides) == (2, 2)
+        if len(pool.outputs) > 1 or not square or any(d != 1 for d in a.dilations):
             return "the pool after it has other windows than 2 x 2 or 3 x 3, with a stride of 2, or gives indices"
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         if ep.rest or ep.residual is not None:

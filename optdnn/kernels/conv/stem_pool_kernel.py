@@ -34,15 +34,12 @@ class Problem:
     top: int
     left: int
     size: tuple[int, int]
-    quantized: bool = False
-    """Whether pixels are quantized to 8 bits, around 0, and results are 8-bit integers: of Hopper's kernel alone. ``conv`` then has factors in
-    fp16, and stages of 8-bit integers."""
 
     @property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
-        c, item = self.conv, 1 if self.quantized else 2
-        return c.bytes - c.batch * c.channels * (2 * math.prod(c.out_size) - item * math.prod(self.size))
+        c = self.conv
+        return c.bytes - 2 * c.batch * c.channels * (math.prod(c.out_size) - math.prod(self.size))
 
 
 def no_kernel(problem: Problem) -> str | None:

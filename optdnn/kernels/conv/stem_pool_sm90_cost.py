@@ -23,13 +23,9 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     pairs = config.band + (problem.window == 3 and config.band < problem.size[0])
     # A pair of rows: its products, and what a warp issues for its pixels, windows and results.
     products = conv.layout.steps * tile_w
-    each = (6 if problem.quantized else 2) + sum(
-        STAGE_ISSUE.get(str(name), 1.0) for name, *_ in conv.epilogue if name not in ("bias", "relu")
-    )
+    each = 2 + sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in conv.epilogue if name not in ("bias", "relu"))
     planes, wide = 2 * s.stride[0] * s.channels, sm90.columns(problem)
-    staged = sm90.rounds(problem) * (
-        38 + conv.vector * (14 if problem.quantized else 0.6 if conv.image == conv.dtype else 2.0)
-    )
+    staged = sm90.rounds(problem) * (38 + conv.vector * (0.6 if conv.image == conv.dtype else 2.0))
     staged += 9 * -(-planes * tile_w // THREADS)
     issued = (tile_w // 8 * (8 * each + 14) + staged + 150) * ISSUE
     pair = joint(POWER, beside * products, beside * issued, products / 2 + issued + ALONE)

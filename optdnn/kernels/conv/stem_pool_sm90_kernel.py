@@ -11,11 +11,9 @@ from dataclasses import dataclass, fields, replace
 
 from optdnn.kernels.conv import stem_kernel as stem
 from optdnn.kernels.conv import stem_pool_kernel as pooled
-from optdnn.kernels.conv.parameters import MAX_CONSTANTS, put_requantize
 from optdnn.kernels.conv.stem_kernel import KINDS, Layout
 from optdnn.kernels.conv.stem_pool_kernel import Problem
 from optdnn.kernels.launch import Launch, template_options
-from optdnn.ops.requantize import BOUNDS, QuantParams, Requantize
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -27,7 +25,6 @@ COLUMNS = 8
 """Of a row of a filter, with the one that makes it begin at an even column."""
 MOST_STEPS = 16
 """Most K steps: their weights take four registers each."""
-assert MOST_STEPS * 16 * 128 * 255 < 1 << 24, "sums of 8-bit integers are exact in fp32"
 
 
 class Windows(stem.Problem):
@@ -66,12 +63,6 @@ def no_kernel(problem: Problem, arch: str) -> str | None:
         return f"its windows are not two columns apart, or have gaps, or more than {COLUMNS} columns"
     if s.channels % 2 and (s.stride[0] % 2 or s.dilation[0] != 1):
         return "a filter's rows have odd numbers of channels, and do not begin at even rows"
-    if problem.quantized and (problem.conv.dtype != "float16" or problem.conv.normalize):
-        return "integers are exact in fp16 alone, and are not normalized"
-    if problem.quantized and (len(render.constants_of(problem.conv.epilogue)) > MAX_CONSTANTS):
-        return f"its stages have more than {MAX_CONSTANTS} constants"
-    if problem.quantized and render.uses_residual(problem.conv.epilogue):
-        return "nothing is added to the result"
     if layout.steps > MOST_STEPS:
         return f"weights of {layout.steps} K steps do not stay in registers"
     return None
@@ -124,7 +115,7 @@ def registers(problem: Problem) -> int:
     """About how many registers a thread needs."""
     conv = problem.conv
     fetched = rounds(problem) * (-(-conv.vector * KINDS[conv.image][1] // 4) + 3)
-    return 52 + 12 * (conv.normalize or problem.quantized) + conv.layout.steps * 4 + tile_w(problem) * 3 // 4 + fetched
+    return 52 + 12 * conv.normalize + conv.layout.steps * 4 + tile_w(problem) * 3 // 4 + fetched
 
 
 def resident(problem: Problem, device: GpuFacts) -> int:
@@ -148,16 +139,12 @@ def recipe(problem: Problem, arch: str = "sm_90a") -> Recipe:
         "FIRST_WORD": (conv.phase - layout.lead) // 2, "DILATION_H": s.dilation[0], "K_STEPS": layout.steps,
         "LEAD": lead(problem), "IMAGE_KIND": kind, "IMAGE_ITEM": item, "NORMALIZE": int(conv.normalize),
         "FACTOR_KIND": KINDS[conv.dtype][0], "FINAL_RELU": int(conv.epilogue[-1] == ("relu",)), "IN_BANDS": 1,
-        "QUANTIZED": int(problem.quantized),
         "POOL": problem.window, "POOL_TOP": problem.top, "POOL_LEFT": problem.left,
     }  # fmt: skip
     # The kernel adds the bias, and the rounding of results does a last ReLU.
     stages = conv.epilogue[1 : -1 if defines["FINAL_RELU"] else None]
     instruction = render.pixels_instruction(tile_w(problem) // 2, conv.dtype)
-    results = render.paired_epilogue(stages)
-    if problem.quantized:
-        results = render.runtime_epilogue(conv.epilogue, coarse=True)
-    text = "\n".join([render.constants(defines), instruction, results, ""])
+    text = "\n".join([render.constants(defines), instruction, render.paired_epilogue(stages), ""])
     return Recipe("conv_stem_pool_sm90.cu", arch, {"generated.cuh": text}, template_options(conv.dtype))
 
 
@@ -169,19 +156,13 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
 def launch(
     problem: Problem, config: Config, gpu: GpuFacts, pitch: int,
     normalization: tuple[Sequence[float], Sequence[float]] = ((), ()),
-    numbers: tuple[QuantParams, Requantize] | None = None,
 ) -> Launch:  # fmt: skip
-    """The launch. Arguments as of :func:`optdnn.kernels.conv.stem_pool_kernel.launch`, weights packed for ``problem.conv``. Of a quantized
-    problem, ``bias`` holds pairs of scale and bias, and ``numbers`` are how pixels are quantized, and those of the epilogue."""
+    """The launch. Arguments as of :func:`optdnn.kernels.conv.stem_pool_kernel.launch`, weights packed for ``problem.conv``."""
     conv = problem.conv
     # Of windows of three rows, the first pair begins behind the padding of the pool, and with the second row.
     skipped = (1 - problem.top) * conv.source.stride[0] if problem.window == 3 else 0
     made = stem.parameters(conv, (1, problem.size[0], conv.batch), (0, 1, 0), pitch, 0, normalization, skipped)
     made.i32(*problem.size, config.band, -(-problem.size[0] // config.band))
-    if numbers is not None:
-        pixels, requantize = numbers
-        made.f32(pixels.scale, *BOUNDS[pixels.dtype])
-        put_requantize(made, conv.epilogue, requantize)
     return made.launch(
         recipe(problem, gpu.arch), "conv_stem_pool_sm90", grid(problem, config), THREADS, shared=shared_bytes(problem)
     )

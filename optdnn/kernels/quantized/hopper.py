@@ -98,7 +98,7 @@ def refusal(b: Builder, op: Op) -> str | None:
     return None
 
 
-def quantized_image(b: Builder, value: Value) -> tuple[Value, float, str] | None:
+def _quantized_image(b: Builder, value: Value) -> tuple[Value, float, str] | None:
     """The float image, scale and 8-bit type of a value that is an image quantized with zero point 0."""
     op = b.graph.op(value)
     while op.kind == "Layout" and op.inputs[0] is not None:
@@ -119,7 +119,7 @@ def _stem(
     launch of its own makes the blocks."""
     channels, stride = weight.shape[1], strides[0]
     few = channels * stride * stride <= quantized.LANES and strides == (stride, stride) and stride > 1
-    found = quantized_image(b, op.inputs[0]) if few and set(dilations) == {1} else None  # type: ignore[arg-type]
+    found = _quantized_image(b, op.inputs[0]) if few and set(dilations) == {1} else None  # type: ignore[arg-type]
     if found is None or len(op.outputs[0].type.static_shape) != 4:
         return None
     value, scale, dtype = found

@@ -27,6 +27,8 @@ THREADS = 256
 """Threads of a block where an output has few terms (then several outputs share it); with many it has four times as many."""
 FEW = 256
 """Terms up to which a block of that many threads loads those of neighbouring outputs in one batch."""
+MOST_ELEMENTS = 1 << 31
+"""That a kernel counts in 32 bits, with the steps of its threads."""
 BATCH = 4
 """Terms that a thread loads before it adds up the first of them."""
 WIDTH = 32
@@ -438,6 +440,8 @@ class Reduction(Tactic):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         dtype = op.outputs[0].type.dtype
+        if math.prod(b.graph.type(op.inputs[0]).static_shape) >= MOST_ELEMENTS:  # type: ignore[arg-type]
+            return "it reads more elements than a kernel counts"
         if op.kind == "ReduceLogSumExp" and not is_float(dtype):
             return f"it takes no exponentials of {dtype.name}"
         if op.kind == "ReduceL2" and not is_float(dtype):

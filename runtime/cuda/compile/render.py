@@ -179,8 +179,8 @@ def _sums(count: int, kind: str = "f32") -> tuple[str, str, str]:
 
 def wgmma(columns: int, dtype: str, *, across: bool = False, name: str = "wgmma_step") -> str:
     """CUDA source of ``wgmma_step(Acc (&d)[columns / 2], u64 a, u64 b, int accumulate)``: m64 n``columns``, 32 bytes of k, both
-    operands in shared memory, K-major (``across``: a MN-major); ``name``: another one. Acc is float, int for integers
-    (PTX ISA, "wgmma.mma_async")."""
+    operands in shared memory, K-major (``across``: a MN-major). ``name``: of the function. Acc is float, or int for integers (PTX
+    ISA, "wgmma.mma_async")."""
     if not wgmma_columns(columns, dtype):
         raise InternalError(f"wgmma has no tile of {columns} columns of {dtype}")
     kinds, sums = WGMMA_KINDS[dtype]

@@ -81,8 +81,6 @@ def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
     first = next((v for v in m.reads if v is not None), out)
     if m.kind in ("ImageConv", "PooledImageConv"):
         first = out  # whose factors are of the result's type
-    if m.kind == "PooledQuantizedImage":
-        first = m.reads[1]  # integers in 16 bits
     kind = dtype(first) if first is not None else FP32
     shapes = [() if v is None else v.shape for v in m.reads]
     product = 0 if out is None else int(products_of(m.kind, shapes, out.shape, attrs_from_plain(dict(m.attrs))))

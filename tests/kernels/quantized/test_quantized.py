@@ -11,7 +11,6 @@ from support.sweep import sweep
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
-from optdnn.kernels.quantized.stem_pool import QuantizedPooledStem
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import ConcatAttrs
@@ -115,8 +114,7 @@ def test_large_images_come_by_tma_where_padding_is_zero(zero: int) -> None:
     assert ("depthwise_sm90.cu" in {k.template for k in program.kernels}) == (zero == 0)
 
 
-def test_a_stem_quantizes_its_image_and_reads_pixels_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(QuantizedPooledStem, "_slower", lambda *given: "launches of their own")
+def test_a_stem_quantizes_its_image_and_reads_pixels_together() -> None:
     n = QNet()
     _, program = built(n.done(*NETS["a stem"](n)))
     kinds = [s.params["op"]["kind"] for s in program.steps]

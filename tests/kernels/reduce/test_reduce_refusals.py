@@ -28,3 +28,10 @@ def test_many_threads_side_by_side_need_no_blocks() -> None:
     n = Net()
     graph = n.done(n.op("ArgMax", n.input(64, 600, 128), attrs=OPDEFS["ArgMax"].attrs(1)))
     check_not_taken(graph, "arg_block", "one for each output is enough", no_cubins=True)
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    n = Net()
+    program = lowered(n.done(n.op("ReduceSum", n.input(2, 1 << 30))), no_cubins=True)
+    (row,) = program.meta["host"]["operators"]
+    assert "more elements than a kernel counts" in row["why"]

@@ -18,33 +18,11 @@ constexpr int HALF = TILE_W / 2, EIGHTS = HALF / 8;
 constexpr int FIRST = POOL == 3 ? 1 - POOL_TOP : 0;          // row of the convolution at which the first pair begins
 static_assert(THREADS == 128 && TILE_W % 16 == 0 && PLANES && STRIDE_W == 2 && !FRAMES && HALO_H == 2 * STRIDE_H, "a form of this kernel");
 static_assert(CHANNELS % 2 == 0 || (STRIDE_H % 2 == 0 && DILATION_H == 1), "the units of a K step are neighbours");
-#if QUANTIZED
-// Sums of integers are exact in fp32. Results are pairs of 16-bit integers, to which their zero point is added last.
-typedef float4 Constants;                          // scale and bias of two channels
-constexpr u32 LOWEST = 0x80008000u;
-DEVICE u32 largest(u32 a, u32 b) { return __vmaxs2(a, b); }
-DEVICE u32 result_of(const Params& p, float value, float scale, float bias) {
-    const float x = epilogue(__fmul_rn(value, scale), bias, 0.0f, p.constants);
-    return __float_as_uint(__fadd_rn(bounded(x, p.low, p.high), 12582912.0f));             // a whole number in its low bits
-}
-DEVICE u32 finish_two(const Params& p, float x, float y, const Constants& c) {
-    return __byte_perm(result_of(p, x, c.x, c.y), result_of(p, y, c.z, c.w), 0x5410);
-}
-DEVICE void store_two(const Params& p, u8* to, u32 pair) {
-    *reinterpret_cast<u16*>(to) = static_cast<u16>(__byte_perm(__vadd2(pair, p.zero * 0x10001u), 0, 0x20));
-}
-#else
-typedef float2 Constants;                          // the bias of two channels
 #if defined(DTYPE_BF16)
 constexpr u32 LOWEST = 0xff80ff80u;
 #else
 constexpr u32 LOWEST = 0xfc00fc00u;
 #endif
-DEVICE u32 largest(u32 a, u32 b) { return larger(a, b); }
-DEVICE u32 finish_two(const Params&, float x, float y, const Constants& bias) { return finish_pair(x + bias.x, y + bias.y, 0u); }
-DEVICE void store_two(const Params&, u8* to, u32 pair) { *reinterpret_cast<u32*>(to) = pair; }
-#endif
-constexpr int OUT_ITEM = QUANTIZED ? 1 : 2;
 
 // A K-major operand without a swizzle, whose rows of K begin 16 bytes apart.
 DEVICE u64 windows(u32 address) { return (u64(8) << 32) | (u64(UNIT_BYTES >> 4) << 16) | u64((address & 0x3ffff) >> 4); }
@@ -89,25 +67,25 @@ struct Results { u32 of[2][EIGHTS][2]; };
 DEVICE constexpr int half_of(int turn) { return POOL == 2 || POOL_LEFT ? turn : 1 - turn; }
 
 // One of two pixels of an eight; what lies outside the row is the lowest.
-DEVICE u32 finished(const Params& p, const float (&acc)[HALF / 2], const Constants& bias, int half, int eight, int i, bool real) {
-    const u32 made = finish_two(p, acc[eight * 4 + i], acc[eight * 4 + 2 + i], bias);
+DEVICE u32 finished(const Params& p, const float (&acc)[HALF / 2], const float2& bias, int half, int eight, int i, bool real) {
+    const u32 made = finish_pair(acc[eight * 4 + i] + bias.x, acc[eight * 4 + 2 + i] + bias.y, 0u);
     const int column = half * HALF + eight * 8;
     const bool outside = column + 16 >= TILE_W && column + int(threadIdx.x % 4) * 2 + i >= p.out_w;
     return real && !outside ? made : LOWEST;
 }
 
 // The larger elements of ``held`` and of half a row.
-DEVICE void take_upper(const Params& p, const float (&acc)[HALF / 2], const Constants& bias, int turn, bool real, Results& held) {
+DEVICE void take_upper(const Params& p, const float (&acc)[HALF / 2], const float2& bias, int turn, bool real, Results& held) {
     #pragma unroll
     for (int i = 0; i < EIGHTS * 2; i++) {
         u32& best = held.of[turn][i / 2][i % 2];
-        best = largest(best, finished(p, acc, bias, half_of(turn), i / 2, i % 2, real));
+        best = larger(best, finished(p, acc, bias, half_of(turn), i / 2, i % 2, real));
     }
 }
 
 // The larger elements of a window's upper rows (``held``) and of half the second row of a pair, then of neighbouring columns, to the pooled image.
 // Windows of three rows go on with the second row, which stays in ``held``. Their third column is another lane's, or of the eight beside.
-DEVICE void pool_lower(const Params& p, const float (&acc)[HALF / 2], const Constants& bias, int turn, bool real, bool stored, u8* to,
+DEVICE void pool_lower(const Params& p, const float (&acc)[HALF / 2], const float2& bias, int turn, bool real, bool stored, u16* to,
                        Results& held, u32& beside) {
     const int lane = threadIdx.x % 32, t = lane % 4, edge = POOL_LEFT ? 3 : 0, from = lane / 4 * 4 + (t + (POOL_LEFT ? 3 : 1)) % 4;
     #pragma unroll
@@ -117,16 +95,16 @@ DEVICE void pool_lower(const Params& p, const float (&acc)[HALF / 2], const Cons
         #pragma unroll
         for (int j = 0; j < 2; j++) {
             const u32 second = finished(p, acc, bias, half_of(turn), n, j, real);
-            best[j] = largest(held.of[turn][n][j], second);
+            best[j] = larger(held.of[turn][n][j], second);
             held.of[turn][n][j] = POOL == 3 ? second : LOWEST;
         }
-        u32 most = largest(best[0], best[1]);
+        u32 most = larger(best[0], best[1]);
         if constexpr (POOL == 3) {
             const u32 shared = best[POOL_LEFT];
-            most = largest(most, __shfl_sync(0xffffffffu, t == edge ? beside : shared, from));
+            most = larger(most, __shfl_sync(0xffffffffu, t == edge ? beside : shared, from));
             beside = shared;
         }
-        if (stored && x + t < p.pooled_w) store_two(p, to + (long long)x * p.pitch * OUT_ITEM, most);
+        if (stored && x + t < p.pooled_w) *reinterpret_cast<u32*>(to + (long long)x * p.pitch) = most;
     }
 }
 
@@ -137,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem_pool
     grid_launch_dependents();
     u32 weights[K_STEPS][4];                       // constants: before what comes before has ended
     load_weights(p, known, weights);
-    const Constants bias = __ldg(reinterpret_cast<const Constants*>(p.bias) + known / 2);
+    const float2 bias = __ldg(reinterpret_cast<const float2*>(p.bias + known));
     const Places places = places_of(p);
     u8* const planes = shared + RING * ROW_BYTES;
     const u32 ring = smem_address(shared);
@@ -145,8 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem_pool
     const int begin = blockIdx.x % p.bands * p.band, end = min(begin + p.band, p.tiles_y);
     // A band's first windows of three rows want the row before, unless it is padding.
     Tile tile = {0, begin - (POOL == 3 && (begin > 0 || POOL_TOP == 0)), int(blockIdx.x / p.bands)};
-    const long long first_result = ((long long)tile.image * p.pooled_h * p.pooled_w + lane % 4) * p.pitch + channel;
-    u8* const image = reinterpret_cast<u8*>(p.output) + first_result * OUT_ITEM;
+    u16* const image = p.output + ((long long)tile.image * p.pooled_h * p.pooled_w + lane % 4) * p.pitch + channel;
     grid_dependency_wait();
     Chunk fresh[LEAD][ROUNDS];
     #pragma unroll
@@ -182,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem_pool
         __syncthreads();                           // the planes are there, and the rows of the pair before have been read
         if (more) put_windows(planes, shared + (first ? first - HALO_H : RING - HALO_H) * ROW_BYTES);
         u32 beside = LOWEST;
-        u8* const to = image + (long long)tile.y * p.pooled_w * p.pitch * OUT_ITEM;
+        u16* const to = image + (long long)tile.y * p.pooled_w * p.pitch;
         wgmma_wait<1>();
         pool_lower(p, acc[0], bias, 0, lower, stored, to, held, beside);
         first = first + HALO_H < RING ? first + HALO_H : 0;

@@ -6,7 +6,6 @@
 #include "ptx.cuh"
 #include "generated.cuh"
 #include "stem_instructions.cuh"
-#include "narrow.cuh"
 
 #ifndef FRAMES
 #define FRAMES 0                                   // under the taps along depth, whose channels are those of one image; 0: no volume
@@ -18,10 +17,6 @@
 
 #ifndef IN_BANDS
 #define IN_BANDS 0                                 // whether a block goes down a band of one image
-#endif
-
-#ifndef QUANTIZED
-#define QUANTIZED 0                                // whether factors are 8-bit integers (held in 16 bits), and so are results
 #endif
 
 struct Params {
@@ -44,19 +39,13 @@ struct Params {
 #if IN_BANDS
     int pooled_h, pooled_w, band, bands;           // rows and columns of the pooled image; tiles of a block, bands of an image
 #endif
-#if QUANTIZED
-    float image_scale, image_low, image_high;      // zero point 0: padding is zeros
-    float unused[2], low, high;                    // Requantize of conv_element.cuh, without a residual
-    int zero;
-    float constants[8];
-#endif
 };
 
 constexpr int THREADS = WARPS_M * WARPS_N * 32, K = K_STEPS * 16;
 constexpr int CHUNKS = HALO_H * ROW_CHUNKS * (PLANES ? CHANNELS : 1);                  // of VEC columns
 constexpr int ROUNDS = (CHUNKS + THREADS - 1) / THREADS;
 constexpr int SETS = PLANES ? 1 : CHANNELS, RAW = (VEC * IMAGE_ITEM + 3) / 4;
-constexpr bool COPIED = !NORMALIZE && !QUANTIZED && IMAGE_KIND == FACTOR_KIND;                       // pixels are factors as they are
+constexpr bool COPIED = !NORMALIZE && IMAGE_KIND == FACTOR_KIND;                       // pixels are factors as they are
 static_assert(TILE_W % 8 == 0);
 
 struct Chunk { u32 raw[SETS][RAW]; };              // VEC neighbouring columns of a row, of each channel that lies beside
@@ -161,9 +150,6 @@ DEVICE void fetch(const Params& p, const Tile& tile, const Places& at, Chunk (&h
 }
 
 DEVICE float normalized(const Params& p, float v, int channel) {
-#if QUANTIZED
-    return __fsub_rn(__fadd_rn(bounded(__fdiv_rn(v, p.image_scale), p.image_low, p.image_high), 12582912.0f), 12582912.0f);   // rounded
-#endif
     return NORMALIZE ? __fadd_rn(__fmul_rn(v, p.factor[channel]), p.shift[channel]) : v;
 }
 
@@ -223,7 +209,6 @@ DEVICE void copy_pixels(const Params& p, u32 pixels, const Tile& tile, const Pla
 
 // ---- results -----------------------------------------------------------------------------------------------------------
 
-#if !QUANTIZED
 // Two neighbouring channels of a pixel, with the pair that is added.
 DEVICE u32 finish_pair(float x, float y, u32 added) {
     x = epilogue(x, 0.0f, low_float(added)), y = epilogue(y, 0.0f, high_float(added));
@@ -232,4 +217,3 @@ DEVICE u32 finish_pair(float x, float y, u32 added) {
 #endif
     return pack_results(x, y);
 }
-#endif
