@@ -48,6 +48,9 @@ BYTES: dict[str, tuple[Problem, Config]] = {
     "bottlenecks": (Problem(2, (7, 5), 64, 256, 64, ADD, BIAS, integers=UNSIGNED), Config(2, 32, 2, 3)),
     "zero points": (Problem(2, (6, 6), 64, 128, 128, ADD, ADD, integers=SIGNED), Config(2, 32, 1, 2)),
     "a ring of weights": (Problem(3, (6, 6), 160, 400, 144, ADD, BIAS, integers=UNSIGNED), Config(2, 32, 1, 2, 2)),
+    "narrow": (
+        Problem(2, (13, 11), 48, 160, 48, ADD, BIAS, integers=Integers("int8", "int8", "int8", "int8")), Config(1, 32, 2, 3)
+    ),
     "stages": (Problem(2, (5, 5), 48, 144, 80, LEAKY, LEAKY, integers=UNSIGNED), Config(3, 32, 1, 2)),
     "a perceptron": (Problem(2, (5, 5), 96, 384, 96, BIAS, ADD, False, integers=SIGNED), Config(1, 64, 2, 2, 3)),
     "four tiles": (Problem(1, (5, 5), 64, 128, 256, ADD, BIAS, integers=UNSIGNED), Config(1, 32, 1, 4)),
