@@ -61,6 +61,8 @@ class Turn:
         """Why there is no launch for it, or None."""
         if self.x.dtype not in (FP16, BF16, FP32):
             return "it is for floats of 16 and of 32 bits"
+        if self.out.dtype != self.x.dtype:  # a norm before it has its scale's type
+            return "its operand is of another type than its result"
         if self.lanes == 1:
             return "its features are not aligned vectors"
         return "it has more vectors than a kernel can count" if self.count >= POINTS_LIMIT else None

@@ -90,6 +90,8 @@ def test_vectors_are_as_wide_as_sizes_and_places_allow() -> None:
 def test_what_it_refuses() -> None:
     assert turn().refuse() is None
     assert "16 and of 32 bits" in (turn(dtype=FP64).refuse() or "")
+    mixed = replace(turn(), x=turn(dtype=FP32).x)
+    assert "another type than its result" in (mixed.refuse() or "")
     assert "aligned vectors" in (turn((2, 3, 5, 6), 6).refuse() or "")
     assert "more vectors" in (turn((1 << 20, 1 << 6, 1 << 4, 64)).refuse() or "")
 
