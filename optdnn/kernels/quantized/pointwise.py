@@ -15,8 +15,9 @@ from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import coordinates, emit_index_kernel, needed, operand_at, operands_of, wide
 from optdnn.kernels.pointwise.pointwise import CPP, LARGEST, arithmetic, literal
+from optdnn.kernels.reduce.grid import space_of
 from optdnn.kernels.reduce.parts import best_parts
-from optdnn.kernels.reduce.reduce import emit_reduce, plain_source, space_of
+from optdnn.kernels.reduce.reduce import emit_reduce, plain_source
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.quant import QuantizeAttrs
 from optdnn.runtime.reference.window import resolve_pads

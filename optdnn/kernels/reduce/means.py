@@ -14,8 +14,10 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.conv.maps import pitch_of
 from optdnn.kernels.launch import Launch, Parameters, template_options
-from optdnn.kernels.reduce import parts, reduce
-from optdnn.kernels.reduce.reduce import RULES, Grid, Reduced, Reduction, reduction_of, space_of
+from optdnn.kernels.reduce import parts
+from optdnn.kernels.reduce.grid import LAUNCH_S as GENERAL_LAUNCH_S
+from optdnn.kernels.reduce.grid import Grid, space_of
+from optdnn.kernels.reduce.reduce import RULES, Reduced, Reduction, reduction_of
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -112,7 +114,7 @@ def general_seconds(problem: Problem, grid: Grid, gpu: GpuFacts) -> float:
     """Predicted seconds of the general kernels. Their own predictions leave out memory, and that blocks of few terms take their start."""
     others = [parts.estimate(grid, n, gpu) for n in (1, *(c.parts for c in parts.candidates(grid, gpu)))]
     busy = max(problem.bytes / GENERAL_BYTES_S, grid.blocks * grid.threads * GENERAL_THREAD_S)
-    return max(reduce.LAUNCH_S + problem.bytes / BYTES_S, GENERAL_S + busy, min(others))
+    return max(GENERAL_LAUNCH_S + problem.bytes / BYTES_S, GENERAL_S + busy, min(others))
 
 
 def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
-from optdnn.kernels.reduce.reduce import Grid, Reduction, reduction_of, space_of
+from optdnn.kernels.reduce.grid import Grid, space_of
+from optdnn.kernels.reduce.reduce import Reduction, reduction_of
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 

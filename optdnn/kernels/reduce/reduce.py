@@ -16,28 +16,15 @@ from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import ints
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copy, literal
-from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.pool.window import load_channels
+from optdnn.kernels.reduce.grid import BATCH, Grid, Space, space_of
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.reduce import reduced_axes
-from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import INT32, DType, is_float
 
-THREADS = 256
-"""Threads of a block where an output has few terms (then several outputs share it); with many it has four times as many."""
-FEW = 256
-"""Terms up to which a block of that many threads loads those of neighbouring outputs in one batch."""
 MOST_ELEMENTS = 1 << 31
-"""That a kernel counts in 32 bits, with the steps of its threads."""
-BATCH = 4
-"""Terms that a thread loads before it adds up the first of them."""
-WIDTH = 32
-"""Neighbouring outputs of a block."""
+"""Elements from which on 32 bits might not count them together with the step of the last thread."""
 WARP = 32
-LAUNCH_S, BATCH_S = 2.5e-6, 0.9e-6
-"""Seconds of a launch after another one, and of a batch of loads."""
-RATE = 32e9
-"""Bytes in a second that a multiprocessor reads."""
 LONG = 16
 """Batches of a thread from which on they, and not the work of all blocks, set the time."""
 
@@ -72,20 +59,6 @@ def limits(t: str) -> tuple[str, str]:
     return f"{t}({low}ULL)" if low >= 0 else f"{t}({t}({low + 1}LL) - 1)", f"{t}({high}ULL)"
 
 
-def _together(x: TensorView, width: int, strides: Sequence[int]) -> int:
-    """Neighbouring elements that are one access, where the others lie ``strides`` apart."""
-    fits = (n for n in (8, 4, 2) if n * x.dtype.itemsize <= 16 and not any(k % n for k in (width, x.offset, *strides)))
-    return next(fits, 1)
-
-
-def _neighbours(xs: Sequence[TensorView], width: int, sx: Sequence[Sequence[int]], rx: Sequence[Sequence[int]]) -> int:
-    """Neighbouring terms of an output that are one access in all tensors that have more than one of them."""
-    if not width or any(r[-1] not in (0, 1) for r in rx):
-        return 1
-    moving = [(x, [*s, *r[:-1]]) for x, s, r in zip(xs, sx, rx, strict=True) if r[-1]]
-    return min((_together(x, width, strides) for x, strides in moving), default=1)
-
-
 @dataclass(frozen=True)
 class Terms:
     """The accesses to terms that a thread goes through: from ``first`` to ``last``, before ``stop``, in steps of ``runs``, ``batch`` at a
@@ -114,99 +87,6 @@ class Terms:
             after += f"{guard}{step.replace('#', str(k))}\n        "
         head = f"for (u32 i = {self.first}; i < {self.stop}; i += {self.runs * self.batch})"
         return f"{head} {{\n        {before}{after}}}"
-
-
-@dataclass(frozen=True)
-class Grid:
-    """How a reduction is spread: ``outputs`` of ``count`` terms each; a block of ``threads`` has ``lanes`` accesses of ``vec`` neighbouring
-    outputs, each with ``runs`` threads. ``across``: neighbouring outputs are neighbouring threads'. An access has ``wide`` neighbouring
-    terms of an output. A thread may have ``ahead`` accesses under way together."""
-
-    outputs: int
-    count: int
-    threads: int
-    vec: int
-    runs: int
-    across: bool
-    ahead: int = BATCH
-    wide: int = 1
-    bytes: int = 0
-    """Of all terms."""
-
-    @property
-    def lanes(self) -> int:
-        return self.threads // self.runs
-
-    @property
-    def accesses(self) -> int:
-        """Groups of ``vec`` outputs."""
-        return self.outputs // self.vec
-
-    @property
-    def blocks(self) -> int:
-        """Blocks for all outputs, one for each part of their terms."""
-        return -(-self.accesses // self.lanes)
-
-    @property
-    def reads(self) -> int:
-        """Accesses to the terms of an output."""
-        return self.count // self.wide
-
-    @property
-    def sums(self) -> int:
-        """Partial results of a thread: one for each element of an access."""
-        return max(self.vec, self.wide)
-
-    @property
-    def batch(self) -> int:
-        """Accesses of a thread that are under way together."""
-        return max(1, min(self.ahead, -(-self.reads // self.runs)))
-
-    def seconds(self, parts: int, gpu: GpuFacts) -> float:
-        """Predicted seconds of a dependent launch with ``parts`` blocks for an output."""
-        waves = math.ceil(self.blocks * parts / (gpu.multiprocessors * (2048 // self.threads)))
-        batches = waves * math.ceil(self.reads / parts / (self.runs * BATCH)) * BATCH_S
-        return LAUNCH_S + max(batches, self.bytes / min(self.blocks * parts, gpu.multiprocessors) / RATE)
-
-
-@dataclass(frozen=True)
-class Space:
-    """The axes of a reduction, merged: those of the outputs (``dims``, with strides of the result and of each input), and those of the
-    terms."""
-
-    dims: list[int]
-    so: list[int]
-    sx: list[list[int]]
-    inner: list[int]
-    rx: list[list[int]]
-    grid: Grid
-
-
-def space_of(xs: Sequence[TensorView], axes: Sequence[int], out: TensorView) -> Space:
-    """How what ``xs`` hold is reduced over ``axes``. They have one shape; the first one is the largest in memory."""
-    x = xs[0]
-    kept = [i for i in range(len(x.shape)) if i not in axes]
-    out_strides = out.strides if len(out.shape) == len(kept) else [out.strides[i] for i in kept]
-    dims, (so, *sx) = merge([x.shape[i] for i in kept], [out_strides, *([x.strides[i] for i in kept] for x in xs)])
-    inner, rx = merge([x.shape[i] for i in axes], [[x.strides[i] for i in axes] for x in xs])
-    count = math.prod(inner)
-    # Neighbouring outputs that are neighbours in memory share a block, so that loads coalesce; a thread takes 16 bytes of them.
-    across = sx[0][-1] == 1 and dims[-1] >= 8 and rx[0][-1] != 1
-    wide = 1 if across else _neighbours(xs, inner[-1], sx, rx)
-    reads = count // wide
-    threads = 4 * THREADS if reads > (FEW if across else 4 * THREADS - 1) else THREADS
-    moving = [(x, [*s[:-1], *r]) for x, s, r in zip(xs, sx, rx, strict=True) if s[-1]]
-    vec = (
-        min(_together(x, dims[-1], strides) for x, strides in moving)
-        if across and all(s[-1] in (0, 1) for s in sx)
-        else 1
-    )
-    # Else neighbouring terms are neighbouring threads', and outputs of few terms share a block.
-    most = threads * vec // WIDTH if across else threads
-    runs = min(most, 1 << max((reads - 1).bit_length() - (0 if across else 2), 0)) if vec > 1 or not across else most
-    ahead = max(1, min(BATCH, (2 if wide > 1 else 1) * BATCH // len(xs)))
-    grid = Grid(math.prod(dims), count, threads, vec, runs, across, ahead, wide, x.size * x.dtype.itemsize)
-    return Space(dims, so, sx, inner, rx, grid)
 
 
 @dataclass(frozen=True)

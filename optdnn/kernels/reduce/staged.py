@@ -19,8 +19,9 @@ from optdnn.kernels.layout.views import ints
 from optdnn.kernels.pointwise.elementwise import Elementwise
 from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT, arithmetic, body, single
 from optdnn.kernels.pointwise.strides import broadcast
+from optdnn.kernels.reduce.grid import space_of
 from optdnn.kernels.reduce.parts import best_parts
-from optdnn.kernels.reduce.reduce import POOLS, Reduction, Source, emit_reduce, space_of
+from optdnn.kernels.reduce.reduce import POOLS, Reduction, Source, emit_reduce
 from optdnn.kernels.tactic import Region
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages

@@ -15,7 +15,7 @@ from support.sweep import sweep
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.reduce import parts
-from optdnn.kernels.reduce.reduce import Grid
+from optdnn.kernels.reduce.grid import Grid
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
