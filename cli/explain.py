@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 @click.command("explain", cls=Command)
 @engine_argument
-@click.argument("node")
+@click.argument("node", default="*")
 @json_option
 def command(engine: Path, node: str, json_file: Path | None) -> None:
     """Show how an ENGINE runs a NODE of its ONNX model, and why.
 
     Shows the step that runs it, its rewrites and the refused ones, its precision with the reason, and its tactic with those that
     it beat. NODE is the name of an ONNX node; * and ? match anything. If more than 8 nodes match, they are only listed.
+    Without NODE, all nodes match.
     """
     from optdnn.runtime.file.format import read
 

@@ -368,6 +368,7 @@ def test_a_pattern_that_fits_many_nodes_lists_them(cli: Cli, tmp_path: Path) -> 
     listed = [line.split()[0] for line in out.splitlines()[3:]]
     assert set(names) <= set(listed)
     assert "name one of them" in out
+    assert cli("explain", path.with_suffix(".engine")).out == out, "without a node, all"
     assert len(strict(cli("explain", path.with_suffix(".engine"), "*", "--json").out)) == len(listed)
 
 
