@@ -213,7 +213,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "norms of images": {"conv.normed.NormedConv.defer": _never},
     "chained": {"conv.chained.GAIN": 99.0},
-    "bottlenecks of int8": {"quantized.chained.GAIN": 99.0, "conv.chained.FEWEST": 1},
+    "bottlenecks of int8": {"conv.chained.GAIN": 99.0, "conv.chained.FEWEST": 1},
     "a first convolution": {"conv.stem_pool.GAIN": 99.0},
     "a first convolution and its pool, by wgmma": {"conv.stem_pool._offers": by_wgmma},
 }

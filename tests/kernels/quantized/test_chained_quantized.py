@@ -13,7 +13,7 @@ from support.simulated import feeds_of, kinds, refusals, simulate
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Value
-from optdnn.kernels.quantized import chained
+from optdnn.kernels.conv import chained
 from optdnn.ops.base import Stage
 
 RELU = (Stage("Relu", (-1,)),)
