@@ -374,6 +374,16 @@ def test_other_norms_stay_in_front_of_the_reshape(changes: dict[str, Any], becau
     check_refused(HoistViews(), tokens(**changes), because=because, rule="flat_rows_before_norm")
 
 
+def test_a_norm_stays_where_a_reshape_after_the_product_brings_its_axes_back() -> None:
+    n = Net(np.float64)
+    y = n.op("Add", n.input(2, 7, 6), n.op("MatMul", n.input(2, 7, 6, name="x"), n.random(6, 6)))
+    rows = n.op("Reshape", n.op("LayerNormalization", y, n.positive(6)), n.ints(14, 6))
+    product = n.op("Gemm", rows, n.random(6, 4), n.random(4))
+    graph = n.done(n.op("Reshape", product, n.ints(2, 7, 4)), n.op("Tanh", y))
+    graph, _ = check_pass(HoistViews(), graph, changes=1, rules={"hoist_view": 1})
+    assert graph.op(graph.of_kind("MatMul")[-1].inputs[0]).kind == "LayerNormalization"  # type: ignore[arg-type]
+
+
 def test_a_norm_of_rows_of_unknown_number_stays_in_front() -> None:
     n = Net()
     y = n.op("MatMul", n.input(symbol("b"), 7, 6), n.random(6, 6))
