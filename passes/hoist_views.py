@@ -305,7 +305,7 @@ def flat_rows_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
     if (source := graph.op(operand(norm))).kind not in PRODUCTS and not _adds_product(graph, source):
         return Miss(f"no product makes the rows of {norm.name}")
     back = graph.sole_user(user.value)
-    if back is not None and back.kind == "Reshape" and back.outputs[0].type.shape[:-1] == before[:-1]:
+    if back is not None and back.kind == "Reshape" and back.outputs[0].type.dims[:-1] == before[:-1]:
         return Miss(f"{back.name} gives the rows of {user.name} their axes back: the reshapes can go from around it")
 
     def build(patch: Patch) -> Value:
