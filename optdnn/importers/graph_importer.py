@@ -23,6 +23,7 @@ from optdnn.importers.inputs import known_type
 from optdnn.importers.model import Model, domain_of, read_opsets
 from optdnn.importers.nodes import (
     NO_SUCH_OPERATOR,
+    Schema,
     attributes,
     check_node,
     describe,
@@ -44,8 +45,9 @@ from optdnn.ops.legacy import FIRST_MODERN, modernize
 from optdnn.ops.sequences import IMPORTERS as SEQUENCES
 from optdnn.ops.sequences import TensorList
 from optdnn.ops.table import IMPORTERS
-from optdnn.types import Array, TensorType
+from optdnn.types import BF16, FP16, FP32, FP64, Array, DType, TensorType, dtype_name
 
+_WIDE_FLOATS = frozenset({BF16, FP16, FP32, FP64})
 _INVALID = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, NotImplementedError)
 
 
@@ -71,6 +73,9 @@ class GraphImporter(NodesImporter):
         self._hints: dict[str, onnx.TypeProto] | None = None
         self._live: set[int] | None = None
         self._alive = True
+        self.mixed: list[str] = []
+        """Nodes whose weights had another float type than their data."""
+        self._in_types: dict[tuple[str, DType], Weight] = {}
 
     def weights(self, proto: onnx.GraphProto, scope: Scope) -> None:
         for t in proto.initializer:
@@ -201,12 +206,41 @@ class GraphImporter(NodesImporter):
             return self._call(body, name, operands, attrs, outputs, place.depth)
         if UNKNOWN in operands:
             return [UNKNOWN] * len(outputs)
+        if isinstance(rules, Schema):
+            operands = self._of_one_type(operands, rules, describe(node, name))
         plain = {
             k: Subgraph(self, v, name, place) if kind == AttributeProto.GRAPH else v for k, (kind, v) in attrs.items()
         }
         return self._import(
             importer, NodeSpec(node.op_type, domain, opset, name, tuple(operands), tuple(outputs), plain)
         )
+
+    def _of_one_type(self, operands: list[Any], rules: Schema, node: str) -> list[Any]:
+        """``operands`` with float weights in the type of the data that share their type parameter.
+
+        PyTorch's exporter folds batch norms into bf16 convolutions, and writes these weights in fp32.
+        """
+        made = list(operands)
+        for i, (ref, own) in enumerate(zip(operands, rules.types, strict=False)):
+            if not isinstance(ref, Weight) or ref.array.dtype not in _WIDE_FLOATS:
+                continue
+            beside = {
+                self.graph.type(other).dtype
+                for other, parameter in zip(operands, rules.types, strict=False)
+                if isinstance(other, Value) and parameter == own
+            }
+            if len(beside) == 1 and (dtype := beside.pop()) != ref.array.dtype and dtype in _WIDE_FLOATS:
+                made[i] = self._rounded(ref, dtype)
+                types = f"{dtype_name(ref.array.dtype)} weights {ref.name!r} beside {dtype_name(dtype)} data"
+                self.mixed.append(f"{node} has {types}")
+        return made
+
+    def _rounded(self, weight: Weight, dtype: DType) -> Weight:
+        """A weight in another float type, once for all its readers."""
+        key = (weight.name, dtype)
+        if key not in self._in_types:
+            self._in_types[key] = Weight(weight.array.astype(dtype), weight.name, weight.src)
+        return self._in_types[key]
 
     def _import(self, importer: Any, spec: NodeSpec) -> Sequence[Any]:
         """Run an import function; the values it returns get the names of the node's outputs."""
@@ -264,7 +298,7 @@ class GraphImporter(NodesImporter):
     def nested(self, lift: Callable[[Weight], Value]) -> GraphImporter:
         inner = GraphImporter(self.model, self.custom)
         inner.graph.share_symbols(self.graph)
-        inner.unsupported, inner.taken = self.unsupported, self.taken
+        inner.unsupported, inner.taken, inner.mixed = self.unsupported, self.taken, self.mixed
         inner.count, inner.inlined = self.count, self.inlined
         inner._hints, inner._live, inner._alive = self._hints, self._live, self._alive
         inner.lift = lift

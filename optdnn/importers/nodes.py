@@ -187,6 +187,8 @@ class Schema:
     max_outputs: int
     variadic_from: int | None
     """The first of any number of operands; none may be left out."""
+    types: tuple[str, ...] = ()
+    """The type parameter ("T") of each operand, or its type."""
 
 
 @lru_cache(maxsize=4096)
@@ -215,6 +217,7 @@ def schema(op_type: str, domain: str, opset: int) -> Schema | str | None:
         (found.min_input, found.max_input),
         found.max_output,
         len(found.inputs) - 1 if found.inputs and found.inputs[-1].option == variadic else None,
+        tuple(parameter.type_str for parameter in found.inputs),
     )
 
 

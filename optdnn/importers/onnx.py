@@ -5,6 +5,7 @@ Everything that is not supported is reported in one :class:`~optdnn.errors.Unsup
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import count
 
@@ -28,6 +29,10 @@ from optdnn.ranges import ShapeSpec
 from optdnn.types import TensorType, dtype_name
 
 
+class MixedTypes(UserWarning):
+    """Nodes have weights of another float type than their data, which ONNX does not allow: these are rounded to the data's."""
+
+
 def import_model(
     source: Source | Model,
     *,
@@ -42,7 +47,7 @@ def import_model(
     listed as an input is a constant: the default that the model gives it is final.
 
     Raises UsageError (no such file or input), ModelError (not valid ONNX), ShapeError (shapes contradict), and one
-    UnsupportedError that lists every node that cannot be imported.
+    UnsupportedError that lists every node that cannot be imported. Warns of :class:`MixedTypes`.
     """
     with machine_errors("the model", ModelError):
         model = source if isinstance(source, Model) else open_model(source)
@@ -83,6 +88,12 @@ def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec]) -> Graph:
             importer.unsupported,
             hint=advice if custom else None,
         )
+    if importer.mixed:
+        first, more = importer.mixed[0], len(importer.mixed) - 1
+        nodes = (
+            f"{first}, and so {'have' if more > 1 else 'has'} {more} other node{'s' * (more > 1)}" if more else first
+        )
+        warnings.warn(f"{name}: {nodes}. ONNX does not allow that; the weights are rounded", MixedTypes, stacklevel=4)
     names = _output_names([v.name for v in proto.output])
     for v, own in zip(proto.output, names, strict=True):
         ref = scope.get(v.name)
