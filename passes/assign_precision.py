@@ -37,6 +37,7 @@ from optdnn.passes.support.angles import angles
 from optdnn.passes.support.coordinates import coordinates
 from optdnn.passes.support.data_sizes import sized_by_data
 from optdnn.passes.support.decisions import decisions
+from optdnn.passes.support.exponents import exponents
 from optdnn.passes.support.guards import Guards, guards
 from optdnn.passes.support.in_registers import in_registers
 from optdnn.passes.support.integer_sums import integer_sums
@@ -106,7 +107,7 @@ class AssignPrecision(Pass):
             keeps = KEEPS_FP32_CPU if context.target == "cpu" and plan.is_mixture else None
         guarded = Guards({}) if keeps is None else _guarded(graph, plan, account)
         if keeps is not None and context.on_gpu:
-            others = {**coordinates(graph), **angles(graph), **sized_by_data(graph)}
+            others = {**coordinates(graph), **angles(graph), **exponents(graph), **sized_by_data(graph)}
             guarded = guarded.also({i: r for i, r in others.items() if not plan.named(graph.op(i))})
         if "fp16" in plan.floats and context.account is not None:  # it looks at every weight, only for the report
             account.risks = half_risks(graph, plan, found, {keys[i] for i in guarded.reasons})
