@@ -306,7 +306,9 @@ def flat_rows_before_norm(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(f"no product makes the rows of {norm.name}")
     back = graph.sole_user(user.value)
     if back is not None and back.kind == "Reshape" and back.outputs[0].type.dims[:-1] == before[:-1]:
-        return Miss(f"{back.name} gives the rows of {user.name} their axes back: the reshapes can go from around it")
+        return Miss(
+            f"{back.name} restores the axes behind {user.name}: both reshapes can go, and it reads the norm as it is"
+        )
 
     def build(patch: Patch) -> Value:
         x = reshaped(patch, operand(norm), graph.type(op.value).static_shape)

@@ -73,9 +73,9 @@ class GraphImporter(NodesImporter):
         self._hints: dict[str, onnx.TypeProto] | None = None
         self._live: set[int] | None = None
         self._alive = True
-        self.mixed: list[str] = []
-        """Nodes whose weights had another float type than their data."""
-        self._in_types: dict[tuple[str, DType], Weight] = {}
+        self.mixed: dict[str, str] = {}
+        """Nodes whose weights had another float type than their data, and these types."""
+        self._in_types: dict[tuple[Weight, DType], Weight] = {}
 
     def weights(self, proto: onnx.GraphProto, scope: Scope) -> None:
         for t in proto.initializer:
@@ -207,7 +207,7 @@ class GraphImporter(NodesImporter):
         if UNKNOWN in operands:
             return [UNKNOWN] * len(outputs)
         if isinstance(rules, Schema):
-            operands = self._of_one_type(operands, rules, describe(node, name))
+            operands = self._of_one_type(operands, rules, node, name)
         plain = {
             k: Subgraph(self, v, name, place) if kind == AttributeProto.GRAPH else v for k, (kind, v) in attrs.items()
         }
@@ -215,7 +215,7 @@ class GraphImporter(NodesImporter):
             importer, NodeSpec(node.op_type, domain, opset, name, tuple(operands), tuple(outputs), plain)
         )
 
-    def _of_one_type(self, operands: list[Any], rules: Schema, node: str) -> list[Any]:
+    def _of_one_type(self, operands: list[Any], rules: Schema, node: onnx.NodeProto, name: str) -> list[Any]:
         """``operands`` with float weights in the type of the data that share their type parameter.
 
         PyTorch's exporter folds batch norms into bf16 convolutions, and writes these weights in fp32.
@@ -232,12 +232,12 @@ class GraphImporter(NodesImporter):
             if len(beside) == 1 and (dtype := beside.pop()) != ref.array.dtype and dtype in _WIDE_FLOATS:
                 made[i] = self._rounded(ref, dtype)
                 types = f"{dtype_name(ref.array.dtype)} weights {ref.name!r} beside {dtype_name(dtype)} data"
-                self.mixed.append(f"{node} has {types}")
+                self.mixed.setdefault(describe(node, name), types)
         return made
 
     def _rounded(self, weight: Weight, dtype: DType) -> Weight:
         """A weight in another float type, once for all its readers."""
-        key = (weight.name, dtype)
+        key = (weight, dtype)
         if key not in self._in_types:
             self._in_types[key] = Weight(weight.array.astype(dtype), weight.name, weight.src)
         return self._in_types[key]

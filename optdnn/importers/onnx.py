@@ -89,11 +89,10 @@ def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec]) -> Graph:
             hint=advice if custom else None,
         )
     if importer.mixed:
-        first, more = importer.mixed[0], len(importer.mixed) - 1
-        nodes = (
-            f"{first}, and so {'have' if more > 1 else 'has'} {more} other node{'s' * (more > 1)}" if more else first
-        )
-        warnings.warn(f"{name}: {nodes}. ONNX does not allow that; the weights are rounded", MixedTypes, stacklevel=4)
+        (node, types), more = next(iter(importer.mixed.items())), len(importer.mixed) - 1
+        others = {0: "", 1: ", and so has 1 other node"}.get(more, f", and so have {more} other nodes")
+        text = f"{name}: {node} has {types}{others}. ONNX does not allow that; the weights are rounded"
+        warnings.warn(text, MixedTypes, stacklevel=4)
     names = _output_names([v.name for v in proto.output])
     for v, own in zip(proto.output, names, strict=True):
         ref = scope.get(v.name)

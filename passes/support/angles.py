@@ -7,11 +7,13 @@ with weights computes are left alone: its operands are rounded all the same.
 
 from __future__ import annotations
 
+from functools import partial
+
 from optdnn.ir.graph import Graph, Op
 from optdnn.passes.fuse_pointwise import is_pointwise
+from optdnn.passes.support.chains import chain
 from optdnn.passes.support.facts import shape_of
-from optdnn.passes.support.guards import Stage, StageId, nodes
-from optdnn.types import is_float
+from optdnn.passes.support.guards import nodes
 
 TURNS = frozenset({"Cos", "Sin"})
 CARRIES = frozenset({"CumSum", "ReduceSum", "Resize"})
@@ -25,34 +27,17 @@ def angles(graph: Graph) -> dict[int, str]:
     stages = dict(nodes(graph))
     found: dict[int, str] = {}
     for step, stage in stages.items():
-        if stage.kind in TURNS:
-            for i in sorted(_chain(graph, stages, step)):
+        if stage.kind not in TURNS:
+            continue
+        before, whole = chain(graph, stages, step, partial(_carries, graph))
+        if whole:  # no other operator computes a part of the angle
+            for i in sorted(before):
                 found.setdefault(i, f"it computes an angle of {stage.kind} {stage.op.outputs[0].name} from inputs")
     return found
 
 
 def _kinds(op: Op) -> set[str]:
     return {op.kind} if op.kind != "Pointwise" else {s.kind for s in op.attrs.epilogue}
-
-
-def _chain(graph: Graph, stages: dict[StageId, Stage], last: StageId) -> set[int]:
-    """The operators between inputs or integers and a sine; none where another operator computes a part of the angle."""
-    found, seen, wanted = set[int](), {last}, [last]
-    while wanted:
-        stage = stages[wanted.pop()]
-        found.add(stage.op.id)
-        for a in stage.args:
-            if not isinstance(a, tuple) or a in seen:
-                continue
-            op = graph.op(a[0])
-            if op.kind in ("Constant", "Input") or not is_float(op.outputs[0].type.dtype):
-                continue
-            before = a if a in stages else (op.id, 0)  # another result of the same operator
-            if before not in stages or not _carries(graph, op):
-                return set()
-            seen.add(a)
-            wanted.append(before)
-    return found
 
 
 def _carries(graph: Graph, op: Op) -> bool:

@@ -32,10 +32,10 @@ def model(weights: Any, *, convolutions: int = 1, output: bool = False) -> onnx.
 
 
 @pytest.mark.parametrize(
-    ("convolutions", "told"), [(1, ""), (2, ", and so has 1 other node"), (4, ", and so have 3 other nodes")]
+    ("convolutions", "others"), [(1, ""), (2, ", and so has 1 other node"), (4, ", and so have 3 other nodes")]
 )
-def test_weights_take_the_type_of_the_data(convolutions: int, told: str) -> None:
-    text = rf"conv0 \(Conv\) has fp32 weights 'w' beside bf16 data{told}\. ONNX does not allow that; the weights are rounded"
+def test_weights_take_the_type_of_the_data(convolutions: int, others: str) -> None:
+    text = rf"conv0 \(Conv\) has fp32 weights 'w' beside bf16 data{others}\. ONNX does not allow that; the weights are rounded"
     with pytest.warns(MixedTypes, match=text):
         graph = import_model(model(W, convolutions=convolutions))
     (constant,) = graph.of_kind("Constant")
