@@ -53,6 +53,8 @@ class StagedReduction(Reduction):
             return "its operand holds no floats"
         if not (axes := self._axes(b, op)):
             return "it reduces nothing"
+        if any(v is not None and v not in b.place and b.graph.constant_value(v) is None for v in before.inputs):
+            return "the launch that computes the pointwise operator stores none of its operands"
         if (why := Elementwise().refuse(b, before)) is not None:
             return f"the pointwise operator before it: {why}"
         tensors = self._tensors(b, before, t.static_shape)

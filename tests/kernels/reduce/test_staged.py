@@ -12,6 +12,7 @@ from support.simulated import check_simulated, feeds_of, lowered
 from support.staged_cases import CASES, REFUSED, case
 from support.sweep import sweep
 
+from optdnn.ops.norm import GroupNormAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.program import Program
@@ -37,6 +38,18 @@ def test_what_it_refuses(reason: str) -> None:
     program = lowered(n.done(*made(n)), "fp32")
     (found,) = (t for t in program.meta["tactics"] if t["kind"] == kind)  # type: ignore[union-attr, index, call-overload]
     assert {r["tactic"]: r["reason"] for r in found["refused"]}["reduce_staged"] == reason  # type: ignore[union-attr, index, call-overload]
+
+
+def test_operands_that_nothing_stores() -> None:
+    """One launch normalizes and activates, so the activation's operand is never in memory (BiT, whose activations are pooled)."""
+    n = Net()
+    x = n.conv(n.input(2, 8, 10, 9), 32, 3)
+    y = n.op("GroupNormalization", x, n.positive(32), n.random(32), attrs=GroupNormAttrs(4, 1e-3))
+    graph = n.done(n.op("GlobalAveragePool", n.op("Relu", y)))
+    program = check_simulated(graph, "fp16", tolerance=5e-3)
+    (pool,) = (t for t in program.meta["tactics"] if t["kind"] == "GlobalAveragePool")  # type: ignore[union-attr, index, call-overload]
+    reasons = {r["tactic"]: r["reason"] for r in pool["refused"]}  # type: ignore[union-attr, index, call-overload]
+    assert reasons["reduce_staged"] == "the launch that computes the pointwise operator stores none of its operands"
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
