@@ -68,6 +68,8 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
             return "its rows are not the normalized rows of another product"
         if (why := refuse_norm(b, op, found)) is not None:
             return why
+        if any(found.norm.value in x.inputs[1:] for x in (op, *self.others(b.graph, op))):
+            return "its own stages read the normalized rows"
         readers = self._readers(b, op, found)
         shared = self._shared(b, op, found, readers)
         if not shared and any(u.kind in PRODUCTS and u.inputs[0] == found.norm.value for u in readers):

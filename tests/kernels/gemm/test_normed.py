@@ -117,6 +117,17 @@ def test_a_norm_that_others_read_runs_beside_the_product() -> None:
 
 
 @pytest.mark.usefixtures("wanted")
+def test_a_norm_whose_result_a_gated_unit_adds_is_stored() -> None:
+    """The pair reads the normalized rows twice: as its factor, and as what it adds."""
+    n = Net()
+    rows = _norm(n, n.op("MatMul", n.input(70, 64), n.random(64, 64)), 64, "RMSNormalization")
+    unit = n.op("Mul", n.op("Relu", n.op("MatMul", rows, n.random(64, 64))), n.op("MatMul", rows, n.random(64, 64)))
+    program = check_simulated(n.done(n.op("Add", unit, rows)))
+    assert "gemm_paired_sm90" in tactics(program, "MatMul", "Gemm")
+    assert "its own stages read the normalized rows" in refusals(program, "*paired_normed*")
+
+
+@pytest.mark.usefixtures("wanted")
 def test_large_means_cancel() -> None:
     """Rows whose mean is 60 times their deviation lose what 16 bits lose, and no more."""
     n = Net()
