@@ -50,6 +50,17 @@ def dequantized(
     return y
 
 
+def row_numbers(x: Array) -> tuple[Array, Array]:
+    """Rows of floats as int8 numbers [..., K] and fp32 scales [...]: a row's largest magnitude becomes 127. A row that is not finite
+    has a scale that is not."""
+    rows = x.astype(FP32)
+    largest = np.abs(rows).max(axis=-1, initial=0)
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    with np.errstate(invalid="ignore"):
+        numbers = np.nan_to_num(np.rint(rows * inverse[..., None]), posinf=0.0, neginf=0.0)
+    return numbers.astype(np.int8), largest / np.float32(127)
+
+
 def packed_matmul(
     x: Array,
     weights: Array,
@@ -60,11 +71,16 @@ def packed_matmul(
     K: int,
     block_size: int,
     block_rows: int = 1,
+    rounded_rows: bool = False,
 ) -> tuple[Array, ...]:
     """PackedMatMul: rows of ``x`` [..., K] times packed weights [N, K], transposed."""
     wide = FP64 if x.dtype == FP64 else FP32
     w = dequantized(weights, scales, zeros, code=code, K=K, block_size=block_size, block_rows=block_rows, wide=wide)
-    return matmul(x, w.T)
+    if not rounded_rows:
+        return matmul(x, w.T)
+    numbers, row_scales = row_numbers(x)
+    (y,) = matmul(numbers.astype(wide), w.T)
+    return ((y * row_scales[..., None]).astype(x.dtype, copy=False),)
 
 
 def packed_gather(
