@@ -113,8 +113,8 @@ def build(
 
     ``target`` is one of :data:`optdnn.target_name.TARGETS` ("auto": the GPU where it is usable, else cpu); ``precision`` is "fp32",
     "bf16", "int8" (with ``calib=``: arrays, a file, a folder of pictures, an iterable of feeds), "auto" (per node, within
-    ``max_drop`` of ``metric`` on ``calib=``; NotMet where nothing is), "w4" or "w8" (packed weights of products; data
-    are fp16 on GPUs and fp32 elsewhere; "w4+bf16") or (on GPUs) "tf32", "fp16" or "fp8";
+    ``max_drop`` of ``metric`` on ``calib=``; NotMet where nothing is), "w4", "w8" or "w4a8" (packed weights of products; data
+    are fp16 on GPUs and fp32 elsewhere; "w4+bf16"; "w4a8" may round data to int8) or (on GPUs) "tf32", "fp16" or "fp8";
     ``shapes`` maps input names to dimensions (None leaves one symbolic) or to ranges of them
     (:func:`optdnn.ranges.input_shapes`); a list of them gives several profiles. ``preprocess`` maps input names to
     :class:`optdnn.ImageSpec` (or its JSON), so that these inputs take pictures; ``postprocess`` maps output names to

@@ -33,7 +33,7 @@ GPU_PRECISIONS: Mapping[str, frozenset[str]] = {
     ),
 }
 """Architecture -> the types that its tensor cores multiply besides 16-bit floats."""
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "w8", "fp8", "int8", "w4")
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "w8", "fp8", "int8", "w4", "w4a8")
 """All precisions of a node, the most accurate first."""
 AUTO = "auto"
 THREADS_LIMIT = 1024
@@ -46,8 +46,12 @@ STREAMS = 8
 """Largest number of streams."""
 QUANTIZED = frozenset({"int8", "fp8"})
 """Precisions that need scales, and so calibration; "int8+fp16" means fp16 where there is no int8."""
-PACKED_WEIGHTS = frozenset({"w4", "w8"})
+ROUNDED_ROWS = "w4a8"
+"""The precision of products with weights of 4 bits whose kernels may round rows of data to int8, each with a scale of its own."""
+PACKED_WEIGHTS = frozenset({"w4", "w8", ROUNDED_ROWS})
 """Precisions of products whose constant weights are packed numbers of 4 or 8 bits; data is in a float precision."""
+ON_REQUEST = frozenset({"tf32", ROUNDED_ROWS})
+"""Precisions that precision auto chooses only where the candidates name them."""
 OF_PRODUCTS = QUANTIZED | PACKED_WEIGHTS
 """Precisions that need a float precision for all other operators: "int8+fp16", "w4+bf16"."""
 CALIBRATORS = ("mse", "entropy", "percentile", "minmax")
@@ -101,7 +105,7 @@ class BuildOptions:
     split into a part to search on and one to verify by; ``labels`` its labels, if it does not hold them; ``metric`` "top1", "mse",
     "cosine", "PKG.MODULE:F" or a function of outputs and labels; ``max_drop`` the largest loss that is allowed, in the
     metric's own unit (None: the metric's default); ``precision_map`` holds the pins; ``candidates`` are the precisions that it
-    may choose from besides fp32 (None: all of the target's except tf32, which is used only on request);
+    may choose from besides fp32 (None: all of the target's except tf32 and w4a8, which are used only on request);
     ``budget`` bounds the search in seconds.
 
     ``refit`` keeps the model in the engine, so that single weights can be changed later without it (:meth:`Engine.refit`).
@@ -249,7 +253,7 @@ class BuildOptions:
             )
         gpu = TargetName.parse(self.target).on_gpu
         if self.target == "reference" and (other := set(self.precision_map.values()) - PACKED_WEIGHTS - {"fp32"}):
-            raise UsageError(f"target reference has no precision {min(other)}", hint="pin nodes to fp32, w4 or w8")
+            raise UsageError(f"target reference has no precision {min(other)}", hint="pin nodes to fp32, w4, w8 or w4a8")
         if self.tactics in ("openvino", "onnxruntime") and gpu:
             raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
         if gpu or self.target == "auto":  # the build resolves auto, and checks the options again for that target

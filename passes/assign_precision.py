@@ -118,7 +118,7 @@ class AssignPrecision(Pass):
             for op_id, reason in quantize(graph, plan, found, context.target, report).items():
                 account.refused[keys[op_id]] = reason
         if plan.packs:
-            products = pack_products(graph, plan, report, context.kept, context.moments)
+            products = pack_products(graph, plan, report, context.kept, context.moments, context.target)
             account.refused |= products.refused
             account.packed = products.packed
             if context.moments is not None and products.packed:

@@ -1,7 +1,7 @@
 """Packed weights that no GPU kernel multiplies as they are become floats at run time, in front of an ordinary product.
 
 They stay packed in the engine and in the GPU's memory. Kernels multiply packed weights by 16-bit floats; networks in fp32, and
-weights of rare types, take this way. It costs a launch that writes the floats, and reading them.
+weights of rare types, take this way. It costs a launch that writes the floats, and reading them. Rows that may be rounded are not.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from optdnn.importers.onnx import import_model
 from optdnn.importers.split_weights import put_together
 from optdnn.ir.evaluate import evaluate, promote, promoted_feeds
 from optdnn.ir.graph import Graph
-from optdnn.lowering.cpu.check import nudged_results
+from optdnn.lowering.cpu.check import nudged_results, quantizes
 from optdnn.lowering.cpu.examine import name_weights
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.measuring.accuracy import errors_between
@@ -32,7 +32,7 @@ STEP = {"fp32": 2e-5, "tf32": 3e-4, "fp16": 4e-3, "bf16": 3e-2, "int8": 4e-3, "f
 """Largest error of a launch on a GPU, of the largest magnitude of its result: a few roundings of its element type. Of 8-bit
 results: the share of elements that may be one step off."""
 ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 2.0**-8, "fp8": 2.0**-4,
-            "w8": 2.0**-9, "w4": 2.0**-5}  # fmt: skip
+            "w8": 2.0**-9, "w4": 2.0**-5, "w4a8": 2.0**-5}  # fmt: skip
 """Largest relative error of one rounding."""
 ROUNDINGS = 16
 """This many roundings of an output's largest magnitude are never an error."""
@@ -186,7 +186,7 @@ def library_steps(
             graph = library_graph(step, program)
             names, results = step.params["inputs"], step.params["outputs"]
             one, two = (dict(zip(names, run[k], strict=True)) for run in (feeds, other))
-            precision = "int8" if graph.of_kind("QuantizeLinear") else str(step.params["precision"])
+            precision = "int8" if quantizes(graph) else str(step.params["precision"])
             judged = judge(
                 dict(zip(results, made[k], strict=True)), *exact_results(graph, one, two, precision), precision
             )

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from optdnn.config import GPU_PRECISIONS, OF_PRODUCTS, PACKED_WEIGHTS, BuildOptions, Progress
+from optdnn.config import GPU_PRECISIONS, OF_PRODUCTS, PACKED_WEIGHTS, ROUNDED_ROWS, BuildOptions, Progress
 from optdnn.errors import OptdnnError, RunError
 from optdnn.ir.graph import Graph
-from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.passes.support.precision import PrecisionPlan, no_rounded_rows
 from optdnn.passes.support.precision_choices import choices
 from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import OperatorTimes, Timed, predicted_times
@@ -59,6 +59,9 @@ class GpuTarget:
         self._gpu = None if self.target == "simulate" else _gpu(TargetName.parse(self.options.target))
         asked = sorted(PACKED_WEIGHTS.intersection(self.options.candidates or ())) if self.packed and not packed else []
         self.notes = dict.fromkeys(asked, "its data are fp16 or bf16, which are not among the candidates")
+        reason = no_rounded_rows(self.target)
+        if self.packed and reason is not None and ROUNDED_ROWS in (self.options.candidates or ()):
+            self.notes[ROUNDED_ROWS] = reason
 
     def _engine(self, graph: Graph, say: Progress = lambda text: None, tuned: Tuned | None = None) -> Engine:
         """An engine; on the GPU after its first runs in a process of their own, since this process runs it next."""

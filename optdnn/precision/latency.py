@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from optdnn.config import PACKED_WEIGHTS
+from optdnn.config import PACKED_WEIGHTS, ROUNDED_ROWS
 from optdnn.ir.graph import STRUCTURAL, Graph, Op
 from optdnn.ops.base import Call, Result
 from optdnn.ops.checks import elements
@@ -18,7 +18,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts, launches_early
 BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}
 STORED_FP32 = frozenset({"fp32", "tf32"})
 """Precisions between which nothing is cast: tf32 rounds the factors of products and stores fp32."""
-PACKED_BYTES: Mapping[str, float] = {"w8": 1 + 3 / BLOCK, "w4": 0.5 + 3 / BLOCK}
+PACKED_BYTES: Mapping[str, float] = {"w8": 1 + 3 / BLOCK, "w4": 0.5 + 3 / BLOCK, ROUNDED_ROWS: 0.5 + 3 / BLOCK}
 """Bytes of a packed weight, with its part of a 16-bit scale and of a zero point."""
 PACKED_RATE = 0.95
 """Arithmetic with packed weights, as a part of that with floats: numbers are unpacked in front of it."""
@@ -102,8 +102,18 @@ def predicted_times(
             weights = elements(graph.type(operand(op, 1)))
             moved = (traffic - 4 * weights) * BYTES[beside] / 4 + weights * PACKED_BYTES[p]
             us[p] = max(work / machine.ops[beside] / PACKED_RATE, moved / machine.bandwidth)
+            if p == ROUNDED_ROWS:
+                us[p] = min(us[p], _with_rounded_rows(graph, op, work, moved, machine, beside))
         found.table[key(op)] = {p: Timed(machine.launch_us + us[p], "model") for p in asked if p in us}
     return found
+
+
+def _with_rounded_rows(graph: Graph, op: Op, work: float, moved: float, machine: Roofline, beside: str) -> float:
+    """Microseconds of a product of ``work`` operations and ``moved`` bytes whose rows another launch rounds to int8."""
+    rows = elements(graph.type(operand(op)))
+    rounding = machine.launch_us + rows * (BYTES[beside] + BYTES["int8"]) / machine.bandwidth
+    product = moved - rows * (BYTES[beside] - BYTES["int8"])
+    return rounding + max(work / machine.ops["int8"] / PACKED_RATE, product / machine.bandwidth)
 
 
 def flops_of(graph: Graph, op: Op) -> float:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from optdnn.config import PACKED_WEIGHTS, PRECISIONS, Progress
+from optdnn.config import ON_REQUEST, PACKED_WEIGHTS, PRECISIONS, ROUNDED_ROWS, Progress
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import Moments, PassContext, PassReport, run_pipeline
 from optdnn.passes.pipelines import PIPELINE
-from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.passes.support.precision import PrecisionPlan, no_rounded_rows
 from optdnn.passes.support.precision_report import PrecisionLog
 from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import OperatorTimes
@@ -77,13 +77,15 @@ def packed_offers(target: str, candidates: Sequence[str] | None) -> list[str]:
     beside = beside_packed(target, candidates)
     if TargetName.parse(target).on_gpu and beside == "fp32":
         return []  # the kernels of packed weights take 16-bit data
-    return [p if beside == "fp32" else f"{p}+{beside}" for p in PRECISIONS if p in PACKED_WEIGHTS]
+    able = PACKED_WEIGHTS if no_rounded_rows(target) is None else PACKED_WEIGHTS - {ROUNDED_ROWS}
+    return [p if beside == "fp32" else f"{p}+{beside}" for p in PRECISIONS if p in able]
 
 
 def permitted(offers: Sequence[str], candidates: Sequence[str] | None) -> tuple[str, ...]:
-    """The single precisions ("int8+fp16") of ``offers`` that the user's candidates allow; without candidates all but tf32."""
+    """The single precisions ("int8+fp16") of ``offers`` that the user's candidates allow; without candidates all but those
+    that are used only on request."""
     return tuple(
         text
         for text in offers
-        if all(p == "fp32" or (p != "tf32" if candidates is None else p in candidates) for p in text.split("+"))
+        if all(p == "fp32" or (p not in ON_REQUEST if candidates is None else p in candidates) for p in text.split("+"))
     )

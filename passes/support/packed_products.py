@@ -1,4 +1,5 @@
-"""Products that a plan asks for in w4 or w8: their constant weights become packed numbers, each MatMul and Gemm a PackedMatMul.
+"""Products that a plan asks for in w4, w8 or w4a8: their constant weights become packed numbers, each MatMul and Gemm a
+PackedMatMul. In w4a8 this product may round the rows that it multiplies, also where its weights were packed already.
 
 The rest of such an operator (its data, its stages) is computed in the plan's float precision.
 """
@@ -11,6 +12,7 @@ from functools import cache, partial
 
 import numpy as np
 
+from optdnn.config import ROUNDED_ROWS
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.base import Stage
@@ -21,10 +23,13 @@ from optdnn.passes.support.block_rounding import BLOCK, LARGEST, packed_floats
 from optdnn.passes.support.compensated_rounding import compensated_floats
 from optdnn.passes.support.facts import operand
 from optdnn.passes.support.packed import PackedArrays
-from optdnn.passes.support.precision import WEIGHTED, PrecisionPlan, asks_packed, key
-from optdnn.types import BF16, FP16, FP32, Array, DType
+from optdnn.passes.support.precision import WEIGHTED, PrecisionPlan, asks_packed, key, no_rounded_rows
+from optdnn.target_name import TargetName
+from optdnn.types import BF16, FP16, FP32, Array, DType, dtype_name
 
-BITS = {"w4": 4, "w8": 8}
+BITS = {"w4": 4, "w8": 8, ROUNDED_ROWS: 4}
+_WITH_FLOATS = {"uint4": "w4", "uint8": "w8"}
+"""Packed numbers -> the precision of products that multiply them by floats."""
 LEAST = 4096
 """Smaller weights stay floats: nothing is gained."""
 _ARITY = 4
@@ -33,22 +38,32 @@ _ARITY = 4
 
 @dataclass
 class PackedProducts:
-    """Op key -> the precision of its packed weights; op key -> why its weights stay floats."""
+    """Op key -> the precision of its packed weights; op key -> why its weights stay floats, or why no rows are rounded."""
 
     packed: dict[str, str]
     refused: dict[str, str]
 
 
 def pack_products(
-    graph: Graph, plan: PrecisionPlan, report: PassReport, kept: ConstantCache, moments: Moments | None = None
+    graph: Graph,
+    plan: PrecisionPlan,
+    report: PassReport,
+    kept: ConstantCache,
+    moments: Moments | None = None,
+    target: str = "",
 ) -> PackedProducts:
-    """Pack the weights of every product that ``plan`` asks for in w4 or w8: rounded to the nearest numbers, or so that their
-    errors make up for each other on the data of ``moments``. ``report`` gets the refusals, too."""
+    """Pack the weights of every product that ``plan`` asks for in w4, w8 or w4a8: rounded to the nearest numbers, or so that
+    their errors make up for each other on the data of ``moments``. In w4a8, let it round rows if ``target`` can. ``report`` gets
+    the refusals, too."""
+    found = PackedProducts({}, {})
     asked = {op.id: plan.of(op) for op in graph.order() if op.kind not in STRUCTURAL and asks_packed(graph, plan, op)}
+    packed_before = [i for i, p in asked.items() if p == ROUNDED_ROWS and graph.op(i).kind == "PackedMatMul"]
+    for i in packed_before:
+        _let_round(graph, graph.op(i), plan, target, found, report)
+        del asked[i]
     reasons = {i: why for i in asked if (why := why_not_packed(graph, graph.op(i))) is not None}
     able = asked.keys() - reasons.keys()
     reasons |= {i: why for i in able if (why := read_as_floats(graph, graph.op(i), able)) is not None}
-    found = PackedProducts({}, {})
     chosen = [i for i in asked if i not in reasons]
     for i, reason in reasons.items():
         op = graph.op(i)
@@ -60,9 +75,38 @@ def pack_products(
     for i, seen in _with_moments(graph, chosen, moments):
         op = graph.op(i)
         _pack(graph, op, BITS[asked[i]], _activations(graph, op, plan), kept, seen)
-        found.packed[key(op)] = asked[i]
-        report.fired.append(Fired(asked[i], node_names([op])))
+        if asked[i] == ROUNDED_ROWS:
+            _let_round(graph, graph.op(i), plan, target, found, report)
+        else:
+            found.packed[key(op)] = asked[i]
+            report.fired.append(Fired(asked[i], node_names([op])))
     return found
+
+
+def _let_round(
+    graph: Graph, op: Op, plan: PrecisionPlan, target: str, found: PackedProducts, report: PassReport
+) -> None:
+    """Let a PackedMatMul round the rows that it multiplies, or note why it does not."""
+    reason = _why_not_rounded(graph, op, plan, target)
+    if reason is None:
+        graph.set_op(replace(op, attrs=replace(op.attrs, rounded_rows=True)))
+        found.packed[key(op)] = ROUNDED_ROWS
+        report.fired.append(Fired(ROUNDED_ROWS, node_names([op])))
+        return
+    found.refused[key(op)] = reason
+    report.refused.append(Refused(ROUNDED_ROWS, node_names([op]), f"{op.kind} rounds no rows: {reason}"))
+    if op.attrs.code in _WITH_FLOATS:
+        found.packed[key(op)] = _WITH_FLOATS[op.attrs.code]
+
+
+def _why_not_rounded(graph: Graph, op: Op, plan: PrecisionPlan, target: str) -> str | None:
+    """Why a PackedMatMul must not round the rows that it multiplies, or None."""
+    if op.attrs.code != "uint4":
+        return f"its packed weights are {op.attrs.code}, not uint4"
+    dtype = _activations(graph, op, plan)
+    if TargetName.parse(target).on_gpu and dtype not in (FP16, BF16):
+        return f"kernels round rows of 16-bit floats, not {dtype_name(dtype)}"
+    return no_rounded_rows(target)
 
 
 def _with_moments(graph: Graph, chosen: Sequence[int], moments: Moments | None) -> Iterator[tuple[int, Array | None]]:

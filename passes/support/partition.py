@@ -198,7 +198,8 @@ def _packed(q: Asked) -> Needed:
 
 
 def rows_of(graph: Graph, op: Op, take: Array) -> Needed:
-    """The parts for a product that multiplies only the features ``take``. Raises Whole."""
+    """The parts for a product that multiplies only the features ``take``. Raises Whole. Where it may round rows, the scale of a
+    part is no larger than that of the whole row: it rounds no more."""
     last = len(graph.type(operand(op, 0)).dims) - 1
     if op.kind != "PackedMatMul":
         return Needed({0: Part(last, take), 1: Part(int(op.kind == "Gemm" and op.attrs.transB), take)})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from optdnn.config import GPU_PRECISIONS, OF_PRODUCTS, PACKED_WEIGHTS, PRECISIONS, QUANTIZED
+from optdnn.config import GPU_PRECISIONS, OF_PRODUCTS, PACKED_WEIGHTS, PRECISIONS, QUANTIZED, ROUNDED_ROWS
 from optdnn.errors import UsageError
 from optdnn.ir.graph import Graph, Op
 from optdnn.passes.support.facts import operand
@@ -131,7 +131,10 @@ class PrecisionPlan:
 
 
 def asks_packed(graph: Graph, plan: PrecisionPlan, op: Op) -> bool:
-    """Whether a plan asks an op for packed weights: by name, or as a product with constant weights."""
+    """Whether a plan asks an op for packed weights: by name, or as a product with constant weights; or a product whose weights are
+    packed already to round its rows."""
+    if op.kind == "PackedMatMul" and plan.of(op) == ROUNDED_ROWS:
+        return True
     weighted = op.kind in WEIGHTED and op.attrs.factors != "float" and graph.constant_value(op.input(1)) is not None
     return plan.of(op) in PACKED_WEIGHTS and (plan.named(op) or weighted)
 
@@ -204,6 +207,14 @@ def multiplies(target: str, precision: str) -> bool:
     """Whether a GPU target has kernels that multiply numbers of tf32, int8 or fp8 ("cuda" alone and simulate: Hopper's)."""
     name = TargetName.parse(target)
     return name.on_gpu and precision in GPU_PRECISIONS.get(name.arch or HOPPER, ())
+
+
+def no_rounded_rows(target: str) -> str | None:
+    """Why a target has no product with packed weights that rounds rows to int8, or None ("cuda" alone and simulate: Hopper's)."""
+    name = TargetName.parse(target)
+    if not name.on_gpu or (name.arch or HOPPER) == HOPPER:
+        return None
+    return f"there are no kernels for {name.arch} that round rows to int8"
 
 
 def _no_eight_bits(target: str, precision: str) -> str | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from optdnn.config import PACKED_WEIGHTS
+from optdnn.config import PACKED_WEIGHTS, ROUNDED_ROWS
 from optdnn.ir.graph import STRUCTURAL, Graph, Op
 from optdnn.passes.support.facts import operand
 from optdnn.passes.support.packed_products import read_as_floats, why_not_packed
-from optdnn.passes.support.precision import ANCHORS, WEIGHTED, key, multiplies, no_fp8, no_integers
+from optdnn.passes.support.precision import ANCHORS, WEIGHTED, key, multiplies, no_fp8, no_integers, no_rounded_rows
 from optdnn.target_name import TargetName
 
 
@@ -60,7 +60,11 @@ def choices(graph: Graph, target: str) -> list[PrecisionChoice]:
         if op.kind in WEIGHTED and (reason := _no_packed(graph, op)) is not None:
             refused |= dict.fromkeys(sorted(PACKED_WEIGHTS), reason)
         elif op.kind in WEIGHTED:
-            offered += sorted(PACKED_WEIGHTS)
+            offered += sorted(PACKED_WEIGHTS - {ROUNDED_ROWS})
+            if (reason := no_rounded_rows(target)) is None:
+                offered.append(ROUNDED_ROWS)
+            else:
+                refused[ROUNDED_ROWS] = reason
         found.append(PrecisionChoice(key(op), op.kind, tuple(sorted(op.src)), tuple(offered), refused))
     return found
 

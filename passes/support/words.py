@@ -201,6 +201,7 @@ RULES: Mapping[str, str] = {
     "fp8": "operators quantized to fp8",
     "w4": "weights packed in 4 bits",
     "w8": "weights packed in 8 bits",
+    "w4a8": "weights packed in 4 bits, for products that may round data to 8",
     "requantize_same": "pairs of DequantizeLinear and QuantizeLinear removed",
     "qlinear_to_qdq": "QLinear operators written with Q and DQ",
     "on_integers": "operators moved onto the integers",

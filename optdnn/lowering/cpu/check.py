@@ -74,6 +74,12 @@ def _is_data(array: Array) -> bool:
     return is_float(array.dtype) and (array.ndim > 1 or array.size > _FEW_FLOATS)
 
 
+def quantizes(graph: Graph) -> bool:
+    """Whether operators round values to integers, so that a roundoff may become a whole step: they quantize, or round the rows
+    that they multiply."""
+    return bool(graph.of_kind(*_ROUNDS)) or any(op.attrs.rounded_rows for op in graph.of_kind("PackedMatMul"))
+
+
 def nudged_results(graph: Graph, feeds: Mapping[str, Array], nudge: float) -> list[dict[str, Array]]:
     """The results of ``graph`` in NumPy where each float of the inputs changes by ``nudge`` of itself, up or down. Where it ranks,
     also those where what is ranked does; where no input is a float (tokens), those where each float that an operator reads does."""
@@ -119,7 +125,7 @@ class _Judge:
 
     def __init__(self, graph: Graph, precision: str):
         self.graph = graph
-        self.quantized = bool(graph.of_kind(*_ROUNDS))
+        self.quantized = quantizes(graph)
         limit = {"fp32": 1e-3, "bf16": 0.25}[precision]
         if self.quantized:  # a value on the edge between two integers falls either way: steps of 1/255, layers deep
             limit = max(limit, _STEPS)
