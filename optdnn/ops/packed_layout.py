@@ -39,8 +39,8 @@ _SIGNED = {DTYPES["int4"]: "uint4", DTYPES["int2"]: "uint2", INT8: "uint8"}
 
 @dataclass(frozen=True)
 class PackedMatMulAttrs(FusedAttrs):
-    """How packed weights are stored; see the module. ``rounded_rows``: each row of the other operand becomes int8 numbers with a scale
-    of its own before it is multiplied (:func:`optdnn.runtime.reference.packed.row_numbers`)."""
+    """How packed weights are stored; see the module. ``rounded_rows``: each row of the other operand becomes int8 numbers with a
+    scale of its own before it is multiplied (:func:`optdnn.runtime.reference.packed.row_numbers`). Kernels may be more precise."""
 
     code: str
     K: int

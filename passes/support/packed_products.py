@@ -59,7 +59,7 @@ def pack_products(
     asked = {op.id: plan.of(op) for op in graph.order() if op.kind not in STRUCTURAL and asks_packed(graph, plan, op)}
     packed_before = [i for i, p in asked.items() if p == ROUNDED_ROWS and graph.op(i).kind == "PackedMatMul"]
     for i in packed_before:
-        _let_round(graph, graph.op(i), plan, target, found, report)
+        _round_packed(graph, graph.op(i), plan, target, found, report)
         del asked[i]
     reasons = {i: why for i in asked if (why := why_not_packed(graph, graph.op(i))) is not None}
     able = asked.keys() - reasons.keys()
@@ -75,28 +75,36 @@ def pack_products(
     for i, seen in _with_moments(graph, chosen, moments):
         op = graph.op(i)
         _pack(graph, op, BITS[asked[i]], _activations(graph, op, plan), kept, seen)
-        if asked[i] == ROUNDED_ROWS:
-            _let_round(graph, graph.op(i), plan, target, found, report)
-        else:
-            found.packed[key(op)] = asked[i]
-            report.fired.append(Fired(asked[i], node_names([op])))
+        precision = asked[i]
+        if precision == ROUNDED_ROWS and not _let_round(graph, graph.op(i), plan, target, found, report):
+            precision = "w4"
+        found.packed[key(op)] = precision
+        report.fired.append(Fired(precision, node_names([op])))
     return found
+
+
+def _round_packed(
+    graph: Graph, op: Op, plan: PrecisionPlan, target: str, found: PackedProducts, report: PassReport
+) -> None:
+    """w4a8 for a product whose weights the model has packed."""
+    if _let_round(graph, op, plan, target, found, report):
+        found.packed[key(op)] = ROUNDED_ROWS
+        report.fired.append(Fired(ROUNDED_ROWS, node_names([op])))
+    elif op.attrs.code in _WITH_FLOATS:
+        found.packed[key(op)] = _WITH_FLOATS[op.attrs.code]
 
 
 def _let_round(
     graph: Graph, op: Op, plan: PrecisionPlan, target: str, found: PackedProducts, report: PassReport
-) -> None:
-    """Let a PackedMatMul round the rows that it multiplies, or note why it does not."""
+) -> bool:
+    """Let a PackedMatMul round the rows that it multiplies; False, with a note why, where it must not."""
     reason = _why_not_rounded(graph, op, plan, target)
     if reason is None:
         graph.set_op(replace(op, attrs=replace(op.attrs, rounded_rows=True)))
-        found.packed[key(op)] = ROUNDED_ROWS
-        report.fired.append(Fired(ROUNDED_ROWS, node_names([op])))
-        return
+        return True
     found.refused[key(op)] = reason
     report.refused.append(Refused(ROUNDED_ROWS, node_names([op]), f"{op.kind} rounds no rows: {reason}"))
-    if op.attrs.code in _WITH_FLOATS:
-        found.packed[key(op)] = _WITH_FLOATS[op.attrs.code]
+    return False
 
 
 def _why_not_rounded(graph: Graph, op: Op, plan: PrecisionPlan, target: str) -> str | None:

@@ -51,8 +51,8 @@ def dequantized(
 
 
 def row_numbers(x: Array) -> tuple[Array, Array]:
-    """Rows of floats as int8 numbers [..., K] and fp32 scales [...]: a row's largest magnitude becomes 127. A row that is not finite
-    has a scale that is not."""
+    """Rows of floats as int8 numbers [..., K] and fp32 scales [...]: a row's largest magnitude becomes 127. A row that is not
+    finite has a scale that is not."""
     rows = x.astype(FP32)
     largest = np.abs(rows).max(axis=-1, initial=0)
     inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)

@@ -13,6 +13,8 @@ from onnx import helper, numpy_helper
 from support.language_models import feeds_of, language_model
 
 import optdnn
+from optdnn.compiler import build_verbose
+from optdnn.config import BuildOptions
 from optdnn.errors import EngineError
 from optdnn.importers.onnx import import_model
 from optdnn.ir.export_onnx import export_model
@@ -78,6 +80,43 @@ def test_onnx_runtime_gets_packed_weights(tmp_path: Path) -> None:
     engine.save(tmp_path / "packed.engine")
     actual = optdnn.load(tmp_path / "packed.engine").run(x)  # its part is examined
     np.testing.assert_allclose(actual["y1"], wanted["y1"], rtol=1e-4, atol=1e-4)
+
+
+def levels(engine: optdnn.Engine) -> list[int]:
+    """The accuracy levels of an engine's MatMulNBits; 0 where there is none."""
+    (part,) = [step.params for step in engine.program.steps if step.executor == "onnxruntime"]
+    nodes = onnx.load_from_string(engine.program.blobs[part["model"]].tobytes()).graph.node
+    found = [{a.name: a.i for a in node.attribute} for node in nodes if node.op_type == "MatMulNBits"]
+    return [attributes.get("accuracy_level", 0) for attributes in found]
+
+
+def test_onnx_runtime_may_round_rows(tmp_path: Path) -> None:
+    """Its results differ from the reference's, which gives a whole row one scale; both are right, and verified."""
+    pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
+    x = {"x": np.random.default_rng(1).standard_normal((4, K)).astype(np.float32)}
+    exact = optdnn.build(linear(True), target="reference").run(x)["y1"]
+    assert levels(optdnn.build(linear(True), **ONNXRUNTIME)) == [0, 0]
+    build = build_verbose(linear(True), BuildOptions(**ONNXRUNTIME, precision="w4a8"))
+    assert levels(build.engine) == [4, 4]
+    assert build.engine.meta["precision"]["runs"] == {"w4a8": 2}
+    report = next(p for p in build.engine.meta["passes"] if p["name"] == "assign_precision")
+    assert report["fired"] == [{"rule": "w4a8", "nodes": ["n0"]}, {"rule": "w4a8", "nodes": ["n1"]}]
+    build.engine.save(tmp_path / "rounded.engine")
+    loaded = optdnn.load(tmp_path / "rounded.engine")  # its part is examined
+    rounded = optdnn.build(linear(True), target="reference", precision="w4a8").run(x)["y1"]
+    for one, other in ((loaded.run(x)["y1"], exact), (rounded, exact), (rounded, loaded.run(x)["y1"])):
+        assert 1e-4 < np.abs(one - other).max() / np.abs(exact).max() < 0.03
+    pinned = optdnn.build(linear(True), **ONNXRUNTIME, precision_map={"n1": "w4a8"})
+    assert levels(pinned) == [0, 4]
+
+
+def test_rounded_rows_are_verified() -> None:
+    pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
+    engine = optdnn.build(linear(True), **ONNXRUNTIME, precision="w4a8")
+    checks = {c.name: c for c in optdnn.verify(engine).checks}
+    assert checks["steps"].status == "passed", checks["steps"].text
+    assert checks["steps"].error is not None
+    assert checks["steps"].error > 1e-4, "its steps and their meaning round rows in different blocks"
 
 
 @pytest.mark.parametrize("library", ["openvino", "onnxruntime"])

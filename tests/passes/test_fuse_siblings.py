@@ -65,6 +65,22 @@ def test_products_with_packed_weights(zeros: bool) -> None:
     assert len(report.fired[0].nodes) == 2
 
 
+def test_products_that_round_rows_are_merged_among_themselves() -> None:
+    n = Net()
+    x = n.input(3, 32)
+
+    def product(width: int, rounded: bool) -> Value:
+        packed = n.const(n.rng.integers(0, 256, (width, 16)), np.uint8)
+        attrs = PackedMatMulAttrs("uint4", 32, 16, rounded_rows=rounded)
+        return n.op("PackedMatMul", x, packed, n.random(width, 2), attrs=attrs)
+
+    graph = n.done(product(8, True), product(8, False), product(16, True))
+    after, report = check_pass(FuseSiblings(), graph, changes=1, kinds={"PackedMatMul": 2, "Split": 1}, context=CUDA)
+    rounded = {op.outputs[0].type.shape: op.attrs.rounded_rows for op in after.of_kind("PackedMatMul")}
+    assert rounded == {(3, 24): True, (3, 8): False}
+    assert "no other PackedMatMul on x" in report.refused[0].reason
+
+
 def test_a_missing_bias_is_zero() -> None:
     n = Net(np.float64)
     x = n.input(1, 8, 6, 6)

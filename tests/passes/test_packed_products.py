@@ -1,4 +1,4 @@
-"""assign_precision in w4 and w8: the numbers that weights become, the products that take them, and refusals."""
+"""assign_precision in w4, w8 and w4a8: the numbers that weights become, the products that take them, and refusals."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from optdnn.ir.graph import Graph
 from optdnn.ir.verify import verify
 from optdnn.ops.base import Stage
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
+from optdnn.ops.packed_layout import PackedMatMulAttrs, row_bytes
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.support.block_rounding import BLOCK, CLIPS, packed_floats
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.precision_report import PrecisionLog, outcome
-from optdnn.runtime.reference.packed import dequantized
+from optdnn.runtime.reference.packed import dequantized, row_numbers
 from optdnn.types import BF16, FP16, FP32, Array, DType
 
 K, N = 192, 64
@@ -245,3 +246,119 @@ def test_networks_of_16_bits() -> None:
     (wanted,), (found,) = evaluate(exact, feeds).values(), evaluate(graph, feeds).values()
     error = np.linalg.norm(found.astype(np.float32) - wanted) / np.linalg.norm(wanted.astype(np.float32))
     assert 0.01 < error < 0.15
+
+
+# ---------------------------------------------------------------- w4a8
+
+
+@pytest.mark.parametrize(("plan", "target"), [("w4a8", "cpu"), ("w4a8", ""), ("w4a8+bf16", "cuda:sm_90a")])
+def test_rows_may_be_rounded(plan: str, target: str) -> None:
+    """The weights are those of w4; only the attribute differs."""
+    graph, plain, log = network(), network(), PrecisionLog()
+    report = assign(graph, plan, target, log)
+    assign(plain, plan.replace("a8", ""), target)
+    assert [r.rule for r in report.fired if r.rule != "cast"] == ["w4a8", "w4a8"]
+    assert list(log.packed.values()) == ["w4a8", "w4a8"]
+    pairs = list(zip(graph.of_kind("PackedMatMul"), plain.of_kind("PackedMatMul"), strict=True))
+    assert len(pairs) == 2
+    for op, other in pairs:
+        assert op.attrs == replace(other.attrs, rounded_rows=True)
+        for a, b in zip(op.inputs[1:4], other.inputs[1:4], strict=True):
+            assert np.array_equal(graph.constant_value(a), plain.constant_value(b))  # type: ignore[arg-type]
+    assert {r.asked.kind: r.runs for r in outcome(graph, log)}["MatMul"] == ("fp32" if "16" not in plan else "bf16")
+    assert [r.runs for r in outcome(graph, log)].count("w4a8") == 2
+
+
+def test_rounded_rows_are_multiplied() -> None:
+    graph = one()
+    assign(graph, "w4a8")
+    feeds = random_feeds(graph, 1)
+    (x,), (got,), (w,) = feeds.values(), evaluate(graph, feeds).values(), floats_of(graph)
+    numbers, scales = row_numbers(x)
+    same({"y": got}, {"y": (numbers * scales[:, None]) @ w.T}, 1e-5)
+    error = np.linalg.norm(got - x @ w.T) / np.linalg.norm(got)
+    assert 1e-3 < error < 0.02, "a row's numbers are off by up to half of a 127th of its largest"
+
+
+@pytest.mark.parametrize(
+    ("plan", "target", "because"),
+    [
+        ("w4a8+fp16", "cuda:sm_80", "no kernels for sm_80 that round rows to int8"),
+        ("w4a8+fp16", "cuda:sm_120", "no kernels for sm_120"),
+        ("w4a8", "cuda:sm_90a", "rows of 16-bit floats, not fp32"),
+    ],
+)
+def test_targets_without_rounded_rows_run_w4(plan: str, target: str, because: str) -> None:
+    graph, log = one(), PrecisionLog()
+    report = assign(graph, plan, target, log)
+    (op,) = graph.of_kind("PackedMatMul")
+    assert not op.attrs.rounded_rows
+    (row,) = outcome(graph, log)
+    assert (row.asked.precision, row.runs) == ("w4a8", "w4")
+    assert because in str(row.reason)
+    assert [f.rule for f in report.fired if f.rule != "cast"] == ["w4"]
+    (refusal,) = report.refused
+    assert (refusal.rule, refusal.nodes) == ("w4a8", row.asked.nodes)
+
+
+def packed_by_the_model() -> Graph:
+    """Products with packed weights of 4, 8 and 2 bits."""
+    n = Net()
+    x = n.input(3, K)
+
+    def product(code: str) -> Any:
+        width, shape = row_bytes(code, K, 32), (N, K // 32)
+        numbers = n.const(n.rng.integers(0, 256, (N, width)), np.uint8)
+        return n.op("PackedMatMul", x, numbers, n.random(*shape, scale=0.01), attrs=PackedMatMulAttrs(code, K, 32))
+
+    return n.done(*(product(code) for code in ("uint4", "uint8", "uint2")))
+
+
+def test_packed_weights_of_the_model() -> None:
+    graph, log = packed_by_the_model(), PrecisionLog()
+    exact = graph.copy()
+    report = assign(graph, "w4a8", log=log)
+    assert [op.attrs.rounded_rows for op in graph.of_kind("PackedMatMul")] == [True, False, False]
+    four, eight, two = outcome(graph, log)
+    assert [r.runs for r in (four, eight, two)] == ["w4a8", "w8", "fp32"]
+    assert not four.differs
+    assert eight.reason == "its packed weights are uint8, not uint4"
+    assert [f.nodes for f in report.fired] == [four.asked.nodes]
+    assert [r.nodes for r in report.refused] == [eight.asked.nodes, two.asked.nodes]
+    feeds = random_feeds(graph, 1)
+    moved = [
+        np.linalg.norm(a - b) / np.linalg.norm(b)
+        for a, b in zip(evaluate(graph, feeds).values(), evaluate(exact, feeds).values(), strict=True)
+    ]
+    assert 1e-3 < moved[0] < 0.02
+    assert moved[1:] == [0, 0]
+
+
+def test_pins_of_packed_weights_of_the_model() -> None:
+    for default, pin, wanted in (("fp32", "w4a8", True), ("w4a8", "fp32", False), ("w4", "fp32", False)):
+        graph, log = packed_by_the_model(), PrecisionLog()
+        name = next(iter(graph.of_kind("PackedMatMul")[0].src))
+        assign(graph, PrecisionPlan(default, {name: pin}), log=log)
+        assert graph.of_kind("PackedMatMul")[0].attrs.rounded_rows == wanted
+        row = next(r for r in outcome(graph, log) if name in r.asked.nodes)
+        assert not row.differs
+        assert row.runs == pin
+
+
+def test_data_are_used_as_in_w4() -> None:
+    weights = {}
+    for plan in ("w4", "w4a8"):
+        graph = one()
+        data = np.random.default_rng(0).standard_normal((64, K)).astype(np.float32)
+        moments = data.T @ data
+
+        def seen(graph: Graph, values: Any, moments: Array = moments) -> Any:
+            return [(v, moments) for v in values]
+
+        context = PassContext(target="cpu", plan=PrecisionPlan.of_option(plan), moments=seen)
+        AssignPrecision()(graph, context)
+        (weights[plan],) = floats_of(graph)
+    nearest = one()
+    assign(nearest)
+    np.testing.assert_array_equal(weights["w4"], weights["w4a8"])
+    assert not np.array_equal(weights["w4"], floats_of(nearest)[0])

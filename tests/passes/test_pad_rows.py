@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,7 +50,8 @@ def test_a_box_head() -> None:
     assert after.op(after.of_kind("Gemm")[0].id).outputs[0].type.dims == (6, 2)
 
 
-def test_a_box_head_with_packed_weights() -> None:
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_box_head_with_packed_weights(rounded: bool) -> None:
     numbers = ", ".join(str(k * 7 % 11 - 5) for k in range(24))
     text = select(
         "float[m,2] y",
@@ -58,8 +60,11 @@ def test_a_box_head_with_packed_weights() -> None:
     )
     packed = from_text(text)
     PackWeights()(packed)
+    (op,) = packed.of_kind("PackedMatMul")
+    packed.set_op(replace(op, attrs=replace(op.attrs, rounded_rows=rounded)))
     after, _ = check_pass(PadRows(), packed, changes=1, context=GPU)
     assert work(after) == ["RoiAlign", "PackedMatMul"]
+    assert [op.attrs.rounded_rows for op in after.of_kind("PackedMatMul")] == [rounded]
 
 
 @pytest.mark.parametrize("count", [0, 1, 6, 12])

@@ -11,6 +11,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
 from optdnn.ops.norm import LayerNormAttrs
+from optdnn.ops.packed_layout import PackedMatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.take_rows import TakeRows
 
@@ -126,6 +127,18 @@ def test_a_row_of_each_sequence() -> None:
 def test_a_sequence_of_one_row_needs_no_gather() -> None:
     after, _ = check_pass(TakeRows(), last_tokens(1), changes=1)
     assert not list(after.of_kind("GatherND"))
+
+
+def test_rows_that_are_rounded_one_by_one() -> None:
+    n = Net(np.float64)
+    x = n.op("Relu", n.input(2, 6, 32))
+    packed = n.const(n.rng.integers(0, 256, (8, 16)), np.uint8)
+    attrs = PackedMatMulAttrs("uint4", 32, 16, rounded_rows=True)
+    graph = n.done(rows(n, n.op("PackedMatMul", x, packed, n.random(8, 2), attrs=attrs), 0, 1))
+    after, _ = check_pass(TakeRows(), graph, changes=2)
+    (op,) = after.of_kind("PackedMatMul")
+    assert op.attrs.rounded_rows
+    assert op.outputs[0].type.dims == (2, 1, 8)
 
 
 def test_rows_of_each_that_stay() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,6 +19,7 @@ from optdnn.ops.collective import AllReduceAttrs
 from optdnn.ops.gemm import GemmAttrs
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.norm import LayerNormAttrs
+from optdnn.ops.packed_layout import PackedMatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.base import PassReport
@@ -200,6 +202,31 @@ def test_packed_queries_keys_and_values() -> None:
     q, k, v = (n.op("Squeeze", p, n.ints(0)) for p in n.op("Split", qkv, attrs=SplitAttrs(0, 3), outputs=3))
     y = n.op("Attention", q, k, v, attrs=AttentionAttrs())
     check(n.done(n.matmul(joined(n, y), 16)), 4, 1)
+
+
+def test_rows_that_may_be_rounded() -> None:
+    """Each rank rounds the features that it has, with scales no larger than those of whole rows."""
+    n = Net()
+    x = n.input(8, 64)
+
+    def product(x: Value, K: int, N: int) -> Value:
+        packed = n.const(n.rng.integers(0, 256, (N, K // 2)), np.uint8)
+        attrs = PackedMatMulAttrs("uint4", K, 16, rounded_rows=True)
+        return n.op("PackedMatMul", x, packed, n.random(N, K // 16), attrs=attrs)
+
+    graph = n.done(product(n.op("Relu", product(x, 64, 96)), 96, 32))
+    graphs, report, _ = split(graph, 2)
+    assert report.changes == 1, report.refused
+    assert [op.attrs.rounded_rows for g in graphs for op in g.of_kind("PackedMatMul")] == [True] * 4
+    exact = graph.copy()
+    for op in exact.of_kind("PackedMatMul"):
+        exact.set_op(replace(op, attrs=replace(op.attrs, rounded_rows=False)))
+    feeds = random_feeds(graph, seed=3)
+    (want,) = evaluate(exact, feeds).values()
+    (whole,) = evaluate(graph, feeds).values()
+    works = [partial(evaluate, g, feeds) for g in graphs]
+    for (got,) in (found.values() for found in together(works, Threads(2))):
+        assert 0 < np.linalg.norm(got - want) < 1.1 * np.linalg.norm(whole - want) < 0.05 * np.linalg.norm(want)
 
 
 def test_large_columns_are_gathered() -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.check import check_pass, check_refused, check_untouched
+from support.check import check_pass, check_refused, check_untouched, same, structure
 from support.net import Net
 
+from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph
 from optdnn.ops.base import Stage
 from optdnn.ops.packed_layout import PackedMatMulAttrs, row_bytes
@@ -31,6 +32,7 @@ def product(
     rows: int = 1,
     zeros: Array | None = None,
     computed: bool = False,
+    rounded: bool = False,
     **stages: Any,
 ) -> Graph:
     """A product of ``dims`` x K with 8 outputs; ``stages`` read a bias, operand 4, and a residual, operand 5."""
@@ -42,7 +44,8 @@ def product(
     operands = [x, packed, n.random(*shape), None if zeros is None else n.const(zeros, np.uint8)]
     if stages:
         operands += [n.random(N), n.input(*dims, N, name="residual")]
-    return n.done(n.op("PackedMatMul", *operands, attrs=PackedMatMulAttrs(code, K, block, rows, **stages)))
+    attrs = PackedMatMulAttrs(code, K, block, rows, rounded, **stages)
+    return n.done(n.op("PackedMatMul", *operands, attrs=attrs))
 
 
 ADDED = (Stage("Add", (-1, 4)), Stage("Relu", (-2,)), Stage("Add", (-3, 5)))
@@ -62,6 +65,15 @@ def test_factors_of_tf32(dims: tuple[int, ...]) -> None:
     UnpackWeights()(graph, CUDA)
     (op,) = graph.of_kind("Gemm", "MatMul")
     assert op.attrs.factors == "tf32"
+
+
+def test_rows_that_may_be_rounded_are_not() -> None:
+    graph, plain = product(rounded=True), product()
+    for one in (graph, plain):
+        UnpackWeights()(one, CUDA)
+    assert structure(graph) == structure(plain)
+    feeds = random_feeds(graph, 1)
+    same(evaluate(graph, feeds), evaluate(plain, feeds), 0)
 
 
 def test_rows_that_share_scales() -> None:

@@ -15,6 +15,7 @@ from support.sweep import sweep
 
 import optdnn
 from optdnn.config import BuildOptions
+from optdnn.errors import UsageError
 from optdnn.importers.onnx import import_model
 from optdnn.ir.graph import Graph
 from optdnn.models import trained
@@ -24,7 +25,7 @@ from optdnn.passes.support.precision_choices import PrecisionChoice, choices
 from optdnn.precision.latency import OperatorTimes, Roofline, predicted_times
 from optdnn.precision.plans import Space
 from optdnn.precision.search import target_of
-from optdnn.precision.sensitivity import Sensitivities, Sensitivity
+from optdnn.precision.sensitivity import Sensitivities, Sensitivity, alone
 from optdnn.precision.targets import assigned, packed_offers
 from optdnn.runtime.cuda.gpu_facts import named
 from optdnn.tuning.timing_cache import TimingCache
@@ -78,7 +79,11 @@ def test_products_with_large_constant_weights_have_them(target: str) -> None:
     for name in ("wide", "deep"):
         assert {"w8", "w4"} <= set(found[name].precisions)
     assert "packing fewer than 4096 gains nothing" in found["head"].refused["w4"]
-    assert not {"w8", "w4"} & {*found["relu"].precisions, *found["relu"].refused}
+    assert not {"w8", "w4", "w4a8"} & {*found["relu"].precisions, *found["relu"].refused}
+    if target == "cuda:sm_80":
+        assert found["wide"].refused["w4a8"] == "there are no kernels for sm_80 that round rows to int8"
+    else:
+        assert "w4a8" in found["wide"].precisions
 
 
 def test_weights_that_others_read_as_floats_stay_floats() -> None:
@@ -89,10 +94,11 @@ def test_weights_that_others_read_as_floats_stay_floats() -> None:
 
 
 def test_offers_name_the_type_of_data() -> None:
-    assert packed_offers("cuda:sm_90a", None) == ["w8+fp16", "w4+fp16"]
-    assert packed_offers("cuda:sm_90a", ("fp32", "bf16", "w4")) == ["w8+bf16", "w4+bf16"]
+    assert packed_offers("cuda:sm_90a", None) == ["w8+fp16", "w4+fp16", "w4a8+fp16"]
+    assert packed_offers("cuda:sm_80", None) == ["w8+fp16", "w4+fp16"]
+    assert packed_offers("cuda:sm_90a", ("fp32", "bf16", "w4")) == ["w8+bf16", "w4+bf16", "w4a8+bf16"]
     assert packed_offers("cuda:sm_90a", ("fp32", "w4")) == []
-    assert packed_offers("cpu", ("fp32", "w4")) == ["w8", "w4"]
+    assert packed_offers("cpu", ("fp32", "w4")) == ["w8", "w4", "w4a8"]
     options: dict[str, Any] = {"target": "simulate", "precision": "auto", "calib": DATA}
     driver = target_of(BuildOptions(**options), "simulate", TimingCache(), calibrated=False, packed=True)
     assert driver.offers == ("fp32", "fp16", "bf16", "w8+fp16", "w4+fp16")
@@ -102,6 +108,21 @@ def test_offers_name_the_type_of_data() -> None:
     assert driver.offers == ("fp32",)
     assert driver.notes == {"w4": "its data are fp16 or bf16, which are not among the candidates"}
     assert "w4+fp16" not in target_of(BuildOptions(**options), "simulate", TimingCache(), calibrated=False).offers
+
+
+def test_rounded_rows_are_offered_only_where_they_are_asked_for() -> None:
+    options: dict[str, Any] = {"target": "simulate", "precision": "auto", "calib": DATA}
+
+    def offers(candidates: str | None, target: str = "simulate") -> tuple[tuple[str, ...], dict[str, str]]:
+        asked = BuildOptions(**{**options, "target": target}, candidates=candidates)
+        driver = target_of(asked, target, TimingCache(), calibrated=False, packed=True)
+        return driver.offers, driver.notes
+
+    assert "w4a8+fp16" not in offers(None)[0]
+    assert offers("fp16,w4a8") == (("fp32", "fp16", "w4a8+fp16"), {})
+    found, notes = offers("fp16,w4,w4a8", "cuda:sm_80")
+    assert found == ("fp32", "fp16", "w4+fp16")
+    assert notes == {"w4a8": "there are no kernels for sm_80 that round rows to int8"}
 
 
 def test_times_are_predicted_from_packed_bytes() -> None:
@@ -115,6 +136,40 @@ def test_times_are_predicted_from_packed_bytes() -> None:
     (product,) = many.of_kind("MatMul")
     rows = predicted_times(many, "cuda:sm_90a", gpu, {key(product): ("fp16", "w4")}, "fp16").table[key(product)]
     assert rows["w4"].us > rows["fp16"].us, "arithmetic bounds many rows"
+
+
+def test_rounded_rows_pay_for_many_rows() -> None:
+    """The launch that rounds them takes longer than it saves for few rows: these are not rounded."""
+    gpu, times = named("h200"), {}
+    for rows in (1, 64, 8192):
+        n = Net()
+        graph = n.done(n.matmul(n.input(rows, 4096), 4096))
+        (op,) = graph.of_kind("MatMul")
+        found = predicted_times(graph, "cuda:sm_90a", gpu, {key(op): ("fp16", "w4", "w4a8")}, "fp16")
+        times[rows] = {p: t.us for p, t in found.table[key(op)].items()}
+    assert times[1]["w4a8"] == times[1]["w4"] < times[1]["fp16"]
+    assert times[64]["w4a8"] == times[64]["w4"]
+    assert 0.5 * times[8192]["w4"] < times[8192]["w4a8"] < 0.75 * times[8192]["w4"]
+
+
+@pytest.mark.parametrize(("target", "beside"), [("cpu", "fp32"), ("cuda:sm_90a", "fp16")])
+def test_errors_of_rounded_rows_are_judged(target: str, beside: str) -> None:
+    """Rounded rows add to the error of rounded weights; where 4 bits hold the weights, only they are left."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((SAMPLES, WIDTH)).astype(np.float32)
+
+    def error(weights: Array, precision: str) -> float:
+        n = Net()
+        graph = n.done(n.op("MatMul", n.input(SAMPLES, WIDTH), weights.astype(np.float32)))
+        got = alone(graph, graph.of_kind("MatMul")[0], precision, {"x": x}, target, None, beside).astype(np.float64)
+        return float(np.linalg.norm(got - x @ weights) / np.linalg.norm(x @ weights))
+
+    drawn = rng.standard_normal((WIDTH, 4 * WIDTH))
+    assert error(drawn, "w4") < error(drawn, "w4a8") < 1.1 * error(drawn, "w4")
+    numbers = rng.integers(-8, 8, drawn.shape)
+    numbers[:2] = [[-8], [7]]
+    assert error(numbers, "w4") < 1e-3
+    assert 3e-3 < error(numbers, "w4a8") < 0.02
 
 
 def test_data_beside_packed_weights_are_not_cast() -> None:
@@ -170,6 +225,26 @@ def test_the_fastest_within_the_bound_on_a_gpu(bound: float, packed: set[str]) -
         assert "w4 would save" in nodes["wide"]["reason"]
 
 
+@pytest.mark.usefixtures("slow_memory")
+def test_rounded_rows_are_searched_and_pinned() -> None:
+    engine = optdnn.build(
+        layers(), target="simulate", precision="auto", calib=DATA, metric="cosine", max_drop=0.5, candidates="fp16,w4a8",
+        precision_map={"deep": "w4a8"},
+    )  # fmt: skip
+    told = engine.meta["auto"]
+    assert told["met"]
+    nodes = {name: n for n in told["nodes"] for name in n["nodes"]}
+    assert nodes["deep"]["reason"] == "pinned by --pin deep=w4a8"
+    assert nodes["wide"]["precision"] == "w4a8"
+    assert nodes["wide"]["reason"].startswith("w4a8 is faster than fp32 here")
+    assert engine.meta["precision"]["runs"]["w4a8"] == 2
+    with pytest.raises(UsageError, match="MatMul cannot run in w4a8: there are no kernels for sm_80"):
+        optdnn.build(
+            layers(), target="cuda:sm_80", precision="auto", calib=DATA, metric="cosine", no_cubins=True,
+            precision_map={"deep": "w4a8"},
+        )  # fmt: skip
+
+
 def test_pins_of_packed_weights_hold() -> None:
     engine = optdnn.build(
         layers(), target="simulate", precision="auto", calib=DATA, metric="cosine", max_drop=0.5, candidates="fp16",
@@ -189,6 +264,11 @@ def test_the_cpu_target_times_them() -> None:
     graph = import_model(layers())
     (times,) = driver.operator_times(graph, None, lambda text: None)
     assert {"fp32", "w8", "w4"} <= set(times.table[by_node(graph, "cpu")["wide"].key])
+    asked = replace(options, precision="auto", calib=DATA, candidates="w4a8")
+    driver = target_of(asked, "cpu", TimingCache(), calibrated=False, packed=True)
+    assert driver.offers == ("fp32", "w4a8")
+    (times,) = driver.operator_times(graph, None, lambda text: None)
+    assert "w4a8" in times.table[by_node(graph, "cpu")["wide"].key]
 
 
 @pytest.mark.slow
