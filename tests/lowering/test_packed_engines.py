@@ -110,6 +110,30 @@ def test_onnx_runtime_may_round_rows(tmp_path: Path) -> None:
     assert levels(pinned) == [0, 4]
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "eight"),
+    [("qwen3", {}, 0), ("mistral", {}, 1), ("llama", {"dequantized": True}, 0)],
+    ids=["qwen3", "mistral", "dequantized"],
+)
+@pytest.mark.parametrize("target", ["reference", "simulate"])
+def test_products_of_language_models_may_round_rows(
+    family: str, changes: dict[str, Any], eight: int, target: str
+) -> None:
+    """The weights of 4 bits that the model has packed, as MatMulNBits or as DequantizeLinear in blocks; mistral's head has 8."""
+    model = language_model(family, **changes)
+    feeds = feeds_of(model, 3, 2)
+    options: dict[str, Any] = {"target": target, "shapes": {name: array.shape for name, array in feeds.items()}}
+    plain = optdnn.build(model, **options, precision="fp32" if target == "reference" else "fp16")
+    engine = optdnn.build(model, **options, precision="w4a8")
+    products = plain.meta["operators"]["PackedMatMul"]
+    assert engine.meta["operators"]["PackedMatMul"] == products
+    runs = engine.meta["precision"]["runs"]
+    assert (runs["w4a8"], runs.get("w8", 0)) == (products - eight, eight)
+    if target == "reference":  # where the rows of all are rounded
+        wanted, found = (e.run(feeds)["logits"] for e in (plain, engine))
+        assert 1e-4 < np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 0.1
+
+
 def test_rounded_rows_are_verified() -> None:
     pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
     engine = optdnn.build(linear(True), **ONNXRUNTIME, precision="w4a8")
