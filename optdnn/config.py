@@ -253,7 +253,9 @@ class BuildOptions:
             )
         gpu = TargetName.parse(self.target).on_gpu
         if self.target == "reference" and (other := set(self.precision_map.values()) - PACKED_WEIGHTS - {"fp32"}):
-            raise UsageError(f"target reference has no precision {min(other)}", hint="pin nodes to fp32, w4, w8 or w4a8")
+            raise UsageError(
+                f"target reference has no precision {min(other)}", hint="pin nodes to fp32, w4, w8 or w4a8"
+            )
         if self.tactics in ("openvino", "onnxruntime") and gpu:
             raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
         if gpu or self.target == "auto":  # the build resolves auto, and checks the options again for that target

@@ -28,7 +28,17 @@ from optdnn.runtime.measuring.accuracy import errors_between
 from optdnn.runtime.program import Plain
 from optdnn.types import Array, is_float
 
-TOLERANCE = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 1e-1, "int8": 0.25, "fp8": 0.5, "w8": 1e-2, "w4": 0.25, "w4a8": 0.25}
+TOLERANCE = {
+    "fp32": 1e-4,
+    "tf32": 1e-2,
+    "fp16": 1e-2,
+    "bf16": 1e-1,
+    "int8": 0.25,
+    "fp8": 0.5,
+    "w8": 1e-2,
+    "w4": 0.25,
+    "w4a8": 0.25,
+}
 """Largest error of a value, over its largest magnitude, that its precision explains in a network of usual depth."""
 DECADES = tuple(range(-8, 1))
 """Powers of ten between which errors (over the largest magnitude) are counted: below the first, …, above the last."""

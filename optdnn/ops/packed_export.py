@@ -18,7 +18,7 @@ from optdnn.types import DTYPES, INT32, UINT8, Array, bits_of, is_float
 _DOMAIN = MICROSOFT.rstrip(".")
 _LARGEST_BLOCK = 256
 """ONNX Runtime's largest block."""
-_INT8_ROWS = 4
+INT8_ROWS = 4
 """The accuracy level at which ONNX Runtime may round the rows that it multiplies to int8: it gives each block a scale."""
 _PER_CHANNEL = 128
 """The blocks in which rows with one scale are written."""
@@ -97,7 +97,7 @@ def export_packed_matmul(a: PackedMatMulAttrs, inputs: Sequence[str], n_outputs:
         operands.append(e.const(_packed_zeros(stored.zeros, a.code) if fits else stored.zeros.astype(dtype), "zeros"))
     sizes = {"K": a.K, "N": n, "bits": bits_of(DTYPES[a.code]), "block_size": stored.block_size}
     if a.rounded_rows:
-        sizes["accuracy_level"] = _INT8_ROWS
+        sizes["accuracy_level"] = INT8_ROWS
     return e.node("MatMulNBits", operands, domain=_DOMAIN, **sizes)
 
 
