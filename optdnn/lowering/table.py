@@ -60,6 +60,7 @@ from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
 from optdnn.kernels.norm.rows_grid import RowsGrid
 from optdnn.kernels.norm.short_rows import ShortRows, ShortRowsPair
+from optdnn.kernels.packed.eight_bits import PackedBytes
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.row_product import PackedResidentPair, PackedRowProduct
 from optdnn.kernels.packed.tactics import PackedDigits, PackedGemv, PackedMma, PackedResident, PackedWgmma
@@ -153,6 +154,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         PackedMma(),
         PackedResidentPair(),
         PackedResident(),
+        PackedBytes(),
         PackedWgmma(),
         PackedGemm(),
     ),

@@ -10,7 +10,7 @@ from optdnn.ops.checks import agree, per_element, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import with_stages
 from optdnn.ops.held import region
-from optdnn.types import FP32, TensorType
+from optdnn.types import FP32, INT8, TensorType
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,17 @@ def _infer_unpacked(call: Call) -> Result:
     return Result((TensorType(FP32, (call.attrs.N, call.attrs.K)),))
 
 
+def _infer_unpacked_bytes(call: Call) -> Result:
+    require_rank(call.type(0), 3, "UnpackedBytes")
+    return Result((TensorType(INT8, (call.attrs.N, call.attrs.K)),))
+
+
+def _infer_row_bytes(call: Call) -> Result:
+    x = call.type(0)
+    require_rank(x, 2, "RowBytes")
+    return Result((x.with_dtype(INT8), TensorType(FP32, x.dims[:1])))
+
+
 # ---------------------------------------------------------------- definitions
 
 _TOL, _SUMS = Tol(rtol=1e-5, atol=3e-6), Tol(rtol=1e-4, atol=1e-5)
@@ -151,7 +162,9 @@ DEFS: tuple[OpDef, ...] = (
     region("NormedProduct", _infer_normed_product, NormedProductAttrs, tol=_SUMS),
     region("PackedRowProduct", _infer_packed_rows, PackedRowProductAttrs, tol=_SUMS),
     region("PairedProduct", _infer_paired_product, PairedProductAttrs, tol=_TOL),
+    region("RowBytes", _infer_row_bytes, cost=per_element(4)),
     region("RowProduct", _infer_row_product, RowProductAttrs, tol=_TOL),
     region("TiledPackedMatMul", with_stages(_infer_tiled_product), TiledPackedMatMulAttrs, tol=_SUMS, arity=4),
+    region("UnpackedBytes", _infer_unpacked_bytes, UnpackedTilesAttrs, cost=per_element(2)),
     region("UnpackedTiles", _infer_unpacked, UnpackedTilesAttrs, cost=per_element(2)),
 )

@@ -96,6 +96,10 @@ def _infer_matmul(call: Call) -> Result:
     x, w = _operands(call)
     require_rank(w, 2, "QuantizedMatMul weights")
     agree(x.dims[-1], w.dims[1], f"QuantizedMatMul rows {x} do not fit weights {w}")
+    if call.has(4):
+        scales = call.type(4)
+        require_rank(scales, 1, "QuantizedMatMul scales of rows")
+        agree(scales.dims[0], x.dims[0], f"QuantizedMatMul scales {scales} are not of rows {x}")
     return _finished(call, w.dims[0], (*x.dims[:-1], w.dims[0]))
 
 

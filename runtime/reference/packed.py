@@ -150,6 +150,27 @@ def unpacked_tiles(
     return (w,)
 
 
+def unpacked_bytes(
+    tiles: Array,
+    scales: Array,
+    zeros: Array | None,
+    inverse: Array,
+    after: Array | None = None,
+    *,
+    code: str,
+    K: int,
+    N: int,
+    block_size: int,
+) -> tuple[Array, ...]:
+    """UnpackedBytes: packed weights in tiles as int8 [N, K], whose scales are ``inverse`` [N], inverted. ``after`` only orders the
+    steps."""
+    whole = unpacked_tiles(
+        tiles, np.ones_like(scales), zeros, code=code, K=K, N=N, block_size=block_size
+    )[0]
+    factors = by_number(rows_of_tiles(scales), N, K, block_size, 1)[:N].astype(FP32) * inverse[:N, None]
+    return (np.rint(whole.astype(FP64) * factors).astype(np.int8),)
+
+
 def tiled_matmul(
     x: Array,
     tiles: Array,
@@ -171,4 +192,6 @@ KERNELS: dict[str, Kernel] = {
     "PackedGather": packed_gather,
     "TiledPackedMatMul": tiled_matmul,
     "UnpackedTiles": unpacked_tiles,
+    "UnpackedBytes": unpacked_bytes,
+    "RowBytes": row_numbers,
 }

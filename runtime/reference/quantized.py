@@ -49,6 +49,7 @@ def epilogue(
     total: Array,
     channel: Array,
     residual: Array | None,
+    row_scales: Array | None = None,
     *,
     stages: Sequence[Sequence[Any]],
     residual_scale: float,
@@ -58,9 +59,13 @@ def epilogue(
     zero: int,
     output_dtype: DType,
 ) -> Array:
-    """Sums ``[n, channels, ...]`` to results of ``output_dtype``. ``channel``: each channel's scale and bias, ``[channels, 2]``."""
+    """Sums ``[n, channels, ...]`` to results of ``output_dtype``. ``channel``: each channel's scale and bias, ``[channels, 2]``.
+    ``row_scales``: a further factor of each of the n."""
     shape = (1, -1, *(1,) * (total.ndim - 2))
-    x = total.astype(F) * channel[:, 0].reshape(shape)
+    x = total.astype(F)
+    if row_scales is not None:
+        x = x * row_scales.reshape(-1, *(1,) * (total.ndim - 1))
+    x = x * channel[:, 0].reshape(shape)
     r = None
     if residual is not None:
         r = residual.astype(F)
@@ -117,13 +122,18 @@ def conv(
 
 
 def matmul(
-    x: Array, weight: Array, channel: Array, residual: Array | None = None, **requantize: Any
+    x: Array,
+    weight: Array,
+    channel: Array,
+    residual: Array | None = None,
+    row_scales: Array | None = None,
+    **requantize: Any,
 ) -> tuple[Array, ...]:
     """Rows ``[..., k]`` times 8-bit weights ``[n, k]``, then :func:`epilogue` with one channel per column."""
     w = unpermuted(weight, len(channel)).reshape(len(channel), -1).astype(np.float64)
     rows = x.reshape(-1, x.shape[-1]).astype(np.float64) @ w.T
     second = None if residual is None else residual.reshape(rows.shape)
-    return (epilogue(rows, channel, second, **requantize).reshape(*x.shape[:-1], len(channel)),)
+    return (epilogue(rows, channel, second, row_scales, **requantize).reshape(*x.shape[:-1], len(channel)),)
 
 
 def mean(

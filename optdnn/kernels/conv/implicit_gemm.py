@@ -217,6 +217,8 @@ def _refuse_registers(problem: Problem, config: Config) -> str | None:
         )
     if problem.row_norm is not None and config.wide:
         return "rows are normalized after up to 128 accumulators per thread"
+    if problem.row_scale and config.mt == 2 and 224 < config.mt * config.bn <= 256:
+        return "two subtiles of so many sums, and the scales of their rows, exceed the registers"
     threads = config.threads + problem.helpers
     limit = WIDE_REGISTERS if config.wide else register_limit(threads, config.blocks)
     sets = 2 if config.mt * config.bn <= TWO_SETS else 1  # two sets of sums where they are short
@@ -230,7 +232,9 @@ def _refuse_registers(problem: Problem, config: Config) -> str | None:
 
 def _refuse_parts(problem: Problem, config: Config) -> str | None:
     """Why blocks cannot load together or take spans of K steps, or None."""
-    if problem.item == 1 and (config.sharers > 1 or config.stream):
+    if problem.row_scale and (config.split > 1 or config.stream):
+        return "sums that are multiplied by their rows' scales are whole"
+    if problem.item == 1 and (config.stream or (config.sharers > 1 and not problem.row_scale)):
         return "tiles of 8-bit operands that load together, or are cut by stream-K, have not been measured"
     if config.sharers > 1 and (reason := _refuse_sharing(config)):
         return reason
@@ -349,6 +353,7 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str, pairs
         **({"VOLUME": 1, "TOGETHER": problem.together} if problem.volume else {}),
         **({"ONE_MATRIX": 1} if problem.one_matrix else {}),
         **({"ROW_BIAS": 1} if problem.row_bias else {}),
+        **({"ROW_SCALED": 1} if problem.row_scale else {}),
         **({"MOMENTS": 1} if problem.moments else {}),
         **({"MOMENT_ROWS": problem.moment_rows} if problem.moments and problem.moment_rows > 1 else {}),
         **({"IMAGE_NORM": 1} if problem.norm is not None and problem.norm.image else {}),

@@ -132,6 +132,8 @@ def parameters(
         made.i32(problem.norm.image // MOMENT_ROWS)
     if problem.row_bias:
         made.pointer("row_bias")
+    if problem.row_scale:
+        made.pointer("row_scales")
     if problem.turn is not None:
         made.pointer(*present("angles")).i32(problem.turn.channels, problem.turn.positions)
     return made

@@ -239,6 +239,8 @@ class Problem:
     """Whether the pixels of all products of a stack are one constant matrix."""
     row_bias: bool = False
     """Whether each row of a product has a bias, with which its sums begin."""
+    row_scale: bool = False
+    """Whether the sums of each row of int8 are multiplied by a scale of the row, and the weights are another launch's result."""
     beside: tuple[render.Stage, ...] | None = None
     """Stages of every second channel, whose value ``epilogue`` of the channel before it reads where it would read a residual: the two are
     one 16-bit result. A channel then counts as one byte of the result. None: each channel is a result."""
@@ -276,6 +278,8 @@ class Problem:
             raise InternalError("packed weights lie along K")
         if (self.one_matrix or self.row_bias) and not self.stack:
             raise InternalError("rows that are one matrix, or have a bias each, are of stacks of products")
+        if self.row_scale and (self.dtype != "int8" or self.out_item != 2 or not self.rows_alone):
+            raise InternalError("rows that have a scale each are of products of int8 with 16-bit results")
         if self.beside is not None and (self.item != 2 or self.out_dtype != self.dtype or not self.rows_alone):
             raise InternalError("pairs of channels are of rows in 16 bits")
         if self.bands > 1 and (self.channels % self.bands or len(self.sources) > 1 or self.stack or self.prologue):

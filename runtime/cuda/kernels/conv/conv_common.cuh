@@ -30,6 +30,9 @@ struct Source {
 #ifndef ONE_MATRIX
 #define ONE_MATRIX 0              // whether the pixels of all products of a stack are one matrix, which no launch before writes
 #endif
+#ifndef ROW_SCALED
+#define ROW_SCALED 0              // whether sums of integers are multiplied by a number of their pixel
+#endif
 #ifndef ROW_BIAS
 #define ROW_BIAS 0                // whether sums begin with a number of their pixel
 #endif
@@ -81,6 +84,9 @@ struct Params {
 #endif
 #if ROW_BIAS
     const float* row_bias;                         // of each pixel of a product, an even number of them
+#endif
+#if ROW_SCALED
+    const float* row_scales;                       // likewise
 #endif
 #if TURNED
     const uint4* angles;                           // of each position

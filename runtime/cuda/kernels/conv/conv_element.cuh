@@ -4,6 +4,7 @@
 // generated.cuh defines OPERAND_ITEM and OUT_ITEM (bytes of an operand, and of a result or residual; 4: fp32, for DIRECT stores alone), INTEGER (sums are int, else float), and
 // for results of one byte OUT_FLOAT8, OUT_ZERO (whether a zero point is added), RESIDUAL_UNSIGNED. 16-bit types: see pack2() in ptx.cuh.
 // SCALED: 16-bit sums and residuals are multiplied by a factor of the channel, then a shift is added, in epilogue().
+// ROW_SCALED: RowScales has made integer sums floats, in place.
 // PAIRED: a channel and the next one become one 16-bit result, so OUT_ITEM is 1. Where epilogue() of the first channel would read a
 // residual, it gets what epilogue_beside() makes of the second.
 #pragma once
@@ -31,8 +32,13 @@ DEVICE Channel no_channel() { return make_float2(0.0f, 0.0f); }
 #if SCALED
 DEVICE float finished(const Requantize&, Acc sum, Channel c, float r) { return epilogue(sum, c, r); }
 #else
+#if ROW_SCALED
+DEVICE float widened(Acc sum) { return __int_as_float(sum); }
+#else
+DEVICE float widened(Acc sum) { return float(sum); }
+#endif
 DEVICE float finished(const Requantize& q, Acc sum, Channel c, float r) {
-    return epilogue(__fmul_rn(float(sum), c.x), c.y, r, q.constants);
+    return epilogue(__fmul_rn(widened(sum), c.x), c.y, r, q.constants);
 }
 #endif
 DEVICE void load_four(const Channel* from, int at, int count, Channel (&c)[4]) {

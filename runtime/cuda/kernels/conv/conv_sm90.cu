@@ -21,6 +21,7 @@
 // BATCHED: a stack of products, each with weights of its own, which are another tensor: tensor maps have two more axes, and a tile is one of
 // one product. ACROSS: its rows are K (wgmma's MN-major operand). ONE_MATRIX: their pixels are one constant matrix, which is loaded before
 // griddepcontrol.wait as weights are elsewhere. ROW_BIAS: a bias of each pixel, with which its sums begin.
+// ROW_SCALED: a scale of each pixel, by which its sums of integers are multiplied; weights are another kernel's result, too.
 //
 // BANDED: channels come in bands, each a sum over the pixels' channels of its own band alone (of a grouped convolution: several groups).
 //
@@ -92,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     if (warp == CONSUMERS / 32) {
         if (elect_one()) {
             Place to = place(p, first_tile, sharer, k_begin);
-            if (BATCHED && !ONE_MATRIX) grid_dependency_wait();    // else weights, or the matrix, come first: they depend on no other kernel
+            if ((BATCHED && !ONE_MATRIX) || ROW_SCALED) grid_dependency_wait();    // else weights, or the matrix, come first: they depend on no other kernel
             const int primed = k_count < STAGES ? k_count : STAGES;
             if (WEIGHTS_STATIONARY) {
                 barrier_expect(weights_full, k_count * WEIGHT_BYTES);
@@ -286,6 +287,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #endif
             }
 #endif
+#if ROW_SCALED
+            RowScales scales;
+            scales.load(p, tile_pixel + group_pixel, lane);
+#endif
             // Few columns: a product's latency exceeds its work. Two sets of sums, added at the end, keep two products in flight.
             int previous = 0;
             // In turn: the stages before this tile's have been waited for then, so a stage's parity says which of its fills is meant.
@@ -325,6 +330,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                         if (++stage == STAGES) stage = 0, parity ^= 1;
                     });
 #endif
+#if ROW_SCALED && DIRECT
+            #pragma unroll
+            for (int i = 0; i < MT * BN / 8; i++) scales.apply(&sum[i / (BN / 8)][i % (BN / 8) * 4], i % (BN / 8), lane);
+#endif
 #if NORMED
 #if DIRECT
             constexpr int buffer = 0, buffer_parity = 0;
@@ -351,7 +360,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 const u32 row = own + m * OUT_BYTES + ((lane >> 4) * 8 + (lane & 7)) * 128 +
                                 (((quarter * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
                 #pragma unroll
-                for (int j = 0; j < BN / 16; j++) finish_16_pixels(p, row + j * 16 * 128, &sum[m][j * 8], constants[m], added_residual<4>(own_factors + j * 128, columns[m]));
+                for (int j = 0; j < BN / 16; j++) {
+#if ROW_SCALED
+                    scales.apply(&sum[m][j * 8], 2 * j, lane), scales.apply(&sum[m][j * 8 + 4], 2 * j + 1, lane);   // with a finish each: else sums spill
+#endif
+                    finish_16_pixels(p, row + j * 16 * 128, &sum[m][j * 8], constants[m], added_residual<4>(own_factors + j * 128, columns[m]));
+                }
+#if ROW_SCALED
+                if (BN % 16) scales.apply(&sum[m][BN / 16 * 8], BN / 8 - 1, lane);
+#endif
                 if (BN % 16)
                     finish_8_pixels(p, row - (lane >> 4) * 8 * 128 + (BN / 16) * 16 * 128, &sum[m][BN / 16 * 8], constants[m],
                                     added_residual<2>(own_factors + BN / 16 * 128, columns[m]));

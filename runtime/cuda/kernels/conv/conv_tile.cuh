@@ -71,6 +71,38 @@ DEVICE void begin_sums(const Params& p, int first_pixel, int lane, Acc (&acc)[SE
 }
 #endif
 
+#if ROW_SCALED
+static_assert(INTEGER && SPLIT == 1 && !STREAM, "whole sums of integers become floats once");
+
+// The scales of a tile's pixels, which another kernel has made: a warp holds each once, and lane 4 j + t of pixels 8 j + 2 t, + 1.
+struct RowScales {
+    float2 held[(BN + 63) / 64];
+
+    __device__ __forceinline__ void load(const Params& p, int first_pixel, int lane) {
+        const int last = (p.pixel_count - 1) & ~1;             // of the pairs
+        #pragma unroll
+        for (int i = 0; i < (BN + 63) / 64; i++)
+            held[i] = *reinterpret_cast<const float2*>(p.row_scales + min(first_pixel + i * 64 + lane * 2, last));
+    }
+
+    // Another lane's number; volatile, since numbers that are kept from one subtile to the next make sums spill.
+    static __device__ __forceinline__ float of_lane(float x, int lane) {
+        float y;
+        asm volatile("shfl.sync.idx.b32 %0, %1, %2, 31, 0xffffffff;" : "=f"(y) : "f"(x), "r"(lane));
+        return y;
+    }
+
+    // The sums of eight pixels times their scales, as floats in the same registers.
+    __device__ __forceinline__ void apply(Acc* four, int eight, int lane) const {
+        const float2 own = held[eight / 8];
+        const int from = eight % 8 * 4 + lane % 4;
+        const float2 scale = make_float2(of_lane(own.x, from), of_lane(own.y, from));
+        #pragma unroll
+        for (int i = 0; i < 4; i++) four[i] = __float_as_int(__fmul_rn(float(four[i]), i % 2 ? scale.y : scale.x));
+    }
+};
+#endif
+
 // A block stays until its peers are done: they count on its barriers. At the end of each role, since registers are moved for a
 // branch of its own alone.
 DEVICE void leave() {

@@ -1,10 +1,11 @@
-// Packed weights as 16-bit floats in rows of channels, for products of many rows.
+// Packed weights in rows of channels, for products of many rows: 16-bit floats, or (EIGHT_BITS) int8 numbers with one scale a channel.
 //
 //   out[column, k] = (number[column, k] - zero) * scale
+//   out[column, k] = round((number[column, k] - zero) * (scale * inverse[column]))
 //
 // A warp takes a chunk at a time: it unpacks its registers, turns them in shared memory, and stores 16 bytes a lane.
 //
-// generated.cuh defines WARPS, DEPTH (chunks of a warp), and what packed.cuh says.
+// generated.cuh defines WARPS, DEPTH (chunks of a warp), EIGHT_BITS, and what packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -13,26 +14,35 @@
 
 struct Params {
     PackedWeights weights;
-    u16* output;                                   // [columns][pitch], rows aligned to 16 bytes
-    int columns, pitch;                            // what is beyond K is stored, too, up to the pitch
+    u8* output;                                    // [columns][pitch], rows aligned to 16 bytes
+    int columns, pitch;                            // in bytes; what is beyond K is stored, too, up to the pitch
+    const float* inverse;                          // of each column, 16 at a time: 127 by its largest magnitude
 };
 
-constexpr int ROW_WORDS = CHUNK_K / 2 + 4;         // eight rows of four lanes lie in other banks
-constexpr int ROW_VECTORS = CHUNK_K / 8;           // of 16 bytes
+constexpr int ITEM = EIGHT_BITS ? 1 : 2;           // bytes of a number
+constexpr int ROW_WORDS = CHUNK_K * ITEM / 4 + 4;  // eight rows of four lanes lie in other banks
+constexpr int ROW_VECTORS = CHUNK_K * ITEM / 16;   // of 16 bytes
 
-DEVICE void store_pair(u32* row, int at, u32 pair, float scale) {
-    row[at] = pack2(low_float(pair) * scale, high_float(pair) * scale);
+// A pair of whole numbers times their factor, where two numbers of a row lie.
+DEVICE void store_pair(u32* row, int at, u32 pair, float factor) {
+#if EIGHT_BITS
+    constexpr float MAGIC = 12582912.0f;           // 1.5 * 2^23: the sum's low byte is the rounded product
+    const u32 low = __float_as_uint(__fmaf_rn(low_float(pair), factor, MAGIC)), high = __float_as_uint(__fmaf_rn(high_float(pair), factor, MAGIC));
+    reinterpret_cast<u16*>(row)[at] = u16(__byte_perm(low, high, 0x0040));
+#else
+    row[at] = pack2(low_float(pair) * factor, high_float(pair) * factor);
+#endif
 }
 
 // The lane's numbers of a chunk, times their scales, to rows g and g + 8.
-DEVICE void unpack_chunk(u32* turned, const Chunk& chunk, int lane) {
+DEVICE void unpack_chunk(u32* turned, const Chunk& chunk, const float (&inverse)[2], int lane) {
     #pragma unroll
     for (int h = 0; h < 2; h++) {
         u32* row = turned + (lane / 4 + h * 8) * ROW_WORDS;
         #pragma unroll
         for (int step = 0; step < STEPS; step++) {
             const int group = step / GROUP_STEPS, at = step % (STEPS / 4) * 2;
-            const float scale = scale_at(chunk.scales[h], group);
+            const float scale = EIGHT_BITS ? __fmul_rn(scale_at(chunk.scales[h], group), inverse[h]) : scale_at(chunk.scales[h], group);
             u32 pair[PAIRS];
             unpack_word(pair, word_of(chunk.weights[h], step * 4 / STEPS), zero_at(chunk, h, group));
             store_pair(row, step * 8 + lane % 4, pair[at], scale);
@@ -57,13 +67,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) packed_dense(const __gr
     for (int d = 0; d < DEPTH; d++) {
         if (first + d >= count) return;            // a whole warp
         const int tile = (first + d) / p.weights.chunks, k = (first + d) % p.weights.chunks * CHUNK_K;
-        unpack_chunk(turned, ahead[d], lane);
+        float inverse[2] = {1.0f, 1.0f};
+        if (EIGHT_BITS) inverse[0] = __ldg(p.inverse + tile * 16 + lane / 4), inverse[1] = __ldg(p.inverse + tile * 16 + lane / 4 + 8);
+        unpack_chunk(turned, ahead[d], inverse, lane);
         __syncwarp();
         #pragma unroll
         for (int i = 0; i < 16 * ROW_VECTORS / 32; i++) {
             const int row = (i * 32 + lane) / ROW_VECTORS, vector = (i * 32 + lane) % ROW_VECTORS, column = tile * 16 + row;
-            if (column < p.columns && k + vector * 8 < p.pitch)
-                *reinterpret_cast<uint4*>(p.output + (long long)column * p.pitch + k + vector * 8) =
+            if (column < p.columns && k * ITEM + vector * 16 < p.pitch)
+                *reinterpret_cast<uint4*>(p.output + (long long)column * p.pitch + k * ITEM + vector * 16) =
                     *reinterpret_cast<const uint4*>(turned + row * ROW_WORDS + vector * 4);
         }
         __syncwarp();

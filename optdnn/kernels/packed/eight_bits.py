@@ -1,0 +1,200 @@
+"""Products of many rows with packed weights in 8 bits: rows become int8 numbers with a scale each, weights with a scale a column, by
+launches before the product's own. Only where the operator lets its rows be rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
+from optdnn.kernels.conv import hopper_launch
+from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv import parameters as conv_params
+from optdnn.kernels.conv import problem as conv_problem
+from optdnn.kernels.conv.fused import finish
+from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
+from optdnn.kernels.packed import dense_kernel as dense
+from optdnn.kernels.packed import row_bytes_kernel as row_bytes
+from optdnn.kernels.packed.problem import Problem
+from optdnn.kernels.packed.product import OPERANDS, described, matrix, packed_operands, refusal, row_count
+from optdnn.kernels.packed.tactics import LEAST_ROWS, PackedWgmma
+from optdnn.kernels.tactic import Offer, costlier
+from optdnn.ops.requantize import LARGEST, Requantize, pad_channels
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.reference.packed import by_number, numbers_of
+from optdnn.runtime.reference.quantized import STAGES
+from optdnn.types import DTYPES, FP32, FP64, INT8, Array, bits_of, is_float
+
+UNIT = 16
+"""Numbers in 16 bytes."""
+_NUMBERS, _SCALES = (-8,), (-32,)
+"""What stands in the place of strides, among the builder's copies, for the numbers and for the scales of rows."""
+
+
+@dataclass(frozen=True)
+class BytesProblem:
+    """The weights, and the product with them as int8."""
+
+    packed: Problem
+    product: conv_problem.Problem
+
+
+@lru_cache(maxsize=1024)
+def _offers(problem: BytesProblem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    """The product's configurations, with the time of all three launches. Sums have one value in any order."""
+    packed = problem.packed
+    first = dense.estimate(packed, 1) + row_bytes.estimate(packed.rows, packed.depth)
+    return tuple(replace(o, seconds=first + (o.seconds or 0.0)) for o in hopper_launch.ranked(problem.product, gpu))
+
+
+def column_magnitudes(weights: Array, scales: Array, zeros: Array | None, attrs: Any) -> Array:
+    """The largest magnitude of each column's weights, fp32 [N]; operands and attributes of a PackedMatMul."""
+    numbers = numbers_of(weights, attrs.code, attrs.K, attrs.block_size)
+    dtype = DTYPES[attrs.code]
+    numbers = numbers.astype(FP32) if is_float(dtype) else numbers.view(np.uint8)
+    starts = np.arange(0, attrs.K, attrs.block_size)
+    ends = [f.reduceat(numbers, starts, axis=1).astype(FP32) for f in (np.minimum, np.maximum)]
+    rows, blocks = ends[0].shape
+    each = [None if v is None else by_number(v, rows, blocks, 1, attrs.block_rows).astype(FP32) for v in (scales, zeros)]
+    assert each[0] is not None
+    zero = np.float32(0 if is_float(dtype) else 1 << (bits_of(dtype) - 1)) if each[1] is None else each[1]
+    found: Array = np.max([np.abs((end - zero) * each[0]) for end in ends], axis=(0, 2))
+    return found
+
+
+def inverted(magnitudes: Array) -> Array:
+    """What makes the largest magnitude of each column 127; 0 for columns of zeros."""
+    return np.divide(np.float32(127), magnitudes, out=np.zeros_like(magnitudes), where=magnitudes > 0)
+
+
+class PackedBytes(MatrixProduct):
+    """PackedMatMul of rows that may be rounded to int8, on the tensor cores' integers."""
+
+    name = "packed_8bit"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if not op.attrs.rounded_rows:
+            return "its rows must not be rounded to 8 bits (w4a8 lets them)"
+        if not b.gpu.hopper:
+            return f"it needs Hopper's wgmma and TMA (sm_90a), not {b.arch}"
+        if (why := refusal(b, op)) is not None:
+            return why
+        if row_count(op) < LEAST_ROWS:
+            return f"it is for {LEAST_ROWS} rows and more, not {row_count(op)}"
+        if op.attrs.K > row_bytes.DEEPEST:
+            return f"its rows have {op.attrs.K} numbers; {row_bytes.DEEPEST} are the most"
+        zeros = b.graph.constant_value(op.input(3))
+        if zeros is not None and zeros.dtype != np.uint8:
+            return "its zero points are floats, whose differences from numbers are rounded"
+        stages = self.rows(b, op).ep.rendered
+        if unknown := sorted({str(s[0]) for s in stages} - {"add", "mul", *STAGES}):
+            return f"8-bit products have no stage {', '.join(unknown)}"
+        if len(render.constants_of(stages)) > conv_params.MAX_CONSTANTS:
+            return "its stages have too many constants"
+        return None
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """The cost model decides, unmeasured."""
+        return costlier(b, op, self, PackedWgmma())
+
+    def problem(self, b: Builder, op: Op) -> BytesProblem:
+        return self._problem(b, op, self.rows(b, op))
+
+    @staticmethod
+    def _problem(b: Builder, op: Op, rows: Rows) -> BytesProblem:
+        packed = described(b, op, rows)
+        wide = up(packed.columns, 8)
+        pitches = [conv_maps.pitch_of(x) for x in (rows.out, rows.residual) if x is not None]
+        product = conv_problem.Problem(
+            packed.rows, wide, (conv_problem.Source(1, 1, up(packed.depth, UNIT)),), packed.epilogue, "int8",
+            map_dtype(rows.out.dtype), row_scale=True, dense=packed.columns == wide and set(pitches) == {wide},
+        )  # fmt: skip
+        return BytesProblem(packed, product)
+
+    def offers(self, problem: BytesProblem, gpu: GpuFacts) -> Sequence[Offer]:
+        return _offers(problem, gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        rows = self.rows(b, op)
+        problem = self._problem(b, op, rows)
+        x, out = b.made(rows.x), b.made(rows.out)
+        residual = None if rows.residual is None else b.made(rows.residual)
+        numbers, scales = _rounded(b, op, x)
+        magnitudes = b.kept.once(
+            ("column magnitudes",), [b.weights(op)], lambda: column_magnitudes(*self._constants(b, op), op.attrs)
+        )
+        weights = self._unpacked(b, op, problem, inverted(magnitudes), x)
+        self._multiply(b, op, problem, replace(rows, x=numbers, residual=residual, out=out), weights, scales, magnitudes, config)
+        between = rows.between if rows.between.buffer == out.buffer else replace(rows.between, buffer=out.buffer)
+        finish(b, op, rows.ep, between, b.target(op.value))
+
+    @staticmethod
+    def _constants(b: Builder, op: Op) -> tuple[Array, Array, Array | None]:
+        scales = b.graph.constant_value(op.input(2))
+        assert scales is not None
+        return b.weights(op), scales.astype(FP32) if scales.dtype == FP64 else scales, b.graph.constant_value(op.input(3))
+
+    @staticmethod
+    def _unpacked(b: Builder, op: Op, problem: BytesProblem, inverse: Array, x: TensorView) -> TensorView:
+        """The weights ``[columns, depth]`` as int8, by a launch of their own, which is ordered behind the rows."""
+        packed, name = problem.packed, op.outputs[0].name
+        pitch = problem.product.k_steps * problem.product.block
+        made = b.new(f"{name}.unpacked", INT8, (packed.columns, packed.depth), (pitch, 1))
+        filled = np.zeros(up(packed.columns, 16), np.float32)
+        filled[: len(inverse)] = inverse
+        factors = b.constant(filled, f"{name}.inverse")
+        operands = {**packed_operands(b, op, packed), "inverse": factors}
+        attrs = {"code": packed.code, "K": packed.depth, "N": packed.columns, "block_size": packed.block}
+        reads = [*map(operands.get, OPERANDS), factors.view((packed.columns,), (1,)), matrix(x)]
+        b.emit(op, dense.launch(packed, b.gpu, pitch), {**operands, "output": made}, "UnpackedBytes", attrs, reads, [made])
+        return made
+
+    @staticmethod
+    def _multiply(
+        b: Builder, op: Op, problem: BytesProblem, rows: Rows, weights: TensorView, scales: TensorView, magnitudes: Array,
+        config: Any,
+    ) -> None:  # fmt: skip
+        """The product's launch. ``rows``: whose x is int8, and whose tensors are made."""
+        product, columns = problem.product, problem.packed.columns
+        channel = np.zeros((columns, 2), np.float32)
+        channel[:, 0] = magnitudes / np.float32(127)
+        if rows.ep.bias is not None:
+            channel[:, 1] = rows.ep.bias
+        pairs = b.constant(pad_channels(channel), f"{op.outputs[0].name}.channels")
+        feed = conv_maps.Feed(rows.x, np.empty((columns, problem.packed.depth, 1, 1), np.int8), *conv_maps.POINTWISE)
+        operands = {"weights": weights, "channel": pairs, "output": rows.out, "row_scales": scales, **hopper_launch.pixels([feed])}
+        if rows.residual is not None:
+            operands["residual"] = rows.residual
+        numbers = Requantize(low=-LARGEST, high=LARGEST)
+        attrs = {
+            "stages": product.epilogue, "residual_scale": 1.0, "residual_zero": 0, "low": -LARGEST, "high": LARGEST, "zero": 0,
+            "output_dtype": rows.out.dtype,
+        }  # fmt: skip
+        reads = [
+            matrix(rows.x), weights, pairs.view((columns, 2), (2, 1)),
+            None if rows.residual is None else matrix(rows.residual), scales.view((problem.packed.rows,), (1,)),
+        ]  # fmt: skip
+        made = hopper_launch.launch(product, config, b.gpu, [feed], operands, requantize=numbers)
+        hopper_launch.emit(b, op, made, product, config, operands, ("QuantizedMatMul", attrs, reads), matrix(rows.out))
+
+
+def _rounded(b: Builder, op: Op, x: TensorView) -> tuple[TensorView, TensorView]:
+    """Rows of ``x`` as int8 and their scales (an even number of them), by one launch for all products that read them."""
+    kept = [b._copies.get((x, what)) for what in (_NUMBERS, _SCALES)]
+    if kept[0] is not None and kept[1] is not None:
+        return kept[0], kept[1]
+    rows, depth = x.shape[:2]
+    stored, name = up(depth, UNIT), op.outputs[0].name
+    numbers = b.new(f"{name}.numbers", INT8, (rows, depth, 1, 1), (stored, 1, depth, depth))
+    scales = b.new(f"{name}.row_scales", FP32, (up(rows, 2),))
+    launch = row_bytes.launch(rows, depth, x.strides[0], stored, map_dtype(x.dtype), b.arch)
+    written = [matrix(numbers), scales.view((rows,), (1,))]
+    b.emit(op, launch, {"x": x, "numbers": numbers, "scales": scales}, "RowBytes", {}, [matrix(x)], written)
+    b._copies[x, _NUMBERS], b._copies[x, _SCALES] = numbers, scales
+    return numbers, scales
