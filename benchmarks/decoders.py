@@ -1,7 +1,7 @@
 """Language models of public shapes with seeded weights, a token for each sequence a call: what decoding costs.
 
 A workload is ``decoders/NAME:BATCH`` with settings. ``layers``: fewer than the model has, to measure in a short time. ``bits``: 16
-(MatMul), or 4 or 8 (MatMulNBits in blocks of 128). ``capacity``: of the caches. ``position``: how many tokens they hold.
+(MatMul), or 4 or 8 (MatMulNBits in blocks of 128). ``row_bits``: 8 lets the rows of these be rounded to int8. ``capacity``: of the caches. ``position``: how many tokens they hold.
 ``tokens``: of a prompt, which a call reads at once from position 0 on; logits are those of its last token.
 """
 
@@ -39,6 +39,7 @@ class Decoder:
     capacity: int = 4096
     position: int = 1024
     bits: int = 16
+    row_bits: int = 16
     batch: int = 1
     tokens: int = 1
 
@@ -125,6 +126,7 @@ class ModelWriter:
         scales *= self.rng.choice((-1, 1), scales.shape)
         weights = [self.constant(f"{out}.{n}", a) for n, a in (("weight", packed), ("scale", scales.astype(FP16)))]
         sizes = {"K": depth, "N": columns, "bits": bits, "block_size": BLOCK}
+        sizes |= {"accuracy_level": 4} if self.decoder.row_bits == 8 else {}
         return self.node("MatMulNBits", out, x, *weights, domain="com.microsoft", **sizes)
 
     def norm(self, out: str, x: str) -> str:

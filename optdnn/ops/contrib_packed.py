@@ -91,8 +91,12 @@ def _bytes_or_default(e: Emit, zeros: Array, bits: int) -> Ref | None:
     return None if (zeros == 1 << (bits - 1)).all() else e.const(zeros)
 
 
+_INT8_ROWS = 4
+"""The ``accuracy_level`` that lets the other operand be int8."""
+
+
 def matmul_n_bits(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """MatMulNBits: blocks of K, each with a scale. ``accuracy_level`` only permits rounding, so it changes nothing."""
+    """MatMulNBits: blocks of K, each with a scale. ``accuracy_level`` 4 lets the rows be rounded to int8; other levels change nothing."""
     refuse_operands(node, g_idx=4)
     refuse_attributes(node, "weight_prepacked")
     x, weights, scales = needs(node, 0, 1, 2)
@@ -108,7 +112,8 @@ def matmul_n_bits(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     weights = _sized(node, e, weights, (n, row), f"weights of {bits_of(DTYPES[code])} bits")
     scales = _sized(node, e, scales, (n, blocks), "scales")
     zero = packed_zeros(node, e, node.input(3), code, scales, (n, -(-blocks * bits_of(DTYPES[code]) // 8)))
-    (y,) = e.op("PackedMatMul", [x, weights, scales, zero], PackedMatMulAttrs(code, k, block))
+    attrs = PackedMatMulAttrs(code, k, block, rounded_rows=int(node.get("accuracy_level", 0)) == _INT8_ROWS)
+    (y,) = e.op("PackedMatMul", [x, weights, scales, zero], attrs)
     if node.input(5) is None:
         return (y,)
     return (emit(e, "Add", y, _sized(node, e, node.inputs[5], (n,), "bias")),)

@@ -164,9 +164,7 @@ def unpacked_bytes(
 ) -> tuple[Array, ...]:
     """UnpackedBytes: packed weights in tiles as int8 [N, K], whose scales are ``inverse`` [N], inverted. ``after`` only orders the
     steps."""
-    whole = unpacked_tiles(
-        tiles, np.ones_like(scales), zeros, code=code, K=K, N=N, block_size=block_size
-    )[0]
+    whole = unpacked_tiles(tiles, np.ones_like(scales), zeros, code=code, K=K, N=N, block_size=block_size)[0]
     factors = by_number(rows_of_tiles(scales), N, K, block_size, 1)[:N].astype(FP32) * inverse[:N, None]
     return (np.rint(whole.astype(FP64) * factors).astype(np.int8),)
 

@@ -149,12 +149,12 @@ def operands_of(case: Case, o: Operands) -> dict[str, Array]:
     return {"x": x, "bias": bias, "residual": o.residual, **tiled(case, o)}
 
 
-def network(case: Case) -> Graph:
-    """The product of a case, a bias and its stages."""
+def network(case: Case, *, rounded: bool = False) -> Graph:
+    """The product of a case, a bias and its stages. ``rounded``: whether its rows may be rounded to int8."""
     p, o, n = case.problem, drawn(case), Net()
     x = n.op("Abs", n.input(p.rows, p.depth))
     constants = [None if a is None else n.graph.add_constant(a) for a in (o.packed, o.scales, o.zeros)]
-    y = n.op("PackedMatMul", x, *constants, attrs=PackedMatMulAttrs(p.code, p.depth, p.block))
+    y = n.op("PackedMatMul", x, *constants, attrs=PackedMatMulAttrs(p.code, p.depth, p.block, rounded_rows=rounded))
     y = n.op("Add", y, n.const(o.bias))
     for name, *values in case.stages:
         if name == "silu":

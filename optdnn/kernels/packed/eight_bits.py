@@ -61,7 +61,9 @@ def column_magnitudes(weights: Array, scales: Array, zeros: Array | None, attrs:
     starts = np.arange(0, attrs.K, attrs.block_size)
     ends = [f.reduceat(numbers, starts, axis=1).astype(FP32) for f in (np.minimum, np.maximum)]
     rows, blocks = ends[0].shape
-    each = [None if v is None else by_number(v, rows, blocks, 1, attrs.block_rows).astype(FP32) for v in (scales, zeros)]
+    each = [
+        None if v is None else by_number(v, rows, blocks, 1, attrs.block_rows).astype(FP32) for v in (scales, zeros)
+    ]
     assert each[0] is not None
     zero = np.float32(0 if is_float(dtype) else 1 << (bits_of(dtype) - 1)) if each[1] is None else each[1]
     found: Array = np.max([np.abs((end - zero) * each[0]) for end in ends], axis=(0, 2))
@@ -126,11 +128,16 @@ class PackedBytes(MatrixProduct):
         x, out = b.made(rows.x), b.made(rows.out)
         residual = None if rows.residual is None else b.made(rows.residual)
         numbers, scales = _rounded(b, op, x)
+        constants = self._constants(b, op)
         magnitudes = b.kept.once(
-            ("column magnitudes",), [b.weights(op)], lambda: column_magnitudes(*self._constants(b, op), op.attrs)
+            ("column magnitudes",),
+            [a for a in constants if a is not None],
+            lambda: column_magnitudes(*constants, op.attrs),
         )
         weights = self._unpacked(b, op, problem, inverted(magnitudes), x)
-        self._multiply(b, op, problem, replace(rows, x=numbers, residual=residual, out=out), weights, scales, magnitudes, config)
+        self._multiply(
+            b, op, problem, replace(rows, x=numbers, residual=residual, out=out), weights, scales, magnitudes, config
+        )
         between = rows.between if rows.between.buffer == out.buffer else replace(rows.between, buffer=out.buffer)
         finish(b, op, rows.ep, between, b.target(op.value))
 
@@ -138,7 +145,11 @@ class PackedBytes(MatrixProduct):
     def _constants(b: Builder, op: Op) -> tuple[Array, Array, Array | None]:
         scales = b.graph.constant_value(op.input(2))
         assert scales is not None
-        return b.weights(op), scales.astype(FP32) if scales.dtype == FP64 else scales, b.graph.constant_value(op.input(3))
+        return (
+            b.weights(op),
+            scales.astype(FP32) if scales.dtype == FP64 else scales,
+            b.graph.constant_value(op.input(3)),
+        )
 
     @staticmethod
     def _unpacked(b: Builder, op: Op, problem: BytesProblem, inverse: Array, x: TensorView) -> TensorView:
@@ -152,7 +163,9 @@ class PackedBytes(MatrixProduct):
         operands = {**packed_operands(b, op, packed), "inverse": factors}
         attrs = {"code": packed.code, "K": packed.depth, "N": packed.columns, "block_size": packed.block}
         reads = [*map(operands.get, OPERANDS), factors.view((packed.columns,), (1,)), matrix(x)]
-        b.emit(op, dense.launch(packed, b.gpu, pitch), {**operands, "output": made}, "UnpackedBytes", attrs, reads, [made])
+        b.emit(
+            op, dense.launch(packed, b.gpu, pitch), {**operands, "output": made}, "UnpackedBytes", attrs, reads, [made]
+        )
         return made
 
     @staticmethod
@@ -168,7 +181,13 @@ class PackedBytes(MatrixProduct):
             channel[:, 1] = rows.ep.bias
         pairs = b.constant(pad_channels(channel), f"{op.outputs[0].name}.channels")
         feed = conv_maps.Feed(rows.x, np.empty((columns, problem.packed.depth, 1, 1), np.int8), *conv_maps.POINTWISE)
-        operands = {"weights": weights, "channel": pairs, "output": rows.out, "row_scales": scales, **hopper_launch.pixels([feed])}
+        operands = {
+            "weights": weights,
+            "channel": pairs,
+            "output": rows.out,
+            "row_scales": scales,
+            **hopper_launch.pixels([feed]),
+        }
         if rows.residual is not None:
             operands["residual"] = rows.residual
         numbers = Requantize(low=-LARGEST, high=LARGEST)

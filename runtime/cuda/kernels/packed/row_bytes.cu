@@ -30,7 +30,7 @@ DEVICE u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }    //
 DEVICE u32 four_bytes(float a, float b, float c, float d, float inverse) {
     const u32 low = __byte_perm(__float2int_rn(__fmul_rn(a, inverse)), __float2int_rn(__fmul_rn(b, inverse)), 0x0040);
     const u32 high = __byte_perm(__float2int_rn(__fmul_rn(c, inverse)), __float2int_rn(__fmul_rn(d, inverse)), 0x0040);
-    return low | high << 16;
+    return __byte_perm(low, high, 0x5410);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) row_bytes(const __grid_constant__ Params p) {
