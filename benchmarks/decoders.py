@@ -1,8 +1,9 @@
 """Language models of public shapes with seeded weights, a token for each sequence a call: what decoding costs.
 
 A workload is ``decoders/NAME:BATCH`` with settings. ``layers``: fewer than the model has, to measure in a short time. ``bits``: 16
-(MatMul), or 4 or 8 (MatMulNBits in blocks of 128). ``row_bits``: 8 lets the rows of these be rounded to int8. ``capacity``: of the caches. ``position``: how many tokens they hold.
-``tokens``: of a prompt, which a call reads at once from position 0 on; logits are those of its last token.
+(MatMul), or 4 or 8 (MatMulNBits in blocks of 128). ``row_bits``: 8 lets the rows of these be rounded to int8. ``capacity``: of the
+caches. ``position``: how many tokens they hold. ``tokens``: of a prompt, which a call reads at once from position 0 on; logits are
+those of its last token.
 """
 
 from __future__ import annotations

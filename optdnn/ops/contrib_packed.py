@@ -96,7 +96,7 @@ _INT8_ROWS = 4
 
 
 def matmul_n_bits(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """MatMulNBits: blocks of K, each with a scale. ``accuracy_level`` 4 lets the rows be rounded to int8; other levels change nothing."""
+    """MatMulNBits: blocks of K, each with a scale. ``accuracy_level`` 4 lets the rows be rounded to int8; others are ignored."""
     refuse_operands(node, g_idx=4)
     refuse_attributes(node, "weight_prepacked")
     x, weights, scales = needs(node, 0, 1, 2)
