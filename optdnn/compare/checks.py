@@ -22,7 +22,6 @@ from optdnn.ir.evaluate import evaluate, promote, promoted_feeds
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu.check import nudged_results, quantizes
 from optdnn.lowering.cpu.examine import name_weights
-from optdnn.ops.packed_export import INT8_ROWS
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.measuring.accuracy import errors_between
 from optdnn.runtime.program import Plain, Program, Step
@@ -187,8 +186,7 @@ def library_steps(
             graph = library_graph(step, program)
             names, results = step.params["inputs"], step.params["outputs"]
             one, two = (dict(zip(names, run[k], strict=True)) for run in (feeds, other))
-            rounds = quantizes(graph) or _rounds_rows(_library_model(step, program))
-            precision = "int8" if rounds else str(step.params["precision"])
+            precision = "int8" if quantizes(graph) else str(step.params["precision"])
             judged = judge(
                 dict(zip(results, made[k], strict=True)), *exact_results(graph, one, two, precision), precision
             )
@@ -217,19 +215,9 @@ def library_graph(step: Step, program: Program) -> Graph:
     """The network of a CPU library's step, read from the ONNX model and the weights in the engine."""
     p = step.params
     weights = {str(name): program.blobs[number] for name, number in p["weights"].items()}
-    proto = _library_model(step, program)
+    proto = onnx.ModelProto.FromString(program.blobs[p["model"]].tobytes())
     name_weights(proto.graph, weights)
     return import_model(put_together(proto.SerializeToString(), weights, f"the model of a {step.executor} step"))
-
-
-def _library_model(step: Step, program: Program) -> onnx.ModelProto:
-    proto: onnx.ModelProto = onnx.ModelProto.FromString(program.blobs[step.params["model"]].tobytes())
-    return proto
-
-
-def _rounds_rows(model: onnx.ModelProto) -> bool:
-    """Whether ONNX Runtime may round data to int8: an accuracy level allows it."""
-    return any(a.name == "accuracy_level" and a.i == INT8_ROWS for node in model.graph.node for a in node.attribute)
 
 
 def poisoned_outputs(engine: Engine, feeds: Mapping[str, Array], want: Mapping[str, Array]) -> Found:

@@ -15,6 +15,7 @@ from optdnn.errors import ShapeError
 from optdnn.ops.base import Unsupported
 from optdnn.ops.checks import emit, require_rank, required
 from optdnn.ops.exchange import Emit, NodeSpec, Ref
+from optdnn.ops.packed_export import INT8_ROWS
 from optdnn.ops.packed_layout import (
     PackedGatherAttrs,
     PackedMatMulAttrs,
@@ -91,10 +92,6 @@ def _bytes_or_default(e: Emit, zeros: Array, bits: int) -> Ref | None:
     return None if (zeros == 1 << (bits - 1)).all() else e.const(zeros)
 
 
-_INT8_ROWS = 4
-"""The ``accuracy_level`` that lets the other operand be int8."""
-
-
 def matmul_n_bits(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     """MatMulNBits: blocks of K, each with a scale. ``accuracy_level`` 4 lets the rows be rounded to int8; others are ignored."""
     refuse_operands(node, g_idx=4)
@@ -112,7 +109,7 @@ def matmul_n_bits(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     weights = _sized(node, e, weights, (n, row), f"weights of {bits_of(DTYPES[code])} bits")
     scales = _sized(node, e, scales, (n, blocks), "scales")
     zero = packed_zeros(node, e, node.input(3), code, scales, (n, -(-blocks * bits_of(DTYPES[code]) // 8)))
-    attrs = PackedMatMulAttrs(code, k, block, rounded_rows=int(node.get("accuracy_level", 0)) == _INT8_ROWS)
+    attrs = PackedMatMulAttrs(code, k, block, rounded_rows=int(node.get("accuracy_level", 0)) == INT8_ROWS)
     (y,) = e.op("PackedMatMul", [x, weights, scales, zero], attrs)
     if node.input(5) is None:
         return (y,)

@@ -19,7 +19,7 @@ _DOMAIN = MICROSOFT.rstrip(".")
 _LARGEST_BLOCK = 256
 """ONNX Runtime's largest block."""
 INT8_ROWS = 4
-"""The accuracy level at which ONNX Runtime may round the rows that it multiplies to int8: it gives each block a scale."""
+"""The accuracy level of MatMulNBits that lets rows be rounded to int8. ONNX Runtime then gives each block of a row a scale."""
 _PER_CHANNEL = 128
 """The blocks in which rows with one scale are written."""
 

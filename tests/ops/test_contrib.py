@@ -325,6 +325,14 @@ def test_weights_of_few_bits(bits: int, zeros: str, k: int, block: int) -> None:
     assert graph.of_kind("PackedMatMul")[0].attrs == PackedMatMulAttrs(f"uint{bits}", k, block)
 
 
+@pytest.mark.parametrize(("level", "rounded"), [(0, False), (1, False), (3, False), (4, True)])
+def test_an_accuracy_level_lets_rows_be_rounded(level: int, rounded: bool) -> None:
+    operands = [normal(3, 64), integers(np.uint8, 5, 2, 16, seed=1), np.full((5, 2), 0.05, F)]
+    attrs = {"K": 64, "N": 5, "bits": 4, "block_size": 32, "accuracy_level": level}
+    graph = check("MatMulNBits", operands, tol=0.02, **attrs)
+    assert graph.of_kind("PackedMatMul")[0].attrs.rounded_rows is rounded
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("k", "block"), [(64, 16), (80, 32)])

@@ -252,6 +252,7 @@ def forced(name: str) -> Iterator[None]:
 def _alone(name: str) -> Iterator[tuple[str, type, tuple[Any, ...]]]:
     """The kind of operator that a family's tactic is the first for, that tactic, and those after it."""
     from optdnn.kernels.conv.stem import StemConv
+    from optdnn.kernels.packed.eight_bits import PackedBytes
     from optdnn.kernels.packed.gemm import PackedGemm
     from optdnn.kernels.packed.tactics import PackedGemv, PackedMma, PackedResident
     from optdnn.lowering.table import TACTICS
@@ -261,6 +262,7 @@ def _alone(name: str) -> Iterator[tuple[str, type, tuple[Any, ...]]]:
         "by gemv": PackedGemv,  # which groups of other sizes take
         "by mma": PackedMma,  # which GPUs before Hopper take
         "by resident": PackedResident,
+        "in 8 bits": PackedBytes,
     }
     tactic = packed.get(name.removeprefix("packed weights: "))
     if tactic is not None:
@@ -391,10 +393,11 @@ def packed_products() -> Graphs:
         ("by mma", "a last block that is not full", 12),
         ("300 rows", "gated", 300),
         ("unpacked", "a last block that is not full", 300),
+        ("in 8 bits", "a last block that is not full", 300),
     )
     return {
         f"packed weights: {name}": (
-            partial(network, CASES[case].of_rows(rows)),
+            partial(network, CASES[case].of_rows(rows), rounded=name == "in 8 bits"),
             "bf16" if CASES[case].dtype == "bfloat16" else "fp16",
         )
         for name, case, rows in picked
