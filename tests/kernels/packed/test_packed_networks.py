@@ -93,6 +93,7 @@ def test_what_is_refused() -> None:
         "packed_mma": "it is for up to 256 rows, not 257",
         "packed_resident_pair": "no other product of the same rows is multiplied by it alone",
         "packed_resident": "it needs Hopper's bulk copies (sm_90a), not sm_80",
+        "packed_8bit": "its rows must not be rounded to 8 bits (w4a8 lets them)",
         "packed_sm90": "it needs Hopper's wgmma and TMA (sm_90a), not sm_80",
     }
     n, weights = Net(), np.zeros((64, 128), np.uint8)
