@@ -46,7 +46,9 @@ def decoding(rows: Sequence[Row]) -> str:
     said = ["The bound is the time to read all weights and the filled part of the caches once, at 4.3 TB/s."]
     if computed:
         said.append("The time of 32 layers is computed from runs of two and of four layers, each with the head.")
-    prompts = [r for r in mine if Decoder.of(workload(r)).tokens > 1]
+    prompts = sorted(
+        (r for r in mine if Decoder.of(workload(r)).tokens > 1), key=lambda r: r["times"]["ours"]["ms"], reverse=True
+    )
     said += [_prompt(r) for r in prompts]
     how = (
         "Untuned, random weights, caches in place and filled up to position 1,024 (16 for the network of the last row). PyTorch "
@@ -67,7 +69,8 @@ def _of_all(by_layers: Mapping[int, Row], name: str, layers: int) -> float | Non
 
 def _prompt(row: Row) -> str:
     d = Decoder.of(workload(row))
+    weights = "w4a8" if d.row_bits == 8 else WEIGHTS[d.bits]
     return (
-        f"A prompt of {d.tokens:,} tokens through {d.layers} layers and the head of {NAMES[workload(row).short]} takes "
-        f"{row['times']['ours']['ms']:.2f} ms: {row['tflop_per_s']:.0f} TFLOP/s."
+        f"A prompt of {d.tokens:,} tokens through {d.layers} layers and the head of {NAMES[workload(row).short]} ({weights}) "
+        f"takes {row['times']['ours']['ms']:.2f} ms: {row['tflop_per_s']:.0f} TFLOP/s."
     )
