@@ -320,7 +320,10 @@ def test_the_table_of_decoders() -> None:
     assert lines[2].endswith(" | 6.80 |")
     assert lines[3].startswith("| Llama 3.2 1B | fp16 | 1 | 0.800 | 1,250 | 73% | – |")
     assert lines[4] == ""
-    assert "A prompt of 2,048 tokens through 4 layers and the head of Llama 3 8B (fp16) takes 5.00 ms: 540 TFLOP/s." in text
+    assert (
+        "A prompt of 2,048 tokens through 4 layers and the head of Llama 3 8B (fp16) takes 5.00 ms: 540 TFLOP/s."
+        in text
+    )
     assert decoding.decoding(rows[:1]) == ""
 
 
