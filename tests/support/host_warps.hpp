@@ -406,6 +406,7 @@ static inline u32 cluster_rank() { return blockIdx.x % cluster_blocks; }
 static inline u32 cluster_map(u32 address, u32 rank) { return address | rank << 24; }
 static inline void cluster_arrive_relaxed() {}
 static inline void cluster_wait() {}
+static inline void cluster_wait_together() {}
 static inline void cluster_store_async(u32 address, u32 barrier, const float* v) {
     if (address >> 24 != barrier >> 24 || address >> 24 >= cluster_blocks) abort();
     if (sending) sent[address >> 24].push_back({address & 0xffffff, barrier & 0xffffff, {v[0], v[1], v[2], v[3]}});

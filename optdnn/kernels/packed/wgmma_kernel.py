@@ -4,6 +4,7 @@ registers."""
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 from optdnn.errors import InternalError
@@ -26,12 +27,14 @@ BARRIER_BYTES = 1024
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``rows`` rows of a block, ``ahead`` chunks of weights and ``stages`` stages of rows in flight; K shared by ``split`` blocks."""
+    """``rows`` rows of a block, ``ahead`` chunks of weights and ``stages`` stages of rows in flight; K shared by ``split`` blocks.
+    ``cluster``: they are one."""
 
     rows: int
     ahead: int
     stages: int
     split: int = 1
+    cluster: bool = False
 
     @property
     def threads(self) -> int:
@@ -39,15 +42,19 @@ class Config:
         return 256 + (128 if self.rows > 128 else 32)
 
     def __str__(self) -> str:
-        return f"packed128x{self.rows}a{self.ahead}s{self.stages}{f'k{self.split}' if self.split > 1 else ''}"
+        shared = f"{'c' if self.cluster else 'k'}{self.split}" if self.split > 1 else ""
+        return f"packed128x{self.rows}a{self.ahead}s{self.stages}{shared}"
 
 
-CONFIGS = tuple(
-    Config(rows, ahead, stages, split)
-    for rows, ahead, stages, split in itertools.product(
-        (16, 32, 64, 128, 192, 256), (2, 4), (4, 6, 8, 12), (1, 2, 3, 4, 6, 8)
-    )
-    if rows * stages <= 1600
+CONFIGS = (
+    *(
+        Config(rows, ahead, stages, split)
+        for rows, ahead, stages, split in itertools.product(
+            (16, 32, 64, 128, 192, 256), (2, 4), (4, 6, 8, 12), (1, 2, 3, 4, 6, 8)
+        )
+        if rows * stages <= 1600
+    ),
+    *(Config(*sizes, cluster=True) for sizes in itertools.product((64, 128), (2, 4), (4, 6, 8), (2, 4))),
 )
 
 
@@ -57,8 +64,8 @@ def row_blocks(problem: Problem, config: Config) -> int:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory of a block."""
-    return BARRIER_BYTES + config.stages * config.rows * SPAN
+    """Dynamic shared memory of a block: rows, and what the blocks of a cluster send it."""
+    return BARRIER_BYTES + config.stages * config.rows * SPAN + (config.rows * COLUMNS * 4 if config.cluster else 0)
 
 
 def refuse(problem: Problem, config: Config) -> str | None:
@@ -81,13 +88,14 @@ def resident(problem: Problem, config: Config) -> int:
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """Blocks: tiles of columns, parts of K, blocks of rows."""
-    return -(-problem.columns // COLUMNS), config.split, row_blocks(problem, config)
+    """Blocks: tiles of columns (of clusters times those of one), parts of K, blocks of rows."""
+    columns, rows = -(-problem.columns // COLUMNS), row_blocks(problem, config)
+    return (columns * config.split, 1, rows) if config.cluster else (columns, config.split, rows)
 
 
 def workspace(problem: Problem, config: Config) -> tuple[int, int]:
     """Bytes of the partial sums, and of their counts, which are zero at first. Both 0 where K is not shared."""
-    if config.split == 1:
+    if config.split == 1 or config.cluster:
         return 0, 0
     columns, split, rows = grid(problem, config)
     return columns * split * rows * config.rows * COLUMNS * 4, columns * rows * 4
@@ -97,7 +105,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     """What to compile. ``checked``: waits that never end trap."""
     found = {
         "BN": config.rows, "DEPTH": config.ahead, "STAGES": config.stages, "SPLIT": config.split,
-        "RESIDENT": resident(problem, config),
+        "CLUSTERED": int(config.cluster), "RESIDENT": resident(problem, config),
         "HAS_RESIDUAL": int(problem.residual), **defines(problem),
     }  # fmt: skip
     instruction = render.pixels_instruction(config.rows, problem.dtype)
@@ -116,14 +124,16 @@ def launch(
     rows = tensor_map("x", problem.dtype, (problem.depth, problem.rows), (x_pitch * 2,), box, SPAN)
     parameters = put_weights(Parameters().tensor_map(rows), problem)
     parameters.pointer("bias", "residual" if problem.residual else None, "output")
-    parameters.pointer(*(("partial", "arrived") if config.split > 1 else (None, None)))
+    parameters.pointer(*(("partial", "arrived") if workspace(problem, config)[0] else (None, None)))
     parameters.i32(problem.rows, problem.columns, out_pitch)
     return parameters.launch(
         recipe(problem, config, gpu.arch, checked=checked), "packed_sm90", grid(problem, config), config.threads,
-        shared=shared_bytes(config),
+        shared=shared_bytes(config), cluster=config.split if config.cluster else 1,
     )  # fmt: skip
 
 
+CLUSTER = 3e-6
+"""Seconds of adding the sums of the blocks of a cluster."""
 LEVEL_2 = 6.4e12
 """Bytes per second from L2 to the multiprocessors, when many read the same lines."""
 
@@ -131,8 +141,9 @@ LEVEL_2 = 6.4e12
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of one dependent launch, fitted to 104 timings of an H200 from 16 rows to 2,048 (16 % off on average): a block's
     steps by what they multiply and unpack, its weights by the loads in flight, and rows from L2, in waves of blocks."""
-    columns, split, rows = grid(problem, config)
-    blocks, many = columns * split * rows, gpu.multiprocessors
+    blocks, many, split = math.prod(grid(problem, config)), gpu.multiprocessors, config.split
+    if config.cluster:
+        many = gpu.clusters_at_once(split) * split
     beside = resident(problem, config)
     room = min(beside, gpu.shared_per_multiprocessor // (shared_bytes(config) + 1024))
     together = min(room, -(-blocks // many))
@@ -148,7 +159,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     level_2 = (
         (config.rows * 2 + COLUMNS * problem.bits / 8) * problem.chunk * chunks * min(blocks, many * together) / LEVEL_2
     )
-    sums = 0.0 if split == 1 else 3.5e-6 + 2 * split * problem.rows * problem.columns * 4 / 2.8e12
+    sums = 0.0 if split == 1 else CLUSTER if config.cluster else 3.5e-6 + 2 * split * problem.rows * problem.columns * 4 / 2.8e12
     memory = problem.nbytes / BANDWIDTH
     return 2.0e-6 + max(waves * max(steps, weights, level_2), memory) + sums + 0.75e-6 * (beside == 1)
 

@@ -163,6 +163,11 @@ DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.alig
 // Where no ordinary store has to be seen by the peers.
 DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// By warps whose lanes come at different times.
+DEVICE void cluster_wait_together() {
+    __syncwarp();
+    cluster_wait();
+}
 DEVICE u32 cluster_map(u32 address, u32 rank) {
     u32 remote;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));

@@ -5,9 +5,10 @@
 // A block takes 128 columns, 16 of each of eight warps in two warpgroups, and BN rows. One warp brings rows by TMA into a ring of STAGES
 // stages of 64 of K. Weights come straight from memory to the registers of the warp that multiplies them, DEPTH chunks of each lane in
 // flight; the first are on their way before griddepcontrol.wait. While the products of a stage run, the next stage's weights are unpacked.
-// SPLIT blocks share K where tiles are few (packed_mma.cu says how).
+// SPLIT blocks share K where tiles are few: their sums go through memory (packed_mma.cu says how), or, CLUSTERED, the blocks of a cluster send
+// them to one another, each of which finishes BN / SPLIT rows.
 //
-// generated.cuh defines BN, DEPTH, STAGES, SPLIT, RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, wgmma_pixels(), epilogue(), and
+// generated.cuh defines BN, DEPTH, STAGES, SPLIT, CLUSTERED, RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, wgmma_pixels(), epilogue(), and
 // what packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
@@ -34,6 +35,8 @@ constexpr int PASS = BN < 64 ? BN : 64, SUM_PITCH = COLUMNS + 4;   // rows of su
 static_assert(DEPTH * STAGES_OF_CHUNK % 2 == 0, "registers of operand A take turns");
 static_assert(BN % PASS == 0, "sums go in whole passes");
 static_assert(STAGES * STAGE_BYTES >= PASS * SUM_PITCH * 4, "sums take the place of the ring");
+constexpr int OWN = BN / SPLIT;                    // rows that a block of a cluster finishes
+static_assert(!CLUSTERED || (OWN % 8 == 0 && OWN <= PASS), "rows of a block go in one pass");
 
 DEVICE void consumers_meet() { named_barrier(1, CONSUMERS); }
 
@@ -41,8 +44,8 @@ DEVICE void consumers_meet() { named_barrier(1, CONSUMERS); }
 struct Part {
     int begin, end, padded;
 };
-DEVICE Part part_of(const Params& p) {
-    const int begin = p.weights.chunks * int(blockIdx.y) / SPLIT, end = p.weights.chunks * int(blockIdx.y + 1) / SPLIT;
+DEVICE Part part_of(const Params& p, int number) {
+    const int begin = p.weights.chunks * number / SPLIT, end = p.weights.chunks * (number + 1) / SPLIT;
     return {begin, end, begin + (end - begin + DEPTH - 1) / DEPTH * DEPTH};
 }
 
@@ -71,12 +74,43 @@ DEVICE void put_sums(float* total, const float (&acc)[BN / 2], int first, int wa
     }
 }
 
+// What the blocks of a cluster send one another. Of each eight rows there are fours as threads hold them.
+struct SentSums {
+    u32 fours, barrier;
+    int rank;
+
+    // By one thread.
+    __device__ __forceinline__ void begin() const {
+        barrier_init(barrier, 1);
+        barrier_init_fence();
+        barrier_expect(barrier, BN * COLUMNS * 4);
+    }
+    __device__ __forceinline__ u32 place(int part, int eight) const { return fours + ((part * (OWN / 8) + eight) * CONSUMERS + threadIdx.x) * 16; }
+    // Sends each block, this one among them, the sums of its rows.
+    __device__ __forceinline__ void send(const float (&acc)[BN / 2]) const {
+        #pragma unroll
+        for (int j = 0; j < BN / 8; j++)
+            cluster_store_async(cluster_map(place(rank, j % (OWN / 8)), j * 8 / OWN), cluster_map(barrier, j * 8 / OWN), &acc[j * 4]);
+    }
+    // The sums of eight of the own rows, in the order of K.
+    __device__ __forceinline__ void add(float (&sum)[4], int eight) const {
+        #pragma unroll
+        for (int part = 0; part < SPLIT; part++) {
+            float4 v;
+            shared_load(place(part, eight), v);
+            sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+        }
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 full = smem_address(shared), empty = full + 8 * STAGES, ring = full + BARRIER_BYTES;
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform, and known to be
-    const Part part = part_of(p);
+    const int columns = CLUSTERED ? blockIdx.x / SPLIT : blockIdx.x;
+    const Part part = part_of(p, CLUSTERED ? blockIdx.x % SPLIT : blockIdx.y);
     const int first_row = blockIdx.z * BN;
+    const SentSums sent = {ring + STAGES * STAGE_BYTES, empty + 8 * STAGES, CLUSTERED ? int(cluster_rank()) : 0};
     grid_launch_dependents();
     if (warp == WARPS && lane == 0) {
         tma_prefetch(&p.x);
@@ -86,24 +120,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_sm90(cons
         }
         barrier_init_fence();
         async_proxy_fence();
+        if (CLUSTERED) sent.begin();
     }
     __syncthreads();
+    if (CLUSTERED) cluster_arrive_relaxed();
     if (warp >= WARPS) {
         if (WIDE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (warp == WARPS) {
             grid_dependency_wait();
             if (elect_one()) produce(p, part, full, empty, ring, first_row);
         }
+        if (CLUSTERED) cluster_wait_together();
         return;
     }
     if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 
     const Stream stream;
-    const int tile = min(int(blockIdx.x) * WARPS + warp, (p.columns + 15) / 16 - 1);
+    const int tile = min(columns * WARPS + warp, (p.columns + 15) / 16 - 1);
     Chunk ahead[DEPTH];
     #pragma unroll
     for (int d = 0; d < DEPTH; d++) ahead[d] = load_chunk(p.weights, stream, tile, min(part.begin + d, part.end - 1), lane);
-    const int column = blockIdx.x * COLUMNS + threadIdx.x % FOURS * 4;
+    const int column = columns * COLUMNS + threadIdx.x % FOURS * 4;
     const float4 bias = bias_of_four(p.bias, column, p.columns);
     grid_dependency_wait();
     float acc[BN / 2];
@@ -134,8 +171,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_sm90(cons
     }
     wgmma_wait<0>();
 
-    consumers_meet();                              // the ring is read no more: sums take its place
     float* total = reinterpret_cast<float*>(shared + BARRIER_BYTES);
+#if CLUSTERED
+    cluster_wait();                                // all have begun
+    sent.send(acc);
+    barrier_wait_cluster(sent.barrier, 0);         // nobody sends to a block that has ended: all of its threads wait
+    consumers_meet();                              // the ring is read no more: sums take its place
+    #pragma unroll
+    for (int eight = 0; eight < OWN / 8; eight++) {
+        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        sent.add(sum, eight);
+        #pragma unroll
+        for (int i = 0; i < 4; i++)
+            total[(eight * 8 + lane % 4 * 2 + i % 2) * SUM_PITCH + warp * 16 + lane / 4 + i / 2 * 8] = sum[i];
+    }
+    consumers_meet();
+    const int own_row = first_row + sent.rank * OWN, own_count = min(OWN, p.rows - own_row) * FOURS;
+    for (int i = threadIdx.x; i < own_count; i += CONSUMERS)
+        store_four(p, own_row + i / FOURS, column, *reinterpret_cast<const float4*>(total + i / FOURS * SUM_PITCH + i % FOURS * 4), bias);
+#else
+    consumers_meet();                              // the ring is read no more: sums take its place
     const PartialSums<SPLIT, BN * FOURS> parts = {p.partial, p.arrived, blockIdx.z * gridDim.x + blockIdx.x};
     #pragma unroll
     for (int first = 0; first < BN; first += PASS) {
@@ -158,4 +213,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_sm90(cons
     const int count = min(BN, p.rows - first_row) * FOURS;
     for (int i = threadIdx.x; i < count; i += CONSUMERS)
         store_four(p, first_row + i / FOURS, column, parts.sum(i), bias);
+#endif
 }
