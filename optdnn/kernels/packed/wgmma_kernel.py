@@ -54,7 +54,7 @@ CONFIGS = (
         )
         if rows * stages <= 1600
     ),
-    *(Config(*sizes, cluster=True) for sizes in itertools.product((64, 128), (2, 4), (4, 6, 8), (2, 4))),
+    *(Config(*sizes, 2, cluster=True) for sizes in itertools.product((64, 128), (2, 4), (6, 8))),
 )
 
 
@@ -83,7 +83,7 @@ def refuse(problem: Problem, config: Config) -> str | None:
 
 def resident(problem: Problem, config: Config) -> int:
     """Blocks that a multiprocessor is to have registers for: where they are few, those of the next kernel begin beside this one's."""
-    few = config.rows <= (32 if problem.residual else 64) and config.ahead == 2
+    few = config.rows <= (32 if problem.residual else 64) and config.ahead == 2 and not config.cluster
     return 2 if few and tiles.groups_of(problem.bits, problem.block) == 1 else 1
 
 
@@ -132,8 +132,10 @@ def launch(
     )  # fmt: skip
 
 
-CLUSTER = 3e-6
+CLUSTER = 2e-6
 """Seconds of adding the sums of the blocks of a cluster."""
+CROWDED = 1.4
+"""So many times as long takes a block of 64 rows and more beside another one on its multiprocessor."""
 LEVEL_2 = 6.4e12
 """Bytes per second from L2 to the multiprocessors, when many read the same lines."""
 
@@ -150,6 +152,8 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     waves = -(-blocks // many) if beside == 1 else max(1.0, blocks / many)
     if room > 1:
         waves = waves / together if blocks >= many * together else 1.0
+    if together > 1 and config.rows >= 64:
+        waves *= CROWDED
     chunks = -(-problem.chunks // split)
     multiply = COLUMNS * config.rows * STEP / (gpu.matrix_ops / 2) / 0.92
     unpack = 400 if problem.bits < 8 else 670
@@ -165,7 +169,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:
-    """The configurations to time, best predicted first; of equal ones, those with most stages."""
+    """The configurations to time, best predicted first; of equal ones, those with most chunks in flight, then stages."""
     fitting = sorted((c for c in CONFIGS if refuse(problem, c) is None), key=lambda c: -c.stages)
-    order = sorted(fitting, key=lambda c: estimate(problem, c, gpu))
+    order = sorted(fitting, key=lambda c: (estimate(problem, c, gpu), -c.ahead))
     return varied(((float(i), c) for i, c in enumerate(order)), lambda c: (c.rows, c.split), limit)

@@ -45,7 +45,7 @@ SIZES = {
     "8 bits by channel": (Case(130, 128, 640, "uint8", 0, stages=(("add",), ("relu",))), wgmma.Config(128, 2, 6, 3)),
     "2 bits": (Case(20, 48, 1500, "uint2", 32), wgmma.Config(16, 2, 12)),
     "clusters of two": (Case(200, 130, 1024, zeros="uint8", stages=(("add",),)), wgmma.Config(128, 4, 6, 2, cluster=True)),
-    "clusters of four, odd": (Case(70, 61, 2100, block=64), wgmma.Config(64, 2, 8, 4, cluster=True)),
+    "clusters of two, odd": (Case(70, 61, 2100, block=64), wgmma.Config(64, 2, 8, 2, cluster=True)),
     "8-bit floats": (Case(33, 48, 500, "fp8_e4m3", 128, "", "float32"), wgmma.Config(64, 2, 6)),
 }
 
