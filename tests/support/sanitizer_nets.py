@@ -186,6 +186,12 @@ def _never(*given: Any) -> None:
     """A tactic's ``defer`` where it is taken whatever the cost model predicts."""
 
 
+def in_clusters(kernel: Any, problem: Any, gpu: Any) -> tuple[tuple[Any, float], ...]:
+    """The configurations of a packed product in which the blocks of a cluster share K."""
+    found = (c for c in kernel.CONFIGS if c.cluster and kernel.refuse(problem, c) is None)
+    return tuple((c, kernel.estimate(problem, c, gpu)) for c in found)
+
+
 def by_wgmma(problem: Any, gpu: Any) -> Any:
     """The configurations of a pooled stem on wgmma alone."""
     from optdnn.kernels.conv.stem_pool import wgmma_offers
@@ -215,6 +221,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chained": {"conv.chained.GAIN": 99.0},
     "bottlenecks of int8": {"conv.chained.GAIN": 99.0, "conv.chained.FEWEST": 1},
     "a first convolution": {"conv.stem_pool.GAIN": 99.0},
+    "packed weights: in clusters": {"packed.product._estimated": in_clusters},
     "a first convolution and its pool, by wgmma": {"conv.stem_pool._offers": by_wgmma},
 }
 """How the names of families begin -> what is set in ``optdnn.kernels``, so that their kernels are taken."""
@@ -254,7 +261,7 @@ def _alone(name: str) -> Iterator[tuple[str, type, tuple[Any, ...]]]:
     from optdnn.kernels.conv.stem import StemConv
     from optdnn.kernels.packed.eight_bits import PackedBytes
     from optdnn.kernels.packed.gemm import PackedGemm
-    from optdnn.kernels.packed.tactics import PackedGemv, PackedMma, PackedResident
+    from optdnn.kernels.packed.tactics import PackedGemv, PackedMma, PackedResident, PackedWgmma
     from optdnn.lowering.table import TACTICS
 
     packed = {
@@ -263,6 +270,7 @@ def _alone(name: str) -> Iterator[tuple[str, type, tuple[Any, ...]]]:
         "by mma": PackedMma,  # which GPUs before Hopper take
         "by resident": PackedResident,
         "in 8 bits": PackedBytes,
+        "in clusters": PackedWgmma,
     }
     tactic = packed.get(name.removeprefix("packed weights: "))
     if tactic is not None:
@@ -394,6 +402,7 @@ def packed_products() -> Graphs:
         ("300 rows", "gated", 300),
         ("unpacked", "a last block that is not full", 300),
         ("in 8 bits", "a last block that is not full", 300),
+        ("in clusters", "a last block that is not full", 300),
     )
     return {
         f"packed weights: {name}": (

@@ -163,7 +163,13 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     level_2 = (
         (config.rows * 2 + COLUMNS * problem.bits / 8) * problem.chunk * chunks * min(blocks, many * together) / LEVEL_2
     )
-    sums = 0.0 if split == 1 else CLUSTER if config.cluster else 3.5e-6 + 2 * split * problem.rows * problem.columns * 4 / 2.8e12
+    sums = (
+        0.0
+        if split == 1
+        else CLUSTER
+        if config.cluster
+        else 3.5e-6 + 2 * split * problem.rows * problem.columns * 4 / 2.8e12
+    )
     memory = problem.nbytes / BANDWIDTH
     return 2.0e-6 + max(waves * max(steps, weights, level_2), memory) + sums + 0.75e-6 * (beside == 1)
 

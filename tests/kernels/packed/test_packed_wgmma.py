@@ -44,7 +44,10 @@ SIZES = {
     "8 bits, bf16": (Case(40, 61, 333, "uint8", 64, "", "bfloat16", "bfloat16"), wgmma.Config(32, 4, 8)),
     "8 bits by channel": (Case(130, 128, 640, "uint8", 0, stages=(("add",), ("relu",))), wgmma.Config(128, 2, 6, 3)),
     "2 bits": (Case(20, 48, 1500, "uint2", 32), wgmma.Config(16, 2, 12)),
-    "clusters of two": (Case(200, 130, 1024, zeros="uint8", stages=(("add",),)), wgmma.Config(128, 4, 6, 2, cluster=True)),
+    "clusters of two": (
+        Case(200, 130, 1024, zeros="uint8", stages=(("add",),)),
+        wgmma.Config(128, 4, 6, 2, cluster=True),
+    ),
     "clusters of two, odd": (Case(70, 61, 2100, block=64), wgmma.Config(64, 2, 8, 2, cluster=True)),
     "8-bit floats": (Case(33, 48, 500, "fp8_e4m3", 128, "", "float32"), wgmma.Config(64, 2, 6)),
 }
@@ -83,6 +86,16 @@ def test_faults_of_the_ring_are_seen(line: str, faulty: str, tmp_path: Path, mon
     monkeypatch.setattr(Recipe, "sources", changed)
     with pytest.raises(AssertionError, match=r"missed one another|Not equal to tolerance"):
         run(*SIZES["9 rows"], tmp_path)
+
+
+def test_blocks_of_a_cluster_send_their_sums() -> None:
+    p, config = Case(256, 4096, 4096).problem, wgmma.Config(128, 4, 8, 2, cluster=True)
+    made = wgmma.launch(p, config, GPU, 4096, 4096)
+    assert (made.grid, made.cluster, str(config)) == ((64, 1, 2), 2, "packed128x128a4s8c2")
+    assert wgmma.workspace(p, config) == (0, 0)
+    assert made.shared == 1024 + 8 * 128 * 128 + 128 * 128 * 4
+    assert wgmma.candidates(p, GPU)[0] == config
+    assert not any(c.cluster for c in wgmma.candidates(Case(2048, 4096, 4096).problem, GPU, 2))
 
 
 def test_what_it_refuses() -> None:
