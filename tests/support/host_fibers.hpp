@@ -1,6 +1,7 @@
 // Threads of a block as fibers that take turns. They switch by _setjmp and _longjmp: swapcontext asks the system for the signal mask
 // at each switch, which takes longer than most instructions between two switches.
 #pragma once
+#include <sys/mman.h>
 #include <cstdlib>
 #include <setjmp.h>
 #include <ucontext.h>
@@ -12,7 +13,8 @@ template <unsigned MOST, size_t STACK> struct Fibers {
     void (*entry)();
 
     void make(unsigned thread) {
-        if (!stacks) stacks = static_cast<char*>(malloc(MOST * STACK));
+        // Not counted as memory in use: a worker holds those of a hundred kernels, and could not fork.
+        if (!stacks) stacks = static_cast<char*>(mmap(nullptr, MOST * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
         begun[thread] = false;
     }
     __attribute__((noinline)) void enter(unsigned thread) {  // until it waits or ends
