@@ -8,7 +8,6 @@ weights: ``torchvision``, ``timm``, ``transformers``, ``diffusers``, ``torchaudi
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import sys
@@ -252,14 +251,17 @@ def _made(workload: Workload) -> Any:
 
         return timm.create_model(name, pretrained=False, **made.options)
     if workload.source == "torch":
-        return unet3d() if made.make == "UNet3d" else recurrent(made.make)
+        from benchmarks import torch_networks
+
+        return getattr(torch_networks, made.make or name)(**made.options)
     library = importlib.import_module({"torchaudio": "torchaudio.models"}.get(workload.source, workload.source))
-    path = (made.make or name).removesuffix(".decode")
-    kind = functools.reduce(getattr, path.split("."), library)
-    if workload.source == "transformers":
-        return kind(kind.config_class(**made.options))
-    module = kind(**made.options)
-    return first(module, {}, "decode") if made.make.endswith(".decode") else module
+    found: Any = library
+    for part in (made.make or name).removesuffix(".decode").split("."):  # modules, a class, and parts of its instance
+        found = getattr(found, part)
+        if isinstance(found, type):
+            options = made.options
+            found = found(found.config_class(**options)) if workload.source == "transformers" else found(**options)
+    return first(found, {}, "decode") if made.make.endswith(".decode") else found
 
 
 def first(inner: Any, fixed: Mapping[str, Any], method: str = "forward") -> Any:
@@ -279,56 +281,6 @@ def first(inner: Any, fixed: Mapping[str, Any], method: str = "forward") -> Any:
             return found[0] if isinstance(found, tuple) else next(iter(found.values()))  # type: ignore[no-any-return]
 
     return First()
-
-
-def recurrent(kind: str) -> Any:
-    """Two bidirectional layers and a classifier of every step, on (batch, steps, 256)."""
-    import torch
-
-    class Recurrent(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn = getattr(torch.nn, kind)(256, 256, 2, batch_first=True, bidirectional=True)
-            self.head = torch.nn.Linear(512, 80)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.rnn(x)[0])  # type: ignore[no-any-return]
-
-    return Recurrent()
-
-
-def unet3d() -> Any:
-    """The 3D U-Net of Çiçek et al. (2016), with half of its channels: four levels of two convolutions, on (batch, 1, d, h, w)."""
-    import torch
-    from torch import nn
-
-    def block(inner: int, *outer: int) -> nn.Module:
-        parts: list[nn.Module] = []
-        for n in outer:
-            parts += [nn.Conv3d(inner, n, 3, padding=1), nn.BatchNorm3d(n), nn.ReLU()]
-            inner = n
-        return nn.Sequential(*parts)
-
-    class UNet3d(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.down = nn.ModuleList([block(1, 16, 32), block(32, 32, 64), block(64, 64, 128), block(128, 128, 256)])
-            self.up = nn.ModuleList([block(384, 128, 128), block(192, 64, 64), block(96, 32, 32)])
-            self.grow = nn.ModuleList([nn.ConvTranspose3d(n, n, 2, stride=2) for n in (256, 128, 64)])
-            self.head = nn.Conv3d(32, 3, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            kept = []
-            for level in self.down[:-1]:
-                x = level(x)
-                kept.append(x)
-                x = nn.functional.max_pool3d(x, 2)
-            x = self.down[-1](x)
-            for grow, level in zip(self.grow, self.up, strict=True):
-                x = level(torch.cat([kept.pop(), grow(x)], 1))
-            return self.head(x)  # type: ignore[no-any-return]
-
-    return UNet3d()
 
 
 # ---------------------------------------------------------------- engines
