@@ -22,7 +22,7 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import integers, operand, reshaped, shape_of
+from optdnn.passes.support.facts import depends_on_inputs, integers, operand, reshaped, shape_of
 
 TAPS = 64
 """Most taps of a filter: each is a copy of the pixels."""
@@ -104,7 +104,7 @@ def transposed_conv_of_computed_weights(graph: Graph, op: Op) -> Match | Miss | 
 
 def _sizes(graph: Graph, op: Op) -> tuple[list[int], list[int]] | None:
     """The sizes of the pixels and of the computed weights, where all are known; None for other convolutions."""
-    if op.attrs.prologue or op.attrs.epilogue or not _depends_on_inputs(graph, operand(op, 1)):
+    if op.attrs.prologue or op.attrs.epilogue or not depends_on_inputs(graph, operand(op, 1)):
         return None
     found = []
     for value in (operand(op), operand(op, 1), op.value):
@@ -127,19 +127,6 @@ def _refused(graph: Graph, op: Op, groups: int, w: Sequence[int]) -> Miss | Lite
         )
     places = math.prod(graph.type(op.value).static_shape[2:])
     return None if groups * math.prod(w) * places < LEAST else False
-
-
-def _depends_on_inputs(graph: Graph, value: Value) -> bool:
-    """Whether a value is computed from inputs of the network: quantized weights are not, though they are no constants."""
-    waiting, seen = [value], {value}
-    while waiting:
-        op = graph.op(waiting.pop())
-        if op.kind == "Input":
-            return True
-        more = {v for v in op.inputs if v is not None} - seen
-        waiting += more
-        seen |= more
-    return False
 
 
 def _columns(patch: Patch, x: Value, shape: Sequence[int], op: Op, places: Sequence[int], more: int) -> Value:

@@ -41,6 +41,7 @@ from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreI
 from optdnn.passes.joined_rows import JoinedRows
 from optdnn.passes.joined_tables import JoinedTables
 from optdnn.passes.masked_rows import MaskedRows
+from optdnn.passes.modulated_weights import ModulatedWeights
 from optdnn.passes.outer_products import OuterProducts
 from optdnn.passes.pack_weights import PackWeights
 from optdnn.passes.pad_heads import PadHeads
@@ -130,6 +131,7 @@ O2_GPU: tuple[Pass, ...] = (
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     PadHeads(),  # behind attention; before views are hoisted and epilogues fused, which hide the projections of heads
     SelectedWeights(),  # before constants are folded: its stacks of matrices become one; before epilogues
+    ModulatedWeights(),  # before the next: convolutions of constant filters, as all that follows expects
     ComputedWeights(),  # convolutions that have no constant weights by now; before epilogues
     TakeRows(),  # behind attention, whose queries are rows; before epilogues, and before constants are folded
     FoldConstants(),  # sums of constant masks and biases; their rows

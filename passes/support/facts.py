@@ -82,6 +82,19 @@ def same_shape(graph: Graph, op: Op) -> bool:
     return op.outputs[0].type.shape is not None and shape_of(graph, op.inputs[0]) == op.outputs[0].type.shape
 
 
+def depends_on_inputs(graph: Graph, value: Value) -> bool:
+    """Whether a value is computed from inputs of the network: quantized weights are not, though they are no constants."""
+    waiting, seen = [value], {value}
+    while waiting:
+        op = graph.op(waiting.pop())
+        if op.kind == "Input":
+            return True
+        more = {v for v in op.inputs if v is not None} - seen
+        waiting += more
+        seen |= more
+    return False
+
+
 def is_filled(value: Known | None, number: float) -> bool:
     """True for a known array that holds nothing but ``number`` (an empty one holds nothing at all)."""
     return value is not None and value.dtype != object and value.size > 0 and bool(np.all(value == number))

@@ -1,0 +1,113 @@
+"""Factors of a convolution's weights move to its pixels and to its results.
+
+StyleGAN's modulated convolutions (Karras et al., 2020) multiply constant filters by a factor of each channel that they read, which
+the style computes, and divide them by the norm of each filter. ``conv(x, w * s * d)`` is ``conv(x * s, w) * d`` with ``s`` of the
+channels that are read and ``d`` of the channels that are written: the filters are constants again. Batches are written as groups,
+one for each picture, and become a batch again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import depends_on_inputs, operand, producer, reshaped, shape_of
+
+Sizes = tuple[int, ...]
+
+
+@rule("modulated_weights", {"Conv"})
+def modulated_weights(graph: Graph, op: Op) -> Match | Miss | None:
+    """A Conv of computed weights that are products of one constant and of factors along its channels."""
+    a = op.attrs
+    if a.prologue or a.epilogue or not depends_on_inputs(graph, operand(op, 1)):
+        return None
+    x, w, y = (_static(graph, v) for v in (operand(op), operand(op, 1), op.value))
+    if x is None or w is None or y is None:
+        return None
+    pictures = a.group  # each has its own filters
+    if pictures > 1 and x[0] > 1:
+        return Miss("its filters are computed, and so are their groups: no batch is written as groups")
+    view = (pictures, w[0] // pictures, *w[1:])
+    filters, before, after = [], [], []
+    for value, divides in _factors(graph, operand(op, 1), view):
+        shape = _seen(graph, value, view)
+        if shape is None:
+            return Miss("its filters are computed, and not only by factors of whole channels")
+        if _of_channels(shape):
+            (after if shape[2] == 1 else before).append((value, divides))
+        elif divides or depends_on_inputs(graph, value) or shape != (1, *view[1:]):
+            return Miss("its filters are computed, and not only by factors of whole channels")
+        else:
+            filters.append(value)
+    if len(filters) != 1:
+        return Miss(f"its filters are products of {len(filters)} full tensors, not of one constant")
+    images = (pictures, view[2]) if pictures > 1 else x[:2]
+
+    def build(patch: Patch) -> Value:
+        pixels = operand(op) if pictures == 1 else reshaped(patch, operand(op), (*images, *x[2:]))
+        pixels = _scaled(patch, pixels, before)
+        parts = [pixels, reshaped(patch, filters[0], view[1:])]
+        result = patch.add("Conv", parts, replace(a, group=1))
+        result = _scaled(patch, result, after)
+        if pictures > 1:
+            result = reshaped(patch, result, y)
+        if op.input(2) is None:
+            return result
+        return patch.add("Add", [result, reshaped(patch, operand(op, 2), (1, w[0], *(1 for _ in y[2:])))])
+
+    return Match((op,), build)
+
+
+def _factors(graph: Graph, value: Value, view: Sizes, divides: bool = False) -> Iterator[tuple[Value, bool]]:
+    """The factors of ``value``, each with whether it divides."""
+    shape = _seen(graph, value, view)
+    op = None if shape is None or _of_channels(shape) else producer(graph, value, {"Reshape", "Mul", "Div"})
+    if op is None or (op.kind == "Reshape" and _seen(graph, operand(op), view) != shape):
+        yield value, divides
+    else:
+        yield from _factors(graph, operand(op), view, divides)
+        if op.kind != "Reshape":
+            yield from _factors(graph, operand(op, 1), view, divides != (op.kind == "Div"))
+
+
+def _seen(graph: Graph, value: Value, view: Sizes) -> Sizes | None:
+    """The sizes of ``value`` along the axes of ``view`` (pictures, filters, channels, taps); None where it is seen otherwise."""
+    shape = _static(graph, value)
+    if shape is None or shape == (view[0] * view[1], *view[2:]):
+        return None if shape is None else view
+    shape = (*(1 for _ in range(len(view) - len(shape))), *shape)
+    fits = len(shape) == len(view) and all(n in (1, of) for n, of in zip(shape, view, strict=True))
+    return shape if fits else None
+
+
+def _of_channels(shape: Sizes) -> bool:
+    """Whether a factor is of the channels that are read, or of those that are written: the same for all taps."""
+    return all(n == 1 for n in shape[3:]) and 1 in shape[1:3]
+
+
+def _static(graph: Graph, value: Value) -> Sizes | None:
+    shape = shape_of(graph, value)
+    if shape is None or not all(isinstance(n, int) for n in shape):
+        return None
+    return tuple(int(n) for n in shape)  # type: ignore[arg-type]
+
+
+def _scaled(patch: Patch, x: Value, factors: Sequence[tuple[Value, bool]]) -> Value:
+    """``x`` times the factors, or divided by them: each of (pictures, channels), or of one of both."""
+    rank = len(patch.type(x).static_shape)
+    for factor, divides in factors:
+        sizes = patch.type(factor).static_shape
+        rows = sizes[0] if len(sizes) == rank + 1 else 1
+        by = reshaped(patch, factor, (rows, math.prod(sizes) // rows, *(1 for _ in range(rank - 2))))
+        x = patch.add("Div" if divides else "Mul", [x, by])
+    return x
+
+
+class ModulatedWeights(RulePass):
+    name = "modulated_weights"
+    rules = (modulated_weights,)

@@ -1,0 +1,95 @@
+"""modulated_weights: factors of a convolution's weights move to its pixels and its results."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.conv import ConvAttrs
+from optdnn.passes.modulated_weights import ModulatedWeights
+
+
+def conv(n: Net, x: Value, w: Value, *more: Value, rank: int = 2, group: int = 1, pads: int = 1) -> Value:
+    attrs = ConvAttrs(strides=(1,) * rank, pads=(pads,) * 2 * rank, dilations=(1,) * rank, group=group)
+    result: Value = n.op("Conv", x, w, *more, attrs=attrs)
+    return result
+
+
+def modulated(
+    pictures: int, inner: int = 4, outer: int = 6, size: int = 3, *, norm: bool = True, side: int = 5
+) -> Graph:
+    """A layer of StyleGAN2, its batch written as groups: filters times a style, divided by their norms."""
+    n = Net()
+    style = n.op("Reshape", n.input(pictures, inner, name="s"), n.ints(pictures, 1, inner, 1, 1))
+    w = n.op("Mul", n.random(1, outer, inner, size, size), style)
+    if norm:
+        total = n.op("ReduceSum", n.op("Mul", w, w), n.ints(2, 3, 4))
+        w = n.op("Div", w, n.op("Sqrt", n.op("Add", total, 1e-3)))
+    w = n.op("Reshape", w, n.ints(pictures * outer, inner, size, size))
+    x = n.op("Reshape", n.input(pictures, inner, side, side), n.ints(1, pictures * inner, side, side))
+    bias = [n.random(pictures * outer)] if norm else []
+    return n.done(conv(n, x, w, *bias, group=pictures, pads=size // 2))
+
+
+@pytest.mark.parametrize("graph", [modulated(1), modulated(1, size=1, norm=False), modulated(3)])
+def test_layers_of_stylegan(graph: Graph) -> None:
+    result, _ = check_pass(ModulatedWeights(), graph, changes=1, rules={"modulated_weights": 1})
+    (found,) = (op for op in result.ops() if op.kind == "Conv")
+    assert found.attrs.group == 1
+
+
+def test_any_rank_and_factors_without_a_style_axis() -> None:
+    """Filters of (outer, inner, taps) times a factor of each filter and one of all: no Reshape, and many pictures."""
+    n = Net()
+    w = n.op("Mul", n.op("Div", n.random(6, 4, 3), n.op("Exp", n.input(6, 1, 1, name="d"))), n.input(1, name="one"))
+    graph = n.done(conv(n, n.input(2, 4, 9), w, n.input(6, name="b"), rank=1))
+    check_pass(ModulatedWeights(), graph, changes=1)
+
+
+def test_it_leaves_constant_filters() -> None:
+    n = Net()
+    check_untouched(ModulatedWeights(), n.done(conv(n, n.input(1, 4, 5, 5), n.op("Exp", n.random(6, 4, 3, 3)))))
+
+
+@pytest.mark.parametrize("by", [(6, 4, 3, 3), (1, 1, 3, 3), (6, 4, 1, 1)])
+def test_factors_of_single_weights(by: tuple[int, ...]) -> None:
+    n = Net()
+    graph = n.done(conv(n, n.input(1, 4, 5, 5), n.op("Mul", n.random(6, 4, 3, 3), n.input(*by, name="s"))))
+    check_refused(ModulatedWeights(), graph, because="not only by factors of whole channels")
+
+
+def test_filters_without_a_constant() -> None:
+    n = Net()
+    shape = (6, 4, 3, 3)
+    graph = n.done(conv(n, n.input(1, 4, 5, 5), n.op("Add", n.random(*shape), n.input(*shape, name="s"))))
+    check_refused(ModulatedWeights(), graph, because="not only by factors of whole channels")
+    n = Net()
+    w = n.op("Mul", n.input(6, 1, 1, 1, name="a"), n.input(1, 4, 1, 1, name="b"))
+    check_refused(
+        ModulatedWeights(), n.done(conv(n, n.input(1, 4, 5, 5), w, pads=0)), because="products of 0 full tensors"
+    )
+
+
+def test_groups_of_a_batch() -> None:
+    """Groups that are no pictures: their filters differ."""
+    n = Net()
+    w = n.op("Mul", n.random(6, 2, 3, 3), n.input(6, 1, 1, 1, name="s"))
+    check_refused(ModulatedWeights(), n.done(conv(n, n.input(1, 4, 5, 5), w, group=2)), because="whole channels")
+    n = Net()
+    w = n.op("Mul", n.random(6, 2, 3, 3), n.input(6, 1, 1, 1, name="s"))
+    graph = n.done(conv(n, n.input(2, 4, 5, 5), w, group=2))
+    check_refused(ModulatedWeights(), graph, because="no batch is written as groups")
+
+
+@pytest.mark.parametrize("pictures", [1, 2])
+def test_they_run_as_constant_filters(pictures: int) -> None:
+    """The demodulation and the bias are stages of the convolution."""
+    program = check_simulated(modulated(pictures, 32, 64, side=16), "fp16")
+    tactics = [str(s.params.get("tactic", "")).split(" ")[0] for s in program.steps]
+    assert "conv_sm90" in tactics
+    assert "matmul_sm90" not in tactics
+    assert np.count_nonzero([t == "taps" for t in tactics]) == 0
