@@ -33,7 +33,9 @@ def modulated_weights(graph: Graph, op: Op) -> Match | Miss | None:
     if pictures > 1 and x[0] > 1:
         return Miss("its filters are computed, and so are their groups: no batch is written as groups")
     view = (pictures, w[0] // pictures, *w[1:])
-    filters, before, after = [], [], []
+    filters: list[Value] = []
+    before: list[tuple[Value, bool]] = []
+    after: list[tuple[Value, bool]] = []
     for value, divides in _factors(graph, operand(op, 1), view):
         shape = _seen(graph, value, view)
         if shape is None:
