@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from optdnn.ir.graph import Graph, Op
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
 from optdnn.ops.softmax import SoftmaxAttrs
-from optdnn.passes.base import Match, Miss, RulePass
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.fuse_norm import reduced
-from optdnn.passes.support.facts import operand
+from optdnn.passes.support.facts import operand, producer, scalar, shape_of
 from optdnn.passes.support.pattern import Power, Scalar, Var, any_of, node, product, total
 from optdnn.passes.support.pattern_rule import PatternRule, fused, pattern_rule
 
@@ -90,8 +91,42 @@ def normalized_softmax(graph: Graph, root: Op, found: dict[str, Any]) -> Match |
     return Match((root,), lambda patch: operand(root))
 
 
+@rule("shifted_softmax", {"Softmax", "LogSoftmax"})
+def shifted_softmax(graph: Graph, op: Op) -> Match | Miss | None:
+    """``softmax((x - r) * c)`` is ``softmax(x * c)`` where ``r`` is constant along the axis, such as a maximum (LayoutLMv3, Ding et
+    al., 2021): the softmax subtracts its own."""
+    scale = producer(graph, operand(op), {"Mul", "Div"}, alone=True)
+    if scale is not None and scalar(graph, operand(scale, 1)) is None:
+        return None
+    shift = producer(graph, operand(op) if scale is None else operand(scale), {"Add", "Sub"}, alone=True)
+    if shift is None:
+        return None
+    x = _unshifted(graph, shift, op.attrs.axis)
+    if x is None:
+        return None
+
+    def build(patch: Patch) -> Value:
+        y = x if scale is None else patch.add(scale.kind, [x, operand(scale, 1)], scale.attrs)
+        return patch.add(op.kind, [y], op.attrs)
+
+    return Match(tuple(o for o in (op, scale, shift) if o is not None), build)
+
+
+def _unshifted(graph: Graph, shift: Op, axis: int) -> Value | None:
+    """What an addition or a subtraction of one number for each row along ``axis`` adds it to."""
+    whole = shape_of(graph, shift.value)
+    for k in (0, 1) if shift.kind == "Add" else (0,):
+        x, by = operand(shift, k), shape_of(graph, operand(shift, 1 - k))
+        if whole is None or by is None or shape_of(graph, x) != whole:
+            continue
+        place = len(by) - len(whole) + axis % len(whole)
+        if place < 0 or by[place] == 1 != whole[axis]:
+            return x
+    return None
+
+
 class FuseSoftmax(RulePass):
     """A softmax is found before its logarithm."""
 
     name = "fuse_softmax"
-    rules = (Softmax(), LogSoftmax(), normalized_softmax)
+    rules = (Softmax(), LogSoftmax(), normalized_softmax, shifted_softmax)

@@ -167,3 +167,42 @@ def test_a_softmax_along_another_axis_is_not() -> None:
 def test_other_divisors_of_a_softmax_stay(other: dict[str, Any]) -> None:
     n = Net(np.float64)
     check_untouched(FuseSoftmax(), n.done(normalized(n, "kind" not in other, **other)))
+
+
+@pytest.mark.parametrize("kind", ["Softmax", "LogSoftmax"])
+@pytest.mark.parametrize("scale", ["", "Mul", "Div"])
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_a_shift_of_whole_rows_changes_nothing(kind: str, scale: str, axis: int) -> None:
+    """LayoutLMv3 divides scores, subtracts their maximum, and multiplies them again before the softmax."""
+    n = Net(np.float64)
+    y = shifted(n, n.input(2, 3, 4), axis)
+    y = n.op(scale, y, 3.0) if scale else y
+    y = n.op(kind, y, attrs=SoftmaxAttrs(axis))
+    kinds = {kind: 1, **({scale: 1} if scale else {})}
+    check_pass(FuseSoftmax(), n.done(y), changes=1, kinds=kinds, rules={"shifted_softmax": 1})
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (2, 1, 1), (1,)])
+def test_a_number_added_to_each_row_changes_nothing(shape: tuple[int, ...]) -> None:
+    n = Net(np.float64)
+    y = n.op("Softmax", n.op("Add", n.input(*shape, name="r"), n.input(2, 3, 4)), attrs=SoftmaxAttrs(2))
+    check_pass(FuseSoftmax(), n.done(y), changes=1, kinds={"Softmax": 1})
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 1, 4)])
+def test_other_shifts_stay(shape: tuple[int, ...]) -> None:
+    """A number for each column; a row as the larger operand; a row that is subtracted from; another reader of the scores."""
+    n = Net(np.float64)
+    x = n.input(2, 3, 4)
+    check_untouched(
+        FuseSoftmax(), n.done(n.op("Softmax", n.op("Add", x, n.input(*shape, name="r")), attrs=SoftmaxAttrs(2)))
+    )
+    n = Net(np.float64)
+    row, x = n.input(2, 3, 1, name="r"), n.input(2, 3, 4)
+    check_untouched(FuseSoftmax(), n.done(n.op("Softmax", n.op("Sub", row, x), attrs=SoftmaxAttrs(2))))
+    n = Net(np.float64)
+    scores = shifted(n, n.input(2, 3, 4), 2)
+    check_untouched(FuseSoftmax(), n.done(n.op("Softmax", scores, attrs=SoftmaxAttrs(2)), scores))
+    n = Net(np.float64)
+    scores = n.op("Mul", shifted(n, n.input(2, 3, 4), 2), n.input(2, 3, 4, name="by"))
+    check_untouched(FuseSoftmax(), n.done(n.op("Softmax", scores, attrs=SoftmaxAttrs(2))))
