@@ -1,7 +1,7 @@
 """Rotary embeddings written as products of complex numbers: ``(a + ib)(c + is)`` as ``a c - b s`` beside ``b c + a s``.
 
 ``a`` and ``b`` are the halves of each head (flash-attention, ERNIE), or its even and odd numbers (Llama's own code, Wan), which the
-results are put back into.
+results are put back into. DeepSeek's are the even and odd numbers, and its results the halves of the turned head.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.attention import RotaryAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss
 from optdnn.passes.support.facts import RESHAPES, in_shape, operand, shape_of
 from optdnn.passes.support.parts import is_axis, span, whole
@@ -39,7 +40,10 @@ class RotaryProducts(PatternRule):
             return None
         interleaved = parts[-1] == 1
         x = _neighbours(graph, a, b) if interleaved else whole(graph, a, b, even=True)
-        if x is None or (not interleaved and shape_of(graph, x) != graph.type(root.value).shape):
+        parted = x is None and not interleaved
+        if parted:
+            x = _neighbours(graph, a, b)
+        if x is None or (not interleaved and not parted and shape_of(graph, x) != graph.type(root.value).shape):
             return None
         rows = parts[:-1] if interleaved else parts
         if not isinstance(rows[-1], int) or 0 in rows:
@@ -55,7 +59,11 @@ class RotaryProducts(PatternRule):
         def build(patch: Patch) -> Value:
             caches = [in_shape(patch, found[name], cache_shape(s, axis)) for name, s in angles.items() if s]
             whole_heads = in_shape(patch, x, full)
-            y = turned(patch, whole_heads, caches, RotaryAttrs(interleaved=interleaved), swapped=axis == -3)
+            attrs = RotaryAttrs(interleaved=interleaved or parted)
+            y = turned(patch, whole_heads, caches, attrs, swapped=axis == -3)
+            if parted:  # even numbers before odd ones
+                y = in_shape(patch, y, (*full[:-1], rows[-1], 2))
+                y = patch.add("Transpose", [y], TransposeAttrs((0, 1, 2, 4, 3)))
             return in_shape(patch, y, graph.type(root.value).dims)
 
         return Match(tuple(graph.op(i) for i in sorted(ops)), build, root.value)

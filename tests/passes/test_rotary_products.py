@@ -46,6 +46,8 @@ FORMS = {
     "steps": (f"{STEPS} {PRODUCTS} {STACKED}", True),
     "unbound pairs": (f"{UNBOUND} {OTHER_ORDER} {STACKED}", True),
     "complex": (COMPLEX, True),
+    "steps to halves": (f"{STEPS} {PRODUCTS} {JOINED}", True),
+    "unbound pairs to halves": (f"{UNBOUND} {OTHER_ORDER} {JOINED}", True),
 }
 
 
@@ -56,6 +58,7 @@ def test_exported_forms(name: str) -> None:
     (op,) = graph.of_kind("RotaryEmbedding")
     assert op.attrs.interleaved == interleaved
     assert not {"Sub", "Mul", "Add", "Concat"} & graph.kinds().keys()
+    assert ("Transpose" in graph.kinds()) == name.endswith("to halves")
 
 
 @pytest.mark.parametrize(("angles", "shape"), [(ANGLES, "[5,2]"), (np.tile(ANGLES, (2, 1)), "[2,1,5,2]")])
@@ -64,7 +67,7 @@ def test_tables_of_other_ranks(angles: Any, shape: str) -> None:
     assert len(graph.of_kind("RotaryEmbedding")) == 1
 
 
-@pytest.mark.parametrize("name", ["halves", "steps"])
+@pytest.mark.parametrize("name", ["halves", "steps", "steps to halves"])
 def test_positions_before_heads(name: str) -> None:
     body = FORMS[name][0].replace("full", "heads")
     text = model(body, shape="[5,1,2]", x="[2,5,3,4]").replace(
