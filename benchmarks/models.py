@@ -251,9 +251,9 @@ def _made(workload: Workload) -> Any:
 
         return timm.create_model(name, pretrained=False, **made.options)
     if workload.source == "torch":
-        from benchmarks import torch_networks
+        from benchmarks import networks
 
-        return getattr(torch_networks, made.make or name)(**made.options)
+        return getattr(networks, made.make)(**made.options)
     library = importlib.import_module({"torchaudio": "torchaudio.models"}.get(workload.source, workload.source))
     found: Any = library
     for part in (made.make or name).removesuffix(".decode").split("."):  # modules, a class, and parts of its instance

@@ -156,10 +156,8 @@ def test_a_concatenation_that_is_read_elsewhere_stays() -> None:
 def padded_and_cut(before: int, after: int, begin: int, end: int, *, axis: int = 1, named: bool = False) -> Graph:
     n = Net(np.float64)
     x = n.op("Relu", n.input(2, 4, 6))
-    if named:
-        y = n.op("Pad", x, n.ints(before, after), 3.0, n.ints(-2))
-    else:
-        y = n.op("Pad", x, n.ints(0, before, 0, 0, after, 0), 3.0)
+    pads = [n.ints(before, after), 3.0, n.ints(-2)] if named else [n.ints(0, before, 0, 0, after, 0), 3.0]
+    y = n.op("Pad", x, *pads)
     numbers = (np.array([v]) for v in (begin, end, axis))
     return n.done(n.op("Exp", n.op("Slice", y, *numbers)))
 
