@@ -9,7 +9,7 @@ import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 
-from optdnn.ir.graph import Value
+from optdnn.ir.graph import Graph, Value
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.fuse_softmax import FuseSoftmax
@@ -206,3 +206,43 @@ def test_other_shifts_stay(shape: tuple[int, ...]) -> None:
     n = Net(np.float64)
     scores = n.op("Mul", shifted(n, n.input(2, 3, 4), 2), n.input(2, 3, 4, name="by"))
     check_untouched(FuseSoftmax(), n.done(n.op("Softmax", scores, attrs=SoftmaxAttrs(2))))
+
+
+LOWEST = float(np.finfo(np.float32).min)
+
+
+def floored(
+    mask: Any, *, floor: float = LOWEST, split: bool = True, kind: str = "Softmax", swapped: bool = False
+) -> Graph:
+    """Scores of XGLM: the mask added, the sum kept above the lowest number, heads and batch one axis."""
+    n = Net()
+    x = n.op(
+        "Add",
+        n.input(2, 3, 4, 4),
+        n.const(np.asarray(mask, np.float32)) if mask is not None else n.input(4, 4, name="m"),
+    )
+    x = n.op("Max", *((floor, x) if swapped else (x, floor)))
+    if split:
+        x = n.op("Reshape", x, n.ints(6, 4, 4))
+    return n.done(n.op(kind, x, attrs=SoftmaxAttrs(-1)))
+
+
+CAUSAL = np.where(np.tri(4) > 0, 0, LOWEST)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_floor_of_masked_scores(split: bool, swapped: bool) -> None:
+    graph = floored(CAUSAL, split=split, swapped=swapped)
+    done, _ = check_pass(FuseSoftmax(), graph, changes=1, rules={"floored_softmax": 1})
+    assert "Max" not in done.kinds()
+
+
+def test_floors_that_matter() -> None:
+    check_refused(FuseSoftmax(), floored(None), because="not a constant that has a number for each")
+    check_refused(FuseSoftmax(), floored(np.zeros((4, 1))), because="not a constant that has a number for each")
+    hidden = CAUSAL.copy()
+    hidden[0] = LOWEST
+    check_refused(FuseSoftmax(), floored(hidden), because="may hide a whole row")
+    for graph in (floored(CAUSAL, floor=-1.0), floored(CAUSAL, kind="LogSoftmax")):
+        check_untouched(FuseSoftmax(), graph)
