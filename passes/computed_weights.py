@@ -1,7 +1,7 @@
 """Convolutions whose weights are computed become products of matrices.
 
-Hypernetworks, StyleGAN's modulated convolutions (Karras et al., 2020) and trackers that look for one picture in another compute
-their filters. The kernels of convolutions pack constant filters ahead of time; the general one takes a thread for each result. As
+Hypernetworks and trackers that look for one picture in another compute their filters (of StyleGAN, ``modulated_weights`` leaves
+constant ones). The kernels of convolutions pack constant filters ahead of time; the general one takes a thread for each result. As
 a product of the filters and the pixels under each tap, a convolution of computed filters runs on tensor cores. A transposed one is
 a convolution of the same filters, turned, over pixels with zeros between them.
 """
