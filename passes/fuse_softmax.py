@@ -152,7 +152,7 @@ def floored_softmax(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
 def _keeps_rows(graph: Graph, op: Op, value: Value) -> bool:
     """Whether a Reshape keeps the last axis as it is."""
     before, after = shape_of(graph, value), shape_of(graph, op.value)
-    return op.kind == "Reshape" and bool(before) and bool(after) and before[-1:] == after[-1:]
+    return op.kind == "Reshape" and before is not None and after is not None and before[-1:] == after[-1:]
 
 
 class FuseSoftmax(RulePass):
