@@ -14,7 +14,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import RESHAPES, in_shape, ints, operand, producer, reshape_target, shape_of
+from optdnn.passes.support.facts import RESHAPES, in_shape, operand, producer, reshape_target
 from optdnn.passes.support.parts import span
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
@@ -87,31 +87,6 @@ def part_of_concat(graph: Graph, op: Op) -> Match | None:
         return None
     part = operand(concat, bounds.index(taken))
     return Match((op,), lambda patch: part)
-
-
-@rule("cropped_padding", {"Slice"})
-def cropped_padding(graph: Graph, op: Op) -> Match | None:
-    """``slice(pad(x))`` that cuts off all that was added is x: the first of two assignments to parts of an empty tensor."""
-    pad = producer(graph, op.inputs[0], {"Pad"})
-    if pad is None or pad.inputs[1] is None:
-        return None
-    x, padded = operand(pad), pad.outputs[0].type.dims
-    dims, pads, axes = shape_of(graph, x), ints(graph, pad.inputs[1]), ints(graph, pad.input(3))
-    if dims is None or pads is None or (axes is None and pad.input(3) is not None) or len(dims) != len(padded):
-        return None
-    which = range(len(dims)) if axes is None else [normalize_axis(a, len(dims)) for a in axes]
-    before = dict(zip(which, pads, strict=False))
-    if op.outputs[0].type.dims != dims:
-        return None
-    for axis, (inner, outer) in enumerate(zip(dims, padded, strict=True)):
-        if inner == outer and before.get(axis, 0) == 0:
-            continue
-        start = before.get(axis, 0)
-        if not isinstance(inner, int) or not isinstance(outer, int) or start < 0:
-            return None
-        if span(graph, op, outer, axis - len(dims)) != (start, start + inner, 1):
-            return None
-    return Match((op,), lambda patch: x)
 
 
 _LAST_TWO = node(RESHAPES, node("Concat", Var("a"), Var("b"), name="concat"), name="merged")

@@ -58,7 +58,6 @@ RULES: Mapping[str, str] = {
     "assembled_writes": "writes of all parts of a tensor joined",
     "known_writes": "writes to known places written as Concat or Pad",
     "transpose_chain": "Transposes in a row merged",
-    "cropped_padding": "padding left out that a slice cuts off",
     "part_of_concat": "slices of a concatenation replaced by the part that they take",
     "interleaved_parts": "values interleaved in front of the transposes around them",
     "empty_parts": "parts of no elements left out of a concatenation",

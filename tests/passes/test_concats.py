@@ -13,7 +13,6 @@ from support.simulated import check_simulated
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.norm import EpsilonAttrs
-from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import RulePass
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.fuse_conv_bn import FuseConvBn
@@ -151,37 +150,3 @@ def test_other_slices_of_a_concatenation_stay(cut: tuple[int, ...]) -> None:
 
 def test_a_concatenation_that_is_read_elsewhere_stays() -> None:
     check_untouched(Canonicalize(), joined_and_cut(0, 3, read=True))
-
-
-def padded_and_cut(before: int, after: int, begin: int, end: int, *, axis: int = 1, named: bool = False) -> Graph:
-    n = Net(np.float64)
-    x = n.op("Relu", n.input(2, 4, 6))
-    pads = [n.ints(before, after), 3.0, n.ints(-2)] if named else [n.ints(0, before, 0, 0, after, 0), 3.0]
-    y = n.op("Pad", x, *pads)
-    numbers = (np.array([v]) for v in (begin, end, axis))
-    return n.done(n.op("Exp", n.op("Slice", y, *numbers)))
-
-
-@pytest.mark.parametrize("cut", [(0, 2, 0, 4), (1, 2, 1, 5), (3, 0, -4, 1 << 40)])
-@pytest.mark.parametrize("named", [False, True])
-def test_padding_that_is_cut_off(cut: tuple[int, ...], named: bool) -> None:
-    done, _ = check_pass(Canonicalize(), padded_and_cut(*cut, named=named), changes=1, rules={"cropped_padding": 1})
-    assert done.kinds() == {"Exp": 1, "Relu": 1}
-
-
-@pytest.mark.parametrize("cut", [(0, 2, 0, 5), (1, 2, 0, 4), (1, 2, 2, 6), (1, 1, 1, 5, 2), (-1, 2, 0, 4)])
-def test_other_slices_of_padded_values_stay(cut: tuple[int, ...]) -> None:
-    """More than the value, its edge, another axis, and a Pad that crops."""
-    check_untouched(Canonicalize(), padded_and_cut(*cut[:4], axis=(cut[4:] or (1,))[0]))
-
-
-def test_two_assignments_to_parts_of_an_empty_tensor() -> None:
-    """Keys of latent attention: what does not turn, and what does. The exporter transposes the tensor around each write."""
-    n = Net(np.float64)
-    perm = TransposeAttrs((2, 0, 1))
-    a, b = (n.op("Transpose", n.op("Relu", n.input(2, 3, w, name=f"x{w}")), attrs=perm) for w in (4, 2))
-    y = n.op("Pad", a, n.ints(0, 0, 0, 2, 0, 0), 0.0)
-    y = n.op("Concat", n.op("Slice", y, n.ints(0), n.ints(4), n.ints(0)), b, attrs=ConcatAttrs(0))
-    y = n.op("Transpose", y, attrs=TransposeAttrs((1, 2, 0)))
-    done, _ = check_pass(Canonicalize(), n.done(n.op("Exp", y)), changes=3)
-    assert "Transpose" not in done.kinds()
