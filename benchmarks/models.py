@@ -9,6 +9,7 @@ weights: ``torchvision``, ``timm``, ``transformers``, ``diffusers``, ``torchaudi
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -256,9 +257,11 @@ def _made(workload: Workload) -> Any:
         return getattr(networks, made.make)(**made.options)
     library = importlib.import_module({"torchaudio": "torchaudio.models"}.get(workload.source, workload.source))
     found: Any = library
-    for part in (made.make or name).removesuffix(".decode").split("."):  # modules, a class, and parts of its instance
+    for part in (
+        (made.make or name).removesuffix(".decode").split(".")
+    ):  # modules, what makes the network, and its parts
         found = getattr(found, part)
-        if isinstance(found, type):
+        if inspect.isclass(found) or inspect.isfunction(found):
             options = made.options
             found = found(found.config_class(**options)) if workload.source == "transformers" else found(**options)
     return first(found, {}, "decode") if made.make.endswith(".decode") else found

@@ -1,6 +1,6 @@
 """Networks that no installed library has, written as in their papers, some with fewer blocks: the source ``torch``.
 
-A workload ``torch/NAME`` names one of these classes with ``make`` and its arguments with ``options``.
+``make`` of a workload ``torch/NAME`` is the name of a class here, ``options`` are its arguments.
 """
 
 from benchmarks.networks.others import (
@@ -9,7 +9,7 @@ from benchmarks.networks.others import (
     KAN,
     ConvLstm,
     CouplingFlow,
-    GraphNetwork,
+    GraphAttention,
     PairBlock,
     Recurrent,
     SignalNet,
@@ -26,7 +26,7 @@ __all__ = [
     "Board",
     "ConvLstm",
     "CouplingFlow",
-    "GraphNetwork",
+    "GraphAttention",
     "NAFNet",
     "PairBlock",
     "RRDBNet",

@@ -101,14 +101,12 @@ class DGCNN(nn.Module):
         return self.head(torch.cat([x.amax(-1), x.mean(-1)], 1))  # type: ignore[no-any-return]
 
 
-class GraphNetwork(nn.Module):
-    """Three layers of messages along seeded edges (``kind``: "sum" of neighbours or "attention" to them), on
-    (batch, nodes, n): gathers and scattered sums."""
+class GraphAttention(nn.Module):
+    """Three layers of attention along seeded edges, on (batch, nodes, n): gathers and scattered sums."""
 
-    def __init__(self, kind: str, nodes: int = 2048, edges: int = 16384, n: int = 128) -> None:
+    def __init__(self, nodes: int = 2048, edges: int = 16384, n: int = 128) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(4)
-        self.kind = kind
         self.register_buffer("source", torch.randint(nodes, (edges,), generator=generator))
         self.register_buffer("target", torch.randint(nodes, (edges,), generator=generator))
         self.layers = nn.ModuleList(nn.Linear(n, n) for _ in range(3))
@@ -118,12 +116,10 @@ class GraphNetwork(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer, own, score in zip(self.layers, self.own, self.scores, strict=True):
             y = layer(x)
-            sent = y[:, self.source]
-            if self.kind == "attention":
-                heat = (y @ score[0])[:, self.source] + (y @ score[1])[:, self.target]
-                weight = F.leaky_relu(heat, 0.2).exp()
-                whole = torch.zeros_like(y[..., 0]).index_add(1, self.target, weight)
-                sent = sent * (weight / whole[:, self.target])[..., None]
+            heat = (y @ score[0])[:, self.source] + (y @ score[1])[:, self.target]
+            weight = F.leaky_relu(heat, 0.2).exp()
+            whole = torch.zeros_like(y[..., 0]).index_add(1, self.target, weight)
+            sent = y[:, self.source] * (weight / whole[:, self.target])[..., None]
             x = (own(x) + torch.zeros_like(y).index_add(1, self.target, sent)).relu()
         return x
 

@@ -182,8 +182,7 @@ class YoloV8(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         a = self.one(x)
         b = self.two(a)
-        c = found = self.pools[0](self.three(b))
-        parts = [found]
+        parts = [self.pools[0](self.three(b))]
         for _ in range(3):
             parts.append(F.max_pool2d(parts[-1], 5, 1, 2))
         c = self.pools[1](torch.cat(parts, 1))
@@ -206,7 +205,8 @@ class BiFPN(nn.Module):
     class Layer(nn.Module):
         def __init__(self, n: int, levels: int) -> None:
             super().__init__()
-            self.weights = nn.ParameterList(nn.Parameter(torch.rand(2 + (k > 0)) + 0.5) for k in (0,) * 4 + (1,) * 4)
+            counts = [2] * (levels - 1) + [3] * (levels - 1)  # of maps that are added, up and down
+            self.weights = nn.ParameterList(nn.Parameter(torch.rand(count) + 0.5) for count in counts)
             self.convs = nn.ModuleList(
                 nn.Sequential(
                     nn.Conv2d(n, n, 3, padding=1, groups=n, bias=False), nn.Conv2d(n, n, 1), nn.BatchNorm2d(n)

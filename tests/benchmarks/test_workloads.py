@@ -58,6 +58,20 @@ def test_a_network_that_this_timm_lacks_is_named(monkeypatch: pytest.MonkeyPatch
         models.inputs_of(Workload("timm/newer"))
 
 
+def test_functions_and_classes_of_a_library_make_a_network_or_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Codec:
+        def __init__(self, width: int = 1) -> None:
+            self.decoder = f"decoder of {width}"
+
+    def built() -> str:
+        return "built"
+
+    monkeypatch.setitem(sys.modules, "torchaudio.models", SimpleNamespace(Codec=Codec, built=built))  # type: ignore[arg-type]
+    monkeypatch.setitem(NETWORKS, "torchaudio/part", Network("Codec.decoder", options={"width": 3}))
+    assert models._made(Workload("torchaudio/built")) == "built"
+    assert models._made(Workload("torchaudio/part")) == "decoder of 3"
+
+
 def test_a_workload_says_network_batch_settings_and_precision() -> None:
     w = Workload("zoo/bert_base", 32, "fp8+fp16", (("sequence_length", 128),))
     assert w.name == "zoo/bert_base:32:sequence_length=128@fp8+fp16"
