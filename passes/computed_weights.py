@@ -1,9 +1,9 @@
 """Convolutions whose weights are computed become products of matrices.
 
-Hypernetworks and trackers that look for one picture in another compute their filters (of StyleGAN, ``modulated_weights`` leaves
-constant ones). The kernels of convolutions pack constant filters ahead of time; the general one takes a thread for each result. As
-a product of the filters and the pixels under each tap, a convolution of computed filters runs on tensor cores. A transposed one is
-a convolution of the same filters, turned, over pixels with zeros between them.
+Hypernetworks and trackers that look for one picture in another compute their filters. (StyleGAN's become constant before, by
+``modulated_weights``.) The kernels of convolutions pack constant filters ahead of time; the general one takes a thread for each
+result. As a product of the filters and the pixels under each tap, a convolution of computed filters runs on tensor cores. A
+transposed one is a convolution of the same filters, turned, over pixels with zeros between them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import depends_on_inputs, integers, operand, reshaped, shape_of
+from optdnn.passes.support.facts import depends_on_inputs, integers, operand, reshaped, sizes_of
 
 TAPS = 64
 """Most taps of a filter: each is a copy of the pixels."""
@@ -102,17 +102,12 @@ def transposed_conv_of_computed_weights(graph: Graph, op: Op) -> Match | Miss | 
     return Match((op,), build)
 
 
-def _sizes(graph: Graph, op: Op) -> tuple[list[int], list[int]] | None:
+def _sizes(graph: Graph, op: Op) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The sizes of the pixels and of the computed weights, where all are known; None for other convolutions."""
     if op.attrs.prologue or op.attrs.epilogue or not depends_on_inputs(graph, operand(op, 1)):
         return None
-    found = []
-    for value in (operand(op), operand(op, 1), op.value):
-        shape = shape_of(graph, value)
-        if shape is None or not all(isinstance(n, int) and n > 0 for n in shape):
-            return None
-        found.append([int(n) for n in shape])  # type: ignore[arg-type]
-    return found[0], found[1]
+    x, w, y = (sizes_of(graph, value) for value in (operand(op), operand(op, 1), op.value))
+    return None if x is None or w is None or y is None or 0 in (*x, *w, *y) else (x, w)
 
 
 def _refused(graph: Graph, op: Op, groups: int, w: Sequence[int]) -> Miss | Literal[False] | None:

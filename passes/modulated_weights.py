@@ -15,7 +15,7 @@ from dataclasses import replace
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import depends_on_inputs, operand, producer, reshaped, shape_of
+from optdnn.passes.support.facts import depends_on_inputs, operand, producer, reshaped, sizes_of
 
 Sizes = tuple[int, ...]
 
@@ -26,7 +26,7 @@ def modulated_weights(graph: Graph, op: Op) -> Match | Miss | None:
     a = op.attrs
     if a.prologue or a.epilogue or not depends_on_inputs(graph, operand(op, 1)):
         return None
-    x, w, y = (_static(graph, v) for v in (operand(op), operand(op, 1), op.value))
+    x, w, y = (sizes_of(graph, v) for v in (operand(op), operand(op, 1), op.value))
     if x is None or w is None or y is None:
         return None
     pictures = a.group  # each has its own filters
@@ -38,9 +38,7 @@ def modulated_weights(graph: Graph, op: Op) -> Match | Miss | None:
     after: list[tuple[Value, bool]] = []
     for value, divides in _factors(graph, operand(op, 1), view):
         shape = _seen(graph, value, view)
-        if shape is None:
-            return Miss("its filters are computed, and not only by factors of whole channels")
-        if _of_channels(shape):
+        if shape is not None and _of_channels(shape):
             (after if shape[2] == 1 else before).append((value, divides))
         elif divides or depends_on_inputs(graph, value) or shape != (1, *view[1:]):
             return Miss("its filters are computed, and not only by factors of whole channels")
@@ -79,28 +77,23 @@ def _factors(graph: Graph, value: Value, view: Sizes, divides: bool = False) -> 
 
 def _seen(graph: Graph, value: Value, view: Sizes) -> Sizes | None:
     """The sizes of ``value`` along the axes of ``view`` (pictures, filters, channels, taps); None where it is seen otherwise."""
-    shape = _static(graph, value)
-    if shape is None or shape == (view[0] * view[1], *view[2:]):
-        return None if shape is None else view
+    shape = sizes_of(graph, value)
+    if shape is None:
+        return None
+    if shape == (view[0] * view[1], *view[2:]):
+        return view
     shape = (*(1 for _ in range(len(view) - len(shape))), *shape)
     fits = len(shape) == len(view) and all(n in (1, of) for n, of in zip(shape, view, strict=True))
     return shape if fits else None
 
 
 def _of_channels(shape: Sizes) -> bool:
-    """Whether a factor is of the channels that are read, or of those that are written: the same for all taps."""
+    """Whether a factor has one number for each channel that is read, or for each that is written."""
     return all(n == 1 for n in shape[3:]) and 1 in shape[1:3]
 
 
-def _static(graph: Graph, value: Value) -> Sizes | None:
-    shape = shape_of(graph, value)
-    if shape is None or not all(isinstance(n, int) for n in shape):
-        return None
-    return tuple(int(n) for n in shape)  # type: ignore[arg-type]
-
-
 def _scaled(patch: Patch, x: Value, factors: Sequence[tuple[Value, bool]]) -> Value:
-    """``x`` times the factors, or divided by them: each of (pictures, channels), or of one of both."""
+    """``x`` times the factors, or divided by them. A factor has a number for each channel, of each picture or of all."""
     rank = len(patch.type(x).static_shape)
     for factor, divides in factors:
         sizes = patch.type(factor).static_shape

@@ -17,7 +17,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped, shape_of
+from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped, sizes_of
 from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
 from optdnn.types import Array, normalize_axis
 
@@ -27,8 +27,8 @@ VIEWS = RESHAPES | {"Transpose"}
 @rule("ordered_columns", {"Reshape"})
 def ordered_columns(graph: Graph, op: Op) -> Match | Miss | None:
     """``split(reshape(x W))``, or ``gather(reshape(x W), k)`` of each k, of columns in another order: ``reshape(split(x W'))``."""
-    given, found = _sizes(graph, operand(op)), _sizes(graph, op.value)
-    if not given or found is None or (rows := _axes_of_rows(given[-1], found)) is None:
+    given, found = sizes_of(graph, operand(op)), sizes_of(graph, op.value)
+    if not given or not found or (rows := _axes_of_rows(given[-1], found)) is None:
         return None
     parts = list(_parts(graph, op, np.arange(given[-1]).reshape(found[rows:]), rows))
     parts.sort(key=lambda part: not _turns(graph, part[0]))
@@ -57,12 +57,6 @@ def ordered_columns(graph: Graph, op: Op) -> Match | Miss | None:
 
     users = {v.op: graph.op(v) for v, _ in parts}
     return Match((*users.values(), op, *([] if added is None or addition is None else [addition]), product), build)
-
-
-def _sizes(graph: Graph, value: Value) -> tuple[int, ...] | None:
-    """The sizes of a value; None where one is not known."""
-    shape = shape_of(graph, value) or ()
-    return tuple(n for n in shape if isinstance(n, int)) if shape and all(isinstance(n, int) for n in shape) else None
 
 
 def _axes_of_rows(columns: int, shape: tuple[int, ...]) -> int | None:

@@ -71,6 +71,12 @@ def shape_of(graph: Graph, value: Value | None) -> Shape | None:
     return None if value is None else graph.type(value).shape
 
 
+def sizes_of(graph: Graph, value: Value) -> tuple[int, ...] | None:
+    """The shape of a value as plain integers; None where one is not known."""
+    t = graph.type(value)
+    return t.static_shape if t.is_static else None
+
+
 def bytes_of(graph: Graph, value: Value) -> int:
     """Size of a value; a symbolic dimension counts as its lowest value."""
     t = graph.type(value)

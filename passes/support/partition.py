@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Graph, Op
 from optdnn.ops.packed_layout import blocks_of, row_bytes
 from optdnn.ops.reduce import reduced_axes
-from optdnn.passes.support.facts import NORMS, RESHAPES, ints, operand
+from optdnn.passes.support.facts import NORMS, RESHAPES, depends_on_inputs, ints, operand
 from optdnn.passes.support.tensor_parts import Asked, Needed, Part, Whole, coarse, viewed
 from optdnn.types import Array, normalize_axis
 
@@ -30,20 +30,6 @@ def needed(graph: Graph, op: Op, parts: Mapping[int, Part]) -> Needed:
     if rule is None:
         raise Whole(f"{op.kind} {op.name!r} needs whole operands")
     return rule(asked)
-
-
-def follows(graph: Graph, value: Value) -> bool:
-    """Whether a value is a constant, or made only of constants: weights."""
-    pending, seen = [value], set()
-    while pending:
-        op = graph.op(pending.pop())
-        if op.id in seen:
-            continue
-        seen.add(op.id)
-        if op.kind == "Input":
-            return False
-        pending += [v for v in op.inputs if v is not None]
-    return True
 
 
 # ---------------------------------------------------------------- rules
@@ -218,7 +204,7 @@ def matrix_of(graph: Graph, op: Op) -> tuple[int, int] | None:
     if op.kind not in PRODUCTS or not graph.type(operand(op, 0)).dims:
         return None
     w = graph.type(operand(op, 1))
-    if not w.is_static or len(w.dims) != 2 or not follows(graph, operand(op, 1)):
+    if not w.is_static or len(w.dims) != 2 or depends_on_inputs(graph, operand(op, 1)):
         return None
     rows, columns = w.static_shape
     if op.kind == "PackedMatMul":
