@@ -19,9 +19,9 @@ from optdnn.passes.support.pattern import Power, Scalar, Var, any_of, node, prod
 from optdnn.passes.support.pattern_rule import PatternRule, fused, pattern_rule
 
 FLOOR = -1e30
-"""Floors below it are infinite for a softmax: no scores come near."""
+"""A softmax takes lower floors for minus infinity: no score comes near them."""
 MASKED = 1e-8
-"""The part of such a floor below which a mask hides an element."""
+"""A mask hides an element where it adds less than this part of the floor."""
 X = Var("x")
 _MAX = node("ReduceMax", X, name="max")
 _SHIFTED = node("Sub", X, _MAX)
@@ -129,30 +129,32 @@ def _unshifted(graph: Graph, shift: Op, axis: int) -> Value | None:
     return None
 
 
-@pattern_rule("floored_softmax", node("Max", node("Add", X, Var("mask")), Var("floor"), name="floored"))
+@pattern_rule("floored_softmax", node("Max", node("Add", X, Var("mask"), name="masked"), Var("floor")))
 def floored_softmax(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
     """``softmax(max(x + mask, floor))`` is ``softmax(x + mask)``, where the floor is the lowest number (OPT, XGLM) and the mask, a
     constant, leaves each row a number far above it: the others are 0 either way."""
     floor = scalar(graph, found["floor"])
-    user, value = root, root.value
-    while (after := graph.sole_user(value)) is not None and _keeps_rows(graph, after, value):
-        user, value = after, after.value
-    user = graph.sole_user(value) or user
-    rank = graph.type(value).rank or 0
-    if floor is None or floor > FLOOR or user.kind != "Softmax" or user.attrs.axis not in (-1, rank - 1):
+    user = graph.sole_user(root.value)
+    while user is not None and _keeps_rows(graph, user):
+        user = graph.sole_user(user.value)
+    if floor is None or floor > FLOOR or user is None or user.kind != "Softmax":
+        return None
+    if user.attrs.axis not in (-1, (graph.type(user.value).rank or 0) - 1):
         return None
     mask = graph.constant_value(found["mask"])
     if mask is None or not mask.ndim or mask.shape[-1] != graph.type(root.value).dims[-1]:
         return Miss("the mask is not a constant that has a number for each element of a row")
     if not bool((mask.max(-1) > floor * MASKED).all()):
         return Miss("the mask may hide a whole row, whose elements the floor makes equal")
-    return Match((root,), lambda patch: operand(root, 0 if operand(root, 1) == found["floor"] else 1))
+    return Match((root,), lambda patch: found["masked"].value)
 
 
-def _keeps_rows(graph: Graph, op: Op, value: Value) -> bool:
-    """Whether a Reshape keeps the last axis as it is."""
-    before, after = shape_of(graph, value), shape_of(graph, op.value)
-    return op.kind == "Reshape" and before is not None and after is not None and before[-1:] == after[-1:]
+def _keeps_rows(graph: Graph, op: Op) -> bool:
+    """Whether it is a Reshape that keeps the last axis as it is."""
+    if op.kind != "Reshape":
+        return False
+    before, after = shape_of(graph, operand(op)), shape_of(graph, op.value)
+    return before is not None and after is not None and before[-1:] == after[-1:]
 
 
 class FuseSoftmax(RulePass):

@@ -1,7 +1,7 @@
 """Rotary embeddings written as products of complex numbers: ``(a + ib)(c + is)`` as ``a c - b s`` beside ``b c + a s``.
 
 ``a`` and ``b`` are the halves of each head (flash-attention, ERNIE), or its even and odd numbers (Llama's own code, Wan), which the
-results are put back into. DeepSeek's are the even and odd numbers, and its results the halves of the turned head.
+results are put back into. DeepSeek turns the even and odd numbers, and puts the results into the halves of the head.
 """
 
 from __future__ import annotations
@@ -38,14 +38,12 @@ class RotaryProducts(PatternRule):
         parts = shape_of(graph, operand(root))
         if parts is None:
             return None
-        interleaved = parts[-1] == 1
-        x = _neighbours(graph, a, b) if interleaved else whole(graph, a, b, even=True)
-        parted = x is None and not interleaved
-        if parted:
-            x = _neighbours(graph, a, b)
-        if x is None or (not interleaved and not parted and shape_of(graph, x) != graph.type(root.value).shape):
+        in_pairs = parts[-1] == 1  # the results
+        halves = None if in_pairs else whole(graph, a, b, even=True)
+        x = _neighbours(graph, a, b) if halves is None else halves
+        if x is None or (halves is not None and shape_of(graph, x) != graph.type(root.value).shape):
             return None
-        rows = parts[:-1] if interleaved else parts
+        rows = parts[:-1] if in_pairs else parts
         if not isinstance(rows[-1], int) or 0 in rows:
             return None
         full = (*rows[:-1], 2 * rows[-1])
@@ -59,9 +57,9 @@ class RotaryProducts(PatternRule):
         def build(patch: Patch) -> Value:
             caches = [in_shape(patch, found[name], cache_shape(s, axis)) for name, s in angles.items() if s]
             whole_heads = in_shape(patch, x, full)
-            attrs = RotaryAttrs(interleaved=interleaved or parted)
+            attrs = RotaryAttrs(interleaved=halves is None)
             y = turned(patch, whole_heads, caches, attrs, swapped=axis == -3)
-            if parted:  # even numbers before odd ones
+            if halves is None and not in_pairs:  # even numbers before odd ones
                 y = in_shape(patch, y, (*full[:-1], rows[-1], 2))
                 y = patch.add("Transpose", [y], TransposeAttrs((0, 1, 2, 4, 3)))
             return in_shape(patch, y, graph.type(root.value).dims)

@@ -164,7 +164,7 @@ RULES: Mapping[str, str] = {
     "softmax": "Softmaxes recognized",
     "log_softmax": "LogSoftmaxes recognized",
     "shifted_softmax": "shifts of whole rows before a Softmax left out",
-    "floored_softmax": "floors of masked scores left out, which no row has alone",
+    "floored_softmax": "floors under masked scores left out",
     "normalized_softmax": "normalizations of a Softmax's result left out",
     "layer_norm": "layer and instance normalizations recognized",
     "rms_norm": "RMS normalizations recognized",
