@@ -23,6 +23,8 @@ STEP = 64
 SPAN = 128
 """Bytes of a row of a stage: 64 elements of K."""
 BARRIER_BYTES = 1024
+LARGEST = 230 << 10
+"""Bytes of the rows and sums of a block at most."""
 
 
 @dataclass(frozen=True, order=True)
@@ -50,11 +52,15 @@ CONFIGS = (
     *(
         Config(rows, ahead, stages, split)
         for rows, ahead, stages, split in itertools.product(
-            (16, 32, 64, 128, 192, 256), (2, 4), (4, 6, 8, 12), (1, 2, 3, 4, 6, 8)
+            (16, 32, 64, 96, 128, 192, 256), (2, 4), (4, 6, 8, 12), (1, 2, 3, 4, 6, 8)
         )
         if rows * stages <= 1600
     ),
-    *(Config(*sizes, 2, cluster=True) for sizes in itertools.product((64, 128), (2, 4), (6, 8))),
+    *(
+        Config(rows, ahead, stages, split, cluster=True)
+        for rows, ahead, stages, split in itertools.product((32, 64, 96, 128, 192), (2, 4), (4, 6, 8), (2, 3, 4))
+        if rows * stages * SPAN + (rows + 16) * COLUMNS * 4 <= LARGEST
+    ),
 )
 
 
@@ -64,8 +70,9 @@ def row_blocks(problem: Problem, config: Config) -> int:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory of a block: rows, and what the blocks of a cluster send it."""
-    return BARRIER_BYTES + config.stages * config.rows * SPAN + (config.rows * COLUMNS * 4 if config.cluster else 0)
+    """Dynamic shared memory of a block: rows, and the sums that the blocks of a cluster send it."""
+    own = -(-config.rows // 8 // config.split) * 8
+    return BARRIER_BYTES + config.stages * config.rows * SPAN + (own * config.split * COLUMNS * 4 if config.cluster else 0)
 
 
 def refuse(problem: Problem, config: Config) -> str | None:
@@ -83,7 +90,7 @@ def refuse(problem: Problem, config: Config) -> str | None:
 
 def resident(problem: Problem, config: Config) -> int:
     """Blocks that a multiprocessor is to have registers for: where they are few, those of the next kernel begin beside this one's."""
-    few = config.rows <= (32 if problem.residual else 64) and config.ahead == 2 and not config.cluster
+    few = config.rows <= (32 if problem.residual else 64) and config.ahead == 2
     return 2 if few and tiles.groups_of(problem.bits, problem.block) == 1 else 1
 
 

@@ -109,8 +109,18 @@ DEVICE Zero zero_at(const Chunk& c, int h, int group) {
     return z;
 }
 
+// Masks of numbers in a word, by how far up they lie. LOP3 takes one constant: of two, the compiler moves one into a register each time,
+// unless it cannot know the value. ``zero`` is 0, read from memory.
+struct Masks {
+    u32 numbers[8 / BITS];
+    __device__ __forceinline__ Masks(int zero = 0) {
+        #pragma unroll
+        for (int i = 0; i < 8 / BITS; i++) numbers[i] = (0x00010001u * ((1 << BITS) - 1) << (BITS * i)) + zero;
+    }
+};
+
 // The PAIRS pairs of a word, less the zero point: of each 16 of K, two pairs. Whole numbers are exact.
-DEVICE void unpack_word(u32 (&pair)[PAIRS], u32 word, const Zero& z) {
+DEVICE void unpack_word(u32 (&pair)[PAIRS], u32 word, const Zero& z, const Masks& masks = {}) {
 #if FLOAT_CODES
     const u32 low = float8_to_half(word), high = float8_to_half(word >> 16);
 #if defined(DTYPE_BF16)
@@ -135,13 +145,13 @@ DEVICE void unpack_word(u32 (&pair)[PAIRS], u32 word, const Zero& z) {
     const u32 offset = twice(0xc300u + z.whole);
     #pragma unroll
     for (int i = 0; i < PAIRS; i++)
-        pair[i] = fma2((word >> (BITS * i) & 0x00010001u * ((1 << BITS) - 1)) | 0x43004300u, ONE2, offset);
+        pair[i] = fma2((word >> (BITS * i) & masks.numbers[0]) | 0x43004300u, ONE2, offset);
 #else                                              // 1024 + number * 2^up: fp16 has ten bits behind the first one
     const u32 next = word >> 8;
     #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
         const int up = BITS * i % 8;
-        const u32 number = ((BITS * i < 8 ? word : next) & (0x00010001u * ((1 << BITS) - 1)) << up) | 0x64006400u;
+        const u32 number = ((BITS * i < 8 ? word : next) & masks.numbers[up / BITS]) | 0x64006400u;
         pair[i] = fma2(number, twice(0x3c00u - 0x400u * up), twice(0xe400u - 0x400u * up + (z.whole << up)));
     }
 #endif
@@ -155,12 +165,12 @@ DEVICE void unpack_word(u32 (&pair)[PAIRS], u32 word, const Zero& z) {
 DEVICE u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // The registers of operand A of a product of 16 of K: numbers less their zero points, SCALED: times their scales.
-template <bool SCALED = true> DEVICE void unpack_operand(u32 (&a)[4], const Chunk& chunk, int step) {
+template <bool SCALED = true> DEVICE void unpack_operand(u32 (&a)[4], const Chunk& chunk, int step, const Masks& masks = {}) {
     const int word = step * 4 / STEPS, at = step % (STEPS / 4) * 2, group = step / GROUP_STEPS;
     #pragma unroll
     for (int h = 0; h < 2; h++) {
         u32 pair[PAIRS];
-        unpack_word(pair, word_of(chunk.weights[h], word), zero_at(chunk, h, group));
+        unpack_word(pair, word_of(chunk.weights[h], word), zero_at(chunk, h, group), masks);
         a[h] = pair[at], a[h + 2] = pair[at + 1];
         if (!SCALED) continue;
         const float scale = scale_at(chunk.scales[h], group);

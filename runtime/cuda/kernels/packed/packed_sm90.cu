@@ -4,9 +4,10 @@
 //
 // A block takes 128 columns, 16 of each of eight warps in two warpgroups, and BN rows. One warp brings rows by TMA into a ring of STAGES
 // stages of 64 of K. Weights come straight from memory to the registers of the warp that multiplies them, DEPTH chunks of each lane in
-// flight; the first are on their way before griddepcontrol.wait. While the products of a stage run, the next stage's weights are unpacked.
+// flight; the first are on their way before griddepcontrol.wait. An operand is unpacked between two products of an earlier one: a warp whose
+// product must wait for tensor cores issues nothing, so products in a row would leave no time to unpack.
 // SPLIT blocks share K where tiles are few: their sums go through memory (packed_mma.cu says how), or, CLUSTERED, the blocks of a cluster send
-// them to one another, each of which finishes BN / SPLIT rows.
+// them to one another, and each block finishes OWN rows.
 //
 // generated.cuh defines BN, DEPTH, STAGES, SPLIT, CLUSTERED, RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, wgmma_pixels(), epilogue(), and
 // what packed.cuh says.
@@ -31,12 +32,13 @@ struct Params {
 constexpr bool WIDE = BN > 128;                    // registers move from the warpgroup that loads to those that multiply
 constexpr int WARPS = 8, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + (WIDE ? 128 : 32), COLUMNS = WARPS * 16, FOURS = COLUMNS / 4;
 constexpr int BK = 64, SPAN = 128, STAGES_OF_CHUNK = CHUNK_K / BK, STAGE_BYTES = BN * SPAN, BARRIER_BYTES = 1024;
-constexpr int PASS = BN < 64 ? BN : 64, SUM_PITCH = COLUMNS + 4;   // rows of sums in shared memory at a time
-static_assert(DEPTH * STAGES_OF_CHUNK % 2 == 0, "registers of operand A take turns");
+constexpr int PASS = BN % 64 == 0 ? 64 : BN % 48 == 0 ? 48 : BN, SUM_PITCH = COLUMNS + 4;   // rows of sums in shared memory at a time
+constexpr int STAGE_STEPS = BK / 16, IN_FLIGHT = 2, LEAD = 2, OPERANDS = IN_FLIGHT + LEAD;   // products that run, operands unpacked ahead of them
+static_assert(DEPTH * STEPS % OPERANDS == 0 && LEAD < STEPS, "registers of operand A take turns");
+static_assert(IN_FLIGHT <= STAGE_STEPS, "a stage is free within the next one");
 static_assert(BN % PASS == 0, "sums go in whole passes");
-static_assert(STAGES * STAGE_BYTES >= PASS * SUM_PITCH * 4, "sums take the place of the ring");
-constexpr int OWN = BN / SPLIT;                    // rows that a block of a cluster finishes
-static_assert(!CLUSTERED || (OWN % 8 == 0 && OWN <= PASS), "rows of a block go in one pass");
+constexpr int OWN = (BN / 8 + SPLIT - 1) / SPLIT * 8;   // rows that a block of a cluster finishes; the last block may have fewer
+static_assert(STAGES * STAGE_BYTES >= (CLUSTERED ? OWN : PASS) * SUM_PITCH * 4, "sums take the place of the ring");
 
 DEVICE void consumers_meet() { named_barrier(1, CONSUMERS); }
 
@@ -79,17 +81,20 @@ struct SentSums {
     u32 fours, barrier;
     int rank;
 
+    __device__ __forceinline__ int first() const { return rank * OWN; }    // of the own rows
+    __device__ __forceinline__ int count() const { return max(0, min(OWN, BN - first())); }
+
     // By one thread.
     __device__ __forceinline__ void begin() const {
         barrier_init(barrier, 1);
         barrier_init_fence();
-        barrier_expect(barrier, BN * COLUMNS * 4);
+        barrier_expect(barrier, SPLIT * count() * COLUMNS * 4);
     }
     __device__ __forceinline__ u32 place(int part, int eight) const { return fours + ((part * (OWN / 8) + eight) * CONSUMERS + threadIdx.x) * 16; }
     // Sends each block, this one among them, the sums of its rows.
     __device__ __forceinline__ void send(const float (&acc)[BN / 2]) const {
         #pragma unroll
-        for (int j = 0; j < BN / 8; j++)
+        for (int j = 0; j < BN / 8; j++)               // of eight rows
             cluster_store_async(cluster_map(place(rank, j % (OWN / 8)), j * 8 / OWN), cluster_map(barrier, j * 8 / OWN), &acc[j * 4]);
     }
     // The sums of eight of the own rows, in the order of K.
@@ -143,30 +148,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_sm90(cons
     const int column = columns * COLUMNS + threadIdx.x % FOURS * 4;
     const float4 bias = bias_of_four(p.bias, column, p.columns);
     grid_dependency_wait();
+    const Masks masks(p.rows >> 31);                // zero
     float acc[BN / 2];
-    u32 a[2][4][4];                                // of products that run, and of the next ones
+    u32 a[OPERANDS][4];                            // of products that run, and of the next ones
+    #pragma unroll
+    for (int step = 0; step < LEAD; step++) unpack_operand(a[step], ahead[0], step, masks);
     int stage = 0, previous = -1;
     u32 parity = 0;
     for (int turn = part.begin; turn < part.padded; turn += DEPTH) {
         #pragma unroll
-        for (int d = 0; d < DEPTH; d++) {
-            #pragma unroll
-            for (int half = 0; half < STAGES_OF_CHUNK; half++) {
-                barrier_wait(full + 8 * stage, parity);
-                u32 (&own)[4][4] = a[(d * STAGES_OF_CHUNK + half) % 2];
-                #pragma unroll
-                for (int i = 0; i < 4; i++) unpack_operand(own[i], ahead[d], half * 4 + i);
-                const u64 rows = wgmma_descriptor<SPAN>(ring + stage * STAGE_BYTES);
-                wgmma_fence();
-                #pragma unroll
-                for (int i = 0; i < 4; i++) wgmma_pixels(acc, own[i], rows + 2 * i, (turn - part.begin) | d | half | i);
-                wgmma_commit();
-                wgmma_wait<1>();                   // the products before these: their stage is free, and their registers
-                if (previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);
-                previous = stage;
-                if (++stage == STAGES) stage = 0, parity ^= 1;
-            }
-            ahead[d] = load_chunk(p.weights, stream, tile, min(turn + d + DEPTH, part.end - 1), lane);
+        for (int step = 0; step < DEPTH * STEPS; step++) {
+            const int of_stage = step % STAGE_STEPS, next = step + LEAD, own = next / STEPS % DEPTH;
+            if (of_stage == 0) barrier_wait(full + 8 * stage, parity);
+            wgmma_fence();
+            wgmma_pixels(acc, a[step % OPERANDS], wgmma_descriptor<SPAN>(ring + stage * STAGE_BYTES) + 2 * of_stage, (turn - part.begin) | step);
+            wgmma_commit();
+            wgmma_wait<IN_FLIGHT>();               // registers of the next operand are free
+            if (of_stage == IN_FLIGHT - 1 && previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);
+            unpack_operand(a[next % OPERANDS], ahead[own], next % STEPS, masks);
+            if (next % STEPS == STEPS - 1)         // the last one of its chunk
+                ahead[own] = load_chunk(p.weights, stream, tile, min(turn + next / STEPS + DEPTH, part.end - 1), lane);
+            if (of_stage < STAGE_STEPS - 1) continue;
+            previous = stage;
+            if (++stage == STAGES) stage = 0, parity ^= 1;
         }
     }
     wgmma_wait<0>();
@@ -179,6 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_sm90(cons
     consumers_meet();                              // the ring is read no more: sums take its place
     #pragma unroll
     for (int eight = 0; eight < OWN / 8; eight++) {
+        if (eight * 8 >= sent.count()) break;
         float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         sent.add(sum, eight);
         #pragma unroll
@@ -186,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_sm90(cons
             total[(eight * 8 + lane % 4 * 2 + i % 2) * SUM_PITCH + warp * 16 + lane / 4 + i / 2 * 8] = sum[i];
     }
     consumers_meet();
-    const int own_row = first_row + sent.rank * OWN, own_count = min(OWN, p.rows - own_row) * FOURS;
+    const int own_row = first_row + sent.first(), own_count = min(sent.count(), p.rows - own_row) * FOURS;
     for (int i = threadIdx.x; i < own_count; i += CONSUMERS)
         store_four(p, own_row + i / FOURS, column, *reinterpret_cast<const float4*>(total + i / FOURS * SUM_PITCH + i % FOURS * 4), bias);
 #else
