@@ -26,30 +26,30 @@ GPU = of_arch("sm_90a")
 
 
 def test_the_parameter_block() -> None:
-    """The map of the rows stands first; pointers follow it."""
+    """The maps of rows and weights stand first; pointers follow them."""
     case = Case(300, 1000, 2048, zeros="uint8", stages=(("add",),))
-    made = wgmma.launch(case.problem, wgmma.Config(128, 2, 8, 2), GPU, 2048, 1000)
-    (rows,) = made.maps
-    assert (rows.at, rows.shape, rows.box) == (0, (2048, 300), (64, 128))
-    names = ("tiles", "scales", "zeros", "bias", "residual", "output", "partial", "arrived")
-    assert tuple(p.operand for p in made.pointers) == names
-    assert [p.at - MAP_BYTES for p in made.pointers] == [0, 8, 16, 40, 48, 56, 64, 72]
-    assert made.grid == (8, 2, 3)
-    assert wgmma.workspace(case.problem, wgmma.Config(128, 2, 8, 2)) == (8 * 2 * 3 * 128 * 128 * 4, 8 * 3 * 4)
+    made = wgmma.launch(case.problem, wgmma.Config(128, 3, 2), GPU, 2048, 1000)
+    rows, tiles, scales, zeros = made.maps
+    assert [m.at for m in made.maps] == [0, MAP_BYTES, 2 * MAP_BYTES, 3 * MAP_BYTES]
+    assert (rows.shape, rows.box) == ((2048, 300), (64, 128))
+    assert (tiles.shape, tiles.strides, tiles.box) == ((256, 32, 63, 1), (512, 16384, 1032192), (256, 2, 8, 1))
+    assert (scales.shape, scales.box) == ((16, 16, 63, 1), (16, 1, 8, 1))
+    assert (zeros.shape, zeros.box) == ((8, 16, 63, 1), (8, 1, 8, 1))
+    assert [(p.operand, p.at - 4 * MAP_BYTES) for p in made.pointers] == [("bias", 0), ("residual", 8), ("output", 16)]
+    assert (made.grid, made.cluster) == ((16, 3, 1), 2)
 
 
 SIZES = {
-    "9 rows": (Case(9, 200, 1100, zeros="uint8"), wgmma.Config(32, 2, 6)),
-    "100 rows in parts": (Case(100, 130, 1024, block=32, stages=GATED), wgmma.Config(64, 2, 6, 2)),
-    "8 bits, bf16": (Case(40, 61, 333, "uint8", 64, "", "bfloat16", "bfloat16"), wgmma.Config(32, 4, 8)),
-    "8 bits by channel": (Case(130, 128, 640, "uint8", 0, stages=(("add",), ("relu",))), wgmma.Config(128, 2, 6, 3)),
-    "2 bits": (Case(20, 48, 1500, "uint2", 32), wgmma.Config(16, 2, 12)),
-    "clusters of two": (
-        Case(200, 130, 1024, zeros="uint8", stages=(("add",),)),
-        wgmma.Config(128, 4, 6, 2, cluster=True),
-    ),
-    "clusters of two, odd": (Case(70, 61, 2100, block=64), wgmma.Config(64, 2, 8, 2, cluster=True)),
-    "8-bit floats": (Case(33, 48, 500, "fp8_e4m3", 128, "", "float32"), wgmma.Config(64, 2, 6)),
+    "9 rows": (Case(9, 200, 1100, zeros="uint8"), wgmma.Config(32, 3)),
+    "100 rows in parts": (Case(100, 130, 1024, block=32, stages=GATED), wgmma.Config(64, 2, 2)),
+    "8 bits, bf16": (Case(40, 61, 333, "uint8", 64, "", "bfloat16", "bfloat16"), wgmma.Config(32, 4)),
+    "8 bits by channel": (Case(130, 128, 640, "uint8", 0, stages=(("add",), ("relu",))), wgmma.Config(128, 2, 3)),
+    "2 bits": (Case(20, 48, 1500, "uint2", 32), wgmma.Config(16, 6)),
+    "clusters of two": (Case(200, 130, 1024, zeros="uint8", stages=(("add",),)), wgmma.Config(128, 2, 2)),
+    "clusters of three, odd": (Case(70, 61, 2100, block=64), wgmma.Config(64, 3, 3)),
+    "clusters of four": (Case(96, 130, 1200, block=16, zeros="float16"), wgmma.Config(96, 3, 4)),
+    "192 rows": (Case(150, 70, 700), wgmma.Config(192, 3)),
+    "8-bit floats": (Case(33, 48, 500, "fp8_e4m3", 128, "", "float32"), wgmma.Config(64, 3)),
 }
 
 
@@ -57,7 +57,7 @@ def run(case: Case, config: wgmma.Config, folder: Path) -> None:
     p = case.problem
     assert wgmma.refuse(p, config) is None
     made = wgmma.launch(p, config, GPU, pitch_of(case), p.columns)
-    check_emulated(case, made, wgmma.workspace(p, config), render.pixels_instruction(config.rows, p.dtype), folder)
+    check_emulated(case, made, (0, 0), render.pixels_instruction(config.rows, p.dtype), folder)
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
@@ -70,8 +70,8 @@ def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "faulty"),
     [
-        ("barrier_arrive(empty + 8 * previous);", ";"),
-        ("barrier_wait(full + 8 * stage, parity);", ""),
+        ("barrier_arrive(ring.empty + 8 * (stage.index ? stage.index - 1 : STAGES - 1));", ";"),
+        ("barrier_wait(ring.full + 8 * ahead.index, ahead.parity);", ""),
     ],
     ids=["stages are never free", "stages are read too early"],
 )
@@ -88,22 +88,21 @@ def test_faults_of_the_ring_are_seen(line: str, faulty: str, tmp_path: Path, mon
         run(*SIZES["9 rows"], tmp_path)
 
 
-def test_blocks_of_a_cluster_send_their_sums() -> None:
-    p, config = Case(256, 4096, 4096).problem, wgmma.Config(128, 4, 8, 2, cluster=True)
+def test_blocks_that_share_k_are_a_cluster() -> None:
+    p, config = Case(256, 4096, 4096).problem, wgmma.Config(128, 3, 2)
     made = wgmma.launch(p, config, GPU, 4096, 4096)
-    assert (made.grid, made.cluster, str(config)) == ((64, 1, 2), 2, "packed128x128a4s8c2")
-    assert wgmma.workspace(p, config) == (0, 0)
-    assert made.shared == 1024 + 8 * 128 * 128 + 128 * 128 * 4
+    assert (made.grid, made.cluster, str(config)) == ((64, 2, 1), 2, "packed128x128s3k2")
+    assert made.shared == 1024 + 3 * (128 * 256 + 8192 + 1024) + 128 * 128 * 4
     assert wgmma.candidates(p, GPU)[0] == config
-    assert not any(c.cluster for c in wgmma.candidates(Case(2048, 4096, 4096).problem, GPU, 2))
+    assert wgmma.candidates(Case(2048, 4096, 4096).problem, GPU)[0].split == 1
 
 
 def test_what_it_refuses() -> None:
     p = Case(300, depth=2048).problem
-    assert wgmma.refuse(p, wgmma.Config(100, 2, 4)) == "not a tile of this kernel"
-    assert "do not fit the registers" in str(wgmma.refuse(p, wgmma.Config(256, 4, 4)))
-    assert "sums do not fit" in str(wgmma.refuse(p, wgmma.Config(16, 2, 4)))
-    assert wgmma.refuse(Case(300).problem, wgmma.Config(64, 4, 6, 2)) == "4 chunks are not shared 2 ways"
+    assert wgmma.refuse(p, wgmma.Config(100, 4)) == "not a tile of this kernel"
+    assert "do not fit shared memory" in str(wgmma.refuse(p, wgmma.Config(256, 4)))
+    assert wgmma.refuse(Case(300).problem, wgmma.Config(64, 4, 3)) == "4 chunks and 64 rows are not shared 3 ways"
+    assert wgmma.refuse(p, wgmma.Config(48, 4, 8)) == "16 chunks and 48 rows are not shared 8 ways"
 
 
 @pytest.mark.parametrize("rows", [64, 256, 2048])
