@@ -41,11 +41,11 @@ def test_the_parameter_block() -> None:
 
 SIZES = {
     "9 rows": (Case(9, 200, 1100, zeros="uint8"), wgmma.Config(32, 3)),
-    "100 rows in parts": (Case(100, 130, 1024, block=32, stages=GATED), wgmma.Config(64, 2, 2)),
+    "100 rows in parts": (Case(100, 130, 1024, block=32, stages=GATED), wgmma.Config(64, 3, 2)),
     "8 bits, bf16": (Case(40, 61, 333, "uint8", 64, "", "bfloat16", "bfloat16"), wgmma.Config(32, 4)),
-    "8 bits by channel": (Case(130, 128, 640, "uint8", 0, stages=(("add",), ("relu",))), wgmma.Config(128, 2, 3)),
+    "8 bits by channel": (Case(130, 128, 640, "uint8", 0, stages=(("add",), ("relu",))), wgmma.Config(128, 3, 3)),
     "2 bits": (Case(20, 48, 1500, "uint2", 32), wgmma.Config(16, 6)),
-    "clusters of two": (Case(200, 130, 1024, zeros="uint8", stages=(("add",),)), wgmma.Config(128, 2, 2)),
+    "clusters of two": (Case(200, 130, 1024, zeros="uint8", stages=(("add",),)), wgmma.Config(128, 3, 2)),
     "clusters of three, odd": (Case(70, 61, 2100, block=64), wgmma.Config(64, 3, 3)),
     "clusters of four": (Case(96, 130, 1200, block=16, zeros="float16"), wgmma.Config(96, 3, 4)),
     "192 rows": (Case(150, 70, 700), wgmma.Config(192, 3)),

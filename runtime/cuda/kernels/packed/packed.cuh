@@ -19,36 +19,41 @@ struct PackedWeights {
     int chunks, sets, set_shift;                   // of a tile; chunk c has the scales of set c >> set_shift
 };
 
-// BYTES (a power of two), aligned to them up to 16, as words. LOAD reads one of a type.
+// BYTES (a power of two), aligned to them up to 16, as words.
 template <int BYTES> struct Words { u32 word[(BYTES + 3) / 4]; };
-template <int BYTES, class Load> DEVICE Words<BYTES> words_by(const Load& load, const u8* at) {
+template <int BYTES> DEVICE Words<BYTES> load_words(const u8* at) {
     Words<BYTES> v;
     if constexpr (BYTES == 1) {
-        v.word[0] = load(at);
+        v.word[0] = __ldg(at);
     } else if constexpr (BYTES == 2) {
-        v.word[0] = load(reinterpret_cast<const u16*>(at));
+        v.word[0] = __ldg(reinterpret_cast<const u16*>(at));
     } else if constexpr (BYTES == 4) {
-        v.word[0] = load(reinterpret_cast<const u32*>(at));
+        v.word[0] = __ldg(reinterpret_cast<const u32*>(at));
     } else if constexpr (BYTES == 8) {
-        const uint2 x = load(reinterpret_cast<const uint2*>(at));
+        const uint2 x = __ldg(reinterpret_cast<const uint2*>(at));
         v.word[0] = x.x, v.word[1] = x.y;
     } else {
         #pragma unroll
         for (int i = 0; i < BYTES / 16; i++) {
-            const uint4 x = load(reinterpret_cast<const uint4*>(at) + i);
+            const uint4 x = __ldg(reinterpret_cast<const uint4*>(at) + i);
             v.word[4 * i] = x.x, v.word[4 * i + 1] = x.y, v.word[4 * i + 2] = x.z, v.word[4 * i + 3] = x.w;
         }
     }
     return v;
 }
-struct FromGlobal {
-    template <class T> __device__ __forceinline__ T operator()(const T* at) const { return __ldg(at); }
-};
-struct FromShared {
-    template <class T> __device__ __forceinline__ T operator()(const T* at) const { return *at; }
-};
-template <int BYTES> DEVICE Words<BYTES> load_words(const u8* at) { return words_by<BYTES>(FromGlobal(), at); }
-template <int BYTES> DEVICE Words<BYTES> shared_words(const u8* at) { return words_by<BYTES>(FromShared(), at); }
+// The same from shared memory.
+template <int BYTES> DEVICE Words<BYTES> shared_words(const u8* at) {
+    Words<BYTES> v;
+    if constexpr (BYTES == 1) {
+        v.word[0] = *at;
+    } else if constexpr (BYTES == 2) {
+        v.word[0] = *reinterpret_cast<const u16*>(at);
+    } else {
+        #pragma unroll
+        for (int i = 0; i < BYTES / 4; i++) v.word[i] = reinterpret_cast<const u32*>(at)[i];
+    }
+    return v;
+}
 
 DEVICE float scale_of(u32 bits) {                  // of the low 16 bits, where it is not fp32
 #if SCALE_FLOAT

@@ -184,19 +184,6 @@ struct Rows {
     __device__ __forceinline__ void wait(int chunk) const { barrier_wait(ready(chunk / PIECE), 0); }
 };
 
-template <int BYTES> DEVICE Words<BYTES> shared_words(const u8* at) {
-    Words<BYTES> v;
-    if constexpr (BYTES == 1) {
-        v.word[0] = *at;
-    } else if constexpr (BYTES == 2) {
-        v.word[0] = *reinterpret_cast<const u16*>(at);
-    } else {
-        #pragma unroll
-        for (int i = 0; i < BYTES / 4; i++) v.word[i] = reinterpret_cast<const u32*>(at)[i];
-    }
-    return v;
-}
-
 // Where a lane reads, from a common place on. Computed here, and not again for each chunk.
 struct LanePlaces {
     u32 weights, scales, zeros, rows, sums;
