@@ -16,35 +16,52 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import TensorMap
 
-COLUMNS = 128
-"""Columns of a block: 16 of each of eight warps."""
 BOX_K, SPAN = 64, 128
 """K of a box of rows, and the bytes of its rows."""
 BARRIER_BYTES = 1024
-TILES = COLUMNS // tiles.CHANNELS
 SHARED = 232448
 """Bytes of shared memory that a block of any Hopper GPU may have."""
 
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``rows`` rows of a block, ``stages`` chunks of K in its ring; K shared by ``split`` blocks, which are a cluster."""
+    """A block of ``columns`` columns and ``rows`` rows, with ``stages`` chunks of K in its ring. ``split`` blocks share K, ``group`` blocks load
+    rows together; they are a cluster."""
 
     rows: int
     stages: int
     split: int = 1
+    columns: int = 128
+    group: int = 1
+
+    @property
+    def warps(self) -> int:
+        """Warps that multiply: a tile of columns each."""
+        return self.columns // tiles.CHANNELS
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.split * self.group
 
     @property
     def threads(self) -> int:
-        """Threads of a block: two warpgroups, and a warp that loads (of a warpgroup, where registers are moved)."""
-        return 256 + (128 if self.rows > 128 else 32)
+        """Threads of a block: one warpgroup or two, and a warp that loads (of a warpgroup, where registers are moved)."""
+        return self.warps * 32 + (128 if self.rows > 128 and self.warps > 4 else 32)
 
     def __str__(self) -> str:
-        return f"packed128x{self.rows}s{self.stages}{f'k{self.split}' if self.split > 1 else ''}"
+        shared = f"k{self.split}" * (self.split > 1) + f"c{self.group}" * (self.group > 1)
+        return f"packed{self.columns}x{self.rows}s{self.stages}{shared}"
 
 
 ROWS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
-CONFIGS = tuple(Config(*sizes) for sizes in itertools.product(ROWS, (3, 4, 6, 8), (1, 2, 3, 4, 8)))
+CLUSTER = 8
+"""Blocks of a cluster at most."""
+CONFIGS = tuple(
+    config
+    for sizes in itertools.product(ROWS, (3, 4, 6, 8), (1, 2, 3, 4, 8), (64, 128), (1, 2))
+    if (config := Config(*sizes)).cluster <= CLUSTER
+)
 
 
 def row_blocks(problem: Problem, config: Config) -> int:
@@ -55,14 +72,14 @@ def row_blocks(problem: Problem, config: Config) -> int:
 def stage_bytes(problem: Problem, config: Config) -> int:
     """Shared memory of a stage: a chunk of the rows, of the weights, of their scales and zero points, in multiples of 1024."""
     groups = tiles.groups_of(problem.bits, problem.block)
-    parameters = TILES * tiles.CHANNELS * groups * (problem.scale_bytes + problem.zero_bytes)
-    return -(-(config.rows * problem.chunk * 2 + TILES * tiles.CHUNK_BYTES + parameters) // 1024) * 1024
+    parameters = config.columns * groups * (problem.scale_bytes + problem.zero_bytes)
+    return -(-(config.rows * problem.chunk * 2 + config.warps * tiles.CHUNK_BYTES + parameters) // 1024) * 1024
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block: its ring, and the sums that the blocks of a cluster send it."""
     own = -(-config.rows // 8 // config.split) * 8
-    sums = own * config.split * COLUMNS * 4 if config.split > 1 else 0
+    sums = own * config.split * config.columns * 4 if config.split > 1 else 0
     return BARRIER_BYTES + config.stages * stage_bytes(problem, config) + sums
 
 
@@ -77,7 +94,7 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return "not a tile of this kernel"
     if shared_bytes(problem, config) > SHARED:
         return "its ring and sums do not fit shared memory"
-    if config.split == 1 and config.stages * stage_bytes(problem, config) < _pass(config) * (COLUMNS + 4) * 4:
+    if config.split == 1 and config.stages * stage_bytes(problem, config) < _pass(config) * (config.columns + 4) * 4:
         return "its sums do not fit the place of its ring"
     if config.split > 1 and (problem.chunks < 2 * config.split or config.rows < 8 * config.split):
         return f"{problem.chunks} chunks and {config.rows} rows are not shared {config.split} ways"
@@ -86,28 +103,30 @@ def refuse(problem: Problem, config: Config) -> str | None:
 
 def resident(problem: Problem, config: Config) -> int:
     """Blocks that a multiprocessor is to have registers for: where they are few, those of the next kernel begin beside this one's."""
-    few = config.rows <= (32 if problem.residual else 64) and tiles.groups_of(problem.bits, problem.block) == 1
+    narrow = config.warps <= 4 or config.rows <= (32 if problem.residual else 64)
+    few = narrow and tiles.groups_of(problem.bits, problem.block) == 1
     return 2 if few and 2 * (shared_bytes(problem, config) + 1024) <= SHARED + 1024 else 1
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """Blocks: tiles of columns times those that share K, blocks of rows."""
-    return -(-problem.columns // COLUMNS) * config.split, row_blocks(problem, config), 1
+    """Blocks: tiles of columns in whole clusters, blocks of rows."""
+    groups = -(-problem.columns // (config.columns * config.group))
+    return groups * config.cluster, row_blocks(problem, config), 1
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
     """What to compile. ``checked``: waits that never end trap."""
     found = {
-        "BN": config.rows, "STAGES": config.stages, "SPLIT": config.split, "RESIDENT": resident(problem, config),
-        "HAS_RESIDUAL": int(problem.residual), **defines(problem),
+        "WARPS": config.warps, "BN": config.rows, "STAGES": config.stages, "SPLIT": config.split, "GROUP": config.group,
+        "RESIDENT": resident(problem, config), "HAS_RESIDUAL": int(problem.residual), **defines(problem),
     }  # fmt: skip
     instruction = render.pixels_instruction(config.rows, problem.dtype)
     text = "\n".join([render.constants(found), instruction, render.epilogue(problem.epilogue), ""])
     return Recipe("packed_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked))
 
 
-def _weight_maps(problem: Problem) -> list[TensorMap[str]]:
-    """The maps of ``PackedWeights``, in numbers of 16 bits: a box is a chunk of eight tiles, or its set of scales or zero points."""
+def _weight_maps(problem: Problem, config: Config) -> list[TensorMap[str]]:
+    """The maps of ``PackedWeights``, in numbers of 16 bits: a box is a chunk of a block's tiles, or its set of scales or zero points."""
     sets = tiles.sets_of(problem.depth, problem.bits, problem.block)
     channels = tiles.CHANNELS * tiles.groups_of(problem.bits, problem.block)
     half = tiles.CHUNK_BYTES // 4
@@ -118,7 +137,7 @@ def _weight_maps(problem: Problem) -> list[TensorMap[str]]:
     return [
         tensor_map(
             name, "float16", (width, along, count, 1), (width * 2, width * 2 * along, width * 2 * along * count),
-            (width, box, TILES, 1), 0,
+            (width, box, config.warps, 1), 0,
         )
         for name, width, along, box in found
     ]  # fmt: skip
@@ -131,15 +150,15 @@ def launch(
     ``output``. Raises InternalError."""
     if reason := refuse(problem, config):
         raise InternalError(f"packed_sm90: {reason}")
-    box = (BOX_K, config.rows)
+    box = (BOX_K, config.rows // config.group)
     rows = tensor_map("x", problem.dtype, (problem.depth, problem.rows), (x_pitch * 2,), box, SPAN)
-    parameters = Parameters().tensor_map(rows, *_weight_maps(problem))
+    parameters = Parameters().tensor_map(rows, *_weight_maps(problem, config))
     parameters.pointer("bias", "residual" if problem.residual else None, "output")
     shift = tiles.set_shift(problem.depth, problem.bits, problem.block)
     parameters.i32(problem.rows, problem.columns, out_pitch, problem.chunks, shift)
     return parameters.launch(
         recipe(problem, config, gpu.arch, checked=checked), "packed_sm90", grid(problem, config), config.threads,
-        shared=shared_bytes(problem, config), cluster=config.split,
+        shared=shared_bytes(problem, config), cluster=config.cluster,
     )  # fmt: skip
 
 
@@ -163,18 +182,18 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     L2; in waves of blocks."""
     columns, rows, _ = grid(problem, config)
     blocks, many = columns * rows, gpu.multiprocessors
-    if config.split > 1:
-        many = gpu.clusters_at_once(config.split) * config.split
+    if config.cluster > 1:
+        many = gpu.clusters_at_once(config.cluster) * config.cluster
     room = min(resident(problem, config), gpu.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024))
     together = min(room, -(-blocks // many))
     shared = CROWDED if together < room and 2 * blocks > many else together
     running = min(blocks, many * together)
-    multiply = COLUMNS * config.rows * problem.chunk / (gpu.matrix_ops / 2)
-    unpack = UNPACK[max(problem.bits, 4)] * problem.chunk / 64
+    multiply = config.columns * config.rows * problem.chunk / (gpu.matrix_ops / 2)
+    unpack = UNPACK[max(problem.bits, 4)] * problem.chunk / 64 * config.columns / 128
     step = shared * (max(multiply, unpack) + BESIDE * min(multiply, unpack)) / gpu.clock
-    weights = COLUMNS * problem.chunk * problem.bits / 8
+    weights = config.columns * problem.chunk * problem.bits / 8
     fetch = FETCH / (config.stages - 1) + weights * running / rows / BANDWIDTH
-    level_2 = (config.rows * problem.chunk * 2 + weights) * running / LEVEL_2
+    level_2 = (config.rows / config.group * problem.chunk * 2 + weights) * running / LEVEL_2
     waves, chunks = -(-blocks // (many * room)), -(-problem.chunks // config.split)
     return START + waves * (chunks * max(step, fetch, level_2) + ROW * config.rows)
 
@@ -182,4 +201,4 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:
     """The configurations to time, best predicted first; of equal ones, those with fewest stages."""
     fitting = ((estimate(problem, c, gpu), c) for c in CONFIGS if refuse(problem, c) is None)
-    return varied(sorted(fitting), lambda c: (c.rows, c.split), limit)
+    return varied(sorted(fitting), lambda c: (c.rows, c.split, c.columns, c.group), limit)

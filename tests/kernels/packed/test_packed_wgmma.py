@@ -48,6 +48,10 @@ SIZES = {
     "clusters of two": (Case(200, 130, 1024, zeros="uint8", stages=(("add",),)), wgmma.Config(128, 3, 2)),
     "clusters of three, odd": (Case(70, 61, 2100, block=64), wgmma.Config(64, 3, 3)),
     "clusters of four": (Case(96, 130, 1200, block=16, zeros="float16"), wgmma.Config(96, 3, 4)),
+    "64 columns": (Case(50, 200, 1100, zeros="uint8", stages=(("add",),)), wgmma.Config(64, 3, 1, 64)),
+    "blocks that load together": (Case(90, 200, 1300, block=32), wgmma.Config(48, 3, 1, 64, 2)),
+    "and share K": (Case(96, 300, 1300, stages=GATED), wgmma.Config(96, 3, 2, 128, 2)),
+    "and share K, 64 columns": (Case(33, 61, 2000, "uint8", 64), wgmma.Config(32, 4, 4, 64, 2)),
     "192 rows": (Case(150, 70, 700), wgmma.Config(192, 3)),
     "8-bit floats": (Case(33, 48, 500, "fp8_e4m3", 128, "", "float32"), wgmma.Config(64, 3)),
 }
@@ -70,7 +74,7 @@ def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "faulty"),
     [
-        ("barrier_arrive(ring.empty + 8 * (stage.index ? stage.index - 1 : STAGES - 1));", ";"),
+        ("barrier_arrive(ring.empty + 8 * stage);", ";"),
         ("barrier_wait(ring.full + 8 * ahead.index, ahead.parity);", ""),
     ],
     ids=["stages are never free", "stages are read too early"],
