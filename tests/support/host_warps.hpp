@@ -404,11 +404,6 @@ static unsigned cluster_blocks = 1;                    // of each
 static bool sending, received;
 static inline u32 cluster_rank() { return blockIdx.x % cluster_blocks; }
 static inline u32 cluster_map(u32 address, u32 rank) { return address | rank << 24; }
-// Blocks that load together are alike: what one brings the others, they bring it, and where it arrives, they arrive.
-static inline void cluster_barrier_arrive(u32 barrier) { barrier_arrive(barrier & 0xffffff); }
-template <int BLOCKS> static void tma_share_2d(u32 target, u32 bytes, const TensorMap* map, u32 barrier, int x, int y, int rows, int) {
-    for (int i = 0; i < BLOCKS; i++) tma_load_2d(target + i * bytes, map, barrier, x, y + i * rows);
-}
 static inline void cluster_arrive_relaxed() {}
 static inline void cluster_wait() {}
 static inline void cluster_wait_together() {}

@@ -25,14 +25,13 @@ SHARED = 232448
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """A block of ``columns`` columns and ``rows`` rows, with ``stages`` chunks of K in its ring. ``split`` blocks share K, ``group`` blocks load
-    rows together; they are a cluster."""
+    """A block of ``columns`` columns and ``rows`` rows, with ``stages`` chunks of K in its ring; K shared by ``split`` blocks, which are a
+    cluster."""
 
     rows: int
     stages: int
     split: int = 1
     columns: int = 128
-    group: int = 1
 
     @property
     def warps(self) -> int:
@@ -40,28 +39,16 @@ class Config:
         return self.columns // tiles.CHANNELS
 
     @property
-    def cluster(self) -> int:
-        """Blocks of a cluster."""
-        return self.split * self.group
-
-    @property
     def threads(self) -> int:
         """Threads of a block: one warpgroup or two, and a warp that loads (of a warpgroup, where registers are moved)."""
         return self.warps * 32 + (128 if self.rows > 128 and self.warps > 4 else 32)
 
     def __str__(self) -> str:
-        shared = f"k{self.split}" * (self.split > 1) + f"c{self.group}" * (self.group > 1)
-        return f"packed{self.columns}x{self.rows}s{self.stages}{shared}"
+        return f"packed{self.columns}x{self.rows}s{self.stages}{f'k{self.split}' if self.split > 1 else ''}"
 
 
 ROWS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
-CLUSTER = 8
-"""Blocks of a cluster at most."""
-CONFIGS = tuple(
-    config
-    for sizes in itertools.product(ROWS, (3, 4, 6, 8), (1, 2, 3, 4, 8), (64, 128), (1, 2))
-    if (config := Config(*sizes)).cluster <= CLUSTER
-)
+CONFIGS = tuple(Config(*sizes) for sizes in itertools.product(ROWS, (3, 4, 6, 8), (1, 2, 3, 4, 8), (64, 128)))
 
 
 def row_blocks(problem: Problem, config: Config) -> int:
@@ -76,10 +63,14 @@ def stage_bytes(problem: Problem, config: Config) -> int:
     return -(-(config.rows * problem.chunk * 2 + config.warps * tiles.CHUNK_BYTES + parameters) // 1024) * 1024
 
 
+def own_rows(config: Config) -> int:
+    """Rows that a block finishes, where K is shared."""
+    return -(-config.rows // 8 // config.split) * 8
+
+
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block: its ring, and the sums that the blocks of a cluster send it."""
-    own = -(-config.rows // 8 // config.split) * 8
-    sums = own * config.split * config.columns * 4 if config.split > 1 else 0
+    sums = own_rows(config) * config.split * config.columns * 4 if config.split > 1 else 0
     return BARRIER_BYTES + config.stages * stage_bytes(problem, config) + sums
 
 
@@ -110,14 +101,13 @@ def resident(problem: Problem, config: Config) -> int:
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     """Blocks: tiles of columns in whole clusters, blocks of rows."""
-    groups = -(-problem.columns // (config.columns * config.group))
-    return groups * config.cluster, row_blocks(problem, config), 1
+    return -(-problem.columns // config.columns) * config.split, row_blocks(problem, config), 1
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
     """What to compile. ``checked``: waits that never end trap."""
     found = {
-        "WARPS": config.warps, "BN": config.rows, "STAGES": config.stages, "SPLIT": config.split, "GROUP": config.group,
+        "WARPS": config.warps, "BN": config.rows, "STAGES": config.stages, "SPLIT": config.split,
         "RESIDENT": resident(problem, config), "HAS_RESIDUAL": int(problem.residual), **defines(problem),
     }  # fmt: skip
     instruction = render.pixels_instruction(config.rows, problem.dtype)
@@ -150,7 +140,7 @@ def launch(
     ``output``. Raises InternalError."""
     if reason := refuse(problem, config):
         raise InternalError(f"packed_sm90: {reason}")
-    box = (BOX_K, config.rows // config.group)
+    box = (BOX_K, config.rows)
     rows = tensor_map("x", problem.dtype, (problem.depth, problem.rows), (x_pitch * 2,), box, SPAN)
     parameters = Parameters().tensor_map(rows, *_weight_maps(problem, config))
     parameters.pointer("bias", "residual" if problem.residual else None, "output")
@@ -158,47 +148,56 @@ def launch(
     parameters.i32(problem.rows, problem.columns, out_pitch, problem.chunks, shift)
     return parameters.launch(
         recipe(problem, config, gpu.arch, checked=checked), "packed_sm90", grid(problem, config), config.threads,
-        shared=shared_bytes(problem, config), cluster=config.cluster,
+        shared=shared_bytes(problem, config), cluster=config.split,
     )  # fmt: skip
 
 
-START, ROW = 1.2e-6, 37e-9
-"""Seconds until products begin, and for each row of a block: its first rows arrive, its results leave."""
-UNPACK = {4: 355, 8: 426}
-"""Cycles in which a block unpacks 64 of K, by bits (2 as 4)."""
-BESIDE = 0.16
-"""Share of the shorter of unpacking and products that the longer does not hide."""
-FETCH = 0.76e-6
+START = 0.5e-6
+"""Seconds until products begin."""
+ROW = {64: 15.7e-9, 128: 24.7e-9}
+"""Seconds for each row of a block, by its columns, to begin and to end: its first rows arrive, its results leave."""
+KILOBYTE = 4e-9
+"""Seconds for each KB of shared memory, in which the next launch's blocks have no room."""
+SUMS = 0.15e-6
+"""Seconds of exchanging sums."""
+UNPACK = {(4, 64): 251, (4, 128): 370, (8, 64): 290, (8, 128): 429}
+"""Cycles in which a block unpacks 64 of K, by bits (2 as 4) and columns."""
+BESIDE = {64: 0.46, 128: 0.33}
+"""Share of the shorter of unpacking and products that the longer does not hide: a warpgroup that is alone hides little."""
+FETCH = 0.62e-6
 """Seconds from the request for a chunk until it is there."""
-CROWDED = 1.65
+NORM = 7
+"""Of the norm that joins a chunk's way from memory and its products."""
+CROWDED = 1.56
 """Two blocks that share a multiprocessor, while others are empty, take so many times as long."""
-LEVEL_2 = 7.8e12
+LEVEL_2 = 17.5e12
 """Bytes per second from L2 to the multiprocessors, when many read the same lines."""
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch, fitted to 3,950 timings of 150 products on an H200 (9 to 2,048 rows; the first choices are
-    1.5 % behind the best on average): for each chunk the longest of its products with its unpacking, its way from memory, and its way from
-    L2; in waves of blocks."""
+    """Predicted seconds of one dependent launch, fitted to 4,300 timings of 200 products on an H200 (9 to 2,048 rows; the first choices are
+    1.4 % behind the best on average): for each chunk its products with its unpacking, its way from memory, and its way from L2; in waves of
+    blocks."""
     columns, rows, _ = grid(problem, config)
-    blocks, many = columns * rows, gpu.multiprocessors
-    if config.cluster > 1:
-        many = gpu.clusters_at_once(config.cluster) * config.cluster
+    blocks, many = columns * rows, gpu.clusters_at_once(config.split) * config.split
     room = min(resident(problem, config), gpu.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024))
     together = min(room, -(-blocks // many))
     shared = CROWDED if together < room and 2 * blocks > many else together
     running = min(blocks, many * together)
     multiply = config.columns * config.rows * problem.chunk / (gpu.matrix_ops / 2)
-    unpack = UNPACK[max(problem.bits, 4)] * problem.chunk / 64 * config.columns / 128
-    step = shared * (max(multiply, unpack) + BESIDE * min(multiply, unpack)) / gpu.clock
+    unpack = UNPACK[max(problem.bits, 4), config.columns] * problem.chunk / 64
+    most, least = max(multiply, unpack), min(multiply, unpack)
+    step = shared * (most + BESIDE[config.columns] * least) / gpu.clock
     weights = config.columns * problem.chunk * problem.bits / 8
     fetch = FETCH / (config.stages - 1) + weights * running / rows / BANDWIDTH
-    level_2 = (config.rows / config.group * problem.chunk * 2 + weights) * running / LEVEL_2
+    level_2 = (config.rows * problem.chunk * 2 + weights) * running / LEVEL_2
+    each = max((step**NORM + fetch**NORM) ** (1 / NORM), level_2)
+    ends = ROW[config.columns] * config.rows + KILOBYTE * shared_bytes(problem, config) / 1024
     waves, chunks = -(-blocks // (many * room)), -(-problem.chunks // config.split)
-    return START + waves * (chunks * max(step, fetch, level_2) + ROW * config.rows)
+    return START + waves * (chunks * each + ends) + SUMS * (config.split > 1)
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:
     """The configurations to time, best predicted first; of equal ones, those with fewest stages."""
     fitting = ((estimate(problem, c, gpu), c) for c in CONFIGS if refuse(problem, c) is None)
-    return varied(sorted(fitting), lambda c: (c.rows, c.split, c.columns, c.group), limit)
+    return varied(sorted(fitting), lambda c: (c.rows, c.split, c.columns), limit)

@@ -76,7 +76,7 @@ def configurations(kernel: Any, case: Case) -> list[Any]:
     if kernel is resident_kernel:  # some of each kind
         kinds = ([c for c in found if c.cluster == kind] for kind in (False, True))
         return [*kernel.candidates(case.problem, GPU, 1), *(c for own in kinds for c in own[:: max(1, len(own) // 3)])]
-    clusters = [c for c in found if kernel is wgmma_kernel and c.cluster > 1][::23]
+    clusters = [c for c in found if kernel is wgmma_kernel and c.split > 1][::11]
     return [*kernel.candidates(case.problem, GPU, 1), *found[:: max(1, len(found) // few)], *clusters]
 
 

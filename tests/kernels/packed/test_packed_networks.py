@@ -37,7 +37,7 @@ def test_they_compute_what_they_mean(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "rows", "arch", "tactic"),
     [
-        ("gated", 16, "sm_90a", "packed_resident"),
+        ("gated", 16, "sm_90a", "packed_sm90"),
         ("gated", 17, "sm_90a", "packed_sm90"),
         ("gated", 32, "sm_90a", "packed_sm90"),
         ("gated", 32, "sm_86", "packed_mma"),

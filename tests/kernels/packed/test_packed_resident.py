@@ -25,6 +25,7 @@ from support.packed_cases import (
 from support.sweep import sweep
 
 from optdnn.kernels.packed import resident_kernel as resident
+from optdnn.kernels.packed import wgmma_kernel
 from optdnn.kernels.packed.problem import Problem
 from optdnn.kernels.packed.tiles import tiled_weights
 from optdnn.runtime.cuda.compile import nvrtc, render
@@ -46,6 +47,14 @@ SIZES = {
     "bf16": (1, Case(15, 40, 600, dtype="bfloat16", scale="bfloat16"), C(1, 3, 2, 2)),
     "odd columns": (2, Case(12, 61, 833, block=16), C(1, 2, 5, 2)),
 }
+
+
+def test_it_is_predicted_to_be_the_fastest_of_16_rows() -> None:
+    """Of the products of Llama 3 8B's layers; measured: 5.7 us against 7.1, 11.7 against 13.8."""
+    for depth, columns in ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 6144)):
+        p = Case(16, columns, depth).problem
+        seconds = [k.estimate(p, k.candidates(p, H200, 1)[0], H200) for k in (resident, wgmma_kernel)]
+        assert seconds[0] < seconds[1]
 
 
 def small_gpu(many: int) -> GpuFacts:

@@ -250,11 +250,6 @@ DEVICE void tma_multicast_2d(u32 target, const TensorMap* map, u32 barrier, int 
                  "[%0], [%1, {%3, %4}], [%2], %5;"
                  ::"r"(target), "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(x), "r"(y), "h"(blocks) : "memory");
 }
-// ``rows`` rows from ``y`` on for each of BLOCKS neighbouring blocks of the cluster, ``bytes`` each: every block brings a part to all of them.
-template <int BLOCKS> DEVICE void tma_share_2d(u32 target, u32 bytes, const TensorMap* map, u32 barrier, int x, int y, int rows, int rank) {
-    const int own = rank % BLOCKS;
-    tma_multicast_2d(target + own * bytes, map, barrier, x, y + own * rows, u16(((1 << BLOCKS) - 1) << (rank - own)));
-}
 DEVICE void tma_multicast_im2col(u32 target, const TensorMap* map, u32 barrier, int c, int w, int h, int n, u16 tap_w, u16 tap_h,
                                  u16 blocks) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.multicast::cluster [%0], "

@@ -6,10 +6,9 @@
 // rows, weights and scales, by TMA. The first weights are on their way before griddepcontrol.wait. (Loads to registers cannot be waited for
 // one by one: the compiler gives all of them one scoreboard.) An operand is unpacked between two products of earlier ones: a warp whose
 // product waits for tensor cores issues nothing, so products in a row would leave no time to unpack.
-// SPLIT blocks share K where tiles are few. They are of one cluster, send their sums to one another, and each finishes OWN rows.
-// GROUP blocks of a cluster, of neighbouring columns, load together: each brings a part of the rows to all of them.
+// SPLIT blocks share K where tiles are few. They are a cluster, send their sums to one another, and each finishes OWN rows.
 //
-// generated.cuh defines WARPS, BN, STAGES, SPLIT, GROUP, RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, wgmma_pixels(), epilogue(), and
+// generated.cuh defines WARPS, BN, STAGES, SPLIT, RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, wgmma_pixels(), epilogue(), and
 // what packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
@@ -19,7 +18,7 @@
 #include "packed_sums.cuh"
 
 struct Params {
-    TensorMap x;                                   // [rows][k], in boxes of BN / GROUP rows x 64 of K
+    TensorMap x;                                   // [rows][k], in boxes of BN rows x 64 of K
     TensorMap tiles, scales;                       // of PackedWeights: a chunk of WARPS tiles, its set of scales
 #if ZEROS
     TensorMap zeros;
@@ -32,14 +31,13 @@ struct Params {
 
 constexpr bool WIDE = BN > 128 && WARPS > 4;       // registers move from the warpgroup that loads to those that multiply
 constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + (WIDE ? 128 : 32), COLUMNS = WARPS * 16, FOURS = COLUMNS / 4;
-constexpr int SPAN = 128, BOX_K = SPAN / 2, BOX_BYTES = BN * SPAN, BARRIER_BYTES = 1024, CLUSTER = SPLIT * GROUP;
+constexpr int SPAN = 128, BOX_K = SPAN / 2, BOX_BYTES = BN * SPAN, BARRIER_BYTES = 1024;
 constexpr int X_BYTES = CHUNK_K / BOX_K * BOX_BYTES, SCALES = 16 * GROUPS * SCALE_BYTES, ZERO_POINTS = 16 * GROUPS * ZERO_BYTES;   // of a tile
 constexpr int SCALES_AT = X_BYTES + WARPS * CHUNK_BYTES, ZEROS_AT = SCALES_AT + WARPS * SCALES;
 constexpr int LOADED = ZEROS_AT + WARPS * ZERO_POINTS, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
 constexpr int IN_FLIGHT = 2, LEAD = 2, OPERANDS = IN_FLIGHT + LEAD;   // products that run, operands unpacked ahead of them
 constexpr int OWN = (BN / 8 + SPLIT - 1) / SPLIT * 8, SUM_PITCH = COLUMNS + 4;    // rows that a block finishes; the last one may have fewer
 constexpr int PASS = SPLIT > 1 ? OWN : BN % 64 == 0 ? 64 : BN % 48 == 0 ? 48 : BN;   // rows of sums in shared memory at a time
-static_assert(BN / GROUP % 8 == 0, "a part of the rows is whole groups of eight");
 static_assert(STEPS % OPERANDS == 0, "registers of operand A take turns");
 static_assert(STAGES * STAGE_BYTES >= PASS * SUM_PITCH * 4, "sums take the place of the ring");
 
@@ -71,25 +69,16 @@ DEVICE void load_weights(const Params& p, const Ring& ring, int stage, int chunk
 #endif
 }
 DEVICE void load_rows(const Params& p, const Ring& ring, int stage, int chunk, int first_row) {
-    const int rank = GROUP > 1 ? int(cluster_rank()) : 0;
     #pragma unroll
-    for (int box = 0; box < CHUNK_K / BOX_K; box++) {
-        const u32 at = ring.stage(stage) + box * BOX_BYTES, full = ring.full + 8 * stage;
-        if (GROUP == 1)
-            tma_load_2d(at, &p.x, full, chunk * CHUNK_K + box * BOX_K, first_row);
-        else
-            tma_share_2d<GROUP>(at, BOX_BYTES / GROUP, &p.x, full, chunk * CHUNK_K + box * BOX_K, first_row, BN / GROUP, rank);
-    }
+    for (int box = 0; box < CHUNK_K / BOX_K; box++)
+        tma_load_2d(ring.stage(stage) + box * BOX_BYTES, &p.x, ring.full + 8 * stage, chunk * CHUNK_K + box * BOX_K, first_row);
 }
 
-// Fills the ring with the chunks of K from ``begin`` to ``end``. Beyond K, rows, and columns are zeros. By one warp.
+// Fills the ring with the chunks of K from ``begin`` to ``end``. Beyond K, rows, and columns are zeros.
 DEVICE void produce(const Params& p, const Ring& ring, int begin, int end, int tile, int first_row) {
     const int first = min(STAGES, end - begin);
-    if (elect_one())
-        for (int i = 0; i < first; i++) load_weights(p, ring, i, begin + i, tile);
-    if (CLUSTER > 1) cluster_wait_together();      // all have begun
+    for (int i = 0; i < first; i++) load_weights(p, ring, i, begin + i, tile);
     grid_dependency_wait();
-    if (!elect_one()) return;
     for (int i = 0; i < first; i++) load_rows(p, ring, i, begin + i, first_row);
     Stage stage;
     for (int chunk = begin + first; chunk < end; chunk++) {
@@ -98,17 +87,6 @@ DEVICE void produce(const Params& p, const Ring& ring, int begin, int end, int t
         load_rows(p, ring, stage.index, chunk, first_row);
         stage.next();
     }
-}
-
-// Tells all that load together that this warp no longer reads a stage. Only of stages that are filled again: their blocks then wait for it
-// before they end.
-DEVICE void release(const Ring& ring, int stage, int rank) {
-    if (GROUP == 1) {
-        barrier_arrive(ring.empty + 8 * stage);
-        return;
-    }
-    #pragma unroll
-    for (int i = 0; i < GROUP; i++) cluster_barrier_arrive(cluster_map(ring.empty + 8 * stage, rank / GROUP * GROUP + i));
 }
 
 // What a lane needs of its warp's tile in a stage.
@@ -129,7 +107,6 @@ DEVICE Chunk chunk_of(const u8* stage, int warp, int lane) {
 // Adds the products of ``count`` chunks.
 DEVICE void multiply(float (&acc)[BN / 2], const Params& p, const Ring& ring, const u8* stages, int count, int warp, int lane) {
     const Masks masks(p.rows >> 31);               // zero
-    const int rank = GROUP > 1 ? int(cluster_rank()) : 0;
     u32 a[OPERANDS][4];                            // of products that run, and of the next ones
     Stage stage, ahead;
     barrier_wait(ring.full, 0);
@@ -146,8 +123,8 @@ DEVICE void multiply(float (&acc)[BN / 2], const Params& p, const Ring& ring, co
             wgmma_pixels(acc, a[step % OPERANDS], rows, i | step);
             wgmma_commit();
             wgmma_wait<IN_FLIGHT>();               // the registers of the next operand are free
-            if (step == IN_FLIGHT - 1 && i > 0 && i - 1 + STAGES < count && lane == 0)
-                release(ring, stage.index ? stage.index - 1 : STAGES - 1, rank);
+            if (step == IN_FLIGHT - 1 && i > 0 && lane == 0)   // the previous stage is read no more
+                barrier_arrive(ring.empty + 8 * (stage.index ? stage.index - 1 : STAGES - 1));
             if (next == 0 && i + 1 < count) {
                 barrier_wait(ring.full + 8 * ahead.index, ahead.parity);
                 chunk = chunk_of(stages + ahead.index * STAGE_BYTES, warp, lane);
@@ -172,7 +149,7 @@ DEVICE void store_rows(const Params& p, const float* total, int first_row, int c
 // What the blocks that share K send one another. Of each eight rows there are fours as threads hold them.
 struct SentSums {
     u32 fours, barrier;
-    int part, member;                              // of those that load together
+    int part;
 
     __device__ __forceinline__ int first() const { return part * OWN; }    // of the own rows
     __device__ __forceinline__ int count() const { return max(0, min(OWN, BN - first())); }
@@ -186,10 +163,8 @@ struct SentSums {
     // Sends each block, this one among them, the sums of its rows.
     __device__ __forceinline__ void send(const float (&acc)[BN / 2]) const {
         #pragma unroll
-        for (int j = 0; j < BN / 8; j++) {
-            const int rank = j * 8 / OWN * GROUP + member;
-            cluster_store_async(cluster_map(place(part, j % (OWN / 8)), rank), cluster_map(barrier, rank), &acc[j * 4]);
-        }
+        for (int j = 0; j < BN / 8; j++)
+            cluster_store_async(cluster_map(place(part, j % (OWN / 8)), j * 8 / OWN), cluster_map(barrier, j * 8 / OWN), &acc[j * 4]);
     }
     // The sums of eight of the own rows, in the order of K.
     __device__ __forceinline__ void add(float (&sum)[4], int eight) const {
@@ -206,29 +181,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_sm90(cons
     extern __shared__ __align__(1024) u8 shared[];
     const Ring ring = {smem_address(shared), smem_address(shared) + 8 * STAGES, smem_address(shared) + BARRIER_BYTES};
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform, and known to be
-    const int member = blockIdx.x % GROUP, part = blockIdx.x / GROUP % SPLIT;
-    const int first_column = (blockIdx.x / CLUSTER * GROUP + member) * COLUMNS, first_row = blockIdx.y * BN;
+    const int part = blockIdx.x % SPLIT, first_column = blockIdx.x / SPLIT * COLUMNS, first_row = blockIdx.y * BN;
     const int begin = p.chunks * part / SPLIT, end = p.chunks * (part + 1) / SPLIT;
-    const SentSums sent = {ring.stage(STAGES), ring.empty + 8 * STAGES, part, member};
+    const SentSums sent = {ring.stage(STAGES), ring.empty + 8 * STAGES, part};
     grid_launch_dependents();
     if (warp == WARPS && lane == 0) {
         tma_prefetch(&p.x);
         for (int i = 0; i < STAGES; i++) {
             barrier_init(ring.full + 8 * i, 1);
-            barrier_init(ring.empty + 8 * i, WARPS * GROUP);
+            barrier_init(ring.empty + 8 * i, WARPS);
         }
         barrier_init_fence();
         async_proxy_fence();
         if (SPLIT > 1) sent.begin();
     }
     __syncthreads();
-    if (CLUSTER > 1) cluster_arrive_relaxed();
+    if (SPLIT > 1) cluster_arrive_relaxed();
     if (warp >= WARPS) {
         if (WIDE) give_registers<40>();
-        if (warp == WARPS)
-            produce(p, ring, begin, end, first_column / 16, first_row);
-        else if (CLUSTER > 1)
-            cluster_wait();
+        if (warp == WARPS && elect_one()) produce(p, ring, begin, end, first_column / 16, first_row);
+        if (SPLIT > 1) cluster_wait_together();
         return;
     }
     if (WIDE) take_registers<232>();
@@ -240,8 +212,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_sm90(cons
 
     float* total = reinterpret_cast<float*>(shared + BARRIER_BYTES);
     grid_dependency_wait();                        // what is stored, and the residual, may be others' until then
-    if (CLUSTER > 1) cluster_wait();               // all have begun
 #if SPLIT > 1
+    cluster_wait();                                // all have begun
     sent.send(acc);
     barrier_wait_cluster(sent.barrier, 0);         // nobody sends to a block that has ended: all of its threads wait
     consumers_meet();                              // the ring is read no more: sums take its place
