@@ -41,6 +41,9 @@ EITHER = frozenset(
 )
 """Kinds, besides the pointwise ones, that run in either order at the same cost; the result has the operand's order."""
 
+ARG = frozenset({"ArgMax", "ArgMin"})
+"""Kinds that read either order, and have a plain result. So do reductions that drop axes."""
+
 _ALL_OPERANDS = frozenset({"Concat"})
 _PLAIN, _LAST = "plain", "channels last"
 Side = object
@@ -146,9 +149,19 @@ def _sides(graph: Graph, op: Op) -> Sides:
     pointwise = op.definition.traits.pointwise
     free = first is not None and (pointwise or op.kind in PREFER or op.kind in EITHER)
     ranked = rank in CHANNELS_LAST and all(o.type.rank == rank for o in op.outputs)
-    drops_axes = free and not pointwise and graph.type(operand(op)).rank != rank
+    if _drops_axes(graph, op):
+        return Sides(own if graph.type(operand(op)).rank in CHANNELS_LAST else _PLAIN, _PLAIN)
     indices = op.kind == "MaxPool" and len(op.outputs) > 1  # which count elements in plain order
-    return Sides(own, own) if free and ranked and not drops_axes and not indices else Sides(_PLAIN, _PLAIN)
+    return Sides(own, own) if free and ranked and not indices else Sides(_PLAIN, _PLAIN)
+
+
+def _drops_axes(graph: Graph, op: Op) -> bool:
+    """Whether it reads one tensor in either order, and has a result of other axes."""
+    if op.input(0) is None:
+        return False
+    return op.kind in ARG or (
+        op.kind in EITHER and op.kind.startswith("Reduce") and graph.type(operand(op)).rank != _rank(op)
+    )
 
 
 def _feeds_convolution(graph: Graph, op: Op) -> bool:
@@ -177,6 +190,8 @@ def _permutations(op: Op) -> tuple[bool, bool]:
 def _follows(graph: Graph, op: Op, slot: int) -> bool:
     """Whether this operand of an op that can run in either order is read in the op's order (else plainly)."""
     value = op.inputs[slot]
+    if slot == 0 and _drops_axes(graph, op):
+        return True
     if value is None or graph.type(value).rank != _rank(op):
         return False
     arity = op.definition.arity

@@ -18,7 +18,7 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.pool import MaxPoolAttrs
-from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.reduce import ArgAttrs, ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext, PassReport
@@ -43,7 +43,7 @@ def consistent(graph: Graph) -> None:
         written = {o.type.layout for o in op.outputs}
         if op.kind in ("Input", "Output", "Reshape", "Flatten", "Gemm", "MatMul", "LayerNormalization"):
             assert read | written <= {""}, op
-        elif op.kind not in ("Constant", "Layout", "Transpose"):
+        elif op.kind not in ("Constant", "Layout", "Transpose", "ArgMax") and op.outputs[0].type.rank == 4:
             assert len(read | written) == 1, op
 
 
@@ -150,12 +150,21 @@ def test_a_reduction_that_keeps_its_axes_is_in_either_order() -> None:
     assign(n.done(n.op("Flatten", x)), last=3, convert=1, view=1)
 
 
-def test_a_reduction_that_drops_its_axes_is_plain() -> None:
+@pytest.mark.parametrize("axes", [(2, 3), (3,)])
+def test_a_reduction_that_drops_its_axes_reads_channels_last_and_writes_plain(axes: tuple[int, ...]) -> None:
     n = Net(np.float64)
     x = n.conv(n.conv(n.input(1, 4, 8, 8), 8), 8)
-    x = n.op("ReduceMean", x, n.ints(2, 3), attrs=ReduceAttrs(keepdims=False))
-    _, report = assign(n.done(x), last=2, convert=2)
-    assert any("ReduceMean has no channels-last form" in r for r in reasons(report))
+    x = n.op("ReduceMax", x, n.ints(*axes), attrs=ReduceAttrs(keepdims=False))
+    after, _ = assign(n.done(x), last=3, convert=1)
+    (op,) = (op for op in after.ops() if op.kind == "ReduceMax")
+    assert (after.type(op.inputs[0]).layout, op.outputs[0].type.layout) == ("nhwc", "")
+
+
+@pytest.mark.parametrize("keepdims", [True, False])
+def test_places_of_the_largest_channels_are_plain(keepdims: bool) -> None:
+    n = Net(np.float64)
+    x = n.conv(n.conv(n.input(1, 4, 8, 8), 8), 8)
+    assign(n.done(n.op("ArgMax", x, attrs=ArgAttrs(1, keepdims))), last=3, convert=1)
 
 
 def test_indices_of_a_pool_count_in_plain_order() -> None:

@@ -68,7 +68,7 @@ def _emit(b: Builder, op: Op, threads: int) -> None:
     axis = normalize_axis(a.axis, len(x.shape))
     kept = [i for i in range(len(x.shape)) if i != axis]
     place = [out.strides[i] for i in kept] if a.keepdims else list(out.strides)
-    dims, (so, sx) = merge([x.shape[i] for i in kept], [place, [x.strides[i] for i in kept]])
+    dims, (sx, so) = merge([x.shape[i] for i in kept], [[x.strides[i] for i in kept], place])
     count, t = math.prod(dims), arithmetic(x.dtype)
     if not out.size:
         return

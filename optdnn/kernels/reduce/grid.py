@@ -109,7 +109,15 @@ def space_of(xs: Sequence[TensorView], axes: Sequence[int], out: TensorView) -> 
     x = xs[0]
     kept = [i for i in range(len(x.shape)) if i not in axes]
     out_strides = out.strides if len(out.shape) == len(kept) else [out.strides[i] for i in kept]
-    dims, (so, *sx) = merge([x.shape[i] for i in kept], [out_strides, *([x.strides[i] for i in kept] for x in xs)])
+    own = [[x.strides[i] for i in kept] for x in xs]
+    shape = [x.shape[i] for i in kept]
+    if all(
+        s != 0 or n == 1 for s, n in zip(own[0], shape, strict=True)
+    ):  # loads of the larger tensor coalesce, not stores
+        dims, (first, so, *others) = merge(shape, [own[0], out_strides, *own[1:]])
+        sx = [first, *others]
+    else:
+        dims, (so, *sx) = merge(shape, [out_strides, *own])
     inner, rx = merge([x.shape[i] for i in axes], [[x.strides[i] for i in axes] for x in xs])
     count = math.prod(inner)
     # Neighbouring outputs that are neighbours in memory share a block, so that loads coalesce; a thread takes 16 bytes of them.
