@@ -19,6 +19,8 @@ from optdnn.runtime.cuda.launches.plan import TensorMap
 BOX_K, SPAN = 64, 128
 """K of a box of rows, and the bytes of its rows."""
 BARRIER_BYTES = 1024
+MOST_BLOCKS = 65535
+"""Of a grid, along its second axis."""
 SHARED = 232448
 """Bytes of shared memory that a block of any Hopper GPU may have."""
 
@@ -83,6 +85,8 @@ def refuse(problem: Problem, config: Config) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if config not in CONFIGS:
         return "not a tile of this kernel"
+    if row_blocks(problem, config) > MOST_BLOCKS:
+        return f"its {problem.rows} rows are more than {MOST_BLOCKS} blocks"
     if shared_bytes(problem, config) > SHARED:
         return "its ring and sums do not fit shared memory"
     if config.split == 1 and config.stages * stage_bytes(problem, config) < _pass(config) * (config.columns + 4) * 4:
