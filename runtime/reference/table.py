@@ -17,6 +17,7 @@ from optdnn.runtime.reference import (
     norm,
     norm_regions,
     packed,
+    pointwise_scan,
     pool,
     quant,
     quantized,
@@ -70,6 +71,7 @@ COMPOSED: dict[str, ComposedKernel] = {
     **control.COMPOSED,
     **conv_regions.COMPOSED,
     **norm_regions.COMPOSED,
+    **pointwise_scan.COMPOSED,
     **regions.COMPOSED,
 }
 
