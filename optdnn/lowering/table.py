@@ -75,6 +75,7 @@ from optdnn.kernels.quantized.pools import Int8MaxPool, Int8Mean
 from optdnn.kernels.recurrent.general import GeneralRNN
 from optdnn.kernels.recurrent.grid import GridRNN
 from optdnn.kernels.recurrent.hopper import HopperRNN
+from optdnn.kernels.recurrent.pointwise_scan import PointwiseScanKernel
 from optdnn.kernels.recurrent.resident import ResidentRNN
 from optdnn.kernels.reduce.arg import ArgBlock, ArgExtreme
 from optdnn.kernels.reduce.means import KINDS as IMAGE_SUMS
@@ -177,6 +178,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "RNN": (ResidentRNN(), GridRNN(), GeneralRNN()),
     "GRU": (ResidentRNN(), HopperRNN(), GridRNN(), GeneralRNN()),
     "LSTM": (ResidentRNN(), HopperRNN(), GridRNN(), GeneralRNN()),
+    "PointwiseScan": (PointwiseScanKernel(),),
     "Attention": (
         CachedAttention(),
         ChannelAttention(),
