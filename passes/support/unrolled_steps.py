@@ -97,7 +97,7 @@ class Steps:
             indices.setdefault(place.sequence, set()).add(place.index)
         self.count = max((len(found) for found in indices.values()), default=0)
         self.places = {v: p for v, p in self.places.items() if 2 * len(indices[p.sequence]) > self.count}
-        """Of sequences: other tensors of which a step takes a position are read there by all steps."""
+        """Those of sequences. Where all steps read the same position of a tensor, it is an operand like any other."""
         last = max((p.index for p in self.places.values()), default=0)
         for value in order:
             if value in self.places:
