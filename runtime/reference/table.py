@@ -26,6 +26,7 @@ from optdnn.runtime.reference import (
     resize,
     rnn,
     sampling,
+    segment_sum,
     shape,
     signal,
     softmax,
@@ -73,6 +74,7 @@ COMPOSED: dict[str, ComposedKernel] = {
     **norm_regions.COMPOSED,
     **pointwise_scan.COMPOSED,
     **regions.COMPOSED,
+    **segment_sum.COMPOSED,
 }
 
 KINDS = frozenset({*KERNELS, *COMPOSED})

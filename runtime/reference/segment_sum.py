@@ -1,0 +1,45 @@
+"""NumPy kernel of SegmentSum: sums of rows that are computed from gathered rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from optdnn.runtime.reference.base import ComposedKernel, Run
+from optdnn.types import Array
+
+
+def segment_sum(
+    run: Run, *operands: Array, stages: Sequence[Any], indices: Sequence[int], axes: Sequence[int],
+    views: Sequence[Sequence[int]], factors: Sequence[str] = (),
+) -> tuple[Array, ...]:  # fmt: skip
+    """One sum per segment (:class:`optdnn.ops.segment_sum.SegmentSumAttrs` describes the attributes)."""
+    begin, rank = len(indices), max(map(len, views))
+    arrays = operands[begin : begin + max(indices) + 1]
+    first, *scales = operands[begin + len(arrays) :]
+    tables = []
+    for x, index, axis, view in zip(operands, indices, axes, views, strict=False):
+        rows = x.take(arrays[index], axis) if index >= 0 else x[None]
+        order = [axis if index >= 0 else 0, *(i if index >= 0 else i + 1 for i in view if i >= 0)]
+        left = [i for i in range(rows.ndim) if i not in order]
+        shape = [1 if i < 0 else x.shape[i] for i in view]
+        whole = rows.transpose([*order, *left]).reshape([rows.shape[order[0]], *[1] * (rank - len(view)), *shape])
+        tables.append(whole)
+    registers = [tables[0]]
+    for stage in stages:
+        args = [None if a is None else registers[~a] if a < 0 else tables[a] for a in stage.args]
+        registers.append(run(stage.kind, args, stage.attrs)[0])
+    rows = registers[-1]
+    lengths = np.diff(first)
+    rows = np.broadcast_to(rows, (len(arrays[0]), *rows.shape[1:]))
+    total = np.zeros((len(lengths), *rows.shape[1:]), rows.dtype)
+    np.add.at(total, np.repeat(np.arange(len(lengths)), lengths), rows)
+    for kind, scale in zip(factors, scales, strict=True):
+        total = run(kind, [total, scale], {})[0]
+    total[lengths == 0] = 0
+    return (total,)
+
+
+COMPOSED: dict[str, ComposedKernel] = {"SegmentSum": segment_sum}
