@@ -82,6 +82,7 @@ from optdnn.kernels.reduce.means import KINDS as IMAGE_SUMS
 from optdnn.kernels.reduce.means import ImageMeans
 from optdnn.kernels.reduce.parts import ReductionParts
 from optdnn.kernels.reduce.reduce import REDUCTIONS, Reduction
+from optdnn.kernels.reduce.segment_sum import SegmentSumKernel
 from optdnn.kernels.reduce.staged import StagedReduction
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.collective import COLLECTIVES
@@ -179,6 +180,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GRU": (ResidentRNN(), HopperRNN(), GridRNN(), GeneralRNN()),
     "LSTM": (ResidentRNN(), HopperRNN(), GridRNN(), GeneralRNN()),
     "PointwiseScan": (PointwiseScanKernel(),),
+    "SegmentSum": (SegmentSumKernel(),),
     "Attention": (
         CachedAttention(),
         ChannelAttention(),

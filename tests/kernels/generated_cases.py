@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from support import draws, scan_cases
+from support import draws, scan_cases, segment_cases
 from support.net import Net
 from support.pictures import resized
 from support.positions import FAMILIES as POSITIONS
@@ -281,6 +281,10 @@ def scans(n: Net) -> list[Any]:
     return [*scan_cases.weighted(n), *scan_cases.gated(n, backward=True, other=True), *scan_cases.spiking(n)]
 
 
+def segments(n: Net) -> list[Any]:
+    return segment_cases.attention(n)
+
+
 _NETS: dict[str, Callable[[Net], list[Any]]] = {
     f.__name__: f
     for f in (
@@ -300,6 +304,7 @@ _NETS: dict[str, Callable[[Net], list[Any]]] = {
         movements,
         running_sums,
         scans,
+        segments,
         unaries,
         binaries,
         integers,
