@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from kernels.test_generated import compare_steps
 from support.host import WHY_NOT
 from support.net import Net
-from support.segment_cases import CASES, edges, graph_of, scattered
+from support.segment_cases import CASES, edges, graph_of, rows_of, scattered
 from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate, tactics
 
 from optdnn.kernels.reduce import segment_sum
+from optdnn.ops.index import ConcatAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
 
@@ -66,3 +68,16 @@ def test_rows_without_elements() -> None:
     graph = n.done(scattered(n, n.input(90, 0), edges(1), 0))
     (y,) = simulate(lowered(graph, no_cubins=True), feeds_of(graph)).values()
     assert y.shape == (21, 0)
+
+
+def test_parts_of_joined_rows_are_written_in_place() -> None:
+    """The rows of both ends of an edge, gathered in any order, and sums of edges, beside other rows (MeshGraphNets)."""
+    n = Net()
+    x, e = n.input(21, 16), n.input(90, 16, name="e")
+    ends = [n.op("GatherND", x, n.const(edges(2)[:, None], np.int64)), rows_of(n, x, edges(1))]
+    e = n.matmul(n.op("Concat", n.op("Tanh", e), *ends, attrs=ConcatAttrs(1)), 16)
+    total = scattered(n, e, edges(1), 16)
+    y = n.matmul(n.op("Concat", n.op("Tanh", x), total, attrs=ConcatAttrs(1)), 8)
+    program = check_simulated(n.done(y))
+    assert "Copy" not in kinds(program)
+    assert kinds(program).count("SegmentSum") == 1
