@@ -16,13 +16,14 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Stage
+from optdnn.ops.checks import elements
 from optdnn.ops.fused import STAGE_KINDS
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.pointwise_scan import PointwiseScanAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, operand, producer, shape_of
+from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, shape_of
 from optdnn.passes.support.unrolled_steps import LEAST, Scan, Steps, find_scan, position
 from optdnn.types import normalize_axis, show_shape
 
@@ -32,6 +33,8 @@ MOST_STAGES = 64
 """Stages of one step."""
 MOST_OPERANDS = 16
 """States, sequences and other tensors that a step reads: bounds the registers of a thread."""
+MOST_ELEMENTS = 1 << 26
+"""Elements of all results: states that a step only reduces are stored for all steps."""
 
 
 @rule("pointwise_scan", {"Concat"})
@@ -71,6 +74,9 @@ def _scan_of(graph: Graph, op: Op) -> Match | Miss | None:
     parts = [_part(graph, operand(op, k), axis) for k in range(len(op.inputs))]
     if shape[axis] != len(parts) or parts[-1][1] != parts[0][1]:
         return None
+    reductions = () if parts[0][1] else _reductions(graph, [v for v, _ in parts])
+    if reductions:
+        parts = [(operand(one), False) for one in reductions]
     missed: Miss | None = None
     for backward in (False, True):
         ordered = [v for v, _ in (parts[::-1] if backward else parts)]
@@ -82,7 +88,7 @@ def _scan_of(graph: Graph, op: Op) -> Match | Miss | None:
             continue
         scan = find_scan(steps, results, min(results))
         if isinstance(scan, Scan):
-            return _rolled(graph, scan, _Rows(op, results[scan.first + 1], axis, parts[-1][1]))
+            return _rolled(graph, scan, _Rows(op, results[scan.first + 1], axis, parts[-1][1], reductions))
         missed = missed or scan
     return missed
 
@@ -105,6 +111,18 @@ def _part(graph: Graph, value: Value, axis: int) -> tuple[Value, bool]:
     if op is not None and shape_of(graph, operand(op)) == (*shape[:axis], *shape[axis + 1 :]):
         return operand(op), False
     return value, True
+
+
+def _reductions(graph: Graph, values: Sequence[Value]) -> tuple[Op, ...]:
+    """The reductions along the same axes that make these values, if nothing else reads them (states of S4: Gu et al., 2022)."""
+    found = [graph.op(v) for v in values]
+    first = found[0]
+    axes = ints(graph, first.input(1)) if first.kind.startswith("Reduce") else None
+    alike = axes and all(
+        (one.kind, one.attrs, ints(graph, one.input(1))) == (first.kind, first.attrs, axes) and graph.sole_user(v) is not None
+        for one, v in zip(found, values, strict=True)
+    )  # fmt: skip
+    return tuple(found) if alike else ()
 
 
 @rule("last_state", STAGE_KINDS)
@@ -137,19 +155,40 @@ def last_state(graph: Graph, op: Op) -> Match | Miss | None:
 @dataclass(frozen=True)
 class _Rows:
     """The Concat of all steps' results. ``axis``: along which, and ``kept``: whether the results have it themselves. ``value``: the
-    result of the template."""
+    result of the template. ``reductions``: what reduces the result of each step before the Concat."""
 
     concat: Op
     value: Value
     axis: int
     kept: bool
+    reductions: tuple[Op, ...] = ()
+
+    @property
+    def stacked(self) -> tuple[int, bool]:
+        """The axis of steps in the scan's result, and whether a step's result has it."""
+        return (0, False) if self.reductions else (self.axis, self.kept)
 
     def joined(self, patch: Patch, scan: Scan, rolled: Value) -> Value:
         """The Concat of the steps that stay and the scan's results."""
         count, before = scan.last + 1 - scan.first, [operand(self.concat, k) for k in range(len(self.concat.inputs))]
         before = before[count:] if scan.steps.backward else before[: len(before) - count]
+        if self.reductions:
+            rolled = self._reduced(patch, rolled)
         parts = [rolled, *before] if scan.steps.backward else [*before, rolled]
         return patch.add("Concat", parts, ConcatAttrs(self.axis)) if before else rolled
+
+    def _reduced(self, patch: Patch, rolled: Value) -> Value:
+        """The results of all steps, reduced at once, with the steps along their axis."""
+        one, rank = self.reductions[0], len(patch.type(rolled).dims) - 1
+        given = ints(patch.graph, one.input(1)) or ()
+        axes = integers(patch, [normalize_axis(i, rank) + 1 for i in given], "axes")
+        y = patch.add(one.kind, [rolled, axes], one.attrs)
+        others = list(range(1, len(patch.type(y).dims)))
+        return (
+            patch.add("Transpose", [y], TransposeAttrs((*others[: self.axis], 0, *others[self.axis :])))
+            if self.axis
+            else y
+        )
 
 
 def _rolled(graph: Graph, scan: Scan, rows: _Rows | None) -> Match | Miss:
@@ -163,14 +202,16 @@ def _rolled(graph: Graph, scan: Scan, rows: _Rows | None) -> Match | Miss:
     others = [v for v in reads if v not in steps.places and v not in begin]
     if len(template) > MOST_STAGES or len(states) + len(sequences) + len(others) > MOST_OPERANDS:
         return Miss(f"a step of {len(template)} operators and {len(reads)} operands takes too many registers")
-    shown = {} if rows is None else {rows.value: (rows.axis, rows.kept)}
-    used = _used_elsewhere(graph, named, None if rows is None else rows.concat)
+    shown = {} if rows is None else {rows.value: rows.stacked}
+    used = _used_elsewhere(graph, named, rows)
     if rows is None and any(steps.time[v] < scan.last for v in used):
         return Miss("what other steps than the last one compute is read, too, and not put side by side")
     shown |= {v: (0, False) for v in dict.fromkeys(named[u] for u in used) if v not in shown}
     shapes = {shape_of(graph, v) for v in (*shown, *states)}
     if len(shapes) > 1:
         return Miss(f"its states and results differ in shape: {', '.join(sorted(map(show_shape, shapes)))}")
+    if sum((scan.last + 1 - scan.first) * elements(graph.type(v)) for v in shown) > MOST_ELEMENTS:
+        return Miss("the results of all steps are larger than launches for each step are long")
     wholes = [steps.places[v].whole for v in sequences]
     if _depends(graph, [*wholes, *others, *begin.values()], {v.op for v in named}):
         return Miss("what its steps read depends on their results in other ways, too")
@@ -204,7 +245,7 @@ def _rolled(graph: Graph, scan: Scan, rows: _Rows | None) -> Match | Miss:
             patch.replace(value, patch.add("Gather", [Value(made.id, port), index], GatherAttrs(along)))
 
     ops = tuple(graph.op(v) for v in named)
-    return Match(ops if rows is None else (rows.concat, *ops), build)
+    return Match(ops if rows is None else (rows.concat, *rows.reductions, *ops), build)
 
 
 def _row(scan: Scan, t: int) -> int:
@@ -217,13 +258,13 @@ def _stage(op: Op, slot: Mapping[Value, int], register: Mapping[Value, int]) -> 
     return Stage(op.kind, args, op.attrs)
 
 
-def _used_elsewhere(graph: Graph, named: Mapping[Value, Value], concat: Op | None) -> list[Value]:
+def _used_elsewhere(graph: Graph, named: Mapping[Value, Value], rows: _Rows | None) -> list[Value]:
     """Values of steps that are read by other operators than steps and the Concat."""
     inside = {v.op for v in named}
     through = set[int]()
-    if concat is not None:
-        inside.add(concat.id)
-        through = {v.op for v in concat.inputs if v is not None}
+    if rows is not None:
+        inside |= {rows.concat.id, *(one.id for one in rows.reductions)}
+        through = {v.op for v in rows.concat.inputs if v is not None}
     found = []
     for value in named:
         for user in graph.users(value):

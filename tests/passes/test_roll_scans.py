@@ -10,6 +10,7 @@ from support.scan_cases import CASES, STEPS, graph_of, stacked, taken, zeros
 from optdnn.dim import symbol
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes import roll_scans
 from optdnn.passes.roll_scans import RollScans
 
@@ -82,6 +83,21 @@ def test_states_that_move_along_stay() -> None:
         cells = [n.op("Mul", c, now) for c in cells[1 : STEPS + 1 - t]]
         rows.append(n.op("Add", cells[0], now))
     check_refused(PASS, n.done(stacked(n, rows, 1)), because="read other states than the later ones")
+
+
+def test_large_results_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_scans, "MOST_ELEMENTS", 500)
+    check_refused(PASS, graph_of("reduced"), because="larger than launches for each step are long")
+
+
+def test_reductions_along_other_axes_stay() -> None:
+    n = Net()
+    x, state, rows = n.input(2, STEPS, 4, 4), zeros(n, 2, 4, 4), []
+    for t in range(STEPS):
+        state = n.op("Tanh", n.op("Add", state, taken(n, x, 1, t)))
+        rows.append(n.op("ReduceSum", state, n.ints(1 + t % 2), attrs=ReduceAttrs(False)))
+    graph = n.done(stacked(n, rows, 1))
+    assert PASS(graph).changes == 0
 
 
 @pytest.mark.parametrize("bound", ["MOST_STAGES", "MOST_OPERANDS"])

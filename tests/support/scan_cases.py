@@ -11,6 +11,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.reduce import ReduceAttrs
 from optdnn.types import FP32
 from support.net import Net
 
@@ -118,6 +119,17 @@ def outer(n: Net) -> list[Value]:
     return [stacked(n, rows, 1)]
 
 
+def reduced(n: Net, *, axis: int = 1, keepdims: bool = False) -> list[Value]:
+    """States of which a step's result is a sum (S4)."""
+    x, a, c = n.input(BATCH, STEPS, CHANNELS), n.op("Sigmoid", n.random(CHANNELS, 4)), n.random(CHANNELS, 4)
+    state, rows = zeros(n, BATCH, CHANNELS, 4), []
+    for t in range(STEPS):
+        here = n.op("Unsqueeze", taken(n, x, 1, t), n.ints(2))
+        state = n.op("Add", n.op("Mul", state, a), here)
+        rows.append(n.op("ReduceSum", n.op("Mul", state, c), n.ints(-1), attrs=ReduceAttrs(keepdims)))
+    return [stacked(n, rows, axis)]
+
+
 def shifted(n: Net) -> list[Value]:
     """Steps that read the position before theirs, too."""
     x = n.input(BATCH, CHANNELS, STEPS)
@@ -141,6 +153,8 @@ CASES: dict[str, Callable[[Net], list[Value]]] = {
     "weighted": weighted,
     "spiking": spiking,
     "outer": outer,
+    "reduced": reduced,
+    "reduced_outermost": lambda n: reduced(n, axis=0, keepdims=True),
     "shifted": shifted,
     "only_last": only_last,
 }
