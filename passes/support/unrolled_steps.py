@@ -160,7 +160,7 @@ class Steps:
     def _same_op(self, t: int, a: Value, b: Value, step: Step) -> bool:
         one, other = self.graph.op(a), self.graph.op(b)
         alike = (one.kind, one.attrs, len(one.inputs)) == (other.kind, other.attrs, len(other.inputs))
-        if not alike or self.graph.type(a) != self.graph.type(b) or b in step.same.values():
+        if not alike or self.graph.type(a) != self.graph.type(b):
             return False
         orders = [other.inputs]
         if one.definition.traits.commutative and len(one.inputs) == 2:
@@ -214,11 +214,27 @@ def find_scan(steps: Steps, results: Mapping[int, Value], first: int) -> Scan | 
             break
         alike[t] = found
     first = last - len(alike)
-    if last + 1 - first < LEAST:
-        return Miss(f"only {last + 1 - first} steps at its end do the same")
+    missed = Miss(f"only {last + 1 - first} steps at its end do the same")
+    while last + 1 - first >= LEAST:
+        why = _why_not(alike, first, last)
+        if why is None:
+            return Scan(steps, first, last, alike)
+        missed, first = Miss(why), first + 1
+    return missed
+
+
+def _why_not(alike: Mapping[int, Step], first: int, last: int) -> str | None:
+    """Why the steps from ``first`` on are not those of a scan, or None.
+
+    Values of different steps are taken for each other. That holds if states that differ in one step differ in the step before. The
+    first step may begin with equal states.
+    """
     states, later = alike[first + 1].states, alike[first + 2].states
     if not states:
-        return Miss("no step reads what the one before it computed")
-    if set(states) != set(later.values()) or len(set(later.values())) < len(later):
-        return Miss("its first steps read other states than the later ones")
-    return Scan(steps, first, last, alike)
+        return "no step reads what the one before it computed"
+    apart = all(len(set(alike[t].states.values())) == len(alike[t].states) for t in range(first + 2, last + 1))
+    return (
+        None
+        if apart and set(states) == set(later.values())
+        else "its first steps read other states than the later ones"
+    )

@@ -35,6 +35,13 @@ def test_the_results_of_steps_that_stay_are_joined_with_the_others() -> None:
         assert len(graph.of_kind("Concat")) == 1
 
 
+def test_states_may_be_equal_at_first() -> None:
+    """Where the first step computes one value for both, it is no part of the scan unless the states after it differ."""
+    for name, steps in (("two_sums", STEPS), ("equal_sums", STEPS - 1)):
+        graph, _ = check_pass(PASS, graph_of(name), changes=1)
+        assert [op.attrs.steps for op in graph.of_kind("PointwiseScan")] == [steps]
+
+
 def test_the_batch_may_be_symbolic() -> None:
     n = Net()
     x = n.input(symbol("N"), STEPS, 4)

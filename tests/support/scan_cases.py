@@ -119,6 +119,26 @@ def outer(n: Net) -> list[Value]:
     return [stacked(n, rows, 1)]
 
 
+def two_sums(n: Net, *, equal: bool = False) -> list[Value]:
+    """Two sums that begin with one zero, which the first step multiplies once. ``equal``: they are one value after it."""
+    x, g = n.input(BATCH, STEPS, CHANNELS), n.op("Sigmoid", n.input(BATCH, STEPS, CHANNELS, name="g"))
+    zero, rows = zeros(n, BATCH, CHANNELS), []
+    above = below = zero
+    for t in range(STEPS):
+        now, gate = taken(n, x, 1, t), taken(n, g, 1, t)
+        if equal and not t:
+            above = below = n.op("Tanh", now)
+        elif equal:
+            above = n.op("Tanh", n.op("Add", above, now))
+            below = n.op("Tanh", n.op("Add", n.op("Mul", below, 0.5), now))
+        else:
+            first = n.op("Mul", gate, above)
+            second = first if above == below else n.op("Mul", gate, below)
+            above, below = n.op("Add", first, now), n.op("Add", second, gate)
+        rows.append(n.op("Mul", above, below))
+    return [stacked(n, rows, 1)]
+
+
 def reduced(n: Net, *, axis: int = 1, keepdims: bool = False) -> list[Value]:
     """States of which a step's result is a sum (S4)."""
     x, a, c = n.input(BATCH, STEPS, CHANNELS), n.op("Sigmoid", n.random(CHANNELS, 4)), n.random(CHANNELS, 4)
@@ -156,6 +176,8 @@ CASES: dict[str, Callable[[Net], list[Value]]] = {
     "reduced": reduced,
     "reduced_outermost": lambda n: reduced(n, axis=0, keepdims=True),
     "shifted": shifted,
+    "two_sums": two_sums,
+    "equal_sums": lambda n: two_sums(n, equal=True),
     "only_last": only_last,
 }
 
