@@ -312,6 +312,32 @@ def _flattened(rows: Expression) -> tuple[list[Table], list[Array], tuple[Stage,
     return tables, indices, tuple(Stage(n.kind, tuple(map(slot, n.args)), n.attrs) for n in order)
 
 
+@rule("segment_epilogue", STAGE_KINDS)
+def segment_epilogue(graph: Graph, op: Op) -> Match | Miss | None:
+    """A pointwise operator on sums of segments and constants: a bias, an activation."""
+    slots = [k for k, v in enumerate(op.inputs) if v is not None and graph.op(v).kind == "SegmentSum"]
+    if len(slots) != 1 or len(op.outputs) != 1 or op.kind == "Cast":
+        return None
+    total = graph.op(operand(op, slots[0]))
+    others = [v for k, v in enumerate(op.inputs) if v is not None and k != slots[0]]
+    if graph.sole_user(total.value) is None:
+        return Miss("the sums themselves are read elsewhere")
+    if any(graph.constant_value(v) is None for v in others):
+        return Miss("it reads another tensor that is computed")
+    if op.outputs[0].type != total.outputs[0].type:
+        return Miss("its result has another type than the sums")
+    if len(total.attrs.epilogue) == MAX_STAGES:
+        return Miss(f"the sums have {MAX_STAGES} stages already")
+    begin = len(total.inputs)
+
+    def slot(k: int, value: Value | None) -> int | None:
+        return ~len(total.attrs.epilogue) if k == slots[0] else None if value is None else begin + others.index(value)
+
+    stage = Stage(op.kind, tuple(slot(k, v) for k, v in enumerate(op.inputs)), op.attrs)
+    attrs = replace(total.attrs, epilogue=(*total.attrs.epilogue, stage))
+    return Match((op, total), lambda patch: patch.add("SegmentSum", [*total.inputs, *others], attrs))
+
+
 class SegmentSums(RulePass):
     name = "segment_sums"
-    rules = (segment_sum,)
+    rules = (segment_sum, segment_epilogue)

@@ -21,10 +21,12 @@ from optdnn.types import INT32, TensorType, broadcast_dims
 class SegmentSumAttrs(Attrs):
     """``y[n]`` is the sum of rows ``first[n]`` to ``first[n + 1]``, multiplied with or divided by row ``n`` of factors.
 
-    Operands: tables, index arrays (int32 [E]), ``first`` (int32 [N + 1]), factors. A row ``e`` is what ``stages`` compute of the
-    tables; register 0 is table 0. Table ``k`` gives position ``index[e]`` along ``axes[k]`` of the index array with number
-    ``indices[k]``; where that is -1, all of it for every row. ``views[k]``: the axes of a row as axes of the table, in their order;
-    -1: an axis of size 1. ``factors``: "Mul" or "Div" for each factor. The sum of no rows is zero, whatever the factors are.
+    Operands: tables, index arrays (int32 [E]), ``first`` (int32 [N + 1]), factors, and what ``epilogue`` reads. A row ``e`` is
+    what ``stages`` compute of the tables; register 0 is table 0. Table ``k`` gives position ``index[e]`` along ``axes[k]`` of
+    the index array with number ``indices[k]``; where that is -1, all of it for every row. ``views[k]``: the axes of a row as
+    axes of the table, in their order; -1: an axis of size 1. ``factors``: "Mul" or "Div" for each factor. The sum of no rows is
+    zero, whatever the factors are. Stages of ``epilogue`` name operand slots of the whole operator; they turn each result, and
+    keep its type.
     """
 
     stages: tuple[Stage, ...]
@@ -32,6 +34,7 @@ class SegmentSumAttrs(Attrs):
     axes: tuple[int, ...]
     views: tuple[tuple[int, ...], ...]
     factors: tuple[str, ...] = ()
+    epilogue: tuple[Stage, ...] = ()
 
     @property
     def arrays(self) -> int:
@@ -66,14 +69,18 @@ def _infer(call: Call) -> Result:
         t = call.type(begin + a.arrays + 1 + k)
         if t.rank != result.rank or broadcast_dims(t.dims, result.dims) != result.dims or t.dtype != result.dtype:
             raise ShapeError(f"a factor of a SegmentSum, {t}, is no factor of {result}")
-    return Result((result,))
+    leaving = infer_stages(a.epilogue, result, call.types)
+    if leaving != result:
+        raise ShapeError(f"the epilogue of a SegmentSum turns {result} into {leaving}; it must keep the type")
+    return Result((leaving,))
 
 
 def _cost(call: Call, result: Result) -> Cost:
     given = row_types(call.attrs, call.types)
     rows = extent(call.type(len(call.attrs.indices)).dims[0])
     row = infer_stages(call.attrs.stages, given[0], given)
-    return Cost(rows * (stages_flops(call.attrs.stages, given[0], given) + elements(row)))
+    after = stages_flops(call.attrs.epilogue, result.types[0], call.types)
+    return Cost(rows * (stages_flops(call.attrs.stages, given[0], given) + elements(row)) + after)
 
 
 def _export(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
@@ -110,15 +117,15 @@ def _export(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Seq
     zeros = e.const(np.zeros((count - 1, *shape), given[0].dtype))
     (total,) = e.node("ScatterND", [zeros, segment, message], 1, reduction="add")
     scaled = total
-    for kind, name in zip(attrs.factors, inputs[begin + attrs.arrays + 1 :], strict=True):
+    for kind, name in zip(attrs.factors, inputs[begin + attrs.arrays + 1 :], strict=False):
         (scaled,) = e.node(kind, [scaled, name], 1)
-    if not attrs.factors:
-        return [total]
-    (ends,) = e.node("Cast", [inputs[begin + attrs.arrays]], 1, to=np.dtype(np.int64))
-    (ends,) = e.node("Slice", [ends, integers(1), integers(count)], 1)
-    (some,) = e.node("Less", [starts, ends], 1)
-    (some,) = e.node("Reshape", [some, integers(count - 1, *[1] * len(shape))], 1)
-    return e.node("Where", [some, scaled, zeros], 1)
+    if attrs.factors:
+        (ends,) = e.node("Cast", [inputs[begin + attrs.arrays]], 1, to=np.dtype(np.int64))
+        (ends,) = e.node("Slice", [ends, integers(1), integers(count)], 1)
+        (some,) = e.node("Less", [starts, ends], 1)
+        (some,) = e.node("Reshape", [some, integers(count - 1, *[1] * len(shape))], 1)
+        (scaled,) = e.node("Where", [some, scaled, zeros], 1)
+    return [export_stages(attrs.epilogue, scaled, TensorType(given[0].dtype, (count - 1, *shape)), inputs, e)]
 
 
 DEFS: tuple[OpDef, ...] = (OpDef("SegmentSum", _infer, SegmentSumAttrs, {}, _export, cost=_cost),)

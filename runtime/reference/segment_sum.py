@@ -13,7 +13,7 @@ from optdnn.types import Array
 
 def segment_sum(
     run: Run, *operands: Array, stages: Sequence[Any], indices: Sequence[int], axes: Sequence[int],
-    views: Sequence[Sequence[int]], factors: Sequence[str] = (),
+    views: Sequence[Sequence[int]], factors: Sequence[str] = (), epilogue: Sequence[Any] = (),
 ) -> tuple[Array, ...]:  # fmt: skip
     """One sum per segment (:class:`optdnn.ops.segment_sum.SegmentSumAttrs` describes the attributes)."""
     begin, rank = len(indices), max(map(len, views))
@@ -27,19 +27,24 @@ def segment_sum(
         shape = [1 if i < 0 else x.shape[i] for i in view]
         whole = rows.transpose([*order, *left]).reshape([rows.shape[order[0]], *[1] * (rank - len(view)), *shape])
         tables.append(whole)
-    registers = [tables[0]]
-    for stage in stages:
-        args = [None if a is None else registers[~a] if a < 0 else tables[a] for a in stage.args]
-        registers.append(run(stage.kind, args, stage.attrs)[0])
-    rows = registers[-1]
+    rows = _computed(run, tables[0], stages, tables)
     lengths = np.diff(first)
     rows = np.broadcast_to(rows, (len(arrays[0]), *rows.shape[1:]))
     total = np.zeros((len(lengths), *rows.shape[1:]), rows.dtype)
     np.add.at(total, np.repeat(np.arange(len(lengths)), lengths), rows)
-    for kind, scale in zip(factors, scales, strict=True):
+    for kind, scale in zip(factors, scales, strict=False):
         total = run(kind, [total, scale], {})[0]
     total[lengths == 0] = 0
-    return (total,)
+    return (_computed(run, total, epilogue, operands),)
+
+
+def _computed(run: Run, start: Array, stages: Sequence[Any], operands: Sequence[Array]) -> Array:
+    """The last register of stages that begin with ``start``."""
+    registers = [start]
+    for stage in stages:
+        args = [None if a is None else registers[~a] if a < 0 else operands[a] for a in stage.args]
+        registers.append(run(stage.kind, args, stage.attrs)[0])
+    return registers[-1]
 
 
 COMPOSED: dict[str, ComposedKernel] = {"SegmentSum": segment_sum}

@@ -14,7 +14,7 @@ from optdnn.errors import ShapeError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph, Op
-from optdnn.ops.base import Call
+from optdnn.ops.base import Call, Stage
 from optdnn.passes.segment_sums import SegmentSums
 from optdnn.types import FP32, INT32, TensorType
 
@@ -55,6 +55,7 @@ INDEX = len(("x", "norm"))
         ({INDEX: TensorType(INT32, (EDGES, 1))}, {}, "indices are int32"),
         ({}, {"indices": (0, 1)}, "differ in length"),
         ({4: TensorType(FP32, (1,))}, {}, "is no factor of"),
+        ({}, {"epilogue": (Stage("Less", (-1, 4)),)}, "must keep the type"),
     ],
 )
 def test_contradictions(types: dict[int, Any], changes: dict[str, Any], because: str) -> None:

@@ -21,7 +21,8 @@ PASS = SegmentSums()
 
 @pytest.mark.parametrize("name", CASES)
 def test_scatters_become_sums_of_segments(name: str) -> None:
-    graph, _ = check_pass(PASS, graph_of(name), changes=2 if "attention" in name or name == "narrow" else 1)
+    changes = {"attention": 2, "attention_heads": 2, "narrow": 2, "activated": 5, "activated_odd": 5}
+    graph, _ = check_pass(PASS, graph_of(name), changes=changes.get(name, 1))
     assert not graph.of_kind("ScatterND", "ScatterElements", "Gather", "GatherND")
 
 
@@ -93,6 +94,39 @@ def places(change: str) -> Any:
 )
 def test_refusals(change: str, because: str) -> None:
     check_refused(PASS, places(change), because=because)
+
+
+def test_what_follows_the_sums() -> None:
+    graph, _ = check_pass(PASS, graph_of("activated"), changes=5)
+    (total,) = graph.of_kind("SegmentSum")
+    assert [s.kind for s in total.attrs.epilogue] == ["Add", "Elu", "Clip", "Mul"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "because"),
+    [
+        ("computed", "reads another tensor that is computed"),
+        ("wider", "another type than the sums"),
+        ("elsewhere", "sums themselves are read elsewhere"),
+        ("long", "16 stages already"),
+    ],
+)
+def test_other_operators_stay_behind_the_sums(kind: str, because: str) -> None:
+    n = Net()
+    total = scattered(n, n.input(EDGES, 8), edges(1), 8)
+    if kind == "computed":
+        y = [n.op("Add", total, n.input(NODES, 8, name="z"))]
+    elif kind == "wider":
+        y = [n.op("Mul", total, n.random(2, NODES, 8))]
+    elif kind == "elsewhere":
+        y = [n.op("Tanh", total), total]
+    else:
+        y = [total]
+        for _ in range(17):
+            y = [n.op("Tanh", y[0])]
+    graph = n.done(*y)
+    report = PASS(graph)
+    assert any(r.rule == "segment_epilogue" and because in r.reason for r in report.refused)
 
 
 def test_other_scatters_are_no_candidates() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.gather import GatherAttrs, GatherNDAttrs, ScatterElementsAttrs, ScatterNDAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.unary import AlphaAttrs
 from support.net import Net
 
 NODES, EDGES = 21, 90
@@ -105,6 +106,14 @@ def pooled(n: Net) -> list[Value]:
     return [n.op("ScatterElements", data, index, x, attrs=ScatterElementsAttrs(0, "add"))]
 
 
+def activated(n: Net, width: int = 16) -> list[Value]:
+    """A bias and activations behind the sum, of nodes with and without edges, and a factor of each node."""
+    x, scale, target = n.input(NODES, width), n.op("Exp", n.input(NODES, 1, name="scale")), edges(1)
+    total = scattered(n, n.op("Mul", rows_of(n, x, edges(2)), rows_of(n, scale, target)), target, width)
+    y = n.op("Clip", n.op("Elu", n.op("Add", n.random(width), total), attrs=AlphaAttrs(0.5)), -0.3, 20.0)
+    return [n.op("Mul", y, n.random(NODES, 1))]
+
+
 def numbers(n: Net) -> list[Value]:
     """One number for each edge."""
     x = n.input(NODES, 1)
@@ -123,6 +132,8 @@ CASES: dict[str, Callable[[Net], list[Value]]] = {
     "own_rows": own_rows,
     "narrow": narrow,
     "pooled": pooled,
+    "activated": activated,
+    "activated_odd": lambda n: activated(n, 5),
     "numbers": numbers,
 }
 

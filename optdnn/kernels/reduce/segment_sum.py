@@ -42,7 +42,7 @@ class SegmentSumKernel(Tactic):
     name = "segments"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        missing = sorted({s.kind for s in op.attrs.stages} - EXPRESSIONS.keys())
+        missing = sorted({s.kind for s in (*op.attrs.stages, *op.attrs.epilogue)} - EXPRESSIONS.keys())
         if missing:
             return f"there is no expression for {', '.join(missing)}"
         many = math.prod(op.outputs[0].type.static_shape) * WARP >= POINTS_LIMIT
@@ -61,13 +61,14 @@ class SegmentSumKernel(Tactic):
         if 0 in out.shape:
             return
         begin, tail = len(a.indices), out.shape[1:]
-        arrays, (first, *factors) = operands[begin : begin + a.arrays], operands[begin + a.arrays :]
+        arrays, (first, *others) = operands[begin : begin + a.arrays], operands[begin + a.arrays :]
         tables = [x.view(tuple(1 if i < 0 else x.shape[i] for i in v), tuple(0 if i < 0 else x.strides[i] for i in v))
                   for x, v in zip(operands, a.views, strict=False)]  # fmt: skip
         steps = [x.strides[axis] if i >= 0 else 0 for x, axis, i in zip(operands, a.axes, a.indices, strict=False)]
-        wide = [out, *tables, *factors]
-        rows = [out.strides[0], *steps, *(x.strides[0] if x.shape[0] > 1 else 0 for x in factors)]
-        views = [x.view(x.shape[1:], x.strides[1:]) for x in (out, *factors)]
+        others = [x.view(out.shape, broadcast(x, out.shape)) for x in others]
+        wide = [out, *tables, *others]
+        rows = [out.strides[0], *steps, *(x.strides[0] for x in others)]
+        views = [x.view(x.shape[1:], x.strides[1:]) for x in (out, *others)]
         views[1:1] = tables
         dims, strides = merge(tail, [broadcast(x, tail) for x in views])
         if len(dims) > STRIDES_LIMIT:
@@ -75,12 +76,12 @@ class SegmentSumKernel(Tactic):
         vec = vector(wide, dims, [[step, *own] for step, own in zip(rows, strides, strict=True)])
         dims[-1] //= vec
         lanes = _lanes(_longest(b, op), out.shape[0] * math.prod(dims))
-        names = ["out", *(f"t{k}" for k in range(len(tables))), *(f"g{k}" for k in range(len(factors)))]
+        names = ["out", *(f"t{k}" for k in range(len(tables))), *(f"g{k}" for k in range(len(others)))]
         placed = dict(zip(names, wide, strict=True)) | {f"a{k}": x for k, x in enumerate(arrays)} | {"first": first}
         parameters = Parameters().pointer(*placed).u32(out.shape[0] * math.prod(dims), *dims)
         for step, own in zip(rows, strides, strict=True):
             parameters.i64(step, *own[:-1], own[-1] * vec)
-        text = _Text(a, wide, len(factors), len(arrays), strides, vec, lanes, dims).source()
+        text = _Text(a, wide, len(others), len(arrays), strides, vec, lanes, dims).source()
         blocks = -(-out.shape[0] * math.prod(dims) * lanes // THREADS)
         launch = parameters.generated(b.arch, text, "segment_sum", blocks, THREADS)
         b.emit(op, launch, placed, op.kind, plain_attrs(op.definition, a), operands, [out])
@@ -110,11 +111,12 @@ def _lanes(longest: int, threads: int) -> int:
 
 @dataclass(frozen=True)
 class _Text:
-    """The kernel's text. ``tensors``: the result, the tables, the factors; ``strides``: theirs along ``dims``."""
+    """The kernel's text. ``tensors``: the result, the tables, and ``others``: factors and what the epilogue reads; ``strides``: theirs
+    along ``dims``."""
 
     attrs: SegmentSumAttrs
     tensors: Sequence[TensorView]
-    factors: int
+    others: int
     arrays: int
     strides: Sequence[Sequence[int]]
     vec: int
@@ -127,7 +129,7 @@ class _Text:
 
     @property
     def _names(self) -> list[str]:
-        return ["out", *(f"t{k}" for k in range(self._tables)), *(f"g{k}" for k in range(self.factors))]
+        return ["out", *(f"t{k}" for k in range(self._tables)), *(f"g{k}" for k in range(self.others))]
 
     def _wide(self, k: int) -> bool:
         """Whether tensor ``k`` has an element of its own for each lane of a Pack."""
@@ -167,18 +169,29 @@ class _Text:
         return "\n        ".join(loads), "\n        ".join(sums)
 
     def _store(self) -> str:
-        out = self.tensors[0]
+        """The factors, the epilogue and the store of a thread's results."""
+        out, after = self.tensors[0], 1 + self._tables
         t, number = CPP[out.dtype], arithmetic(out.dtype)
-        given = [self._load(1 + self._tables + k, f"f{k}", f"o_g{k} + n * p.r_g{k}") for k in range(self.factors)]
-        value = "sum[j]"
+        begin = self._tables + self.arrays + 1
+        value, slots = "sum[j]", sorted({a for s in self.attrs.epilogue for a in s.args if a is not None and a >= 0})
         for k, kind in enumerate(self.attrs.factors):
-            value = f"({value} {'*' if kind == 'Mul' else '/'} {self._element(1 + self._tables + k, f'f{k}')})"
-        value = f"narrow<{t}>(end > begin ? {number}({value}) : {number}(0))"
+            value = f"({value} {'*' if kind == 'Mul' else '/'} {self._element(after + k, f'f{k}')})"
+        end = begin + self.others
+        types = [TensorType(out.dtype, ())] * (end + 1)
+        for a in slots:
+            types[a] = TensorType(self.tensors[after + a - begin].dtype, ())
+        lines, result, _ = body(self.attrs.epilogue, types, end)
+        read = [
+            f"const {arithmetic(types[a].dtype)} v{a} = {self._element(after + a - begin, f'f{a - begin}')};"
+            for a in slots
+        ]
+        each = " ".join([f"const {number} v{end} = end > begin ? {number}({value}) : {number}(0);", *read, *lines])
+        given = " ".join(self._load(after + k, f"f{k}", f"o_g{k} + n * p.r_g{k}") for k in range(self.others))
         if self.vec == 1:
-            return f"{' '.join(given)} const int j = 0; p.out[o_out + n * p.r_out] = {value};"
-        return f"""{" ".join(given)} Pack<{t}, {self.vec}> y;
+            return f"{given} const int j = 0; {each} p.out[o_out + n * p.r_out] = narrow<{t}>({result});"
+        return f"""{given} Pack<{t}, {self.vec}> y;
         #pragma unroll
-        for (int j = 0; j < {self.vec}; j++) {{ y.lane[j] = {value}; }}
+        for (int j = 0; j < {self.vec}; j++) {{ {each} y.lane[j] = narrow<{t}>({result}); }}
         y.store(p.out + (o_out + n * p.r_out));"""
 
     def source(self) -> str:
