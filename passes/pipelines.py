@@ -52,6 +52,8 @@ from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.pool_last import PoolLast
 from optdnn.passes.radix_sums import RadixSums
 from optdnn.passes.relative_positions import RelativePositions
+from optdnn.passes.roll_scans import RollScans
+from optdnn.passes.segment_sums import SegmentSums
 from optdnn.passes.selected_weights import SelectedWeights
 from optdnn.passes.separable_attention import SeparableAttention
 from optdnn.passes.split_products import SplitProducts
@@ -63,6 +65,7 @@ from optdnn.passes.transform_products import TransformProducts
 from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
 from optdnn.passes.unrolled_scans import UnrolledScans
+from optdnn.passes.vector_products import VectorProducts
 from optdnn.passes.view_chains import ViewChains
 from optdnn.passes.window_products import WindowProducts
 from optdnn.target_name import TargetName
@@ -124,6 +127,9 @@ O2_GPU: tuple[Pass, ...] = (
     MaskedRows(),  # sizes that depend on data: with the operators as they are, before fusions need to know of rows
     PadRows(),  # the sizes that are left
     UnrolledScans(),  # before fusions: chains of steps have many small operators
+    RollScans(),  # the chains that are left
+    VectorProducts(),  # before views are hoisted; before siblings, which may take in the matrix
+    SegmentSums(),  # before epilogues, which would take in the arithmetic of rows
     ChannelNorms(),  # before epilogues, which would take their arithmetic; the libraries of CPUs would have to transpose
     FuseL2Norm(),  # queries and keys of cosine attention, before attention; a GPU has a kernel for it
     FuseRotary(),  # the rotation of queries and keys, before attention

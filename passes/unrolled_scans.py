@@ -1,9 +1,10 @@
 """Linear recurrences that exporters unroll step by step are computed for all steps at once (Mamba: Gu and Dao, 2023).
 
-``s[t] = a[t] * s[t - 1] + b[t]`` takes as many dependent operators as there are steps. A pair (a, b) is a step from one state to
-another, and two steps in a row are one: (a2 * a1, a2 * b1 + b2). So prefixes of 1, 2, 4, … steps double in length with one
-multiplication and one addition of whole tensors (Hillis and Steele, 1986): 6 rounds for 64 steps. Products of each state with a
-vector of its step become one stack of products.
+``s[t] = a[t] * s[t - 1] + b[t]`` takes as many dependent operators as there are steps. One launch loops over them
+(PointwiseScan). Where they are many, rounds are faster. A pair (a, b) is a step from one state to another, and two steps in a
+row are one: (a2 * a1, a2 * b1 + b2). So prefixes of 1, 2, 4, … steps double in length with one multiplication and one
+addition of whole tensors (Hillis and Steele, 1986): 10 rounds for 1,024 steps. Products of each state with a vector of its
+step become one stack of products.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.base import Stage
 from optdnn.ops.checks import elements
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.pointwise_scan import PointwiseScanAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.substitutions import substitution
@@ -25,6 +30,8 @@ from optdnn.types import normalize_axis
 
 LEAST = 8
 """Steps from which on a recurrence is worth it: shorter ones have hardly more operators than the rounds."""
+LOOPED = 512
+"""Steps up to which one launch loops over them (PointwiseScan). A step takes some 50 ns, a round some 4 us."""
 MOST = 1 << 24
 """Elements of all states up to which it is: each round reads and writes them all, the steps do so once."""
 
@@ -108,12 +115,33 @@ def linear_recurrence(graph: Graph, op: Op) -> Match | Miss | None:
     ops = (*(x for step in reversed(steps) for x in (step.add, step.mul)), *taken)
 
     def build(patch: Patch) -> None:
-        states = _prefixes(patch, last.factor.whole, last.term.whole, axis, count)
+        made = _looped if count <= LOOPED else _prefixes
+        states = made(patch, last.factor.whole, last.term.whole, axis, count)
         for step in steps:
             index = step.factor.op.inputs[1]
             patch.replace(step.add.value, patch.add("Gather", [states, index], GatherAttrs(axis)))
 
     return Match(ops, build)
+
+
+def _looped(patch: Patch, factors: Value, terms: Value, axis: int, count: int) -> Value:
+    """All states, along ``axis`` as the factors and terms are, from zero on, by a loop over the steps."""
+    t = patch.type(factors)
+    others = tuple(k for k in range(len(t.dims)) if k != axis)
+    zero = patch.constant(np.zeros([t.static_shape[k] for k in others], t.dtype), "state")
+    attrs = PointwiseScanAttrs(
+        stages=(Stage("Mul", (1, 0)), Stage("Add", (~1, 2))),
+        states=1,
+        steps=count,
+        axes=(axis, axis),
+        starts=(0, 0),
+        views=(others, others),
+        following=(~2,),
+        results=(~2,),
+        result_axes=(axis,),
+        result_kept=(False,),
+    )
+    return patch.add("PointwiseScan", [zero, factors, terms], attrs)
 
 
 def _prefixes(patch: Patch, factors: Value, terms: Value, axis: int, count: int) -> Value:

@@ -75,12 +75,14 @@ from optdnn.kernels.quantized.pools import Int8MaxPool, Int8Mean
 from optdnn.kernels.recurrent.general import GeneralRNN
 from optdnn.kernels.recurrent.grid import GridRNN
 from optdnn.kernels.recurrent.hopper import HopperRNN
+from optdnn.kernels.recurrent.pointwise_scan import PointwiseScanKernel
 from optdnn.kernels.recurrent.resident import ResidentRNN
 from optdnn.kernels.reduce.arg import ArgBlock, ArgExtreme
 from optdnn.kernels.reduce.means import KINDS as IMAGE_SUMS
 from optdnn.kernels.reduce.means import ImageMeans
 from optdnn.kernels.reduce.parts import ReductionParts
 from optdnn.kernels.reduce.reduce import REDUCTIONS, Reduction
+from optdnn.kernels.reduce.segment_sum import SegmentSumKernel
 from optdnn.kernels.reduce.staged import StagedReduction
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.collective import COLLECTIVES
@@ -177,6 +179,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "RNN": (ResidentRNN(), GridRNN(), GeneralRNN()),
     "GRU": (ResidentRNN(), HopperRNN(), GridRNN(), GeneralRNN()),
     "LSTM": (ResidentRNN(), HopperRNN(), GridRNN(), GeneralRNN()),
+    "PointwiseScan": (PointwiseScanKernel(),),
+    "SegmentSum": (SegmentSumKernel(),),
     "Attention": (
         CachedAttention(),
         ChannelAttention(),

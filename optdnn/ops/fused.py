@@ -210,10 +210,17 @@ def export_op(definition: OpDef, attrs: Attrs, inputs: Sequence[str], n_outputs:
 def export_stages(
     stages: Sequence[Stage], start: str, start_type: TensorType, operands: Sequence[str], e: Export
 ) -> str:
-    """Write a chain of stages as separate ONNX nodes.
+    """Write a chain of stages as separate ONNX nodes; see :func:`export_registers`. Returns the name of the result."""
+    return export_registers(stages, start, start_type, operands, e)[-1]
+
+
+def export_registers(
+    stages: Sequence[Stage], start: str, start_type: TensorType, operands: Sequence[str], e: Export
+) -> list[str]:
+    """Write stages as separate ONNX nodes.
 
     ``start`` and ``start_type``: the value that enters; ``operands``: names of the operand slots ("" = absent) of the op that
-    holds the stages. Returns the name of the result.
+    holds the stages. Returns the names of all registers, the start first.
     """
     e.declare(start, start_type)
     calls = stage_calls(stages, start_type, [e.type(n) if n else None for n in operands])
@@ -223,7 +230,7 @@ def export_stages(
         (name,) = export_op(STAGE_KINDS[stage.kind], stage.attrs, names, 1, e)
         e.declare(name, result.types[0])
         registers.append(name)
-    return registers[-1]
+    return registers
 
 
 # ---------------------------------------------------------------- the kind Pointwise

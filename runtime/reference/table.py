@@ -17,6 +17,7 @@ from optdnn.runtime.reference import (
     norm,
     norm_regions,
     packed,
+    pointwise_scan,
     pool,
     quant,
     quantized,
@@ -25,6 +26,7 @@ from optdnn.runtime.reference import (
     resize,
     rnn,
     sampling,
+    segment_sum,
     shape,
     signal,
     softmax,
@@ -70,7 +72,9 @@ COMPOSED: dict[str, ComposedKernel] = {
     **control.COMPOSED,
     **conv_regions.COMPOSED,
     **norm_regions.COMPOSED,
+    **pointwise_scan.COMPOSED,
     **regions.COMPOSED,
+    **segment_sum.COMPOSED,
 }
 
 KINDS = frozenset({*KERNELS, *COMPOSED})

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from support import draws
+from support import draws, scan_cases, segment_cases
 from support.net import Net
 from support.pictures import resized
 from support.positions import FAMILIES as POSITIONS
@@ -277,6 +277,14 @@ def integers(n: Net) -> list[Any]:
     ]  # fmt: skip
 
 
+def scans(n: Net) -> list[Any]:
+    return [*scan_cases.weighted(n), *scan_cases.gated(n, backward=True, other=True), *scan_cases.spiking(n)]
+
+
+def segments(n: Net) -> list[Any]:
+    return segment_cases.attention(n)
+
+
 _NETS: dict[str, Callable[[Net], list[Any]]] = {
     f.__name__: f
     for f in (
@@ -295,6 +303,8 @@ _NETS: dict[str, Callable[[Net], list[Any]]] = {
         gathers,
         movements,
         running_sums,
+        scans,
+        segments,
         unaries,
         binaries,
         integers,

@@ -50,7 +50,10 @@ def mamba(
 
 @pytest.mark.parametrize(("count", "rounds"), [(8, 3), (11, 4), (16, 4)])
 @pytest.mark.parametrize("order", [0, 1])
-def test_a_recurrence_takes_a_round_for_each_doubling(count: int, rounds: int, order: int) -> None:
+def test_a_long_recurrence_takes_a_round_for_each_doubling(
+    count: int, rounds: int, order: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unrolled_scans, "LOOPED", count - 1)
     rules = {"linear_recurrence": 1, "stacked_products": 1}
     graph, _ = check_pass(PASS, mamba(count=count, order=order), changes=2, rules=rules)
     assert len(graph.of_kind("Add")) == rounds
@@ -58,7 +61,17 @@ def test_a_recurrence_takes_a_round_for_each_doubling(count: int, rounds: int, o
     assert (len(graph.of_kind("MatMul")), len(graph.of_kind("Gather"))) == (1, 0)
 
 
-def test_a_last_state_alone() -> None:
+@pytest.mark.parametrize("order", [0, 1])
+def test_a_recurrence_is_one_loop_over_its_steps(order: int) -> None:
+    rules = {"linear_recurrence": 1, "stacked_products": 1}
+    graph, _ = check_pass(PASS, mamba(order=order), changes=2, rules=rules)
+    (scan,) = graph.of_kind("PointwiseScan")
+    assert (scan.attrs.steps, scan.attrs.axes, scan.attrs.result_axes) == (11, (2, 2), (2,))
+    assert (len(graph.of_kind("MatMul")), len(graph.of_kind("Gather"))) == (1, 0)
+
+
+def test_a_last_state_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unrolled_scans, "LOOPED", 0)
     graph, _ = check_pass(PASS, mamba(columns=False), changes=1, rules={"linear_recurrence": 1})
     assert len(graph.of_kind("Add")) == 4
     assert graph.op(graph.op(graph.outputs[0]).inputs[0]).kind == "Gather"  # type: ignore[arg-type]

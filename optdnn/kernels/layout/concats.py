@@ -145,8 +145,11 @@ def _is_made_in_place(
 
 
 def _adds_rows(b: Builder, op: Op) -> bool:
-    """Whether it gathers rows of a table by indices that are not known before, or reduces them (embeddings, bags)."""
-    return op.kind in _REDUCED or (op.kind == "Gather" and b.graph.constant_value(op.inputs[1]) is None)
+    """Whether it gathers rows of a table, or adds them (embeddings, bags, edges of a graph). Rows at equal distances are a view."""
+    if op.kind != "Gather":
+        return op.kind in _REDUCED or op.kind in ("GatherND", "SegmentSum")
+    index = b.graph.constant_value(op.inputs[1])
+    return index is None or (index.ndim == 1 and len(np.unique(np.diff(index))) > 1)
 
 
 def _joins_channels(op: Op) -> bool:

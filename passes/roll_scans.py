@@ -1,0 +1,327 @@
+"""Recurrences of pointwise steps that exporters unroll become one PointwiseScan: one launch, whose threads loop over the steps.
+
+A step reads one position of each sequence and what the step before it computed (RWKV: Peng et al., 2023; SRU: Lei et al., 2018;
+QRNN: Bradbury et al., 2017; IndRNN, leaky integrate-and-fire neurons). The rule begins at the Concat of all steps' results. It
+compares each step with the one before, from the last one down, as long as both do the same. Steps at the beginning may differ:
+folded constants change them. They stay, and their values are the states that the scan begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.base import Stage
+from optdnn.ops.checks import elements
+from optdnn.ops.fused import STAGE_KINDS
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.pointwise_scan import PointwiseScanAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, shape_of
+from optdnn.passes.support.unrolled_steps import LEAST, Scan, Steps, find_scan, position
+from optdnn.types import normalize_axis, show_shape
+
+TRIED = 8
+"""Operators at the end of a step that may be what all steps compute."""
+MOST_STAGES = 64
+"""Stages of one step."""
+MOST_OPERANDS = 16
+"""States, sequences and other tensors that a step reads: bounds the registers of a thread."""
+MOST_ELEMENTS = 1 << 26
+"""Elements of all results: states that a step only reduces are stored for all steps."""
+
+
+@rule("pointwise_scan", {"Concat"})
+def pointwise_scan(graph: Graph, op: Op) -> Match | Miss | None:
+    """The results of all steps, side by side along an axis; those first that are computed from the others."""
+    found = _scan_of(graph, op)
+    if isinstance(found, Match):
+        covered = {one.id for one in found.ops}
+        for other in _later(graph, op):
+            wider = _scan_of(graph, other)
+            if isinstance(wider, Match) and covered - {op.id} < {one.id for one in wider.ops}:
+                return None
+    return found
+
+
+def _later(graph: Graph, op: Op) -> list[Op]:
+    """Other Concats of as many parts that read the last part of this one, behind pointwise operators."""
+    found: dict[int, Op] = {}
+    stack = [operand(op, len(op.inputs) - 1)]
+    if (reshape := producer(graph, stack[0], RESHAPES)) is not None:
+        stack.append(operand(reshape))
+    for value in stack:
+        for user in graph.users(value) if len(stack) < MOST_STAGES else ():
+            if user.kind == "Concat" and user.id != op.id and len(user.inputs) == len(op.inputs):
+                found[user.id] = user
+            elif user.kind in STAGE_KINDS or user.kind in RESHAPES:
+                stack.append(user.value)
+    return list(found.values())
+
+
+def _scan_of(graph: Graph, op: Op) -> Match | Miss | None:
+    """The scan that computes the parts of a Concat."""
+    shape = shape_of(graph, op.value)
+    if shape is None or len(op.inputs) < LEAST:
+        return None
+    axis = normalize_axis(op.attrs.axis, len(shape))
+    parts = [_part(graph, operand(op, k), axis) for k in range(len(op.inputs))]
+    if shape[axis] != len(parts) or parts[-1][1] != parts[0][1]:
+        return None
+    reductions = () if parts[0][1] else _reductions(graph, [v for v, _ in parts])
+    if reductions:
+        parts = [(operand(one), False) for one in reductions]
+    missed: Miss | None = None
+    for backward in (False, True):
+        ordered = [v for v, _ in (parts[::-1] if backward else parts)]
+        steps = Steps(graph, ordered, backward)
+        if steps.count < LEAST:
+            return None
+        results = _results(steps, ordered)
+        if len(results) < LEAST:
+            continue
+        scan = find_scan(steps, results, min(results))
+        if isinstance(scan, Scan):
+            return _rolled(graph, scan, _Rows(op, results[scan.first + 1], axis, parts[-1][1], reductions))
+        missed = missed or scan
+    return missed
+
+
+def _results(steps: Steps, ordered: Sequence[Value]) -> dict[int, Value]:
+    """The last values, as far back as they are results of consecutive steps, by step."""
+    found: dict[int, Value] = {}
+    for value in reversed(ordered):
+        t = steps.time.get(value, -1)
+        if t < 0 or not steps.member(value) or (found and t + 1 not in found):
+            break
+        found[t] = value
+    return found
+
+
+def _part(graph: Graph, value: Value, axis: int) -> tuple[Value, bool]:
+    """What a part of a Concat is before it gets the Concat's axis, and whether it has this axis itself."""
+    op = producer(graph, value, RESHAPES)
+    shape = shape_of(graph, value) or ()
+    if op is not None and shape_of(graph, operand(op)) == (*shape[:axis], *shape[axis + 1 :]):
+        return operand(op), False
+    return value, True
+
+
+def _reductions(graph: Graph, values: Sequence[Value]) -> tuple[Op, ...]:
+    """The reductions along the same axes that make these values, if nothing else reads them (states of S4: Gu et al., 2022)."""
+    found = [graph.op(v) for v in values]
+    first = found[0]
+    axes = ints(graph, first.input(1)) if first.kind.startswith("Reduce") else None
+    alike = axes and all(
+        (one.kind, one.attrs, ints(graph, one.input(1))) == (first.kind, first.attrs, axes) and graph.sole_user(v) is not None
+        for one, v in zip(found, values, strict=True)
+    )  # fmt: skip
+    return tuple(found) if alike else ()
+
+
+@rule("last_state", STAGE_KINDS)
+def last_state(graph: Graph, op: Op) -> Match | Miss | None:
+    """What the last step computes, where nothing reads the results of all steps."""
+    users = graph.users(op.value)
+    users = [*users, *(further for user in users if user.kind in RESHAPES for further in graph.users(user.value))]
+    if len(op.outputs) != 1 or any(user.kind in STAGE_KINDS or user.kind == "Concat" for user in users):
+        return None
+    missed: Miss | None = None
+    for backward in (False, True):
+        steps = Steps(graph, [op.value], backward)
+        if steps.count < LEAST:
+            return None
+        last = steps.time.get(op.value, -1)
+        if last + 1 < LEAST:
+            continue
+        late = [v for v in steps.time if steps.time[v] == last and steps.member(v)]
+        early = [v for v in steps.time if steps.time[v] == last - 1 and steps.member(v)]
+        for value, before in ((a, b) for a in late[:-TRIED:-1] for b in early[:-TRIED:-1]):
+            if graph.op(value).kind != graph.op(before).kind or steps.compare(last, [(value, before)]) is None:
+                continue
+            scan = find_scan(steps, {last: value, last - 1: before}, 0)
+            if isinstance(scan, Scan):
+                return _rolled(graph, scan, None)
+            missed = missed or scan
+    return missed
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The Concat of all steps' results. ``axis``: along which, and ``kept``: whether the results have it themselves. ``value``: the
+    result of the template. ``reductions``: what reduces the result of each step before the Concat."""
+
+    concat: Op
+    value: Value
+    axis: int
+    kept: bool
+    reductions: tuple[Op, ...] = ()
+
+    @property
+    def stacked(self) -> tuple[int, bool]:
+        """The axis of steps in the scan's result, and whether a step's result has it."""
+        return (0, False) if self.reductions else (self.axis, self.kept)
+
+    def joined(self, patch: Patch, scan: Scan, rolled: Value) -> Value:
+        """The Concat of the steps that stay and the scan's results."""
+        count, before = scan.last + 1 - scan.first, [operand(self.concat, k) for k in range(len(self.concat.inputs))]
+        before = before[count:] if scan.steps.backward else before[: len(before) - count]
+        if self.reductions:
+            rolled = self._reduced(patch, rolled)
+        parts = [rolled, *before] if scan.steps.backward else [*before, rolled]
+        return patch.add("Concat", parts, ConcatAttrs(self.axis)) if before else rolled
+
+    def _reduced(self, patch: Patch, rolled: Value) -> Value:
+        """The results of all steps, reduced at once, with the steps along their axis."""
+        one, rank = self.reductions[0], len(patch.type(rolled).dims) - 1
+        given = ints(patch.graph, one.input(1)) or ()
+        axes = integers(patch, [normalize_axis(i, rank) + 1 for i in given], "axes")
+        y = patch.add(one.kind, [rolled, axes], one.attrs)
+        others = list(range(1, len(patch.type(y).dims)))
+        return (
+            patch.add("Transpose", [y], TransposeAttrs((*others[: self.axis], 0, *others[self.axis :])))
+            if self.axis
+            else y
+        )
+
+
+def _rolled(graph: Graph, scan: Scan, rows: _Rows | None) -> Match | Miss:
+    """The scan in place of its steps."""
+    steps, template, named = scan.steps, scan.template, scan.named()
+    begin, after = scan.alike[scan.first + 1].states, scan.alike[scan.first + 2].states
+    following = {before: value for value, before in after.items()}
+    states, inside = list(begin), set(template)
+    reads = dict.fromkeys(v for value in template for v in graph.op(value).inputs if v is not None and v not in inside)
+    sequences = [v for v in reads if v in steps.places]
+    others = [v for v in reads if v not in steps.places and v not in begin]
+    if len(template) > MOST_STAGES or len(states) + len(sequences) + len(others) > MOST_OPERANDS:
+        return Miss(f"a step of {len(template)} operators and {len(reads)} operands takes too many registers")
+    shown = {} if rows is None else {rows.value: rows.stacked}
+    used = _used_elsewhere(graph, named, rows)
+    if rows is None and any(steps.time[v] < scan.last for v in used):
+        return Miss("what other steps than the last one compute is read, too, and not put side by side")
+    shown |= {v: (0, False) for v in dict.fromkeys(named[u] for u in used) if v not in shown}
+    shapes = {shape_of(graph, v) for v in (*shown, *states)}
+    if len(shapes) > 1:
+        return Miss(f"its states and results differ in shape: {', '.join(sorted(map(show_shape, shapes)))}")
+    if sum((scan.last + 1 - scan.first) * elements(graph.type(v)) for v in shown) > MOST_ELEMENTS:
+        return Miss("the results of all steps are larger than launches for each step are long")
+    wholes = [steps.places[v].whole for v in sequences]
+    if _depends(graph, [*wholes, *others, *begin.values()], {v.op for v in named}):
+        return Miss("what its steps read depends on their results in other ways, too")
+    ahead = -1 if steps.backward else 1
+    slot = {v: k for k, v in enumerate((*states, *sequences, *others))}
+    register = {v: ~(k + 1) for k, v in enumerate(template)}
+    attrs = PointwiseScanAttrs(
+        stages=tuple(_stage(graph.op(v), slot, register) for v in template),
+        states=len(states),
+        steps=scan.last + 1 - scan.first,
+        axes=tuple(steps.places[v].axis for v in sequences),
+        starts=tuple(steps.places[v].index - ahead for v in sequences),
+        views=tuple(steps.places[v].view for v in sequences),
+        following=tuple(register[following[v]] for v in states),
+        results=tuple(register[v] for v in shown),
+        result_axes=tuple(a for a, _ in shown.values()),
+        result_kept=tuple(k for _, k in shown.values()),
+        backward=steps.backward,
+    )
+
+    def build(patch: Patch) -> None:
+        given = [*begin.values(), *wholes, *others]
+        made = patch.add_op("PointwiseScan", given, attrs, outputs=len(shown), names=[""] * len(shown))
+        if rows is not None:
+            patch.replace(rows.concat.value, rows.joined(patch, scan, Value(made.id, 0)))
+        for value in used:
+            port = list(shown).index(named[value])
+            along, keeps = shown[named[value]]
+            at = _row(scan, steps.time[value])
+            index = patch.constant(np.array([at] if keeps else at, np.int64), "step")
+            patch.replace(value, patch.add("Gather", [Value(made.id, port), index], GatherAttrs(along)))
+
+    ops = tuple(graph.op(v) for v in named)
+    return Match(ops if rows is None else (rows.concat, *rows.reductions, *ops), build)
+
+
+def _row(scan: Scan, t: int) -> int:
+    """Where step ``t`` is in a stacked result."""
+    return scan.last - t if scan.steps.backward else t - scan.first
+
+
+def _stage(op: Op, slot: Mapping[Value, int], register: Mapping[Value, int]) -> Stage:
+    args = tuple(None if v is None else register.get(v, slot.get(v)) for v in op.inputs)
+    return Stage(op.kind, args, op.attrs)
+
+
+def _used_elsewhere(graph: Graph, named: Mapping[Value, Value], rows: _Rows | None) -> list[Value]:
+    """Values of steps that are read by other operators than steps and the Concat."""
+    inside = {v.op for v in named}
+    through = set[int]()
+    if rows is not None:
+        inside |= {rows.concat.id, *(one.id for one in rows.reductions)}
+        through = {v.op for v in rows.concat.inputs if v is not None}
+    found = []
+    for value in named:
+        for user in graph.users(value):
+            if user.id in inside or (user.id in through and all(u.id in inside for u in graph.users(user.value))):
+                continue
+            found.append(value)
+            break
+    return found
+
+
+def _depends(graph: Graph, values: Sequence[Value], on: set[int]) -> bool:
+    """Whether any of the values depends on one of these operators."""
+    stack, seen = [v.op for v in values], set[int]()
+    while stack:
+        at = stack.pop()
+        if at in on:
+            return True
+        if at not in seen:
+            seen.add(at)
+            stack += [v.op for v in graph.op(at).inputs if v is not None]
+    return False
+
+
+@rule("stacked_positions", {"Concat"})
+def stacked_positions(graph: Graph, op: Op) -> Match | None:
+    """Parts of a Concat that are all positions of a tensor, in their order, are this tensor, its axes in another order."""
+    shape = shape_of(graph, op.value)
+    if shape is None:
+        return None
+    axis = normalize_axis(op.attrs.axis, len(shape))
+    values = [operand(op, k) for k in range(len(op.inputs))]
+    for begin, value in enumerate(values):
+        first = position(graph, value)
+        if first is None or first.index or len(first.view) != len(shape) or first.view[axis] >= 0:
+            continue
+        size = (shape_of(graph, first.whole) or ())[first.axis]
+        order = tuple(first.axis if k == axis else i for k, i in enumerate(first.view))
+        if not isinstance(size, int) or size < LEAST or sorted(order) != list(range(len(shape))):
+            continue
+        run = [position(graph, v) for v in values[begin : begin + size]]
+        if [None if p is None else (p.sequence, p.index) for p in run] == [(first.sequence, k) for k in range(size)]:
+            return _joined(op, first.whole, order, begin, size)
+    return None
+
+
+def _joined(op: Op, whole: Value, order: tuple[int, ...], begin: int, size: int) -> Match:
+    """``whole`` in place of ``size`` parts of a Concat."""
+
+    def build(patch: Patch) -> Value:
+        turned = order != tuple(range(len(order)))
+        same = patch.add("Transpose", [whole], TransposeAttrs(order)) if turned else whole
+        parts = [*op.inputs[:begin], same, *op.inputs[begin + size :]]
+        return patch.add("Concat", parts, op.attrs) if len(parts) > 1 else same
+
+    return Match((op,), build)
+
+
+class RollScans(RulePass):
+    name = "roll_scans"
+    rules = (pointwise_scan, stacked_positions, last_state)

@@ -1,0 +1,81 @@
+"""Products of one tensor with several constant vectors become one product with a matrix, which kernels for matrices take.
+
+Graph attention (Velickovic et al., 2018) multiplies the features of each node with a vector for either end of an edge. Where the
+features are a product with a matrix themselves, the vectors are multiplied with this matrix when the network is built. Then both
+products read one operand, and become one (:mod:`optdnn.passes.fuse_siblings`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import operand, producer, shape_of
+from optdnn.types import Array, is_float
+
+COLUMNS = 8
+"""The matrix has a multiple of these columns, zeros beyond the vectors: rows of 16-bit floats are then aligned for TMA."""
+
+
+def _vector(graph: Graph, op: Op) -> Array | None:
+    """The constant vector with which a plain product multiplies the last axis of its first operand."""
+    if op.kind != "MatMul" or op.attrs.prologue or op.attrs.epilogue:
+        return None
+    array, shape = graph.constant_value(op.inputs[1]), shape_of(graph, op.inputs[0])
+    fits = array is not None and array.ndim == 1 and shape is not None and len(shape) > 1 and is_float(array.dtype)
+    return array if fits else None
+
+
+@rule("vector_products", {"MatMul"})
+def vector_products(graph: Graph, op: Op) -> Match | Miss | None:
+    """All products of one tensor with constant vectors."""
+    if _vector(graph, op) is None:
+        return None
+    x = operand(op)
+    members = [u for u in graph.users(x) if u.inputs[0] == x and _vector(graph, u) is not None]
+    if len(members) < 2:
+        return Miss("no other vector is multiplied with the same tensor")
+    vectors = np.stack([v for u in members if (v := _vector(graph, u)) is not None], 1)
+    matrix = np.zeros((len(vectors), -(-len(members) // COLUMNS) * COLUMNS), vectors.dtype)
+    matrix[:, : len(members)] = vectors
+    source, weights, bias = _behind(graph, x, matrix)
+    axis = len(graph.type(x).dims) - 1
+
+    def build(patch: Patch) -> None:
+        y = patch.add("MatMul", [source, patch.constant(weights, "vectors")], MatMulAttrs())
+        if bias is not None:
+            y = patch.add("Add", [y, patch.constant(bias, "bias")])
+        for k, member in enumerate(members):
+            column = patch.constant(np.array(k, np.int64), "column")
+            patch.replace(member.value, patch.add("Gather", [y, column], GatherAttrs(axis)))
+
+    return Match(tuple(members), build)
+
+
+def _behind(graph: Graph, x: Value, matrix: Array) -> tuple[Value, Array, Array | None]:
+    """A tensor, matrix and bias that give the product of ``x`` with ``matrix``: those behind a product with a constant matrix that
+    makes ``x`` of no more features than twice its own."""
+    add = producer(graph, x, {"Add"})
+    bias: Array | None = None
+    made: Value | None = x
+    for slot in (0, 1) if add is not None else ():
+        array = graph.constant_value(add.inputs[slot]) if add is not None else None
+        if add is not None and array is not None and array.ndim <= 1:
+            made, bias = add.inputs[1 - slot], array
+    product = producer(graph, made, {"MatMul"})
+    weights = None if product is None else graph.constant_value(product.inputs[1])
+    if product is None or weights is None or weights.ndim != 2 or product.attrs.prologue or product.attrs.epilogue:
+        return x, matrix, None
+    if len(weights) > 2 * weights.shape[1]:
+        return x, matrix, None
+    shift = None if bias is None else np.broadcast_to(bias, len(matrix)) @ matrix
+    return operand(product), weights @ matrix, shift
+
+
+class VectorProducts(RulePass):
+    name = "vector_products"
+    rules = (vector_products,)

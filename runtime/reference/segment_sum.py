@@ -1,0 +1,50 @@
+"""NumPy kernel of SegmentSum: sums of rows that are computed from gathered rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from optdnn.runtime.reference.base import ComposedKernel, Run
+from optdnn.types import Array
+
+
+def segment_sum(
+    run: Run, *operands: Array, stages: Sequence[Any], indices: Sequence[int], axes: Sequence[int],
+    views: Sequence[Sequence[int]], factors: Sequence[str] = (), epilogue: Sequence[Any] = (),
+) -> tuple[Array, ...]:  # fmt: skip
+    """One sum per segment (:class:`optdnn.ops.segment_sum.SegmentSumAttrs` describes the attributes)."""
+    begin, rank = len(indices), max(map(len, views))
+    arrays = operands[begin : begin + max(indices) + 1]
+    first, *scales = operands[begin + len(arrays) :]
+    tables = []
+    for x, index, axis, view in zip(operands, indices, axes, views, strict=False):
+        rows = x.take(arrays[index], axis) if index >= 0 else x[None]
+        order = [axis if index >= 0 else 0, *(i if index >= 0 else i + 1 for i in view if i >= 0)]
+        left = [i for i in range(rows.ndim) if i not in order]
+        shape = [1 if i < 0 else x.shape[i] for i in view]
+        whole = rows.transpose([*order, *left]).reshape([rows.shape[order[0]], *[1] * (rank - len(view)), *shape])
+        tables.append(whole)
+    rows = _computed(run, tables[0], stages, tables)
+    lengths = np.diff(first)
+    rows = np.broadcast_to(rows, (len(arrays[0]), *rows.shape[1:]))
+    total = np.zeros((len(lengths), *rows.shape[1:]), rows.dtype)
+    np.add.at(total, np.repeat(np.arange(len(lengths)), lengths), rows)
+    for kind, scale in zip(factors, scales, strict=False):
+        total = run(kind, [total, scale], {})[0]
+    total[lengths == 0] = 0
+    return (_computed(run, total, epilogue, operands),)
+
+
+def _computed(run: Run, start: Array, stages: Sequence[Any], operands: Sequence[Array]) -> Array:
+    """The last register of stages that begin with ``start``."""
+    registers = [start]
+    for stage in stages:
+        args = [None if a is None else registers[~a] if a < 0 else operands[a] for a in stage.args]
+        registers.append(run(stage.kind, args, stage.attrs)[0])
+    return registers[-1]
+
+
+COMPOSED: dict[str, ComposedKernel] = {"SegmentSum": segment_sum}

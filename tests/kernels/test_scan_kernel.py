@@ -1,0 +1,70 @@
+"""PointwiseScan: one launch for all steps of a recurrence, on the processor as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kernels.test_generated import compare_steps
+from support.host import WHY_NOT
+from support.net import Net
+from support.scan_cases import CASES, STEPS, graph_of, stacked, taken
+from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate, tactics
+
+from optdnn.ir.graph import Graph
+from optdnn.kernels.recurrent import pointwise_scan
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.recipes import recipe_of
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_meanings(name: str, precision: str) -> None:
+    program = check_simulated(graph_of(name), precision)
+    assert kinds(program).count("PointwiseScan") == 1
+    assert tactics(program, "PointwiseScan") == ["pointwise_scan"]
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
+    graph = graph_of(name)
+    program = lowered(graph, precision)
+    compare_steps(program, feeds_of(graph), {"fp32": 3e-6, "fp16": 1.2e-3}[precision], tmp_path)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("name", ["weighted", "gated_backward_other", "outer"])
+def test_it_compiles_without_spills(name: str) -> None:
+    program = lowered(graph_of(name), "fp16", target="cuda:sm_90a", no_cubins=True)
+    (kernel,) = (k for k in program.kernels if k.function == "pointwise_scan")
+    assert nvrtc.resources(recipe_of(kernel))["pointwise_scan"].spill_bytes == 0
+
+
+def host_reasons(graph: Graph) -> list[str]:
+    """Why operators run on the host."""
+    program = lowered(graph, "fp32", no_cubins=True)
+    return [row["why"] for row in program.meta["host"]["operators"] if row["kind"] == "PointwiseScan"]
+
+
+def test_what_it_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.delitem(pointwise_scan.EXPRESSIONS, "GreaterOrEqual")
+        (reason,) = host_reasons(graph_of("spiking"))
+        assert "there is no expression for GreaterOrEqual" in reason
+    monkeypatch.setattr(pointwise_scan, "POINTS_LIMIT", 12)
+    (reason,) = host_reasons(graph_of("gated"))
+    assert "more elements than a kernel can count" in reason
+
+
+def test_tensors_without_elements() -> None:
+    n = Net()
+    x, rows, state = n.input(0, STEPS, 4), [], None
+    for t in range(STEPS):
+        now = taken(n, x, 1, t)
+        state = now if state is None else n.op("Tanh", n.op("Add", state, now))
+        rows.append(state)
+    graph = n.done(stacked(n, rows, 1))
+    (y,) = simulate(lowered(graph, no_cubins=True), feeds_of(graph)).values()
+    assert y.shape == (0, STEPS, 4)

@@ -1,0 +1,72 @@
+"""SegmentSum: inference, its errors, cost, and export as gathers and a scatter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from support.segment_cases import CASES, EDGES, graph_of
+
+from optdnn.errors import ShapeError
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.export_onnx import export_model
+from optdnn.ir.graph import Graph, Op
+from optdnn.ops.base import Call, Stage
+from optdnn.passes.segment_sums import SegmentSums
+from optdnn.types import FP32, INT32, TensorType
+
+
+def summed(name: str) -> tuple[Graph, Op]:
+    """The last sum of a graph."""
+    graph = graph_of(name)
+    SegmentSums()(graph)
+    return graph, graph.of_kind("SegmentSum")[-1]
+
+
+def call_of(graph: Graph, op: Op, types: dict[int, TensorType | None] | None = None, **changes: Any) -> Call:
+    given = [None if v is None else graph.type(v) for v in op.inputs]
+    for k, t in (types or {}).items():
+        given[k] = t
+    return Call(op.kind, replace(op.attrs, **changes), tuple(given), (None,) * len(given), 1, graph.fresh_symbol)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_export(name: str) -> None:
+    graph, _ = summed(name)
+    session = onnxruntime.InferenceSession(export_model(graph).to_bytes(), providers=["CPUExecutionProvider"])
+    rng = np.random.default_rng(2)
+    feeds = {i.name: rng.standard_normal(i.shape).astype(np.float32) for i in session.get_inputs()}
+    for got, want in zip(session.run(None, feeds), evaluate(graph, feeds).values(), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+INDEX = len(("x", "norm"))
+
+
+@pytest.mark.parametrize(
+    ("types", "changes", "because"),
+    [
+        ({0: None}, {}, "needs operand 0"),
+        ({}, {"views": ((7,), (-1,))}, "needs operand 0"),
+        ({INDEX: TensorType(FP32, (EDGES,))}, {}, "indices are int32"),
+        ({INDEX: TensorType(INT32, (EDGES, 1))}, {}, "indices are int32"),
+        ({}, {"indices": (0, 1)}, "differ in length"),
+        ({4: TensorType(FP32, (1,))}, {}, "is no factor of"),
+        ({}, {"epilogue": (Stage("Less", (-1, 4)),)}, "must keep the type"),
+    ],
+)
+def test_contradictions(types: dict[int, Any], changes: dict[str, Any], because: str) -> None:
+    graph, total = summed("degrees")
+    assert (total.attrs.indices, total.attrs.factors) == ((0, 0), ("Mul",))
+    with pytest.raises(ShapeError, match=because):
+        total.definition.infer(call_of(graph, total, types, **changes))
+
+
+def test_cost_counts_every_row() -> None:
+    graph, total = summed("degrees")
+    call = call_of(graph, total)
+    assert total.definition.cost is not None
+    assert total.definition.cost(call, total.definition.infer(call)).flops == EDGES * 16 * 2

@@ -1,0 +1,156 @@
+"""roll_scans: unrolled recurrences of pointwise steps become one PointwiseScan."""
+
+from __future__ import annotations
+
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.scan_cases import CASES, STEPS, graph_of, stacked, taken, zeros
+
+from optdnn.dim import symbol
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.passes import roll_scans
+from optdnn.passes.roll_scans import RollScans
+
+PASS = RollScans()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_become_one_scan(name: str) -> None:
+    changes = 2 if "other" in name else 1
+    graph, _ = check_pass(PASS, graph_of(name), changes=changes)
+    (scan,) = graph.of_kind("PointwiseScan")
+    assert scan.attrs.steps >= STEPS - 2
+    assert scan.attrs.backward == ("backward" in name)
+
+
+def test_the_results_of_steps_that_stay_are_joined_with_the_others() -> None:
+    """Odd steps at the beginning are no part of the scan; its first state is what the last of them computes."""
+    for backward in (False, True):
+        graph, _ = check_pass(PASS, graph_of("", odd=8 if backward else 2, backward=backward), changes=1)
+        (scan,) = graph.of_kind("PointwiseScan")
+        assert scan.attrs.steps == STEPS - 3
+        assert len(graph.of_kind("Concat")) == 1
+
+
+def test_states_may_be_equal_at_first() -> None:
+    """Where the first step computes one value for both, it is no part of the scan unless the states after it differ."""
+    for name, steps in (("two_sums", STEPS), ("equal_sums", STEPS - 1)):
+        graph, _ = check_pass(PASS, graph_of(name), changes=1)
+        assert [op.attrs.steps for op in graph.of_kind("PointwiseScan")] == [steps]
+
+
+def test_the_batch_may_be_symbolic() -> None:
+    n = Net()
+    x = n.input(symbol("N"), STEPS, 4)
+    state, rows = taken(n, x, 1, 0), []
+    for t in range(1, STEPS):
+        state = n.op("Tanh", n.op("Add", n.op("Mul", state, 0.9), taken(n, x, 1, t)))
+        rows.append(state)
+    check_pass(PASS, n.done(stacked(n, rows, 1)), changes=1, sizes={"N": 3})
+
+
+@pytest.mark.parametrize("kind", ["Relu", "Exp"])
+def test_steps_that_read_no_state_stay(kind: str) -> None:
+    n = Net()
+    x = n.input(2, STEPS, 4)
+    rows = [n.op(kind, taken(n, x, 1, t)) for t in range(STEPS)]
+    check_refused(PASS, n.done(stacked(n, rows, 1)), because="no step reads what the one before it computed")
+
+
+def test_a_different_step_near_the_end_stops_it() -> None:
+    check_refused(PASS, graph_of("", odd=8), because="only 2 steps at its end do the same")
+
+
+def test_steps_of_other_shapes_stay() -> None:
+    n = Net()
+    x, state, rows = n.input(2, STEPS, 4), zeros(n, 2, 4), []
+    for t in range(STEPS):
+        state = n.op("Tanh", n.op("Add", state, taken(n, x, 1, t)))
+        rows.append(n.op("Mul", state, n.random(3, 1, 1)))
+    graph = n.done(stacked(n, rows, 0))
+    check_refused(PASS, graph, because="only 1 steps at its end")  # each has a factor of its own
+    n = Net()
+    x, state, rows, w = n.input(2, STEPS, 4), zeros(n, 2, 4), [], n.random(3, 1, 1)
+    for t in range(STEPS):
+        state = n.op("Tanh", n.op("Add", state, taken(n, x, 1, t)))
+        rows.append(n.op("Mul", state, w))
+    check_refused(PASS, n.done(stacked(n, rows, 0)), because=r"differ in shape: \[2, 4\], \[3, 2, 4\]")
+
+
+def test_states_that_move_along_stay() -> None:
+    """Each step reads a state that the one before has from another one: these are as many as steps."""
+    n = Net()
+    x, rows = n.input(2, STEPS, 4), []
+    cells = [n.input(2, 4, name=f"c{k}") for k in range(STEPS + 1)]
+    for t in range(STEPS):
+        now = taken(n, x, 1, t)
+        cells = [n.op("Mul", c, now) for c in cells[1 : STEPS + 1 - t]]
+        rows.append(n.op("Add", cells[0], now))
+    check_refused(PASS, n.done(stacked(n, rows, 1)), because="read other states than the later ones")
+
+
+def test_large_results_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_scans, "MOST_ELEMENTS", 500)
+    check_refused(PASS, graph_of("reduced"), because="larger than launches for each step are long")
+
+
+def test_reductions_along_other_axes_stay() -> None:
+    n = Net()
+    x, state, rows = n.input(2, STEPS, 4, 4), zeros(n, 2, 4, 4), []
+    for t in range(STEPS):
+        state = n.op("Tanh", n.op("Add", state, taken(n, x, 1, t)))
+        rows.append(n.op("ReduceSum", state, n.ints(1 + t % 2), attrs=ReduceAttrs(False)))
+    graph = n.done(stacked(n, rows, 1))
+    assert PASS(graph).changes == 0
+
+
+@pytest.mark.parametrize("bound", ["MOST_STAGES", "MOST_OPERANDS"])
+def test_long_steps_stay(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_scans, bound, 4)
+    check_refused(PASS, graph_of("gated"), because="takes too many registers")
+
+
+def test_steps_that_read_what_others_end_with_stay() -> None:
+    """The second state of every step needs the last value of the first state, by way of a product."""
+    n = Net()
+    x, first, firsts = n.input(2, STEPS, 4), zeros(n, 2, 4), []
+    for t in range(STEPS):
+        first = n.op("Tanh", n.op("Add", n.op("Mul", first, 0.5), taken(n, x, 1, t)))
+        firsts.append(first)
+    whole, second, rows = n.matmul(first, 4), zeros(n, 2, 4), []
+    for t in range(STEPS):
+        second = n.op("Tanh", n.op("Add", n.op("Mul", second, whole), taken(n, x, 1, t)))
+        rows.append(n.op("Mul", second, firsts[t]))
+    check_refused(
+        PASS, n.done(stacked(n, rows, 1)), because="depends on their results in other ways", rule="pointwise_scan"
+    )
+
+
+def test_a_last_state_stays_where_others_are_read() -> None:
+    n = Net()
+    x, state, sums = n.input(2, STEPS, 4), zeros(n, 2, 4), []
+    for t in range(STEPS):
+        state = n.op("Tanh", n.op("Add", n.op("Mul", state, 0.5), taken(n, x, 1, t)))
+        sums.append(n.op("ReduceSum", state, n.ints(1)))
+    check_refused(PASS, n.done(state, *sums), because="other steps than the last one", rule="last_state")
+
+
+def test_neighbours_are_no_candidates() -> None:
+    n = Net()
+    x = n.input(2, 3, 4)
+    few = stacked(n, [n.op("Relu", taken(n, x, 1, t)) for t in range(3)], 1)
+    y = n.input(8, 4, name="y")
+    parts = [n.op("Tanh", n.op("Gather", y, n.ints(k), attrs=GatherAttrs(0))) for k in range(4)]
+    unlike = n.op("Concat", *parts, n.random(4, 4), attrs=ConcatAttrs(0))
+    check_untouched(PASS, n.done(few, unlike))
+
+
+def test_positions_in_another_order_stay_apart() -> None:
+    n = Net()
+    x = n.input(2, 6, 4)
+    check_untouched(PASS, n.done(stacked(n, [taken(n, x, 1, t) for t in (0, 1, 3, 2, 4, 5)], 1)))
+    graph, _ = check_pass(PASS, n.done(stacked(n, [taken(n, x, 1, t) for t in range(6)], 0)), changes=1)
+    assert len(graph.of_kind("Transpose")) == 1
