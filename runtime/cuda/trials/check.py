@@ -196,7 +196,8 @@ def _source(step: CudaStep, program: Program) -> str:
 def _rounds_floats(meaning: ReferenceOp) -> bool:
     """Whether 8-bit integers of a step are rounded from floats, which two ways of computing them may give differently."""
     stages = meaning.attrs.get("stages", ())
-    return meaning.kind == "Quantized" or any(s[0] in INEXACT for s in stages)
+    # Stages of a scan or of sums of segments are mappings: their results are no 8-bit integers.
+    return meaning.kind == "Quantized" or any(s[0] in INEXACT for s in stages if not isinstance(s, Mapping))
 
 
 def _share_off(got: Array, want: Array) -> float:
