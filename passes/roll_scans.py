@@ -23,7 +23,8 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.pointwise_scan import PointwiseScanAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, shape_of
+from optdnn.passes.outer_products import outer_product
+from optdnn.passes.support.facts import RESHAPES, in_shape, integers, ints, operand, producer, shape_of
 from optdnn.passes.support.unrolled_steps import LEAST, Scan, Steps, find_scan, position
 from optdnn.types import normalize_axis, show_shape
 
@@ -74,9 +75,9 @@ def _scan_of(graph: Graph, op: Op) -> Match | Miss | None:
     parts = [_part(graph, operand(op, k), axis) for k in range(len(op.inputs))]
     if shape[axis] != len(parts) or parts[-1][1] != parts[0][1]:
         return None
-    reductions = () if parts[0][1] else _reductions(graph, [v for v, _ in parts])
-    if reductions:
-        parts = [(operand(one), False) for one in reductions]
+    kept, results_of = parts[0][1], [graph.op(v) for v, _ in parts]
+    if reductions := _products(graph, results_of) or (() if kept else _reductions(graph, results_of)):
+        parts = [(operand(one, int(one.kind == "MatMul")), False) for one in reductions]
     missed: Miss | None = None
     for backward in (False, True):
         ordered = [v for v, _ in (parts[::-1] if backward else parts)]
@@ -88,7 +89,7 @@ def _scan_of(graph: Graph, op: Op) -> Match | Miss | None:
             continue
         scan = find_scan(steps, results, min(results))
         if isinstance(scan, Scan):
-            return _rolled(graph, scan, _Rows(op, results[scan.first + 1], axis, parts[-1][1], reductions))
+            return _rolled(graph, scan, _Rows(op, results[scan.first + 1], axis, kept, reductions))
         missed = missed or scan
     return missed
 
@@ -113,16 +114,37 @@ def _part(graph: Graph, value: Value, axis: int) -> tuple[Value, bool]:
     return value, True
 
 
-def _reductions(graph: Graph, values: Sequence[Value]) -> tuple[Op, ...]:
-    """The reductions along the same axes that make these values, if nothing else reads them (states of S4: Gu et al., 2022)."""
-    found = [graph.op(v) for v in values]
+def _reductions(graph: Graph, found: Sequence[Op]) -> tuple[Op, ...]:
+    """Reductions along the same axes, if nothing else reads their results (states of S4: Gu et al., 2022)."""
     first = found[0]
     axes = ints(graph, first.input(1)) if first.kind.startswith("Reduce") else None
     alike = axes and all(
-        (one.kind, one.attrs, ints(graph, one.input(1))) == (first.kind, first.attrs, axes) and graph.sole_user(v) is not None
-        for one, v in zip(found, values, strict=True)
-    )  # fmt: skip
+        (one.kind, one.attrs, ints(graph, one.input(1))) == (first.kind, first.attrs, axes)
+        and graph.sole_user(one.value) is not None
+        for one in found
+    )
     return tuple(found) if alike else ()
+
+
+def _products(graph: Graph, found: Sequence[Op]) -> tuple[Op, ...]:
+    """Products of a row of each step with its state, if nothing else reads them (linear attention: Katharopoulos et al., 2020)."""
+    if any(one.kind != "MatMul" or one.attrs.prologue or one.attrs.epilogue for one in found):
+        return ()
+    rows = [position(graph, operand(one)) for one in found]
+    first, rank = rows[0], len(found[0].outputs[0].type.dims)
+    if first is None or any(len(graph.type(operand(one, slot)).dims) != rank for one in found for slot in (0, 1)):
+        return ()
+    order = [None if p is None else (p.sequence, p.index) for p in rows]
+    alike = order == [(first.sequence, k) for k in range(len(found))]
+    return tuple(found) if alike and all(graph.sole_user(one.value) is not None for one in found) else ()
+
+
+@rule("outer_step", {"MatMul"})
+def outer_step(graph: Graph, op: Op) -> Match | None:
+    """The product of a column and a row that are positions of sequences is a multiplication, which may be part of a step."""
+    if not all(len(graph.type(v).dims) > 1 and position(graph, v) for v in op.inputs if v is not None):
+        return None
+    return outer_product.function(graph, op)  # type: ignore[return-value]
 
 
 @rule("last_state", STAGE_KINDS)
@@ -173,22 +195,46 @@ class _Rows:
         count, before = scan.last + 1 - scan.first, [operand(self.concat, k) for k in range(len(self.concat.inputs))]
         before = before[count:] if scan.steps.backward else before[: len(before) - count]
         if self.reductions:
-            rolled = self._reduced(patch, rolled)
+            first = 0 if scan.steps.backward else len(before)
+            many = (
+                self._multiplied(patch, rolled, first)
+                if self.reductions[0].kind == "MatMul"
+                else self._reduced(patch, rolled)
+            )
+            rolled = self._turned(patch, many)
         parts = [rolled, *before] if scan.steps.backward else [*before, rolled]
         return patch.add("Concat", parts, ConcatAttrs(self.axis)) if before else rolled
 
     def _reduced(self, patch: Patch, rolled: Value) -> Value:
-        """The results of all steps, reduced at once, with the steps along their axis."""
+        """The results of all steps, reduced at once."""
         one, rank = self.reductions[0], len(patch.type(rolled).dims) - 1
         given = ints(patch.graph, one.input(1)) or ()
-        axes = integers(patch, [normalize_axis(i, rank) + 1 for i in given], "axes")
-        y = patch.add(one.kind, [rolled, axes], one.attrs)
-        others = list(range(1, len(patch.type(y).dims)))
-        return (
-            patch.add("Transpose", [y], TransposeAttrs((*others[: self.axis], 0, *others[self.axis :])))
-            if self.axis
-            else y
+        return patch.add(
+            one.kind, [rolled, integers(patch, [normalize_axis(i, rank) + 1 for i in given], "axes")], one.attrs
         )
+
+    def _multiplied(self, patch: Patch, rolled: Value, first: int) -> Value:
+        """The products of all steps' rows with their results, as a stack of products. ``first``: the position of the first row."""
+        place = position(patch.graph, operand(self.reductions[0]))
+        assert place is not None
+        dims = patch.graph.type(place.whole).dims
+        count, moved = patch.type(rolled).dims[0], [i for i in place.view if i >= 0]
+        left = [i for i in range(len(dims)) if i not in (place.axis, *moved)]
+        rows = patch.add("Transpose", [place.whole], TransposeAttrs((place.axis, *moved, *left)))
+        rows = in_shape(patch, rows, (dims[place.axis], *(1 if i < 0 else dims[i] for i in place.view)))
+        if dims[place.axis] != count:
+            assert isinstance(count, int)
+            rows = patch.add("Slice", [rows, *(integers(patch, [n], "limit") for n in (first, first + count, 0))])
+        return patch.add("MatMul", [rows, rolled], self.reductions[0].attrs)
+
+    def _turned(self, patch: Patch, many: Value) -> Value:
+        """Results of all steps along axis 0, with the steps along the axis of the Concat."""
+        dims = patch.type(many).dims
+        if self.kept:
+            many = in_shape(patch, many, (*dims[: self.axis + 1], *dims[self.axis + 2 :]))
+        others = list(range(1, len(patch.type(many).dims)))
+        turned = (*others[: self.axis], 0, *others[self.axis :])
+        return patch.add("Transpose", [many], TransposeAttrs(turned)) if self.axis else many
 
 
 def _rolled(graph: Graph, scan: Scan, rows: _Rows | None) -> Match | Miss:
@@ -324,4 +370,4 @@ def _joined(op: Op, whole: Value, order: tuple[int, ...], begin: int, size: int)
 
 class RollScans(RulePass):
     name = "roll_scans"
-    rules = (pointwise_scan, stacked_positions, last_state)
+    rules = (outer_step, pointwise_scan, stacked_positions, last_state)

@@ -108,6 +108,7 @@ RULES: Mapping[str, str] = {
     "shifted_columns": "gathers of relative positions made views of a product",
     "padded_shift": "padding that shifts the rows of a product made a view of it",
     "heads_outside": "products with a constant matrix for each head made one product for each head",
+    "outer_step": "outer products of a recurrence's steps multiplied element by element",
     "pointwise_scan": "unrolled recurrences of pointwise steps computed in one loop",
     "vector_products": "products with several vectors made one product with a matrix",
     "segment_epilogue": "a bias or activation behind sums of segments computed with them",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
-from support.scan_cases import CASES, STEPS, graph_of, stacked, taken, zeros
+from support.scan_cases import CASES, STEPS, graph_of, multiplied, stacked, taken, zeros
 
 from optdnn.dim import symbol
 from optdnn.ops.gather import GatherAttrs
@@ -19,7 +19,7 @@ PASS = RollScans()
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_become_one_scan(name: str) -> None:
-    changes = 2 if "other" in name else 1
+    changes = 2 if "other" in name else 1 + STEPS if "multiplied" in name else 1
     graph, _ = check_pass(PASS, graph_of(name), changes=changes)
     (scan,) = graph.of_kind("PointwiseScan")
     assert scan.attrs.steps >= STEPS - 2
@@ -90,6 +90,12 @@ def test_states_that_move_along_stay() -> None:
         cells = [n.op("Mul", c, now) for c in cells[1 : STEPS + 1 - t]]
         rows.append(n.op("Add", cells[0], now))
     check_refused(PASS, n.done(stacked(n, rows, 1)), because="read other states than the later ones")
+
+
+def test_products_with_other_rows_stay() -> None:
+    n = Net()
+    graph, _ = check_pass(PASS, n.done(*multiplied(n, mixed=True)), changes=STEPS, rules={"outer_step": STEPS})
+    assert len(graph.of_kind("MatMul")) == STEPS
 
 
 def test_large_results_stay(monkeypatch: pytest.MonkeyPatch) -> None:

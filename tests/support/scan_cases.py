@@ -150,6 +150,20 @@ def reduced(n: Net, *, axis: int = 1, keepdims: bool = False) -> list[Value]:
     return [stacked(n, rows, axis)]
 
 
+def multiplied(n: Net, *, backward: bool = False, mixed: bool = False) -> list[Value]:
+    """Linear attention: each step multiplies its query with the sum of outer products of keys and values (RWKV-5, RetNet).
+
+    ``mixed``: the queries are in another order.
+    """
+    q, k, v = (n.input(BATCH, 3, STEPS, 4, name=name) for name in "qkv")
+    decay, state, rows = n.op("Sigmoid", n.random(3, 4, 1)), zeros(n, BATCH, 3, 4, 4), []
+    for t in range(STEPS - 1, -1, -1) if backward else range(STEPS):
+        column = n.op("Reshape", taken(n, k, 2, t, kept=True), n.ints(BATCH, 3, 4, 1))
+        state = n.op("Add", n.op("Mul", state, decay), n.op("MatMul", column, taken(n, v, 2, t, kept=True)))
+        rows.append(n.op("MatMul", taken(n, q, 2, STEPS - 1 - t if mixed else t, kept=True), state))
+    return [stacked(n, rows[::-1] if backward else rows, 2, kept=True)]
+
+
 def shifted(n: Net) -> list[Value]:
     """Steps that read the position before theirs, too."""
     x = n.input(BATCH, CHANNELS, STEPS)
@@ -175,6 +189,8 @@ CASES: dict[str, Callable[[Net], list[Value]]] = {
     "outer": outer,
     "reduced": reduced,
     "reduced_outermost": lambda n: reduced(n, axis=0, keepdims=True),
+    "multiplied": multiplied,
+    "multiplied_backward": lambda n: multiplied(n, backward=True),
     "shifted": shifted,
     "two_sums": two_sums,
     "equal_sums": lambda n: two_sums(n, equal=True),
