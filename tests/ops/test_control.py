@@ -309,7 +309,8 @@ def test_fewer_than_no_trips_are_none() -> None:
     check(m, {"x": x})
     for target in ("cpu", "simulate"):
         got = optdnn.build(m, target=target).run({"x": x})
-        assert got["rows"].shape == (0, 3) and (got["last"] == x).all()
+        assert got["rows"].shape == (0, 3)
+        assert (got["last"] == x).all()
 
 
 def test_rows_of_no_trips_have_the_sizes_of_what_the_body_reads() -> None:
