@@ -128,9 +128,19 @@ def take_any_text(stream: Any) -> None:
             stream.reconfigure(errors="replace")
 
 
-def show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
-    """A warning in the form of an error: its text, without the line of code that gave it (``warnings.showwarning``)."""
-    _complain("warning:", str(message), "yellow")
+class _Warnings:
+    """Shows a warning in the form of an error: its text, without the line of code that gave it (``warnings.showwarning``).
+
+    A text is shown once, though a command may open a model several times.
+    """
+
+    def __init__(self) -> None:
+        self.shown: set[str] = set()
+
+    def __call__(self, message: Warning | str, *where: Any, **more: Any) -> None:
+        if (text := str(message)) not in self.shown:
+            self.shown.add(text)
+            _complain("warning:", text, "yellow")
 
 
 def _complain(title: str, text: str, colour: str = "red") -> None:
@@ -144,7 +154,7 @@ def run(argv: list[str]) -> int:
         common.stderr.quiet = False  # of the command line before, in the same process
     with warnings.catch_warnings():  # also of the hook below, for who calls this from a program of their own
         if "--debug" not in argv:
-            warnings.showwarning = show_warning
+            warnings.showwarning = _Warnings()
         return _run(argv)
 
 
