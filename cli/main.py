@@ -5,6 +5,7 @@ Commands are loaded when they are called, so ``optdnn --help`` stays quick.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -17,7 +18,7 @@ from click.shell_completion import CompletionItem
 
 from optdnn import __version__
 from optdnn.cli.ending import Ended, was_interrupted, watch
-from optdnn.errors import EXIT_CODES, OptdnnError, RunError, did_you_mean, printable
+from optdnn.errors import EXIT_CODES, OptdnnError, OutputError, RunError, did_you_mean, printable
 
 COMMANDS: dict[str, str] = {
     "build": "Compile an ONNX model into an engine.",
@@ -81,6 +82,10 @@ OTHER_WORDS = {"compile": "build", "convert": "build", "benchmark": "bench", "tr
                "show": "inspect", "infer": "run", "predict": "run", "chat": "generate",
                "validate": "verify", "tune": "retune"}  # fmt: skip
 """Command name in other programs -> our command."""
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk that takes no more. Engines and reports raise OutputError for them; the rest is what commands print."""
 
 
 def completion_line(shell: str) -> str:
@@ -186,7 +191,7 @@ def _run(argv: list[str]) -> int:
     except (BrokenPipeError, SystemExit):
         # The reader of a pipe went away (head, less): not an error; click then asks to exit.
         # Python would complain once more on exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _to_nowhere()
         return 0
     except MemoryError as error:
         if debug:
@@ -194,14 +199,35 @@ def _run(argv: list[str]) -> int:
         _complain("error:", f"out of memory: {error}")
         return RunError.exit_code
     except Exception as error:
-        if was_interrupted(error):
-            click.echo("interrupted", err=True)
-            return 130
-        if debug:
-            raise
-        hint = "this is a defect of optdnn; please report it with the output of the same command with --debug"
-        _complain("internal error:", f"{type(error).__name__}: {error}\n  hint: {hint}")
-        return 70
+        return _unexpected(error, debug)
+
+
+def _unexpected(error: Exception, debug: bool) -> int:
+    """Exit code of an error that no command foresees. Raises it again with --debug, if it is a defect."""
+    if was_interrupted(error):
+        click.echo("interrupted", err=True)
+        return 130
+    if isinstance(error, OSError) and error.errno in FULL:
+        _drop_output()
+        _complain("error:", f"the output cannot be written: {error.strerror}\n  hint: check the free space")
+        return OutputError.exit_code
+    if debug:
+        raise error
+    hint = "this is a defect of optdnn; please report it with the output of the same command with --debug"
+    _complain("internal error:", f"{type(error).__name__}: {error}\n  hint: {hint}")
+    return 70
+
+
+def _drop_output() -> None:
+    """Write what standard output holds, or, if it takes nothing, send it nowhere: Python would complain once more on exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _to_nowhere()
+
+
+def _to_nowhere() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
