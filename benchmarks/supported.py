@@ -42,8 +42,6 @@ NOT_DONE: Mapping[str, str] = {
     "TfIdf*": "text is not computed",
     "ai.onnx.ml.CategoryMapper": "text is not computed",
     "SequenceMap": "sequences, optionals and maps are not tensors",
-    "Optional*": "sequences, optionals and maps are not tensors",
-    "ai.onnx.ml.ZipMap": "sequences, optionals and maps are not tensors",
     "ai.onnx.ml.CastMap": "sequences, optionals and maps are not tensors",
     "ai.onnx.ml.DictVectorizer": "sequences, optionals and maps are not tensors",
     "ai.onnx.preview.training.*": "training",

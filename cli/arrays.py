@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -135,12 +135,29 @@ def _size(dtype: np.dtype[Any] | None) -> int:
     return 0 if dtype is None else dtype.itemsize
 
 
+def check_kind(path: Path, names: Sequence[str]) -> None:
+    """Raise UsageError if several outputs are to go into an .npy, which holds one array."""
+    if path.suffix == ".npy" and len(names) != 1:
+        raise UsageError(
+            f"--output {path}: an .npy holds one array, and the engine has {len(names)} outputs: {', '.join(names)}",
+            hint=f"-o {path.with_suffix('.npz')}",
+        )
+
+
 def write_outputs(path: Path, arrays: Mapping[str, Array]) -> None:
-    """Write an .npz under exactly this name, atomically. Raises OutputError."""
-    # np.savez would append a suffix, and has parameters whose names an output may have.
+    """Write an .npz, or one array as .npy, under exactly this name, atomically. Raises OutputError, UsageError."""
+    check_kind(path, list(arrays))
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for name, array in arrays.items():
-            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, np.ascontiguousarray(array).reshape(array.shape), allow_pickle=False)
+    if path.suffix == ".npy":
+        _write_array(buffer, next(iter(arrays.values())))
+    else:
+        # np.savez would append a suffix, and has parameters whose names an output may have.
+        with zipfile.ZipFile(buffer, "w") as archive:
+            for name, array in arrays.items():
+                with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
+                    _write_array(file, array)
     write_atomic(path, [buffer.getbuffer()])
+
+
+def _write_array(file: IO[bytes], array: Array) -> None:
+    np.lib.format.write_array(file, np.ascontiguousarray(array).reshape(array.shape), allow_pickle=False)

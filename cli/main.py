@@ -5,6 +5,7 @@ Commands are loaded when they are called, so ``optdnn --help`` stays quick.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -17,7 +18,7 @@ from click.shell_completion import CompletionItem
 
 from optdnn import __version__
 from optdnn.cli.ending import Ended, was_interrupted, watch
-from optdnn.errors import EXIT_CODES, OptdnnError, RunError, did_you_mean, printable
+from optdnn.errors import EXIT_CODES, OptdnnError, OutputError, RunError, did_you_mean, printable
 
 COMMANDS: dict[str, str] = {
     "build": "Compile an ONNX model into an engine.",
@@ -83,6 +84,10 @@ OTHER_WORDS = {"compile": "build", "convert": "build", "benchmark": "bench", "tr
 """Command name in other programs -> our command."""
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk that takes no more. Engines and reports raise OutputError for them; the rest is what commands print."""
+
+
 def completion_line(shell: str) -> str:
     """The shell line that switches on completion of commands, options and their values."""
     source = f"_OPTDNN_COMPLETE={shell}_source optdnn"
@@ -128,9 +133,19 @@ def take_any_text(stream: Any) -> None:
             stream.reconfigure(errors="replace")
 
 
-def show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
-    """A warning in the form of an error: its text, without the line of code that gave it (``warnings.showwarning``)."""
-    _complain("warning:", str(message), "yellow")
+class _Warnings:
+    """Shows a warning in the form of an error: its text, without the line of code that gave it (``warnings.showwarning``).
+
+    A text is shown once, though a command may open a model several times.
+    """
+
+    def __init__(self) -> None:
+        self.shown: set[str] = set()
+
+    def __call__(self, message: Warning | str, *where: Any, **more: Any) -> None:
+        if (text := str(message)) not in self.shown:
+            self.shown.add(text)
+            _complain("warning:", text, "yellow")
 
 
 def _complain(title: str, text: str, colour: str = "red") -> None:
@@ -144,7 +159,7 @@ def run(argv: list[str]) -> int:
         common.stderr.quiet = False  # of the command line before, in the same process
     with warnings.catch_warnings():  # also of the hook below, for who calls this from a program of their own
         if "--debug" not in argv:
-            warnings.showwarning = show_warning
+            warnings.showwarning = _Warnings()
         return _run(argv)
 
 
@@ -176,7 +191,7 @@ def _run(argv: list[str]) -> int:
     except (BrokenPipeError, SystemExit):
         # The reader of a pipe went away (head, less): not an error; click then asks to exit.
         # Python would complain once more on exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _to_nowhere()
         return 0
     except MemoryError as error:
         if debug:
@@ -184,14 +199,35 @@ def _run(argv: list[str]) -> int:
         _complain("error:", f"out of memory: {error}")
         return RunError.exit_code
     except Exception as error:
-        if was_interrupted(error):
-            click.echo("interrupted", err=True)
-            return 130
-        if debug:
-            raise
-        hint = "this is a defect of optdnn; please report it with the output of the same command with --debug"
-        _complain("internal error:", f"{type(error).__name__}: {error}\n  hint: {hint}")
-        return 70
+        return _unexpected(error, debug)
+
+
+def _unexpected(error: Exception, debug: bool) -> int:
+    """Exit code of an error that no command foresees. Raises it again with --debug, if it is a defect."""
+    if was_interrupted(error):
+        click.echo("interrupted", err=True)
+        return 130
+    if isinstance(error, OSError) and error.errno in FULL:
+        _drop_output()
+        _complain("error:", f"the output cannot be written: {error.strerror}\n  hint: check the free space")
+        return OutputError.exit_code
+    if debug:
+        raise error
+    hint = "this is a defect of optdnn; please report it with the output of the same command with --debug"
+    _complain("internal error:", f"{type(error).__name__}: {error}\n  hint: {hint}")
+    return 70
+
+
+def _drop_output() -> None:
+    """Write what standard output holds, or, if it takes nothing, send it nowhere: Python would complain once more on exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _to_nowhere()
+
+
+def _to_nowhere() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import click
 import numpy as np
 
-from optdnn.cli.arrays import feeds_of, on_random, write_outputs
+from optdnn.cli.arrays import check_kind, feeds_of, on_random, write_outputs
 from optdnn.cli.build_options import load_options
 from optdnn.cli.common import give_json, stdout, table
 from optdnn.cli.options import (
@@ -31,7 +31,7 @@ from optdnn.types import Array, dtype_name
 @size_option
 @seed_option
 @load_options
-@output_option("Write the outputs to this .npz.")
+@output_option("Write the outputs to this .npz, or a single one to this .npy.")
 @json_option
 def command(
     engine: Path,
@@ -53,6 +53,8 @@ def command(
         check_writable(output)
     pictures = picture_input(inputs)
     loaded = optdnn.load(engine, **loading)
+    if output is not None:
+        check_kind(output, [s.name for s in loaded.outputs])
     if pictures is not None:
         run_pictures(loaded, *pictures, output, json_file)
         return

@@ -218,7 +218,10 @@ def _size(what: str, value: Any) -> int | None:
     try:
         size = None if value is None else operator.index(value)
     except TypeError:
-        raise UsageError(f"{what} must hold integers, not {value!r}", hint="None leaves a dimension symbolic") from None
+        hint = "None leaves a dimension symbolic"
+        if isinstance(value, str) and ".." in value:
+            hint = "the range of one dimension is optdnn.DimRange(min, opt, max); as text, the shape is '1..8..32x3x224x224'"
+        raise UsageError(f"{what} must hold integers, not {value!r}", hint=hint) from None
     if size is not None and size < 0:
         raise UsageError(f"{what} has a negative dimension: {size}")
     return size

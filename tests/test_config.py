@@ -47,6 +47,7 @@ def test_paths_may_be_text_and_numbers_numpys() -> None:
         ({"shapes": {"x": 3}}, "shape of 'x' must be a tuple"),
         ({"shapes": {"x": "1,3"}}, "the shape '1,3' cannot be read"),
         ({"shapes": {"x": ("N", 3)}}, "must hold integers.*\n.*None leaves"),
+        ({"shapes": {"x": ("1..2..4", 3)}}, r"must hold integers.*\n.*DimRange\(min, opt, max\)"),
         ({"shapes": {"x": (-1, 3)}}, "negative dimension"),
         ({"target": "reference", "precision": "bf16"}, "there is no precision bf16"),
         ({"target": "reference", "tactics": "openvino"}, "there is no tactics 'openvino'"),

@@ -28,9 +28,16 @@ from optdnn.ops.table import IMPORTERS
 from optdnn.ranges import ShapeSpec
 from optdnn.types import TensorType, dtype_name
 
+MOST_CLASSES = 5
+"""Classes that a message names."""
+
 
 class MixedTypes(UserWarning):
     """Nodes have weights of another float type than their data, which ONNX does not allow: these are rounded to the data's."""
+
+
+class MapsAsMatrix(UserWarning):
+    """Outputs are lists of maps (of ZipMap) in the model: here they are matrices with a column for each class."""
 
 
 def import_model(
@@ -47,7 +54,7 @@ def import_model(
     listed as an input is a constant: the default that the model gives it is final.
 
     Raises UsageError (no such file or input), ModelError (not valid ONNX), ShapeError (shapes contradict), and one
-    UnsupportedError that lists every node that cannot be imported. Warns of :class:`MixedTypes`.
+    UnsupportedError that lists every node that cannot be imported. Warns of :class:`MixedTypes` and :class:`MapsAsMatrix`.
     """
     with machine_errors("the model", ModelError):
         model = source if isinstance(source, Model) else open_model(source)
@@ -75,8 +82,9 @@ def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec]) -> Graph:
             scope[v.name] = graph.add_input(v.name, found)
     ports = [graph.op(i).outputs[0] for i in graph.inputs]
     graph.profiles = profiles_of({p.name: p.type.shape or () for p in ports}, shapes)
+    zipped = {v: node for node in proto.node if node.op_type == "ZipMap" for v in node.output}
     for v in proto.output:
-        if reason := refusal(v.type, untyped=True):
+        if v.name not in zipped and (reason := refusal(v.type, untyped=True)):
             importer.refuse(v.name, "graph output", "", reason)
     importer.nodes(proto.node, Place(scope, importer.model.opsets, {}), [v.name for v in proto.output])
     if importer.unsupported:
@@ -88,11 +96,7 @@ def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec]) -> Graph:
             importer.unsupported,
             hint=advice if custom else None,
         )
-    if importer.mixed:
-        (node, types), more = next(iter(importer.mixed.items())), len(importer.mixed) - 1
-        others = {0: "", 1: ", and so has 1 other node"}.get(more, f", and so have {more} other nodes")
-        text = f"{name}: {node} has {types}{others}. ONNX does not allow that; the weights are rounded"
-        warnings.warn(text, MixedTypes, stacklevel=4)
+    _warn(importer, zipped)
     names = _output_names([v.name for v in proto.output])
     for v, own in zip(proto.output, names, strict=True):
         ref = scope.get(v.name)
@@ -106,6 +110,28 @@ def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec]) -> Graph:
     if not proto.output:
         raise ModelError(f"{name} has no outputs", hint="the file is truncated or corrupt")
     return graph
+
+
+def _warn(importer: GraphImporter, zipped: Mapping[str, onnx.NodeProto]) -> None:
+    """Tell in what the graph differs from the model; ``zipped``: the results of ZipMaps and their nodes."""
+    name = importer.model.name
+    if importer.mixed:
+        (node, types), more = next(iter(importer.mixed.items())), len(importer.mixed) - 1
+        others = {0: "", 1: ", and so has 1 other node"}.get(more, f", and so have {more} other nodes")
+        text = f"{name}: {node} has {types}{others}. ONNX does not allow that; the weights are rounded"
+        warnings.warn(text, MixedTypes, stacklevel=5)
+    for v in importer.model.proto.graph.output:
+        if v.name in zipped:
+            found = f"a matrix with a column for {_classes(zipped[v.name])}"
+            text = f"{name}: output {v.name!r} is {found}; ZipMap makes maps of its rows"
+            warnings.warn(text, MapsAsMatrix, stacklevel=5)
+
+
+def _classes(zip_map: onnx.NodeProto) -> str:
+    """The classes of a ZipMap in the order of the columns, shortened."""
+    found = [x for a in zip_map.attribute for x in (*a.ints, *(s.decode(errors="replace") for s in a.strings))]
+    shown = ", ".join(map(str, found[:MOST_CLASSES]))
+    return f"each of the {len(found)} classes {shown}{', ...' if len(found) > MOST_CLASSES else ''}"
 
 
 def _output_names(listed: Sequence[str]) -> list[str]:

@@ -175,6 +175,8 @@ class InferenceSession:
     ) -> list[Array]:
         """The named outputs (all, for None), in the order of the names. Raises InputError for a name that is no output."""
         wanted = self._wanted(output_names)
+        if not isinstance(input_feed, Mapping):
+            raise InputError(f"input_feed must map names to arrays, not {type(input_feed).__name__}")
         feeds = {n: a.numpy() if type(a).__name__ == "OrtValue" else a for n, a in input_feed.items()}
         results = self._engine.run(
             {n: np.asarray(a) if isinstance(a, (list, int, float)) else a for n, a in feeds.items()}
@@ -205,6 +207,8 @@ class InferenceSession:
 
     def _wanted(self, output_names: Sequence[str] | None) -> list[str]:
         known = [s.name for s in self._engine.outputs]
+        if isinstance(output_names, str):
+            raise InputError(f"output_names must be a list of names, not the text {output_names!r}")
         wanted = known if not output_names else list(output_names)
         if unknown := [n for n in wanted if n not in known]:
             raise InputError(

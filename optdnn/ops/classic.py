@@ -1,6 +1,6 @@
 """Classical machine learning (ONNX domain ai.onnx.ml), as scikit-learn pipelines export it: compositions of other kinds.
 
-Numbers only: operators on text, and ZipMap's maps, are refused with what to do instead.
+Numbers only: operators on text and on maps are refused with what to do instead. ZipMap gives the matrix that it takes.
 """
 
 from __future__ import annotations
@@ -260,6 +260,16 @@ def _svm_classifier(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return label, decisions
 
 
+def _zip_map(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """The rows of a matrix as maps by class: the matrix itself. The importer tells the user."""
+    x = _features(node, e)
+    names = node.get("classlabels_int64s") or node.get("classlabels_strings") or []
+    columns = e.type(x).dims[1]
+    if isinstance(columns, int) and columns != len(names):
+        raise ShapeError(f"ZipMap has {len(names)} classes for {columns} columns")
+    return (x,)
+
+
 def _refused(why: str) -> FromOnnx:
     def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         raise Unsupported(why)
@@ -281,11 +291,11 @@ _OWN: dict[str, Callable[[NodeSpec, Emit], Sequence[Ref]]] = {
     "SVMClassifier": _svm_classifier,
     "SVMRegressor": _svm_regressor,
     "Scaler": _scaler,
+    "ZipMap": _zip_map,
 }
 IMPORTERS: dict[str, FromOnnx] = {f"ai.onnx.ml.{name}": fn for name, fn in _OWN.items()}
 """Operator -> import function."""
 REFUSED: dict[str, str] = {
-    "ai.onnx.ml.ZipMap": "a sequence of maps is no tensor: convert with options={'zipmap': False} and read the probabilities",
     "ai.onnx.ml.CastMap": "maps are no tensors: give the features as a matrix",
     "ai.onnx.ml.DictVectorizer": "maps are no tensors: give the features as a matrix",
     "ai.onnx.ml.CategoryMapper": _TEXT,

@@ -14,7 +14,7 @@ from optdnn.ops.checks import emit, require_rank, required
 from optdnn.ops.contrib_cache import unpacked
 from optdnn.ops.exchange import Emit, NodeSpec, Ref
 from optdnn.ops.index import SplitAttrs
-from optdnn.ops.restate import needs, refuse_attributes, refuse_operands
+from optdnn.ops.restate import count, needs, refuse_attributes, refuse_operands
 from optdnn.types import FP32, INT64
 
 
@@ -55,10 +55,31 @@ def _score_mask(node: NodeSpec, e: Emit, mask: Ref | None, bias: Ref | None, lik
 def _attend(
     node: NodeSpec, e: Emit, heads: Sequence[Ref], mask: Ref | None, past: Sequence[Ref | None], outputs: int = 1
 ) -> Sequence[Ref]:
-    scale = node.get("scale")
-    attrs = AttentionAttrs(float(scale) if scale else None, bool(node.get("unidirectional", 0)))
+    scale, causal = node.get("scale"), bool(node.get("unidirectional", 0))
+    if causal and e.type(heads[0]).dims[2] != e.type(heads[1]).dims[2]:
+        causal, mask = False, _unequal_causal(e, heads[0], heads[1], mask, past)
+    attrs = AttentionAttrs(float(scale) if scale else None, causal)
     y, *present = e.op("Attention", [*heads, mask, *past], attrs, outputs=outputs)
     return (merge_heads(e, y), *present)
+
+
+def _unequal_causal(e: Emit, q: Ref, k: Ref, mask: Ref | None, past: Sequence[Ref | None]) -> Ref | None:
+    """The mask of unidirectional attention where there may be more keys than queries.
+
+    A query sees the keys up to its own position. As in ONNX Runtime, the last query sees all of them: it is the only one when a
+    model decodes a token at a time and hands all keys in.
+    """
+    if e.type(q).dims[2] == 1:
+        return mask
+    rows, keys = (emit(e, "Shape", x, start=2, end=3) for x in (q, k))
+    at = row = emit(e, "Unsqueeze", count(e, rows), np.array([1]))
+    if past and past[0] is not None:
+        former = emit(e, "Shape", past[0], start=2, end=3)
+        at, keys = emit(e, "Add", row, former), emit(e, "Add", keys, former)
+    before = emit(e, "Not", emit(e, "Greater", count(e, keys), at))
+    last = emit(e, "Equal", row, emit(e, "Sub", rows, np.array([1])))
+    seen = emit(e, "Or", before, last)
+    return emit(e, "Where", seen, _scalar(e, q, 0.0) if mask is None else mask, _scalar(e, q, -np.inf))
 
 
 def attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:

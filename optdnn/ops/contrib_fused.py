@@ -12,7 +12,7 @@ from optdnn.ops.base import Unsupported
 from optdnn.ops.checks import emit, require_rank
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
 from optdnn.ops.index import SplitAttrs
-from optdnn.ops.restate import MICROSOFT, as_standard, needs
+from optdnn.ops.restate import MICROSOFT, as_standard, count, needs
 from optdnn.types import BOOL, FP32, INT32, INT64
 
 
@@ -110,8 +110,8 @@ def _relative_positions(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     exact, reach = half // 2, int(node.get("max_distance", 128))
     if not 0 < exact < reach:
         raise Unsupported(f"{buckets} buckets of distances up to {reach}")
-    rows = emit(e, "Unsqueeze", _count(e, queries), np.array([1]))
-    distance = emit(e, "Sub", _count(e, keys), rows)
+    rows = emit(e, "Unsqueeze", count(e, queries), np.array([1]))
+    distance = emit(e, "Sub", count(e, keys), rows)
     far = emit(e, "Abs", distance) if both else emit(e, "Max", emit(e, "Neg", distance), np.array(0))
     near = emit(e, "Less", far, np.array(exact))
     share = emit(e, "Div", emit(e, "Cast", emit(e, "Max", far, np.array(1)), to=FP32), np.float32(exact))
@@ -124,15 +124,6 @@ def _relative_positions(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         bucket = emit(e, "Add", bucket, emit(e, "Mul", after, np.array(half)))
     bias = emit(e, "Transpose", emit(e, "Gather", table, bucket, axis=0), perm=(2, 0, 1))
     return (emit(e, "Unsqueeze", bias, np.array([0])),)
-
-
-def _count(e: Emit, length: Ref) -> Ref:
-    """0, 1, ... below ``length``, of one element."""
-    known = e.value(length)
-    if known is not None and isinstance(known.reshape(-1)[0], int | np.integer):
-        return e.const(np.arange(int(known.reshape(-1)[0])))
-    end = emit(e, "Reshape", emit(e, "Cast", length, to=INT64), np.array([], np.int64))
-    return emit(e, "Range", np.asarray(0), end, np.asarray(1))
 
 
 # ---------------------------------------------------------------- small ones

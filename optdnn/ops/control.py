@@ -87,7 +87,9 @@ def _infer_loop(call: Call) -> Result:
     trips = call.ints(0)
     always = not call.has(1) or _true(call.value(1))
     count: DimLike = (
-        trips[0] if trips and always and _ends_by_count(a.body) else call.fresh("iterations", *(trips or ())[:1])
+        dim_max(trips[0], 0)
+        if trips and always and _ends_by_count(a.body)
+        else call.fresh("iterations", *(trips or ())[:1])
     )
     scans = [_stacked(_seen_outside(t, known, call.fresh), count, 0) for t in a.body.outputs[1 + a.carried :]]
     return Result((*finals, *scans))

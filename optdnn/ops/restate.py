@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Unsupported
+from optdnn.ops.checks import emit
 from optdnn.ops.exchange import Emit, NodeSpec, Ref
+from optdnn.types import INT64
 
 MICROSOFT = "com.microsoft."
 MODERN = 21
@@ -40,3 +44,12 @@ def refuse_attributes(node: NodeSpec, *names: str) -> None:
     for name in names:
         if node.get(name, 0):
             raise Unsupported(f"{name}={node.get(name)}")
+
+
+def count(e: Emit, length: Ref) -> Ref:
+    """0, 1, ... below ``length``, of one element."""
+    known = e.value(length)
+    if known is not None and isinstance(known.reshape(-1)[0], int | np.integer):
+        return e.const(np.arange(int(known.reshape(-1)[0])))
+    end = emit(e, "Reshape", emit(e, "Cast", length, to=INT64), np.array([], np.int64))
+    return emit(e, "Range", np.asarray(0), end, np.asarray(1))

@@ -3,7 +3,7 @@
 No graph holds a sequence: it is a :class:`TensorList` of values, and its operators pick, join and split these. That covers what
 exporters write for lists of tensors (``split``, ``chunk``, ``unbind``). A Loop that carries one is written out; one that only
 appends to it, an unknown number of times, makes a :class:`Stack`. Sequences that a Scan carries, and those that are inputs or
-outputs of the model, are refused.
+outputs of the model, are refused. An optional value is its element; one without an element is refused.
 """
 
 from __future__ import annotations
@@ -66,7 +66,16 @@ def _at(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     held = _sequence(node)
     if isinstance(held, Stack):
         return [emit(e, "Gather", held[0], node.inputs[1], axis=0)]
+    if e.value(node.inputs[1]) is None and _alike(e, held):
+        rows = [emit(e, "Unsqueeze", x, np.array([0], np.int64)) for x in held]
+        return [emit(e, "Gather", emit(e, "Concat", *rows, axis=0), node.inputs[1], axis=0)]
     return [held[_position(node, e, 1, len(held), len(held) - 1)]]
+
+
+def _alike(e: Emit, held: TensorList) -> bool:
+    """Whether the tensors have one type and one known shape: one of them may be picked when the network runs."""
+    types = [e.type(x) for x in held]
+    return bool(types) and types[0].shape is not None and all(t == types[0] for t in types)
 
 
 def _erase(node: NodeSpec, e: Emit) -> Sequence[Ref]:
@@ -149,6 +158,17 @@ def _sizes(node: NodeSpec, e: Emit, size: object) -> list[int]:
     return [min(step, size - at) for at in range(0, size, step)]
 
 
+def _optional(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    found = node.input(0)
+    if found is None:
+        raise Unsupported("an optional value without an element is no tensor")
+    return [found]
+
+
+def _has_element(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    return [e.const(np.array(node.input(0) is not None))]
+
+
 IMPORTERS: dict[str, FromOnnx] = {
     "SequenceConstruct": _construct,
     "SequenceEmpty": _construct,
@@ -158,5 +178,8 @@ IMPORTERS: dict[str, FromOnnx] = {
     "SequenceLength": _length,
     "ConcatFromSequence": _concat,
     "SplitToSequence": _split,
+    "Optional": _optional,
+    "OptionalGetElement": _optional,
+    "OptionalHasElement": _has_element,
 }
 """ONNX operator -> its import function."""

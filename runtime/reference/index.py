@@ -87,7 +87,7 @@ def _gather_nd(x: Array, indices: Array, batch_dims: int) -> tuple[Array, ...]:
     index = indices.reshape(count, math.prod(chosen), depth)
     rows = np.arange(count)[:, None]
     picked = flat[(rows, *(index[..., i] for i in range(depth)))]
-    return (picked.reshape(*batch, *chosen, *x.shape[batch_dims + depth :]),)
+    return (picked.reshape((*batch, *chosen, *x.shape[batch_dims + depth :])),)
 
 
 def _along(indices: Array, axis: int) -> tuple[Any, ...]:
@@ -118,7 +118,7 @@ def _scatter_elements(x: Array, indices: Array, updates: Array, axis: int, reduc
 
 def _scatter_nd(x: Array, indices: Array, updates: Array, reduction: str) -> tuple[Array, ...]:
     index = tuple(indices[..., i] for i in range(indices.shape[-1]))
-    return _scatter(x.copy(), index, updates.reshape(*indices.shape[:-1], *x.shape[len(index) :]), reduction)
+    return _scatter(x.copy(), index, updates.reshape((*indices.shape[:-1], *x.shape[len(index) :])), reduction)
 
 
 def _depth_to_space(x: Array, blocksize: int, mode: str) -> tuple[Array, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from optdnn.cli.arrays import read_inputs, typed
+from optdnn.cli.arrays import check_kind, read_inputs, typed, write_outputs
 from optdnn.errors import InputError, UsageError
 from optdnn.types import TensorSpec
 
@@ -66,3 +66,16 @@ def test_a_file_of_something_else_is_not_called_a_pickle(files: Path) -> None:
     ) as caught:
         read_inputs(["x=text.npy"])
     assert "allow_pickle" not in str(caught.value)
+
+
+def test_the_suffix_of_an_output_chooses_its_format(files: Path) -> None:
+    one, two = {"y": np.ones((), np.float32)}, {"y": np.ones(2), "z": np.zeros(0)}
+    write_outputs(files / "y.npy", one)
+    assert np.load(files / "y.npy").shape == ()
+    for name in ("y.npz", "y.out"):
+        write_outputs(files / name, two)
+        assert {k: a.size for k, a in np.load(files / name).items()} == {"y": 2, "z": 0}
+    with pytest.raises(
+        UsageError, match=r"an \.npy holds one array, and the engine has 2 outputs: y, z\n  hint: -o .*y\.npz"
+    ):
+        check_kind(files / "y.npy", list(two))

@@ -212,6 +212,19 @@ def test_int8_tells_how_far_the_outputs_moved(cli: Cli, model: Path, tmp_path: P
     assert error["max_rel_err"] < error["input_difference"]
 
 
+def test_a_warning_is_shown_once(cli: Cli, tmp_path: Path) -> None:
+    """A build opens the model several times, and each time it warns."""
+    maps = helper.make_node("ZipMap", ["x"], ["y"], domain="ai.onnx.ml", classlabels_int64s=[0, 1])
+    ports = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [3, 2])], [onnx.ValueInfoProto(name="y")]
+    imports = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
+    onnx.save(
+        helper.make_model(helper.make_graph([maps], "maps", *ports), opset_imports=imports), tmp_path / "maps.onnx"
+    )
+    for _ in range(2):
+        code, _, err = cli("build", tmp_path / "maps.onnx", "--target", "reference")
+        assert (code, err.count("warning:")) == (0, 1)
+
+
 def test_the_node_of_the_operators_own_kind_is_named_first() -> None:
     row = {"kind": "Conv", "nodes": ["/Add", "/Constant", "/Div", "/dw/Conv"], "op": "y"}
     assert _nodes(row) == "/dw/Conv, /Add, /Div and 1 more"

@@ -78,11 +78,12 @@ def test_a_subgraph_reads_a_list_from_outside() -> None:
     ("body", "because"),
     [
         (
-            "s = SplitToSequence<axis = 1>(x, m)  y = SequenceAt(s, k)",
+            "n = Constant<value_int = 4>()  s = SplitToSequence<axis = 1>(x, n)  y = SequenceAt(s, k)",
             "the position in a sequence has to be a constant",
         ),
         ("s = SplitToSequence<axis = 1>(x, k)  y = SequenceAt(s, m)", "sizes that it splits into have to be constants"),
         ("s = SequenceConstruct(x)  y = Relu(s)", "takes a sequence of tensors"),
+        ("o = Optional()  y = OptionalGetElement(o)", "without an element is no tensor"),
         (
             "b = Relu(x)  s = SplitToSequence<axis = 0>(w, m)  y = SequenceAt(s, m)",
             "it makes 5000 tensors, at most 4096",
@@ -307,3 +308,23 @@ def test_lists_of_unknown_length_that_are_refused(row: str, end: str, why: str) 
     text = text.replace("    y = ", "    t = SequenceErase(s)  y = ")
     with pytest.raises(UnsupportedError, match=why):
         import_model(model(text.replace("Unsqueeze(i, one)", "Reshape(i, one)"), 17))
+
+
+@pytest.mark.parametrize("target", ["reference", "cpu", "simulate"])
+def test_tensors_of_one_shape_are_picked_by_a_computed_position(target: str) -> None:
+    text = """g (float[2,6,3] x, int64 k) => (float[2,2,3] y) <int64 two = {2}> {
+        s = SplitToSequence<axis = 1>(x, two)  y = SequenceAt(s, k) }"""
+    engine = optdnn.build(model(text), target=target)
+    for k in (0, 2, -1):
+        want = ReferenceEvaluator(model(text)).run(None, {"x": X, "k": np.array(k)})[0]
+        np.testing.assert_array_equal(engine.run({"x": X, "k": np.array(k)})["y"], want)
+
+
+def test_an_optional_value_is_its_element() -> None:
+    text = """g (float[2,6,3] x) => (float[2,6,3] y, float[4,6,3] z, bool some, bool none) {
+        o = Optional(x)  e = OptionalGetElement(o)  y = Relu(e)  some = OptionalHasElement(o)  none = OptionalHasElement()
+        s = SequenceConstruct(x, y)  p = Optional(s)  t = OptionalGetElement(p)  z = ConcatFromSequence<axis = 0>(t) }"""
+    found = optdnn.build(model(text, 18), target="reference").run({"x": X})
+    np.testing.assert_array_equal(found["y"], np.maximum(X, 0))
+    np.testing.assert_array_equal(found["z"], np.concatenate([X, found["y"]]))
+    assert (found["some"], found["none"]) == (True, False)

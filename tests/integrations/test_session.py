@@ -158,5 +158,10 @@ def test_wrong_names(options: SessionOptions) -> None:
     s = InferenceSession(convnet().SerializeToString(), options)
     with pytest.raises(InputError, match="there is no output 'z'; the model gives y"):
         s.run(["z"], {"x": X[:1]})
+    with pytest.raises(InputError, match="output_names must be a list of names, not the text 'y'"):
+        s.run("y", {"x": X[:1]})
+    for feed in ([X[:1]], None):
+        with pytest.raises(InputError, match=r"input_feed must map names to arrays, not (list|NoneType)"):
+            s.run(None, feed)
     with pytest.raises(UsageError, match=r"has no IO bindings\n.*takes arrays on the GPU"):
         s.io_binding()

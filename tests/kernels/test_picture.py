@@ -77,6 +77,7 @@ def _graph_and_cast(**options: Any) -> tuple[Graph, Any]:
             "another axis than height and width",
         ),
         ({"step": 2}, "every other pixel"),
+        ({"sizes": (0, 5), "crop": False, "shift": False}, "gives no pixels"),
     ],
 )
 def test_what_it_refuses(options: dict[str, Any], why: str) -> None:

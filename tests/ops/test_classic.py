@@ -13,8 +13,8 @@ from onenode import onnxruntime_run
 from onnx import TensorProto, helper
 
 import optdnn
-from optdnn.errors import ModelError, OptdnnError, RunError, UnsupportedError
-from optdnn.importers.onnx import import_model
+from optdnn.errors import ModelError, OptdnnError, RunError, ShapeError, UnsupportedError
+from optdnn.importers.onnx import MapsAsMatrix, import_model
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
 from optdnn.runtime.reference.trees import tree_ensemble
@@ -205,13 +205,28 @@ def test_others_against_onnxruntime() -> None:
     [
         ("LinearClassifier", {"coefficients": [1.0] * 4, "classlabels_strings": ["a"]}, "labels that are text: train"),
         ("LabelEncoder", {"keys_strings": ["a"], "values_int64s": [1]}, "labels that are text: encode them"),
-        ("ZipMap", {"classlabels_int64s": [0, 1, 2, 3]}, r"options=\{'zipmap': False\}"),
+        ("DictVectorizer", {"int64_vocabulary": [0]}, "give the features as a matrix"),
         ("SVMRegressor", {"kernel_type": "LINEAR", "coefficients": [1.0] * 4, "rho": [0.0], "post_transform": "PROBIT"}, "PROBIT"),
     ],
 )  # fmt: skip
 def test_refusals(op: str, attrs: dict[str, Any], because: str) -> None:
     with pytest.raises(UnsupportedError, match=because):
         import_model(node(op, X, 2 if "Classifier" in op else 1, **attrs))
+
+
+@pytest.mark.parametrize(
+    "labels", [{"classlabels_int64s": [0, 1, 2, 3]}, {"classlabels_strings": ["a", "b", "c", "d"]}]
+)
+def test_maps_are_given_as_the_matrix_of_their_values(labels: dict[str, Any]) -> None:
+    model = node("ZipMap", X, **labels)
+    (names,) = labels.values()
+    text = f"output 'y0' is a matrix with a column for each of the 4 classes {', '.join(map(str, names))}; ZipMap makes maps"
+    with pytest.warns(MapsAsMatrix, match=text):
+        got = evaluate(import_model(model), {"x": X})["y0"]
+    (rows,) = onnxruntime_run(model, {"x": X})
+    np.testing.assert_array_equal(got, [[row[name] for name in names] for row in rows])
+    with pytest.raises(ShapeError, match="ZipMap has 2 classes for 4 columns"):
+        import_model(node("ZipMap", X, classlabels_int64s=[0, 1]))
 
 
 # ---------------------------------------------------------------- scikit-learn

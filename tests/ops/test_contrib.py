@@ -184,6 +184,18 @@ def test_multi_head_attention_with_a_cache() -> None:
     check("MultiHeadAttention", [q, k, v, None, None, None, *past], n=3, fed=5, num_heads=4)
 
 
+@pytest.mark.parametrize("past", [0, 3])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 7), (3, 7), (7, 3)])
+def test_unidirectional_attention_over_another_number_of_keys(rows: int, keys: int, past: int) -> None:
+    """The last query sees all keys."""
+    q, k, v = normal(2, rows, 8), normal(2, keys, 8, seed=1), normal(2, keys, 8, seed=2)
+    added = normal(2, 4, rows, keys, seed=3) if not past else None
+    former = [normal(2, 4, past, 2, seed=4), normal(2, 4, past, 2, seed=5)] if past else [None, None]
+    operands = [q, k, v, None, None, added, *former]
+    fed = 5 if past else 4
+    check("MultiHeadAttention", operands, n=3 if past else 1, fed=fed, num_heads=4, unidirectional=1)
+
+
 def test_packed_operands() -> None:
     """The same as the operands one by one (ONNX Runtime has these for GPUs alone)."""
 

@@ -297,6 +297,22 @@ def test_no_trips_give_no_rows_on_every_target(name: str, trips: list[int]) -> N
                 np.testing.assert_array_equal(got, want)
 
 
+def test_fewer_than_no_trips_are_none() -> None:
+    text = """g (float[3] x) => (float[3] last, float[K,3] rows) {
+      n = Constant<value = int64 {-1}>()
+      last, rows = Loop (n, , x) <body = b(int64 i, bool c, float[3] v) => (bool c2, float[3] w, float[3] row) {
+          c2 = Identity(c)  w = Neg(v)  row = Exp(v)
+        }
+      >
+    }"""
+    m, x = model(text), np.array([1, 2, 3], F)
+    check(m, {"x": x})
+    for target in ("cpu", "simulate"):
+        got = optdnn.build(m, target=target).run({"x": x})
+        assert got["rows"].shape == (0, 3)
+        assert (got["last"] == x).all()
+
+
 def test_rows_of_no_trips_have_the_sizes_of_what_the_body_reads() -> None:
     text = """g (int64 n, float[B,3] x) => (float[K,B,3] rows, float[K,C] twice, float[K,D] some) {
       t = Constant<value = bool {1}>()  one = Constant<value = int64[1] {-1}>()

@@ -75,6 +75,7 @@ CASES: list[tuple[str, dict, int, list, int]] = [
     ("GatherND", {}, 11, [X, np.array([[[1]], [[0]]])], 1),
     ("GatherND", {"batch_dims": 1}, 13, [X, np.array([[2], [0]])], 1),
     ("GatherND", {"batch_dims": 2}, 12, [X, np.array([[[1], [3], [0]]] * 2)], 1),
+    ("GatherND", {}, 13, [X, np.array([1, 2, 0])], 1),  # a scalar
     ("ScatterElements", {"axis": 1}, 13, [X[0], np.array([[1, 3], [0, -1]]), normal(2, 2)], 1),
     ("ScatterElements", {"reduction": "add"}, 18, [X[0], np.array([[1, 1, 2, 0]] * 2), normal(2, 4)], 1),
     ("ScatterElements", {"reduction": "max"}, 18, [X[0], np.array([[1, 1, 2, 0]] * 2), normal(2, 4)], 1),
@@ -82,6 +83,7 @@ CASES: list[tuple[str, dict, int, list, int]] = [
     ("ScatterND", {}, 13, [X, np.array([[0, 2], [1, 0]]), normal(2, 4)], 1),
     ("ScatterND", {"reduction": "mul"}, 16, [X, np.array([[1], [1]]), normal(2, 3, 4)], 1),
     ("ScatterND", {"reduction": "min"}, 18, [X, np.array([[0, 2, 1], [0, 2, 1]]), normal(2)], 1),
+    ("ScatterND", {}, 13, [X, np.array([1, 2, 0]), np.array(5.0, np.float32)], 1),  # of a scalar
     ("DepthToSpace", {"blocksize": 2}, 13, [IMAGE], 1),
     ("DepthToSpace", {"blocksize": 2, "mode": "CRD"}, 11, [IMAGE], 1),
     ("SpaceToDepth", {"blocksize": 2}, 13, [IMAGE], 1),

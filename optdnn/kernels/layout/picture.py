@@ -96,6 +96,8 @@ class ResizedPicture(Tactic):
             return "sizes of the resize or the crop are not known when the engine is built"
         if a.mode == "nearest" or a.coordinate_transformation_mode == "tf_crop_and_resize":
             return "the resize does not interpolate, or takes a region"
+        if 0 in behind.resize.outputs[0].type.static_shape:
+            return "the resize gives no pixels"
         if any(p.axis < 2 and p.out != p.size for p in _plans(b, behind.resize, x.static_shape)):
             return "another axis than height and width is resized"
         return None if _window(b, behind) is not None else "the crop takes every other pixel, or cuts off channels"
