@@ -188,7 +188,7 @@ def _never(*given: Any) -> None:
 
 def in_clusters(kernel: Any, problem: Any, gpu: Any) -> tuple[tuple[Any, float], ...]:
     """The configurations of a packed product in which the blocks of a cluster share K."""
-    found = (c for c in kernel.CONFIGS if c.cluster and kernel.refuse(problem, c) is None)
+    found = (c for c in kernel.CONFIGS if c.split > 1 and kernel.refuse(problem, c) is None)
     return tuple((c, kernel.estimate(problem, c, gpu)) for c in found)
 
 
