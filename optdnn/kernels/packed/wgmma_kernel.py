@@ -198,7 +198,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     each = max((step**NORM + fetch**NORM) ** (1 / NORM), level_2)
     ends = ROW[config.columns] * config.rows + KILOBYTE * shared_bytes(problem, config) / 1024
     waves, chunks = -(-blocks // (many * room)), -(-problem.chunks // config.split)
-    return START + waves * (chunks * each + ends) + SUMS * (config.split > 1)
+    return float(START + waves * (chunks * each + ends) + SUMS * (config.split > 1))
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:
