@@ -24,8 +24,8 @@ from optdnn.ops.pointwise_scan import PointwiseScanAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.outer_products import outer_product
-from optdnn.passes.support.facts import RESHAPES, in_shape, integers, ints, operand, producer, shape_of
-from optdnn.passes.support.unrolled_steps import LEAST, Scan, Steps, find_scan, position
+from optdnn.passes.support.facts import RESHAPES, in_shape, integers, ints, operand, origins, producer, shape_of
+from optdnn.passes.support.unrolled_steps import LEAST, Scan, Steps, find_scan, first_of_all, position
 from optdnn.types import normalize_axis, show_shape
 
 TRIED = 8
@@ -130,21 +130,19 @@ def _products(graph: Graph, found: Sequence[Op]) -> tuple[Op, ...]:
     """Products of a row of each step with its state, if nothing else reads them (linear attention: Katharopoulos et al., 2020)."""
     if any(one.kind != "MatMul" or one.attrs.prologue or one.attrs.epilogue for one in found):
         return ()
-    rows = [position(graph, operand(one)) for one in found]
-    first, rank = rows[0], len(found[0].outputs[0].type.dims)
-    if first is None or any(len(graph.type(operand(one, slot)).dims) != rank for one in found for slot in (0, 1)):
+    rank = len(found[0].outputs[0].type.dims)
+    if any(len(graph.type(operand(one, slot)).dims) != rank for one in found for slot in (0, 1)):
         return ()
-    order = [None if p is None else (p.sequence, p.index) for p in rows]
-    alike = order == [(first.sequence, k) for k in range(len(found))]
+    alike = first_of_all(graph, [operand(one) for one in found]) is not None
     return tuple(found) if alike and all(graph.sole_user(one.value) is not None for one in found) else ()
 
 
 @rule("outer_step", {"MatMul"})
-def outer_step(graph: Graph, op: Op) -> Match | None:
+def outer_step(graph: Graph, op: Op) -> Match | Miss | None:
     """The product of a column and a row that are positions of sequences is a multiplication, which may be part of a step."""
     if not all(len(graph.type(v).dims) > 1 and position(graph, v) for v in op.inputs if v is not None):
         return None
-    return outer_product.function(graph, op)  # type: ignore[return-value]
+    return outer_product.function(graph, op)
 
 
 @rule("last_state", STAGE_KINDS)
@@ -259,7 +257,8 @@ def _rolled(graph: Graph, scan: Scan, rows: _Rows | None) -> Match | Miss:
     if sum((scan.last + 1 - scan.first) * elements(graph.type(v)) for v in shown) > MOST_ELEMENTS:
         return Miss("the results of all steps are larger than launches for each step are long")
     wholes = [steps.places[v].whole for v in sequences]
-    if _depends(graph, [*wholes, *others, *begin.values()], {v.op for v in named}):
+    inside_steps = {v.op for v in named}
+    if any(one.id in inside_steps for one in origins(graph, [*wholes, *others, *begin.values()])):
         return Miss("what its steps read depends on their results in other ways, too")
     ahead = -1 if steps.backward else 1
     slot = {v: k for k, v in enumerate((*states, *sequences, *others))}
@@ -321,19 +320,6 @@ def _used_elsewhere(graph: Graph, named: Mapping[Value, Value], rows: _Rows | No
     return found
 
 
-def _depends(graph: Graph, values: Sequence[Value], on: set[int]) -> bool:
-    """Whether any of the values depends on one of these operators."""
-    stack, seen = [v.op for v in values], set[int]()
-    while stack:
-        at = stack.pop()
-        if at in on:
-            return True
-        if at not in seen:
-            seen.add(at)
-            stack += [v.op for v in graph.op(at).inputs if v is not None]
-    return False
-
-
 @rule("stacked_positions", {"Concat"})
 def stacked_positions(graph: Graph, op: Op) -> Match | None:
     """Parts of a Concat that are all positions of a tensor, in their order, are this tensor, its axes in another order."""
@@ -350,8 +336,7 @@ def stacked_positions(graph: Graph, op: Op) -> Match | None:
         order = tuple(first.axis if k == axis else i for k, i in enumerate(first.view))
         if not isinstance(size, int) or size < LEAST or sorted(order) != list(range(len(shape))):
             continue
-        run = [position(graph, v) for v in values[begin : begin + size]]
-        if [None if p is None else (p.sequence, p.index) for p in run] == [(first.sequence, k) for k in range(size)]:
+        if begin + size <= len(values) and first_of_all(graph, values[begin : begin + size]):
             return _joined(op, first.whole, order, begin, size)
     return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -90,15 +90,18 @@ def same_shape(graph: Graph, op: Op) -> bool:
 
 def depends_on_inputs(graph: Graph, value: Value) -> bool:
     """Whether a value is computed from inputs of the network: quantized weights are not, though they are no constants."""
-    waiting, seen = [value], {value}
+    return any(op.kind == "Input" for op in origins(graph, [value]))
+
+
+def origins(graph: Graph, values: Iterable[Value]) -> Iterator[Op]:
+    """The operators that values are computed by, from these values back, each once."""
+    waiting, seen = [v.op for v in values], set[int]()
     while waiting:
-        op = graph.op(waiting.pop())
-        if op.kind == "Input":
-            return True
-        more = {v for v in op.inputs if v is not None} - seen
-        waiting += more
-        seen |= more
-    return False
+        at = waiting.pop()
+        if at not in seen:
+            seen.add(at)
+            yield (op := graph.op(at))
+            waiting += [v.op for v in op.inputs if v is not None]
 
 
 def is_filled(value: Known | None, number: float) -> bool:

@@ -61,6 +61,16 @@ def position(graph: Graph, value: Value) -> Position | None:
     return None if taken is None else _position(operand(op), shape, axis, taken[0], kept=True)
 
 
+def first_of_all(graph: Graph, values: Sequence[Value]) -> Position | None:
+    """The first of the values, if they are positions 0, 1, … of one tensor."""
+    found = [position(graph, v) for v in values]
+    first = found[0]
+    if first is None:
+        return None
+    order = [None if p is None else (p.sequence, p.index) for p in found]
+    return first if order == [(first.sequence, k) for k in range(len(values))] else None
+
+
 def _position(whole: Value, shape: Shape, axis: int, index: int, *, kept: bool) -> Position:
     rest = range(axis + 1, len(shape))
     return Position(whole, axis, index, (*range(axis), *([-1] if kept else []), *rest))

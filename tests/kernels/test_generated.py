@@ -17,6 +17,7 @@ from support.simulated import check_simulated, feeds_of, lowered
 from support.sweep import sweep
 
 from optdnn.config import BuildOptions
+from optdnn.ir.graph import Graph
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.ops import conv, reduce, resize, shape
 from optdnn.ops.base import Stage
@@ -55,6 +56,12 @@ def test_kernels(family: str, precision: str, tmp_path: Path) -> None:
     tolerance = {"fp32": 3e-6, "fp16": 1.2e-3, "bf16": 9e-3}[precision]
     program = lowered(graph, precision, opt_level=2)
     compare_steps(program, feeds_of(graph), tolerance, tmp_path)
+
+
+def compare_graph(graph: Graph, precision: str, folder: Path) -> int:
+    """:func:`compare_steps` of a network with random inputs."""
+    tolerance = {"fp32": 3e-6, "fp16": 1.2e-3}[precision]
+    return compare_steps(lowered(graph, precision), feeds_of(graph), tolerance, folder)
 
 
 def compare_steps(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kernels.test_generated import compare_steps
+from kernels.test_generated import compare_graph
 from support.host import WHY_NOT
 from support.net import Net
 from support.scan_cases import CASES, STEPS, graph_of, stacked, taken
@@ -29,9 +29,7 @@ def test_meanings(name: str, precision: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
-    graph = graph_of(name)
-    program = lowered(graph, precision)
-    compare_steps(program, feeds_of(graph), {"fp32": 3e-6, "fp16": 1.2e-3}[precision], tmp_path)
+    compare_graph(graph_of(name), precision, tmp_path)
 
 
 @pytest.mark.nvrtc

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernels.test_generated import compare_steps
+from kernels.test_generated import compare_graph
 from support.host import WHY_NOT
 from support.net import Net
 from support.segment_cases import CASES, edges, graph_of, rows_of, scattered
@@ -30,9 +30,7 @@ def test_meanings(name: str, precision: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
-    graph = graph_of(name)
-    program = lowered(graph, precision)
-    compare_steps(program, feeds_of(graph), {"fp32": 3e-6, "fp16": 1.2e-3}[precision], tmp_path)
+    compare_graph(graph_of(name), precision, tmp_path)
 
 
 @pytest.mark.nvrtc

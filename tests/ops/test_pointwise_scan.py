@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import onnxruntime
 import pytest
+from support.check import check_export
 from support.scan_cases import CASES, STEPS, graph_of
 
 from optdnn.errors import ShapeError
-from optdnn.ir.evaluate import evaluate
-from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph, Op
 from optdnn.ops.base import Call
 from optdnn.passes.roll_scans import RollScans
@@ -33,11 +30,7 @@ def call_of(graph: Graph, op: Op, **changes: Any) -> Call:
 @pytest.mark.parametrize("name", CASES)
 def test_export(name: str) -> None:
     graph, _ = rolled(name)
-    session = onnxruntime.InferenceSession(export_model(graph).to_bytes(), providers=["CPUExecutionProvider"])
-    rng = np.random.default_rng(2)
-    feeds = {i.name: rng.standard_normal(i.shape).astype(np.float32) for i in session.get_inputs()}
-    for got, want in zip(session.run(None, feeds), evaluate(graph, feeds).values(), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    check_export(graph, rtol=0)
 
 
 @pytest.mark.parametrize(

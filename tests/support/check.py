@@ -207,3 +207,16 @@ def _roundoff(graph: Graph) -> float:
 def _explain(report: PassReport) -> str:
     lines: list[Any] = [f"  fired {f.rule}: {', '.join(f.nodes)}" for f in report.fired]
     return "\n".join(lines + [f"  refused {r.rule}: {', '.join(r.nodes)}: {r.reason}" for r in report.refused])
+
+
+def check_export(graph: Graph, rtol: float) -> None:
+    """ONNX Runtime gives the results of a graph with fp32 inputs for its export: within 1e-5, and this fraction of each element."""
+    import onnxruntime
+
+    from optdnn.ir.export_onnx import export_model
+
+    session = onnxruntime.InferenceSession(export_model(graph).to_bytes(), providers=["CPUExecutionProvider"])
+    rng = np.random.default_rng(2)
+    feeds = {i.name: rng.standard_normal(i.shape).astype(np.float32) for i in session.get_inputs()}
+    for got, want in zip(session.run(None, feeds), evaluate(graph, feeds).values(), strict=True):
+        np.testing.assert_allclose(got, want, rtol=rtol, atol=1e-5)

@@ -100,7 +100,7 @@ def spiking(n: Net) -> list[Value]:
 
 
 def only_last(n: Net) -> list[Value]:
-    """A leaky sum of which only the last value is read, with an activation."""
+    """A leaky sum with an activation. Only its last value is read."""
     x, state = n.input(BATCH, STEPS, CHANNELS), zeros(n, BATCH, CHANNELS)
     for t in range(STEPS):
         state = n.op("Add", n.op("Mul", state, 0.8), n.op("Tanh", n.op("Add", taken(n, x, 1, t), state)))
@@ -140,7 +140,7 @@ def two_sums(n: Net, *, equal: bool = False) -> list[Value]:
 
 
 def reduced(n: Net, *, axis: int = 1, keepdims: bool = False) -> list[Value]:
-    """States of which a step's result is a sum (S4)."""
+    """A step's result is a sum of its states (S4)."""
     x, a, c = n.input(BATCH, STEPS, CHANNELS), n.op("Sigmoid", n.random(CHANNELS, 4)), n.random(CHANNELS, 4)
     state, rows = zeros(n, BATCH, CHANNELS, 4), []
     for t in range(STEPS):

@@ -89,7 +89,7 @@ def own_rows(n: Net) -> list[Value]:
 
 
 def narrow(n: Net) -> list[Value]:
-    """A number of each edge and a row of its node, which gives the sum its width; and a constant, of which no sum has rows."""
+    """The row of a node is a factor of its sum: of a number of each edge, which has no width of its own, and of a constant."""
     x, target = n.input(NODES, 16), edges(1)
     return [
         scattered(n, n.op("Mul", rows_of(n, x, target), n.input(EDGES, 1, name="weight")), target, 16),

@@ -51,6 +51,7 @@ class Config:
 
 ROWS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 CONFIGS = tuple(Config(*sizes) for sizes in itertools.product(ROWS, (3, 4, 6, 8), (1, 2, 3, 4, 8), (64, 128)))
+_KNOWN = frozenset(CONFIGS)
 
 
 def row_blocks(problem: Problem, config: Config) -> int:
@@ -83,7 +84,7 @@ def _pass(config: Config) -> int:
 
 def refuse(problem: Problem, config: Config) -> str | None:
     """Why the configuration cannot run the problem, or None."""
-    if config not in CONFIGS:
+    if config not in _KNOWN:
         return "not a tile of this kernel"
     if row_blocks(problem, config) > MOST_BLOCKS:
         return f"its {problem.rows} rows are more than {MOST_BLOCKS} blocks"
@@ -204,4 +205,4 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:
     """The configurations to time, best predicted first; of equal ones, those with fewest stages."""
     fitting = ((estimate(problem, c, gpu), c) for c in CONFIGS if refuse(problem, c) is None)
-    return varied(sorted(fitting), lambda c: (c.rows, c.split, c.columns), limit)
+    return varied(fitting, lambda c: (c.rows, c.split, c.columns), limit)

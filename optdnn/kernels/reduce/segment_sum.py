@@ -76,14 +76,15 @@ class SegmentSumKernel(Tactic):
         vec = vector(wide, dims, [[step, *own] for step, own in zip(rows, strides, strict=True)])
         dims[-1] //= vec
         lanes = _lanes(_longest(b, op), out.shape[0] * math.prod(dims))
-        names = ["out", *(f"t{k}" for k in range(len(tables))), *(f"g{k}" for k in range(len(others)))]
-        placed = dict(zip(names, wide, strict=True)) | {f"a{k}": x for k, x in enumerate(arrays)} | {"first": first}
+        text = _Text(a, wide, strides, vec, lanes, dims)
+        placed = (
+            dict(zip(text.names, wide, strict=True)) | {f"a{k}": x for k, x in enumerate(arrays)} | {"first": first}
+        )
         parameters = Parameters().pointer(*placed).u32(out.shape[0] * math.prod(dims), *dims)
         for step, own in zip(rows, strides, strict=True):
             parameters.i64(step, *own[:-1], own[-1] * vec)
-        text = _Text(a, wide, len(others), len(arrays), strides, vec, lanes, dims).source()
         blocks = -(-out.shape[0] * math.prod(dims) * lanes // THREADS)
-        launch = parameters.generated(b.arch, text, "segment_sum", blocks, THREADS)
+        launch = parameters.generated(b.arch, text.source(), "segment_sum", blocks, THREADS)
         b.emit(op, launch, placed, op.kind, plain_attrs(op.definition, a), operands, [out])
 
 
@@ -111,13 +112,10 @@ def _lanes(longest: int, threads: int) -> int:
 
 @dataclass(frozen=True)
 class _Text:
-    """The kernel's text. ``tensors``: the result, the tables, and ``others``: factors and what the epilogue reads; ``strides``: theirs
-    along ``dims``."""
+    """The kernel's text. ``tensors``: the result, the tables, factors and operands of the epilogue; ``strides``: theirs along ``dims``."""
 
     attrs: SegmentSumAttrs
     tensors: Sequence[TensorView]
-    others: int
-    arrays: int
     strides: Sequence[Sequence[int]]
     vec: int
     lanes: int
@@ -128,8 +126,14 @@ class _Text:
         return len(self.attrs.indices)
 
     @property
-    def _names(self) -> list[str]:
-        return ["out", *(f"t{k}" for k in range(self._tables)), *(f"g{k}" for k in range(self.others))]
+    def _others(self) -> int:
+        """The number of factors and operands of the epilogue."""
+        return len(self.tensors) - 1 - self._tables
+
+    @property
+    def names(self) -> list[str]:
+        """The kernel's names of the tensors."""
+        return ["out", *(f"t{k}" for k in range(self._tables)), *(f"g{k}" for k in range(self._others))]
 
     def _wide(self, k: int) -> bool:
         """Whether tensor ``k`` has an element of its own for each lane of a Pack."""
@@ -137,11 +141,11 @@ class _Text:
 
     def _load(self, k: int, name: str, at: str) -> str:
         """Declare what a thread reads of tensor ``k`` at an offset."""
-        t, place = CPP[self.tensors[k].dtype], f"p.{self._names[k]} + {at}"
+        t, place = CPP[self.tensors[k].dtype], f"p.{self.names[k]} + {at}"
         return (
             f"const Pack<{t}, {self.vec}> {name}({place});"
             if self._wide(k)
-            else f"const {t} {name} = p.{self._names[k]}[{at}];"
+            else f"const {t} {name} = p.{self.names[k]}[{at}];"
         )
 
     def _element(self, k: int, name: str) -> str:
@@ -154,7 +158,7 @@ class _Text:
         lines, result, dtype = body(a.stages, types)
         for c in range(AHEAD):
             loads.append(f"const u32 e{c} = e + {c * self.lanes} < end ? e + {c * self.lanes} : e;")
-            loads += [f"const i64 i{n}_{c} = p.a{n}[e{c}];" for n in range(self.arrays)]
+            loads += [f"const i64 i{n}_{c} = p.a{n}[e{c}];" for n in range(self.attrs.arrays)]
             known = []
             for k, index in enumerate(a.indices):
                 name = f"x{k}_{c}" if index >= 0 else f"x{k}"
@@ -172,11 +176,11 @@ class _Text:
         """The factors, the epilogue and the store of a thread's results."""
         out, after = self.tensors[0], 1 + self._tables
         t, number = CPP[out.dtype], arithmetic(out.dtype)
-        begin = self._tables + self.arrays + 1
+        begin = self._tables + self.attrs.arrays + 1
         value, slots = "sum[j]", sorted({a for s in self.attrs.epilogue for a in s.args if a is not None and a >= 0})
         for k, kind in enumerate(self.attrs.factors):
             value = f"({value} {'*' if kind == 'Mul' else '/'} {self._element(after + k, f'f{k}')})"
-        end = begin + self.others
+        end = begin + self._others
         types = [TensorType(out.dtype, ())] * (end + 1)
         for a in slots:
             types[a] = TensorType(self.tensors[after + a - begin].dtype, ())
@@ -186,7 +190,7 @@ class _Text:
             for a in slots
         ]
         each = " ".join([f"const {number} v{end} = end > begin ? {number}({value}) : {number}(0);", *read, *lines])
-        given = " ".join(self._load(after + k, f"f{k}", f"o_g{k} + n * p.r_g{k}") for k in range(self.others))
+        given = " ".join(self._load(after + k, f"f{k}", f"o_g{k} + n * p.r_g{k}") for k in range(self._others))
         if self.vec == 1:
             return f"{given} const int j = 0; {each} p.out[o_out + n * p.r_out] = narrow<{t}>({result});"
         return f"""{given} Pack<{t}, {self.vec}> y;
@@ -196,9 +200,13 @@ class _Text:
 
     def source(self) -> str:
         """All of it."""
-        names, rank = self._names, len(self.dims)
+        names, rank = self.names, len(self.dims)
         fields = [f"{'const ' if k else ''}{CPP[x.dtype]}* {names[k]};" for k, x in enumerate(self.tensors)]
-        fields += [*(f"const i32* a{n};" for n in range(self.arrays)), "const i32* first;", f"u32 count, dims[{rank}];"]
+        fields += [
+            *(f"const i32* a{n};" for n in range(self.attrs.arrays)),
+            "const i32* first;",
+            f"u32 count, dims[{rank}];",
+        ]
         fields += [f"i64 r_{n}, s_{n}[{rank}];" for n in names]
         walk = [f"i64 o_{n} = 0;" for n in names]
         for d in reversed(range(rank)):

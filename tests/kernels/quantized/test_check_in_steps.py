@@ -40,3 +40,5 @@ def test_integers_are_exact_unless_a_stage_is_not() -> None:
     assert _rounds_floats(ReferenceOp("QuantizedConv", {"stages": [["bias"], ["silu"]]}, (), ()))
     assert _rounds_floats(ReferenceOp("Quantized", {}, (), ()))
     assert not _rounds_floats(ReferenceOp("MaxPool", {}, (), ()))
+    scan = {"stages": [{"stage": ["Tanh", [0], {}]}]}
+    assert not _rounds_floats(ReferenceOp("PointwiseScan", scan, (), ()))

@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_sm90(cons
     multiply(acc, p, ring, shared + BARRIER_BYTES, end - begin, warp, lane);
 
     float* total = reinterpret_cast<float*>(shared + BARRIER_BYTES);
-    grid_dependency_wait();                        // what is stored, and the residual, may be others' until then
+    grid_dependency_wait();                        // before it, other launches may read or write the results' memory
 #if SPLIT > 1
     cluster_wait();                                // all have begun
     sent.send(acc);

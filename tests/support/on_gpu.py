@@ -1,0 +1,24 @@
+"""A network on a GPU, launch by launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optdnn.ir.graph import Graph
+from optdnn.runtime.cuda.trials.check import StepError, check_arena, check_steps
+from optdnn.runtime.engine import Engine
+from support.simulated import feeds_of, lowered
+
+TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3}
+
+
+def checked_launches(graph: Graph, precision: str) -> list[StepError]:
+    """Every launch of the network does what its step means and writes nothing else; two runs give the same bits."""
+    context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
+    feeds = feeds_of(graph)
+    found = check_steps(context, feeds)
+    assert not [e for e in found if not e.error < TOLERANCE[precision]]
+    assert not check_arena(context.runner, feeds)
+    first, second = context.run(feeds), context.run(feeds)
+    assert all(first[k].tobytes() == second[k].tobytes() for k in first)
+    return found
