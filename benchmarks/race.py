@@ -116,8 +116,9 @@ def torch_graph(
     """The module at fp16, channels last, captured into a CUDA graph: (replay, outputs). ``mode``: of torch.compile; None:
     eager."""
     layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-    ranks = {p.dim() for p in module.parameters()} & layouts.keys()
-    run: Any = copy.deepcopy(module).half().to(memory_format=layouts[max(ranks, default=4)])
+    run: Any = copy.deepcopy(module).half()
+    for weights in (p for p in run.parameters() if p.dim() in layouts):
+        weights.data = weights.data.contiguous(memory_format=layouts[weights.dim()])
     for part in run.modules():
         if isinstance(part, torch.nn.RNNBase):
             part.flatten_parameters()  # else cuDNN gathers the weights in every run

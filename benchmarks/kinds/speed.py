@@ -16,6 +16,7 @@ PyTorch while cuDNN searches. On the CPU ``optdnn compare`` races whole processe
 from __future__ import annotations
 
 import argparse
+import copy
 import fcntl
 import json
 import os
@@ -236,6 +237,8 @@ def _raced(job: Job, place: str) -> Row:
         try:
             replays[name], checks[name], more = _engine(job, name, dict(zip(given, half, strict=True)), want, stream)
             bound = WRONG_8BIT if "8" in f"{workload.precision}{name.partition('@')[2]}" else WRONG
+            if checks[name]["error_rel"] > bound and module is not None and not replays.keys() & {*TORCH_RIVALS}:
+                torch_error = torch_error or _rounding_error(module, feeds, want)  # PyTorch cannot run it at fp16
             if not checks[name]["error_rel"] <= max(bound, 2 * torch_error):
                 checks[name]["wrong"] = f"{checks[name]['error_rel']:.3g} of the largest output"
             kept.append(more)
@@ -303,6 +306,14 @@ def _engine(job: Job, name: str, inputs: Mapping[str, Any], want: Any, stream: A
     repeats = all(torch.equal(a, b) for a, b in zip(got, out.values(), strict=True))
     facts = {"error_rel": error, "load_s": round(load, 3), "repeats": repeats}
     return lambda: bound.run(stream), facts, (engine, context, bound, out, got)
+
+
+def _rounding_error(module: Any, feeds: list[Any], want: list[Any]) -> float:
+    """How far the module's results in fp32 move, of the largest one, where its weights and inputs alone are rounded to fp16."""
+    from benchmarks import race
+
+    rounded = copy.deepcopy(module).half().float()
+    return race.errors(race.flat(rounded(*(f.half().float() if f.is_floating_point() else f for f in feeds))), want)
 
 
 def _truth(workload: Workload, feeds: list[Any], other: list[Any]) -> tuple[Any, list[Any], float]:

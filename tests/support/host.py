@@ -82,7 +82,8 @@ class HostKernels:
             texts = recipe_of(kernel).sources()
             common = texts["general.cuh"]
             shared = "".join(texts.get(name, "") for name in ("element.cuh", "rotary.cuh"))
-            body = re.sub(r"#include .*|#pragma once", "", shared + texts[kernel.template])
+            whole = re.sub(r'#include "(top_\w+.cuh)"', lambda found: texts[found[1]], shared + texts[kernel.template])
+            body = re.sub(r"#include .*|#pragma once", "", whole)
             parts.append(_namespace(number, kernel.function, f"{texts['generated.cuh']}\n{body}"))
         machine = (HERE / "host_machine.hpp").read_text(encoding="utf-8")
         common = common.replace('#include "machine.cuh"', machine).replace("#pragma once", "")

@@ -37,6 +37,12 @@ template <class T> static T __shfl_xor_sync(unsigned, T v, int mask) { return of
 template <class T> static T __shfl_up_sync(unsigned, T v, unsigned by) { return of_thread(v, threadIdx.x - (threadIdx.x % 32 < by ? 0 : by)); }
 template <class T> static T __shfl_sync(unsigned, T v, unsigned lane) { return of_thread(v, threadIdx.x / 32 * 32 + lane); }
 
+static u32 __reduce_add_sync(unsigned, u32 v) {
+    u32 sum = v;
+    for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+    return sum;
+}
+
 // As grid_meeting.cuh's: blocks that meet are processes, see host.py.
 static void meet(u32* rounds) {
     __syncthreads();

@@ -1,4 +1,4 @@
-"""TopK along an axis of many elements (``top_rows.cu``): one launch, a block for each line."""
+"""TopK along an axis of many elements (``top_rows.cu``): one launch; a line has a warp or several."""
 
 from __future__ import annotations
 
@@ -15,12 +15,19 @@ from optdnn.kernels.tactic import Tactic
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import normalize_axis
 
 TYPES = ("f16", "bf16", "f32", "f64", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "boolean")
 """Element types by their number in the kernel, as :data:`CPP` names them."""
 SHORT = 64
-"""Elements of a line up to which comparing each with all others is faster than a block for each line."""
+"""Elements of a line up to which comparing each with all others is faster."""
+HELD_BYTES, FEW_BYTES = 128, 32
+"""Keys that a thread holds, at most; and where there are few lines, which are shared by more warps."""
+WARPS, ITEMS_OF_WARP = 32, 128
+"""Of a line, at most; kept elements that a warp sorts."""
+LINES = 4
+"""Lines of a block, if each has one warp."""
 ITEMS_BYTES = 32 << 10
 """Shared memory for the kept elements."""
 
@@ -47,23 +54,43 @@ def refuse(x: TensorView, axis: int, kept: int) -> str | None:
     return "it has more elements than a kernel can count" if math.prod(x.shape) >= POINTS_LIMIT else None
 
 
-def launch(x: TensorView, y: TensorView, index: TensorView | None, axis: int, largest: bool, arch: str) -> Launch:
+def key_bytes(x: TensorView) -> int:
+    """Of an element that is ordered as an integer."""
+    return 8 if x.dtype.itemsize == 8 else 4
+
+
+def shared_by(x: TensorView, axis: int, kept: int, gpu: GpuFacts) -> tuple[int, int]:
+    """Warps of a line, and the keys that a thread holds: 0 where a line is too long for registers."""
+    size, lines = x.shape[axis], math.prod(x.shape) // x.shape[axis]
+    most = HELD_BYTES // key_bytes(x)
+    if size > WARPS * 32 * most:
+        return WARPS, 0
+    wanted = max(-(-size // (32 * most)), -(-capacity(kept) // ITEMS_OF_WARP))
+    warps = 1 << (wanted - 1).bit_length()
+    fewer = FEW_BYTES // key_bytes(x)
+    while warps < WARPS and lines * warps < 4 * gpu.multiprocessors and size > warps * 32 * fewer:
+        warps *= 2
+    return warps, -(-size // (warps * 32))
+
+
+def launch(x: TensorView, y: TensorView, index: TensorView | None, axis: int, largest: bool, gpu: GpuFacts) -> Launch:
     """The launch. Operands: ``x``, ``y``, and ``index`` where it is given."""
     others = [k for k in range(len(x.shape)) if k != axis]
     size, kept = x.shape[axis], y.shape[axis]
-    threads = 1024 if size > 4096 else 256
+    warps, keys = shared_by(x, axis, kept, gpu)
+    together = LINES if warps == 1 else 1
     defines = {
-        "TYPE": TYPES.index(CPP[x.dtype]), "THREADS": threads, "RANK": max(1, len(others)), "KEEP": kept, "CAPACITY": capacity(kept), "LARGEST": int(largest),
-        "WIDE": int(x.dtype.itemsize == 8), "INDICES": int(index is not None),
+        "TYPE": TYPES.index(CPP[x.dtype]), "LINES": together, "WARPS": warps, "KEYS": keys, "RANK": max(1, len(others)), "KEEP": kept, "CAPACITY": capacity(kept), "LARGEST": int(largest),
+        "WIDE": int(key_bytes(x) == 8), "INDICES": int(index is not None),
     }  # fmt: skip
-    recipe = Recipe("top_rows.cu", arch, {"generated.cuh": f"{render.constants(defines)}\n"}, GENERAL)
+    recipe = Recipe("top_rows.cu", gpu.arch, {"generated.cuh": f"{render.constants(defines)}\n"}, GENERAL)
     tensors = (x, y, y if index is None else index)
     parameters = Parameters().pointer("x", "y", *(("index",) if index is not None else ()))
     parameters.i64(*(t.strides[axis] for t in tensors), *([x.shape[k] for k in others] or [1]))
     for tensor in tensors:
         parameters.i64(*([tensor.strides[k] for k in others] or [0]))
     lines = math.prod(x.shape[k] for k in others)
-    return parameters.u32(size).launch(recipe, "top_rows", lines, threads)
+    return parameters.u32(size, lines).launch(recipe, "top_rows", -(-lines // together), together * warps * 32)
 
 
 class TopRows(Tactic):
@@ -87,5 +114,5 @@ class TopRows(Tactic):
         axis = normalize_axis(op.attrs.axis, len(x.shape))
         operands = {"x": x, "y": y, **({} if index is None else {"index": index})}
         attrs = plain_attrs(op.definition, op.attrs)
-        made = launch(x, y, index, axis, bool(op.attrs.largest), b.arch)
+        made = launch(x, y, index, axis, bool(op.attrs.largest), b.gpu)
         b.emit(op, made, operands, op.kind, attrs, operands_of(b, op), writes)

@@ -1,12 +1,12 @@
 // The first KEEP elements of each line in order: the largest ones, or the smallest ones. Of equal elements the one with the lower
-// index comes first; a NaN counts as larger than any number. A block takes a line.
+// index comes first; a NaN counts as larger than any number. A block takes LINES lines, each with WARPS warps.
 //
-// Elements become keys that are ordered as integers, a larger key for an element that comes earlier. The KEEP-th largest key is found
-// digit by digit: the histogram of a digit tells which bin holds it. Where several elements share this key, digits of their index
-// decide. The block then gathers the elements up to this one, and sorts them.
+// Elements become keys that are ordered as integers, a larger key for an element that comes earlier. A threshold tells which ones are kept: its
+// search counts keys. Threads hold the keys of a line in registers (top_keys.cuh), or, where the line is too long, it is read again for each
+// count (top_digits.cuh). The kept elements are then gathered and sorted.
 //
-// generated.cuh defines TYPE (of the elements, by number), THREADS (256 or more), RANK (axes that number the lines), KEEP, CAPACITY (KEEP or the next power
-// of two), LARGEST, WIDE (elements of 64 bits), INDICES (the indices are written).
+// generated.cuh defines TYPE (of the elements, by number), LINES (1 if WARPS is more), WARPS, KEYS (of a thread; 0: lines are read again), RANK
+// (axes that number the lines), KEEP, CAPACITY (KEEP or the next power of two), LARGEST, WIDE (elements of 64 bits), INDICES (the indices are written).
 #include "general.cuh"
 #include "generated.cuh"
 
@@ -46,7 +46,7 @@ struct Params {
 #endif
     i64 step_x, step_y, step_index;                // along a line
     i64 dims[RANK], x_strides[RANK], y_strides[RANK], index_strides[RANK];
-    u32 size;                                      // of a line
+    u32 size, lines;                               // elements of a line; lines
 };
 
 #if WIDE
@@ -54,38 +54,38 @@ typedef u64 Key;
 #else
 typedef u32 Key;
 #endif
-constexpr u32 DIGIT_BITS = 8, BINS = 256, NO_BIN = BINS, GROUP = 16, GROUPS = BINS / GROUP;
-static_assert(THREADS >= BINS, "a thread for each bin");
-constexpr u32 KEY_BITS = 8 * sizeof(Key), INDEX_BITS = 32;
+constexpr u32 KEY_BITS = 8 * sizeof(Key), LINE_THREADS = WARPS * 32;
+static_assert(WARPS == 1 || LINES == 1, "lines of a block do not wait for one another");
 
 struct Item {
     Key key;
     u32 at;
 };
 
-struct Shared {
-    u32 bins[BINS], groups[GROUPS];
-    u32 digit, rest, inside, gathered;
-    Item items[CAPACITY];
+// The elements that are kept: those with a larger key, and of those with this key the ones below an index.
+struct Threshold {
+    Key key;
+    u32 bound;
+    DEVICE bool keeps(Key other, u32 at) const { return other > key || (other == key && at < bound); }
 };
 
-// The elements that are kept have a larger key under its mask, or the same and an inverted index that is not smaller under its mask.
-struct Threshold {
-    Key key, key_mask;
-    u32 inverted, index_mask;
-};
+// Waits for the threads of the line.
+DEVICE void line_barrier() {
+    if (WARPS > 1)
+        __syncthreads();
+    else
+        __syncwarp();
+}
 
 // ---- keys ------------------------------------------------------------------------------------------------------------------
 
 DEVICE u32 ordered(float v) {
-    if (v != v) return ~0u;
-    const u32 bits = __float_as_uint(v == 0 ? 0.0f : v);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    const u32 bits = v == 0 ? 0 : __float_as_uint(v);
+    return v != v ? ~0u : bits ^ (u32(i32(bits) >> 31) | 0x80000000u);
 }
 DEVICE u64 ordered(double v) {
-    if (v != v) return ~u64(0);
-    const u64 bits = __double_as_longlong(v == 0 ? 0.0 : v);
-    return bits >> 63 ? ~bits : bits | u64(1) << 63;
+    const u64 bits = v == 0 ? 0 : __double_as_longlong(v);
+    return v != v ? ~u64(0) : bits ^ (u64(i64(bits) >> 63) | u64(1) << 63);
 }
 DEVICE u32 ordered(bool v) { return v; }
 DEVICE u32 ordered(u8 v) { return v; }
@@ -102,87 +102,27 @@ DEVICE Key key_of(Element e) {
     return LARGEST ? key : Key(~key);
 }
 
-// ---- the threshold ---------------------------------------------------------------------------------------------------------
-
-// Find the bin that holds the `rest`-th element from the top: s.digit, s.rest (how many of the bin are kept), s.inside (its elements).
-DEVICE void find_bin(Shared& s, u32 rest) {
-    __syncthreads();
-    if (threadIdx.x < GROUPS) {
-        u32 sum = 0;
-        for (u32 j = 0; j < GROUP; j++) sum += s.bins[threadIdx.x * GROUP + j];
-        s.groups[threadIdx.x] = sum;
-    }
-    __syncthreads();
-    if (threadIdx.x < BINS) {
-        const u32 bin = threadIdx.x, group = bin / GROUP;
-        u32 above = 0;
-        for (u32 j = group + 1; j < GROUPS; j++) above += s.groups[j];
-        for (u32 j = bin + 1; j < (group + 1) * GROUP; j++) above += s.bins[j];
-        if (above < rest && above + s.bins[bin] >= rest) {
-            s.digit = bin;
-            s.rest = rest - above;
-            s.inside = s.bins[bin];
-        }
-    }
-    __syncthreads();
-}
-
-// Count the elements of a line by bin; bin_of(key, inverted index) is NO_BIN for those that do not count.
-template <typename BinOf> DEVICE void count(Shared& s, const Element* x, const Params& p, BinOf bin_of) {
-    for (u32 j = threadIdx.x; j < BINS; j += THREADS) s.bins[j] = 0;
-    __syncthreads();
-    #pragma unroll 4
-    for (u32 at = threadIdx.x; at < p.size; at += THREADS) {
-        const u32 bin = bin_of(key_of(x[at * p.step_x]), ~at);
-        if (bin != NO_BIN) atomicAdd(&s.bins[bin], 1);
-    }
-}
-
-DEVICE Threshold threshold(Shared& s, const Element* x, const Params& p) {
-    Threshold t = {0, 0, 0, 0};
-    u32 rest = KEEP;
-    if (p.size == KEEP) return t;
-    for (int shift = KEY_BITS - DIGIT_BITS; shift >= 0; shift -= DIGIT_BITS) {
-        count(s, x, p, [&](Key key, u32) { return (key & t.key_mask) == t.key ? u32(key >> shift) & (BINS - 1) : NO_BIN; });
-        find_bin(s, rest);
-        t.key |= Key(s.digit) << shift;
-        t.key_mask |= Key(BINS - 1) << shift;
-        rest = s.rest;
-        if (s.inside == rest) return t;
-    }
-    for (int shift = INDEX_BITS - DIGIT_BITS; shift >= 0; shift -= DIGIT_BITS) {
-        count(s, x, p, [&](Key key, u32 inverted) {
-            return key == t.key && (inverted & t.index_mask) == t.inverted ? inverted >> shift & (BINS - 1) : NO_BIN;
-        });
-        find_bin(s, rest);
-        t.inverted |= s.digit << shift;
-        t.index_mask |= (BINS - 1) << shift;
-        rest = s.rest;
-        if (s.inside == rest) return t;
-    }
-    return t;
-}
+#if KEYS
+#include "top_keys.cuh"
+#else
+#include "top_digits.cuh"
+#endif
 
 // ---- the kept elements -----------------------------------------------------------------------------------------------------
 
-DEVICE void gather(Shared& s, const Element* x, const Params& p, const Threshold& t) {
-    if (threadIdx.x == 0) s.gathered = 0;
-    for (u32 j = KEEP + threadIdx.x; j < CAPACITY; j += THREADS) s.items[j] = {0, ~0u};
-    __syncthreads();
-    for (u32 at = threadIdx.x; at < p.size; at += THREADS) {
-        const Key key = key_of(x[at * p.step_x]), head = key & t.key_mask;
-        if (head > t.key || (head == t.key && (~at & t.index_mask) >= t.inverted)) s.items[atomicAdd(&s.gathered, 1)] = {key, at};
-    }
-    __syncthreads();
-}
+struct Shared {
+    Counts counts;
+    u32 gathered;
+    Item items[CAPACITY];
+};
 
 DEVICE bool comes_before(const Item& a, const Item& b) { return a.key > b.key || (a.key == b.key && a.at < b.at); }
 
 // Bitonic: no two items are equal, so the result does not depend on the order in which they were gathered.
-DEVICE void sort(Shared& s) {
+DEVICE void sort(Shared& s, u32 thread) {
     for (u32 run = 2; run <= CAPACITY; run *= 2) {
         for (u32 half = run / 2; half; half /= 2) {
-            for (u32 pair = threadIdx.x; pair < CAPACITY / 2; pair += THREADS) {
+            for (u32 pair = thread; pair < CAPACITY / 2; pair += LINE_THREADS) {
                 const u32 low = pair / half * half * 2 + pair % half, high = low + half;
                 const Item a = s.items[low], b = s.items[high];
                 if (comes_before(b, a) == !(low & run)) {
@@ -190,13 +130,15 @@ DEVICE void sort(Shared& s) {
                     s.items[high] = a;
                 }
             }
-            __syncthreads();
+            line_barrier();
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) top_rows(const __grid_constant__ Params p) {
-    __shared__ Shared s;
+extern "C" __global__ void __launch_bounds__(LINES * LINE_THREADS) top_rows(const __grid_constant__ Params p) {
+    __shared__ Shared shared[LINES];
+    Shared& s = shared[threadIdx.x / LINE_THREADS];
+    const u32 thread = threadIdx.x % LINE_THREADS;
     launch_dependents();
     wait_for_predecessor();
     const Element* x = p.x;
@@ -204,7 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_rows(const __grid_cons
 #if INDICES
     i64* index = p.index;
 #endif
-    u32 line = blockIdx.x;
+    u32 line = blockIdx.x * LINES + threadIdx.x / LINE_THREADS;
+    if (LINES > 1 && line >= p.lines) return;
     for (int k = RANK - 1; k >= 0; k--) {
         const u32 o = line % u32(p.dims[k]);
         line /= u32(p.dims[k]);
@@ -214,9 +157,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_rows(const __grid_cons
         index += o * p.index_strides[k];
 #endif
     }
-    gather(s, x, p, threshold(s, x, p));
-    sort(s);
-    for (u32 j = threadIdx.x; j < KEEP; j += THREADS) {
+    if (thread == 0) s.gathered = 0;
+    for (u32 j = KEEP + thread; j < CAPACITY; j += LINE_THREADS) s.items[j] = {0, ~0u};
+    Line held(x, p, thread);
+    const Threshold t = p.size == KEEP ? Threshold{0, p.size} : held.threshold(s.counts, KEEP);
+    line_barrier();
+    held.each([&](Key key, u32 at) {
+        if (t.keeps(key, at)) s.items[atomicAdd(&s.gathered, 1)] = {key, at};
+    });
+    line_barrier();
+    sort(s, thread);
+    for (u32 j = thread; j < KEEP; j += LINE_THREADS) {
         const u32 at = s.items[j].at;
         y[j * p.step_y] = x[at * p.step_x];
 #if INDICES
