@@ -44,6 +44,7 @@ from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.modulated_weights import ModulatedWeights
 from optdnn.passes.outer_products import OuterProducts
 from optdnn.passes.pack_weights import PackWeights
+from optdnn.passes.pad_channels import PadChannels
 from optdnn.passes.pad_heads import PadHeads
 from optdnn.passes.pad_rows import PadRows
 from optdnn.passes.parallel_scans import ParallelScans
@@ -136,6 +137,7 @@ O2_GPU: tuple[Pass, ...] = (
     TalkingHeads(),  # before attention, which it leaves behind
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     PadHeads(),  # behind attention; before views are hoisted and epilogues fused, which hide the projections of heads
+    PadChannels(),  # before epilogues are fused and channels are joined, which hide the weights around them
     SelectedWeights(),  # before constants are folded: its stacks of matrices become one; before epilogues
     ModulatedWeights(),  # before the next: convolutions of constant filters, as all that follows expects
     ComputedWeights(),  # convolutions that have no constant weights by now; before epilogues
