@@ -50,6 +50,7 @@ from optdnn.passes.pad_rows import PadRows
 from optdnn.passes.parallel_scans import ParallelScans
 from optdnn.passes.partial_sums import PartialSums
 from optdnn.passes.patch_rows import PatchEmbedding
+from optdnn.passes.pixel_shuffles import PixelShuffles
 from optdnn.passes.pool_last import PoolLast
 from optdnn.passes.radix_sums import RadixSums
 from optdnn.passes.relative_positions import RelativePositions
@@ -138,6 +139,7 @@ O2_GPU: tuple[Pass, ...] = (
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     PadHeads(),  # behind attention; before views are hoisted and epilogues fused, which hide the projections of heads
     PadChannels(),  # before epilogues are fused and channels are joined, which hide the weights around them
+    PixelShuffles(),  # before epilogues, behind which the order of channels is fixed
     SelectedWeights(),  # before constants are folded: its stacks of matrices become one; before epilogues
     ModulatedWeights(),  # before the next: convolutions of constant filters, as all that follows expects
     ComputedWeights(),  # convolutions that have no constant weights by now; before epilogues

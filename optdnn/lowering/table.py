@@ -47,7 +47,7 @@ from optdnn.kernels.layout.picture import ResizedPicture
 from optdnn.kernels.libraries.collective import Collect
 from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
 from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
-from optdnn.kernels.norm.across import AddNormAcross, NormAcross
+from optdnn.kernels.norm.across import AddNormAcross, NormAcross, NormOfAcross
 from optdnn.kernels.norm.add_group_norm import AddGroupNorm
 from optdnn.kernels.norm.add_norm import AddNorm
 from optdnn.kernels.norm.group_norm import GroupNorm
@@ -199,6 +199,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "LayerNormalization": (
         QuantizedRows(),
         NormAcross(),
+        NormOfAcross(),
         ActivatedRows(),
         HalfRows(),
         RowTiles(),
@@ -211,6 +212,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "RMSNormalization": (
         QuantizedRows(),
         NormAcross(),
+        NormOfAcross(),
         ActivatedRows(),
         HalfRows(),
         ShortRowsPair(),

@@ -82,7 +82,9 @@ class HostKernels:
             texts = recipe_of(kernel).sources()
             common = texts["general.cuh"]
             shared = "".join(texts.get(name, "") for name in ("element.cuh", "rotary.cuh"))
-            whole = re.sub(r'#include "(top_\w+.cuh)"', lambda found: texts[found[1]], shared + texts[kernel.template])
+            whole = shared + texts[kernel.template]
+            for name in ("top_keys.cuh", "top_digits.cuh"):
+                whole = whole.replace(f'#include "{name}"', texts.get(name, ""))
             body = re.sub(r"#include .*|#pragma once", "", whole)
             parts.append(_namespace(number, kernel.function, f"{texts['generated.cuh']}\n{body}"))
         machine = (HERE / "host_machine.hpp").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, row_major, up
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.norm import across_kernel as across
 from optdnn.kernels.norm.add_norm import AddsAndNormalizes, norm_of
@@ -56,13 +56,15 @@ def turned_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _problem(norm: Op, add: tuple[int, int] | None, out: tuple[int, int] | None) -> across.Problem:
-    """The norm's, with an addend or a result that lies across, by strides of images and columns."""
+def _problem(
+    norm: Op, add: tuple[int, int] | None, out: tuple[int, int] | None, *, turned: bool = False
+) -> across.Problem:
+    """The norm's, with an addend (``turned``: an input) or a result that lies across, by strides of images and columns."""
     t = norm.outputs[0].type
     shape = t.static_shape
     return across.Problem(
-        OPERATIONS[norm.kind], math.prod(shape[:-2]), shape[-2], shape[-1], map_dtype(t.dtype), add is not None, out is not None,
-        norm.input(1) is not None, norm.input(2) is not None, norm.attrs.epsilon, add or (0, 0), out or (0, 0),
+        OPERATIONS[norm.kind], math.prod(shape[:-2]), shape[-2], shape[-1], map_dtype(t.dtype), add is not None and not turned,
+        out is not None, norm.input(1) is not None, norm.input(2) is not None, norm.attrs.epsilon, turned, add or (0, 0), out or (0, 0),
     )  # fmt: skip
 
 
@@ -104,6 +106,38 @@ class NormAcross(Tactic):
             "output": b.target(op.value, turned_strides(op.outputs[0].type.static_shape)),
         }
         made = across.launch(self._problem(op), config, b.gpu)
+        emit_norm(b, op, op, made, operands, op.kind, attrs_dict(op.attrs))
+
+
+class NormOfAcross(Tactic):
+    """LayerNorm or RMSNorm of rows that lie transposed, as a product over another axis leaves them; its result lies in rows."""
+
+    name = "norm_of_across"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := _ROWS.refuse_rows(b, op)) is not None:
+            return why
+        x = b.operand(op.inputs[0])
+        if x.dense or lying_across(x) is None:
+            return "its operand is no stack of transposed matrices"
+        if op.value in b.reserved and not b.reserved[op.value].dense:
+            return "its result does not lie in rows"
+        return None if self.configs(b, op) else "its rows do not fit the registers of a warp"
+
+    def place(self, b: Builder, op: Op) -> None:
+        """The result, in rows without gaps."""
+        b.target(op.value, row_major(op.outputs[0].type.static_shape))
+
+    @staticmethod
+    def _problem(b: Builder, op: Op) -> across.Problem:
+        return _problem(op, lying_across(b.operand(op.inputs[0])), None, turned=True)
+
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        return _offers(self._problem(b, op), b.gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}
+        made = across.launch(self._problem(b, op), config, b.gpu)
         emit_norm(b, op, op, made, operands, op.kind, attrs_dict(op.attrs))
 
 

@@ -25,8 +25,9 @@ NEAR = 3.5e12
 class Problem:
     """``images`` times ``rows`` rows of ``length`` 16-bit elements.
 
-    ``add``: an addend that lies across is added first, and the sum is also an output, in rows. ``across``: the normalized result lies
-    across. The strides are elements from an image, and from a column, to the next, of the addend and of the result.
+    ``add``: an addend that lies across is added first, and the sum is also an output, in rows. ``turned``: the input itself lies across,
+    and there is no addend. ``across``: the normalized result lies across. The strides are elements from an image, and from a column, to
+    the next, of what is read across and of the result.
     """
 
     operation: str
@@ -39,6 +40,7 @@ class Problem:
     scale: bool = True
     bias: bool = True
     epsilon: float = 1e-5
+    turned: bool = False
     addend_at: tuple[int, int] = (0, 0)
     output_at: tuple[int, int] = (0, 0)
 
@@ -75,13 +77,14 @@ def refuse(problem: Problem, config: Config, shared: int) -> str | None:
     """Why the configuration cannot run the problem, or None. ``shared``: bytes that a block may have."""
     if problem.operation not in OPERATIONS:
         return f"no operation {problem.operation!r}"
-    if not problem.add and not problem.across:
+    if not problem.add and not problem.across and not problem.turned:
         return "no operand is transposed"
     if min(problem.images, problem.rows, problem.length) < 1 or problem.images * problem.rows >= 1 << 31:
         return "no rows, or more rows than the kernel can count"
     if problem.length % LANES or problem.length > MOST_VECTORS * 32 * LANES:
         return f"rows of {problem.length} elements are not up to {MOST_VECTORS * 32} vectors of {LANES}"
-    used = [at for at, there in ((problem.addend_at, problem.add), (problem.output_at, problem.across)) if there]
+    reads = problem.add or problem.turned
+    used = [at for at, there in ((problem.addend_at, reads), (problem.output_at, problem.across)) if there]
     if any(step % LANES or step < 1 for at in used for step in at):
         return "columns do not begin at multiples of 16 bytes"
     if config.rows not in (8, 16, 32) or config.threads not in (128, 256, 512) or config.rows * 32 % config.threads:
@@ -95,7 +98,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile. The sizes are parameters."""
     defines = {
         "OPERATION": OPERATIONS.index(problem.operation), "VECTORS": -(-problem.length // (32 * LANES)), "ROWS": config.rows,
-        "THREADS": config.threads, "HAS_ADD": int(problem.add), "OUTPUT_ACROSS": int(problem.across),
+        "THREADS": config.threads, "HAS_ADD": int(problem.add), "INPUT_ACROSS": int(problem.turned), "OUTPUT_ACROSS": int(problem.across),
         "HAS_SCALE": int(problem.scale), "HAS_BIAS": int(problem.bias),
     }  # fmt: skip
     text = render.constants(defines) + "\n"
@@ -104,10 +107,9 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
     """The launch. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``."""
-    present = {
-        "input": True, "addend": problem.add, "scale": problem.scale, "bias": problem.bias, "output": True, "sum": problem.add,
-    }  # fmt: skip
-    parameters = Parameters().pointer(*(name if there else None for name, there in present.items()))
+    rows, across = (None, "input") if problem.turned else ("input", "addend" if problem.add else None)
+    present = {"scale": problem.scale, "bias": problem.bias, "output": True, "sum": problem.add}
+    parameters = Parameters().pointer(rows, across, *(name if there else None for name, there in present.items()))
     parameters.i32(problem.rows, problem.length, config.tiles(problem)).f32(problem.epsilon, 1.0 / problem.length)
     parameters.i64(*problem.addend_at, *problem.output_at)
     made = recipe(problem, config, gpu.arch)
@@ -122,7 +124,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     waves = -(-config.blocks(problem) // (max(1, room) * gpu.multiprocessors))
     rounds = config.rows * 32 // config.threads
     turned = config.rows * problem.length / config.threads * 2e-10  # a thread's way through shared memory
-    latency = waves * (rounds * ROUND_S + turned + (0.8e-6 if problem.add else 0.0))
+    latency = waves * (rounds * ROUND_S + turned + (0.8e-6 if problem.add or problem.turned else 0.0))
     pieces = min(1.0, 2 * config.rows / 32)  # less than a sector of 32 bytes is read or written as one
     memory = problem.bytes / pieces / (NEAR if problem.bytes < gpu.l2_bytes else MEMORY)
     return LAUNCH_S + max(latency, memory) + 0.3 * min(latency, memory)

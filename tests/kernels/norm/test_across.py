@@ -49,6 +49,29 @@ def test_nothing_is_turned_by_a_launch_of_its_own(tokens: int, kind: str) -> Non
     assert kinds(program) == ["Pointwise", "Conv", kind, *products, "AddNorm", *products, "Pointwise"]  # and two casts
 
 
+def normalized_across(n: Net, tokens: int, kind: str = "LayerNormalization") -> Value:
+    """A norm of what a product over tokens makes."""
+    mixed = n.matmul(turned(n, n.matmul(n.input(3, tokens, 16), 48)), tokens)
+    return n.matmul(normalized(n, turned(n, mixed), kind), 24)
+
+
+@pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
+def test_a_norm_reads_what_lies_across(kind: str) -> None:
+    n = Net()
+    program = check_simulated(n.done(normalized_across(n, 20, kind)))
+    assert tactics(program).count("norm_of_across") == 1
+    assert kinds(program)[-4:] == ["Conv", kind, "Conv", "Pointwise"]
+
+
+def test_a_norm_of_rows_reads_them_as_rows() -> None:
+    n = Net()
+    program = lowered(n.done(n.matmul(normalized(n, n.matmul(n.input(3, 20, 16), 48)), 24)))
+    assert "its operand is no stack of transposed matrices" in refused(program, "norm_of_across")
+    n = Net()
+    program = lowered(n.done(normalized(n, turned(n, n.matmul(turned(n, n.input(3, 20, 48)), 20)))), "fp32")
+    assert "norm_of_across" not in tactics(program)
+
+
 def refused(program: Program, tactic: str) -> set[str]:
     return set(refusals(program, tactic))
 
@@ -86,6 +109,7 @@ PROBLEM = Problem("layer_norm", 4, 196, 768, across=True, output_at=(768 * 200, 
     [
         ({"operation": "softmax"}, Config(16, 256), "no operation"),
         ({"across": False}, Config(16, 256), "no operand is transposed"),
+        ({"across": False, "turned": True, "addend_at": (8, 4)}, Config(16, 256), "multiples of 16 bytes"),
         ({"images": 0}, Config(16, 256), "no rows"),
         ({"length": 772}, Config(16, 256), "vectors of 8"),
         ({"length": 2048}, Config(16, 256), "vectors of 8"),
@@ -108,7 +132,8 @@ def test_a_tile_fits_shared_memory() -> None:
 @pytest.mark.nvrtc
 def test_the_kernel_compiles_without_spills() -> None:
     added = Problem("rms_norm", 4, 196, 1536, "bfloat16", add=True, bias=False, addend_at=(1536 * 200, 200))
-    for problem in (PROBLEM, added):
+    read = Problem("layer_norm", 64, 64, 128, turned=True, addend_at=(64, 4096))
+    for problem in (PROBLEM, added, read):
         (found,) = nvrtc.resources(across.recipe(problem, across.candidates(problem, GPU)[0])).values()
         assert found.spill_bytes == 0
 

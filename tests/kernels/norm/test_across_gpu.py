@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kernels.norm.test_across import mixer, normalized  # type: ignore[import-not-found]
+from kernels.norm.test_across import mixer, normalized, normalized_across  # type: ignore[import-not-found]
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered
@@ -22,11 +22,11 @@ TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2}
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 
 
-def check(graph: Graph, precision: str) -> None:
+def check(graph: Graph, precision: str, kind: str = "AddNorm") -> None:
     context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
     feeds = feeds_of(graph)
     found = check_steps(context, feeds)
-    assert "AddNorm" in {e.kind for e in found}
+    assert kind in {e.kind for e in found}
     assert not [e for e in found if not e.error < TOLERANCE[precision]]
     assert not check_arena(context.runner, feeds)
 
@@ -43,6 +43,8 @@ def test_tokens(tokens: int, kind: str, config: across.Config, precision: str, m
     monkeypatch.setattr(across_tactic, "_offers", lambda problem, gpu: (Offer(config, 1e-6),))
     n = Net()
     check(n.done(mixer(n, tokens, kind)), precision)
+    n = Net()
+    check(n.done(normalized_across(n, tokens, kind)), precision, kind)
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)

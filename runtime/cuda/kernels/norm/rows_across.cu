@@ -5,8 +5,8 @@
 // global accesses are of eight rows of a column, and neighbouring lanes take the next eight.
 //
 // generated.cuh defines OPERATION (0 layer norm, 1 RMS norm), VECTORS (accesses of eight elements a lane that a row takes), ROWS, THREADS,
-// HAS_ADD (the normalized row is input + addend, and the addend lies across; that sum is an output, in rows), OUTPUT_ACROSS, HAS_SCALE
-// and HAS_BIAS.
+// HAS_ADD (the normalized row is input + addend, and the addend lies across; that sum is an output, in rows), INPUT_ACROSS (the addend is
+// the input), OUTPUT_ACROSS, HAS_SCALE and HAS_BIAS.
 #include "vectors.cuh"
 #include "generated.cuh"
 
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows_across(const __grid_c
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pitch = p.length + LANES;
     const long long start = ((long long)image * p.rows + first) * p.length;
     grid_dependency_wait();
-    if (HAS_ADD) {
+    if (HAS_ADD || INPUT_ACROSS) {
         gather(p, p.addend + image * p.addend_at.image + first, rows, pitch);
         __syncthreads();
     }
@@ -129,11 +129,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows_across(const __grid_c
             const int column = (v * 32 + lane) * LANES;
             Packed<LANES> raw = {}, other = {};
             if (column < p.length) {
-                raw = load_packed<LANES>(p.input + start + (long long)row * p.length + column);
-                if (HAS_ADD) other = load_packed<LANES>(tile + row * pitch + column);
+                if (!INPUT_ACROSS) raw = load_packed<LANES>(p.input + start + (long long)row * p.length + column);
+                if (HAS_ADD || INPUT_ACROSS) other = load_packed<LANES>(tile + row * pitch + column);
             }
             #pragma unroll
-            for (int i = 0; i < LANES; i++) x[v][i] = element(raw, i) + (HAS_ADD ? element(other, i) : 0.0f);
+            for (int i = 0; i < LANES; i++) x[v][i] = INPUT_ACROSS ? element(other, i) : element(raw, i) + (HAS_ADD ? element(other, i) : 0.0f);
             if (HAS_ADD && column < p.length) store_packed(p.sum + start + (long long)row * p.length + column, pack<LANES>(x[v]));
         }
         normalize(p, x, lane);

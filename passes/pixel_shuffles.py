@@ -1,0 +1,63 @@
+"""Pixels that a convolution makes as channels lie together: a shuffle then moves whole blocks of channels.
+
+Super-resolution networks make each pixel of a larger image from channels of a smaller one (Shi et al., 2016). PyTorch's shuffle takes
+channel ``c`` of pixel ``(i, j)`` of a block from channel ``(c * k + i) * k + j``, so that neighbours in memory go to different pixels.
+The filters of the convolution before it are put in another order, by pixels first: the same numbers, moved 16 bytes at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op
+from optdnn.ir.op import STRUCTURAL
+from optdnn.ir.patch import Patch
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.widths import staged
+from optdnn.passes.support.facts import operand
+
+
+@rule("pixel_shuffle", {"DepthToSpace"})
+def pixel_shuffle(graph: Graph, op: Op) -> Match | Miss | None:
+    """A shuffle of what a convolution makes, with activations between them."""
+    if op.attrs.mode != "CRD":
+        return None
+    between: list[Op] = []
+    made = graph.op(operand(op))
+    while made.kind not in STRUCTURAL and made.definition.traits.pointwise and len(made.inputs) == 1:
+        between.append(made)
+        made = graph.op(operand(made))
+    weight = graph.constant_value(made.input(1)) if made.kind == "Conv" else None
+    if weight is None:
+        return None
+    if made.attrs.group > 1:
+        return Miss("the convolution before it has groups")
+    if made.input(2) is not None and graph.constant_value(made.input(2)) is None:
+        return Miss("the bias of the convolution before it is not constant")
+    if staged(made):
+        return Miss("the convolution before it has stages")
+    if any(graph.sole_user(o.value) is None for o in (made, *between)):
+        return Miss("its channels are also read in their own order")
+    return Match((op, *between, made), lambda patch: _rewrite(patch, op, between, made))
+
+
+def _rewrite(patch: Patch, op: Op, between: Sequence[Op], made: Op) -> None:
+    k = op.attrs.blocksize
+    inputs = [*made.inputs]
+    for slot in (1, 2):
+        known = patch.graph.constant_value(made.input(slot))
+        if known is not None:
+            blocks = known.reshape(-1, k * k, *known.shape[1:])
+            inputs[slot] = patch.constant(np.ascontiguousarray(blocks.swapaxes(0, 1)).reshape(known.shape), "by_pixels")
+    value = patch.add("Conv", inputs, made.attrs, src=made.src)
+    for o in reversed(between):
+        value = patch.add(o.kind, [value], o.attrs, src=o.src)
+    patch.replace(op.value, patch.add("DepthToSpace", [value], replace(op.attrs, mode="DCR"), src=op.src))
+
+
+class PixelShuffles(RulePass):
+    name = "pixel_shuffles"
+    rules = (pixel_shuffle,)
