@@ -17,9 +17,10 @@ from optdnn.kernels.index import top_rows
 from optdnn.ops.sort import TopKAttrs
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.launches.plan import parse
 from optdnn.runtime.engine import Engine
-from optdnn.types import DTYPES, FP16, FP64, Array, is_float, tensor
+from optdnn.types import DTYPES, FP16, FP32, FP64, Array, is_float, tensor
 
 Case = tuple[tuple[int, ...], int, int, str, bool]
 """Shape, axis, how many are kept, element type, the largest ones."""
@@ -59,8 +60,12 @@ def graph(case: Case, indices: bool = True) -> Graph:
 
 
 def given(case: Case, seed: int = 0) -> Array:
-    """Few values, so that many are equal; among floats also NaN, both infinities and both zeros."""
+    """Few values, so that many are equal; among floats also NaN, both infinities and both zeros. Seed 4: all are equal, but for one."""
     shape, _, _, name, _ = case
+    if seed == 4:
+        x = np.full(shape, 3)
+        x.flat[-1] = 5
+        return x.astype(DTYPES[name])
     rng, dtype = np.random.default_rng(seed), DTYPES[name]
     low = 0 if name.startswith("u") else -20
     x = rng.integers(low, 20, shape)
@@ -82,14 +87,15 @@ def wanted(case: Case, x: Array) -> Array:
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("seed", [0, 4])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernel_on_the_processor(case: Case, tmp_path: Path) -> None:
+def test_the_kernel_on_the_processor(case: Case, seed: int, tmp_path: Path) -> None:
     program = lowered(graph(case), "fp32", no_cubins=True)
     kernels, (step,) = HostKernels(program, tmp_path), program.steps
     assert step.params["tactic"] == "top_rows"
     parsed = parse(step, program)
     assert kernels.runs(parsed)
-    x = given(case)
+    x = given(case, seed)
     index = wanted(case, x)
     found = [np.take_along_axis(x, index, case[1]) * 0, index * 0 - 1]
     kernels.run(parsed, [x, np.array([case[2]]), *found])
@@ -97,6 +103,15 @@ def test_the_kernel_on_the_processor(case: Case, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found[0].astype(np.float64), np.take_along_axis(x, index, case[1]).astype(np.float64))
     meant = simulate(program, {"x": x})
     np.testing.assert_array_equal(meant["i"], index)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kept", "shared"),
+    [((1024, 1024), 20, (1, 32)), ((2, 1000), 5, (4, 8)), ((1024, 1024), 300, (4, 8)), ((1, 32769), 5, (32, 0))],
+)
+def test_how_warps_share_a_line(shape: tuple[int, ...], kept: int, shared: tuple[int, int]) -> None:
+    x = TensorView(0, 0, shape, (shape[1], 1), FP32)
+    assert top_rows.shared_by(x, 1, kept, of_arch("sm_90a")) == shared
 
 
 def test_values_without_indices() -> None:

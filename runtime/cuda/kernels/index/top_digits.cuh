@@ -5,6 +5,9 @@
 constexpr u32 DIGIT_BITS = 8, BINS = 256, NO_BIN = BINS, GROUP = 16, GROUPS = BINS / GROUP, INDEX_BITS = 32;
 static_assert(LINES == 1 && LINE_THREADS >= BINS, "a thread for each bin");
 
+constexpr bool FEW = false;
+constexpr u32 CANDIDATES = 1;
+
 struct Counts {
     u32 bins[BINS], groups[GROUPS];
     u32 digit, rest, inside;

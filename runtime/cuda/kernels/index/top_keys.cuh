@@ -1,8 +1,16 @@
-// top_rows.cu: a line whose keys are in its threads' registers. The threshold is found bit by bit: how many keys reach a candidate?
+// top_rows.cu: a line whose keys are in its threads' registers.
+//
+// Of few elements (FEW), the KEEP-th largest of the largest keys of a warp's lanes is a bound: KEEP keys are not smaller. Those that are not are
+// mostly few, and each finds its place by a look at all of them. Otherwise, or if they are many, the threshold is found bit by bit: how many
+// keys reach a candidate?
 #pragma once
+
+constexpr bool FEW = KEEP <= 32;
+constexpr u32 CANDIDATES = 128 * WARPS < 512 ? 128 * WARPS : 512;      // places for them
 
 struct Counts {
     u32 of_warp[2][WARPS];                         // in turn: a warp that is late still reads those before
+    Key bounds[WARPS];
 };
 
 DEVICE constexpr u32 floor_power(u32 n) { return n < 2 ? n : 2 * floor_power(n / 2); }
@@ -24,6 +32,45 @@ struct Line {
     template <typename Do> DEVICE void each(Do act) const {
         #pragma unroll
         for (u32 i = 0; i < KEYS; i++) act(keys[i], place(i));
+    }
+    // Whether a key is one of the line: those of the last turn may lie behind it.
+    DEVICE bool inside(u32 i, const Params& p) const { return i + 1 < KEYS || place(i) < p.size; }
+
+    // The largest key that is known to be reached by `kept` keys: a warp's lanes have as many that reach its own bound.
+    DEVICE Key bound(Counts& counts, u32 kept) const {
+        const u32 lane = thread % 32;
+        Key most = 0;
+        #pragma unroll
+        for (u32 i = 0; i < KEYS; i++) most = max(most, keys[i]);
+        u32 before = 0;
+        #pragma unroll
+        for (u32 other = 0; other < 32; other++) {
+            const Key v = __shfl_sync(~0u, most, other);
+            before += v > most || (v == most && other < lane);
+        }
+        const u32 found = __reduce_add_sync(~0u, before + 1 == kept ? lane : 0);
+        Key least = __shfl_sync(~0u, most, found);
+        if (WARPS == 1) return least;
+        if (lane == 0) counts.bounds[thread / 32] = least;
+        line_barrier();
+        #pragma unroll
+        for (u32 w = 0; w < WARPS; w++) least = max(least, counts.bounds[w]);
+        return least;
+    }
+    // The keys that reach a bound, in any order, as far as there is room; returns how many there are.
+    DEVICE u32 gather(Item* items, u32& count, Key least, const Params& p) const {
+        u32 own = 0;
+        #pragma unroll
+        for (u32 i = 0; i < KEYS; i++) own += keys[i] >= least && inside(i, p) ? 1 : 0;
+        u32 at = own ? atomicAdd(&count, own) : 0;
+        #pragma unroll
+        for (u32 i = 0; i < KEYS; i++) {
+            const bool reaches = keys[i] >= least && inside(i, p);
+            if (reaches && at < CANDIDATES) items[at] = {keys[i], place(i)};
+            at += reaches ? 1 : 0;
+        }
+        line_barrier();
+        return count;
     }
     // How many keys of the line fulfil a condition.
     template <typename If> DEVICE u32 counted(Counts& counts, If condition) {

@@ -102,6 +102,8 @@ DEVICE Key key_of(Element e) {
     return LARGEST ? key : Key(~key);
 }
 
+DEVICE bool comes_before(const Item& a, const Item& b) { return a.key > b.key || (a.key == b.key && a.at < b.at); }
+
 #if KEYS
 #include "top_keys.cuh"
 #else
@@ -113,10 +115,8 @@ DEVICE Key key_of(Element e) {
 struct Shared {
     Counts counts;
     u32 gathered;
-    Item items[CAPACITY];
+    Item items[CAPACITY > CANDIDATES ? CAPACITY : CANDIDATES];
 };
-
-DEVICE bool comes_before(const Item& a, const Item& b) { return a.key > b.key || (a.key == b.key && a.at < b.at); }
 
 // Bitonic: no two items are equal, so the result does not depend on the order in which they were gathered.
 DEVICE void sort(Shared& s, u32 thread) {
@@ -135,31 +135,72 @@ DEVICE void sort(Shared& s, u32 thread) {
     }
 }
 
+// Where a line is read, and where its elements go.
+struct Places {
+    const Params& p;
+    const Element* x;
+    Element* y;
+#if INDICES
+    i64* index;
+#endif
+    DEVICE Places(const Params& p, u32 line) : p(p), x(p.x), y(p.y) {
+#if INDICES
+        index = p.index;
+#endif
+        for (int k = RANK - 1; k >= 0; k--) {
+            const u32 o = line % u32(p.dims[k]);
+            line /= u32(p.dims[k]);
+            x += o * p.x_strides[k];
+            y += o * p.y_strides[k];
+#if INDICES
+            index += o * p.index_strides[k];
+#endif
+        }
+    }
+    DEVICE void put(u32 rank, u32 at) const {
+        y[rank * p.step_y] = x[at * p.step_x];
+#if INDICES
+        index[rank * p.step_index] = at;
+#endif
+    }
+};
+
+#if KEYS
+// Each of the gathered candidates counts those before it.
+DEVICE void put_candidates(const Shared& s, u32 count, const Places& places, u32 thread) {
+    for (u32 j = thread; j < count; j += LINE_THREADS) {
+        const Item own = s.items[j];
+        u32 before = 0;
+        #pragma unroll 4
+        for (u32 i = 0; i < count; i++) before += comes_before(s.items[i], own) ? 1 : 0;
+        if (before < KEEP) places.put(before, own.at);
+    }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(LINES * LINE_THREADS) top_rows(const __grid_constant__ Params p) {
     __shared__ Shared shared[LINES];
     Shared& s = shared[threadIdx.x / LINE_THREADS];
-    const u32 thread = threadIdx.x % LINE_THREADS;
+    const u32 thread = threadIdx.x % LINE_THREADS, line = blockIdx.x * LINES + threadIdx.x / LINE_THREADS;
     launch_dependents();
     wait_for_predecessor();
-    const Element* x = p.x;
-    Element* y = p.y;
-#if INDICES
-    i64* index = p.index;
-#endif
-    u32 line = blockIdx.x * LINES + threadIdx.x / LINE_THREADS;
     if (LINES > 1 && line >= p.lines) return;
-    for (int k = RANK - 1; k >= 0; k--) {
-        const u32 o = line % u32(p.dims[k]);
-        line /= u32(p.dims[k]);
-        x += o * p.x_strides[k];
-        y += o * p.y_strides[k];
-#if INDICES
-        index += o * p.index_strides[k];
-#endif
-    }
+    const Places places(p, line);
+    Line held(places.x, p, thread);
     if (thread == 0) s.gathered = 0;
+    line_barrier();
+#if KEYS
+    if (FEW) {
+        const u32 count = held.gather(s.items, s.gathered, held.bound(s.counts, KEEP), p);
+        if (count <= CANDIDATES) {
+            put_candidates(s, count, places, thread);
+            return;
+        }
+        line_barrier();
+        if (thread == 0) s.gathered = 0;
+    }
+#endif
     for (u32 j = KEEP + thread; j < CAPACITY; j += LINE_THREADS) s.items[j] = {0, ~0u};
-    Line held(x, p, thread);
     const Threshold t = p.size == KEEP ? Threshold{0, p.size} : held.threshold(s.counts, KEEP);
     line_barrier();
     held.each([&](Key key, u32 at) {
@@ -167,11 +208,5 @@ extern "C" __global__ void __launch_bounds__(LINES * LINE_THREADS) top_rows(cons
     });
     line_barrier();
     sort(s, thread);
-    for (u32 j = thread; j < KEEP; j += LINE_THREADS) {
-        const u32 at = s.items[j].at;
-        y[j * p.step_y] = x[at * p.step_x];
-#if INDICES
-        index[j * p.step_index] = at;
-#endif
-    }
+    for (u32 j = thread; j < KEEP; j += LINE_THREADS) places.put(j, s.items[j].at);
 }
