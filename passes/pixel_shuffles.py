@@ -1,7 +1,7 @@
 """Pixels that a convolution makes as channels lie together: a shuffle then moves whole blocks of channels.
 
-Super-resolution networks make each pixel of a larger image from channels of a smaller one (Shi et al., 2016). PyTorch's shuffle takes
-channel ``c`` of pixel ``(i, j)`` of a block from channel ``(c * k + i) * k + j``, so that neighbours in memory go to different pixels.
+Super-resolution networks make each pixel of a larger image from channels of a smaller one (Shi et al., 2016). PyTorch takes
+channel ``c`` of pixel ``(i, j)`` of a block from channel ``(c * k + i) * k + j``: neighbours in memory become distant pixels.
 The filters of the convolution before it are put in another order, by pixels first: the same numbers, moved 16 bytes at a time.
 """
 
