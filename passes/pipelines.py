@@ -35,6 +35,7 @@ from optdnn.passes.fuse_rotary import FuseRotary
 from optdnn.passes.fuse_siblings import FuseSiblings
 from optdnn.passes.fuse_softmax import FuseSoftmax
 from optdnn.passes.gather_rows import GatherRows
+from optdnn.passes.gathered_products import GatheredProducts
 from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
@@ -130,6 +131,7 @@ O2_GPU: tuple[Pass, ...] = (
     PadRows(),  # the sizes that are left
     UnrolledScans(),  # before fusions: chains of steps have many small operators
     RollScans(),  # the chains that are left
+    GatheredProducts(),  # before sums of segments and epilogues, which take in gathers and sums
     VectorProducts(),  # before views are hoisted; before siblings, which may take in the matrix
     SegmentSums(),  # before epilogues, which would take in the arithmetic of rows
     ChannelNorms(),  # before epilogues, which would take their arithmetic; the libraries of CPUs would have to transpose

@@ -97,6 +97,7 @@ RULES: Mapping[str, str] = {
     "outer_product": "products of one term written as multiplications",
     "loop_of_bags": "loops over embedding bags made one gather and one reduction",
     "concat_of_bags": "reductions of runs of rows made one reduction",
+    "gathered_products": "products of gathered rows computed before they are gathered",
     "pixel_shuffle": "filters before pixel shuffles ordered by pixels, which then move as blocks of channels",
     "pad_channels": "channels between convolutions padded to a multiple of 8",
     "pad_heads": "attention heads padded to a multiple of 8 features",

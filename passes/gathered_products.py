@@ -1,0 +1,263 @@
+"""Products of rows that are gathered from fewer rows are computed before they are gathered.
+
+Networks of points and of graphs multiply what belongs to an edge: the features of its ends, or their difference, side by side
+(EdgeConv: Wang et al., 2019; PointNet++: Qi et al., 2017; message passing: Gilmer et al., 2017). There are many more edges than
+points. A product with a constant matrix goes through all that moves rows, through sums, and through parts that lie side by side, each
+of which has rows of the matrix to itself. So each point is multiplied once. What is gathered are its products, which are then added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.widths import staged
+from optdnn.passes.support.facts import RESHAPES, exchange_last, in_shape, integers, operand, producer, shape_of
+from optdnn.types import Array, normalize_axis
+
+LESS = 2
+"""Times fewer multiplications, at least."""
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A part of the product's operand: channels of ``value`` (along ``axis``), moved by ``moves``, the first one first.
+
+    They are then added to others with ``sign``, and meet rows of the matrix from ``first`` on.
+    """
+
+    value: Value
+    axis: int
+    first: int
+    sign: int = 1
+    moves: tuple[tuple[Op, int], ...] = ()
+    """Operators, and the axis of the channels in their results."""
+
+    @property
+    def place(self) -> _Term:
+        """The same for all parts that can share a product: a repetition at the end is left to the sum."""
+        last = self.moves[-1][0] if self.moves else None
+        repeated = last is not None and last.kind == "Expand" and len(self.moves) > 1
+        return replace(self, first=0, sign=1, moves=self.moves[:-1] if repeated else self.moves)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product with a constant matrix ``[inside, outside]``: of the channels along ``axis``, with a bias or none."""
+
+    op: Op
+    axis: int
+    matrix: Array
+    bias: Array | None
+
+
+def _product(graph: Graph, op: Op) -> _Product | None:
+    """A plain product of each row, or pixel, by itself; None for any other operator."""
+    weight, bias = graph.constant_value(op.input(1)), graph.constant_value(op.input(2))
+    shape, a = shape_of(graph, op.inputs[0]), op.attrs
+    if weight is None or shape is None or not all(isinstance(d, int) and d for d in shape) or staged(op):
+        return None
+    if op.input(2) is not None and (bias is None or bias.ndim != 1):
+        return None
+    if op.kind == "MatMul":
+        return _Product(op, len(shape) - 1, weight, None) if weight.ndim == 2 else None
+    if op.kind == "Gemm":
+        plain = a.alpha == a.beta == 1 and not a.transA
+        return _Product(op, 1, weight.T if a.transB else weight, bias) if plain else None
+    alone = (
+        a.group == 1
+        and {*weight.shape[2:], *a.strides} == {1}
+        and not any(a.pads)
+        and a.auto_pad in ("NOTSET", "VALID")
+    )
+    return _Product(op, 1, weight.reshape(weight.shape[:2]).T, bias) if alone else None
+
+
+def _terms(graph: Graph, term: _Term) -> list[_Term]:
+    """What a value is made of, as far as a product goes through it."""
+    op, dims = graph.op(term.value), graph.type(term.value).dims
+    if op.kind == "Concat" and normalize_axis(op.attrs.axis, len(dims)) == term.axis:
+        found, first = [], term.first
+        for part in op.inputs:
+            assert part is not None
+            found += _terms(graph, replace(term, value=part, first=first))
+            first += int(graph.type(part).dims[term.axis])  # type: ignore[call-overload]
+        return found
+    if op.kind in ("Add", "Sub") and not term.moves and _has_channels(graph, op, term.axis):
+        signs = (1, -1 if op.kind == "Sub" else 1)
+        parts = [replace(term, value=operand(op, i), sign=term.sign * s) for i, s in enumerate(signs)]
+        return [t for part in parts for t in _terms(graph, part)]
+    before = _axis_before(graph, op, term.axis)
+    if before is None:
+        return [term]
+    inner = _terms(graph, replace(term, value=operand(op), axis=before, moves=((op, term.axis), *term.moves)))
+    fit = all(t.axis in (1, len(graph.type(t.value).dims) - 1) for t in inner)
+    return inner if fit and sum(_rows(graph, t) for t in inner) <= _rows(graph, term) else [term]
+
+
+def _has_channels(graph: Graph, op: Op, axis: int) -> bool:
+    """Whether both operands of a sum have all channels, and neither is a constant."""
+    dims = op.outputs[0].type.dims
+    return all(
+        v is not None and graph.constant_value(v) is None and len(graph.type(v).dims) == len(dims)
+        and graph.type(v).dims[axis] == dims[axis]
+        for v in op.inputs
+    )  # fmt: skip
+
+
+def _rows(graph: Graph, term: _Term) -> int:
+    shape = graph.type(term.value).static_shape
+    return math.prod(shape) // shape[term.axis]
+
+
+def _axis_before(graph: Graph, op: Op, axis: int) -> int | None:
+    """The axis of a move's operand that holds the channels of its result, whole and in order; None where there is none."""
+    if op.kind not in RESHAPES | {"Expand", "Gather", "GatherElements", "Transpose"} or not op.inputs:
+        return None
+    before, after = shape_of(graph, op.inputs[0]), op.outputs[0].type.static_shape
+    if before is None or not all(isinstance(d, int) for d in before):
+        return None
+    found = _place(graph, op, axis, before, after)  # type: ignore[arg-type]
+    return found if found is not None and 0 <= found < len(before) and before[found] == after[axis] else None
+
+
+def _place(graph: Graph, op: Op, axis: int, before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
+    if op.kind in RESHAPES:
+        ends = (i for i in range(len(before)) if math.prod(before[:i]) == math.prod(after[:axis]))
+        return next((i for i in ends if before[i] == after[axis]), None)
+    if op.kind == "Transpose":
+        return int(op.attrs.perm[axis])
+    if op.kind == "Expand":
+        return axis - len(after) + len(before)
+    at = normalize_axis(op.attrs.axis, len(before))
+    if op.kind == "GatherElements":
+        return axis if at != axis and _index(graph, op, axis) is not None else None
+    added = len(graph.type(operand(op, 1)).dims)
+    return axis if axis < at else axis - added + 1 if axis >= at + added else None
+
+
+def _index(graph: Graph, op: Op, axis: int) -> Value | None:
+    """The index of a GatherElements that is the same for all channels, before it is repeated for them."""
+    expanded = producer(graph, op.input(1), {"Expand"})
+    shape = None if expanded is None else shape_of(graph, expanded.inputs[0])
+    rank = len(op.outputs[0].type.dims)
+    return None if expanded is None or shape is None or len(shape) != rank or shape[axis] != 1 else expanded.inputs[0]
+
+
+@rule("gathered_products", {"Conv", "Gemm", "MatMul"})
+def gathered_products(graph: Graph, op: Op) -> Match | Miss | None:
+    """A product with a constant matrix whose rows are made of fewer rows."""
+    product = _product(graph, op)
+    if product is None:
+        return None
+    whole = _Term(operand(op), product.axis, 0)
+    terms = _terms(graph, whole)
+    if terms == [whole] or not any(move.kind in ("Gather", "GatherElements") for t in terms for move, _ in t.moves):
+        return None
+    width = {t: int(graph.type(t.value).dims[t.axis]) for t in terms}  # type: ignore[call-overload]
+    fewer = sum(_rows(graph, t) * width[t] for t in {t.place: t for t in terms}.values())
+    if LESS * fewer > _rows(graph, whole) * len(product.matrix):
+        return Miss("the rows that it is made of are not half as many")
+    if graph.sole_user(operand(op)) is None:
+        return Miss("its rows are also read by others")
+    return Match((op, *_between(graph, operand(op), terms)), lambda patch: _build(patch, product, terms, width))
+
+
+def _between(graph: Graph, value: Value, terms: Sequence[_Term]) -> list[Op]:
+    """The operators between the terms and the product."""
+    ends, found, waiting = {t.value for t in terms}, dict[int, Op](), [value]
+    while waiting:
+        v = waiting.pop()
+        if v in ends or v.op in found or graph.constant_value(v) is not None:
+            continue
+        op = found[v.op] = graph.op(v)
+        moves = op.kind in ("Expand", "Gather", "GatherElements", "Transpose") or op.kind in RESHAPES
+        waiting += [v for v in (op.inputs[:1] if moves else op.inputs) if v is not None]
+    return list(found.values())
+
+
+def _build(patch: Patch, product: _Product, terms: Sequence[_Term], width: dict[_Term, int]) -> Value:
+    matrices: dict[_Term, Array] = {}
+    for t in terms:
+        rows = t.sign * product.matrix[t.first : t.first + width[t]]
+        matrices[t.place] = matrices[t.place] + rows if t.place in matrices else rows
+    total, bias = None, product.bias
+    for t, matrix in matrices.items():
+        y = _moved(patch, t, _multiplied(patch, t, matrix, bias), matrix.shape[1])
+        total, bias = y if total is None else patch.add("Add", [total, y]), None
+    assert total is not None
+    dims = product.op.outputs[0].type.static_shape
+    return total if patch.type(total).dims == dims else patch.add("Expand", [total, integers(patch, dims, "shape")])
+
+
+def _multiplied(patch: Patch, term: _Term, matrix: Array, bias: Array | None) -> Value:
+    """The product of a term's channels."""
+    rank = len(patch.type(term.value).dims)
+    if term.axis == rank - 1:
+        y = patch.add("MatMul", [term.value, patch.constant(np.ascontiguousarray(matrix), "matrix")], MatMulAttrs())
+        return y if bias is None else patch.add("Add", [y, patch.constant(bias, "bias")])
+    spatial = rank - 2
+    filters = patch.constant(np.ascontiguousarray(matrix.T).reshape(*matrix.T.shape, *(1,) * spatial), "filters")
+    more = [] if bias is None else [patch.constant(bias, "bias")]
+    ones = (1,) * spatial
+    return patch.add("Conv", [term.value, filters, *more], ConvAttrs(ones, (0,) * (2 * spatial), ones))
+
+
+def _moved(patch: Patch, term: _Term, y: Value, channels: int) -> Value:
+    """The products where the term's channels went."""
+    for op, axis in term.moves:
+        after = [*op.outputs[0].type.static_shape]
+        after[axis] = channels
+        if op.kind in RESHAPES:
+            y = in_shape(patch, y, tuple(after), op.src)
+        elif op.kind == "Expand":
+            y = patch.add("Expand", [y, integers(patch, after, "shape")], src=op.src)
+        elif op.kind == "GatherElements":
+            index = _index(patch.graph, op, axis)
+            wide = patch.add("Expand", [index, integers(patch, after, "shape")], src=op.src)
+            y = patch.add(op.kind, [y, wide], op.attrs, src=op.src)
+        else:
+            y = patch.add(op.kind, [y, *op.inputs[1:]], op.attrs, src=op.src)
+    return y
+
+
+@rule("gather_by_one_index", {"GatherElements"})
+def gather_by_one_index(graph: Graph, op: Op) -> Match | None:
+    """A GatherElements whose index is repeated along all other axes is a Gather: it moves whole rows, wherever these lie."""
+    expanded, shape = producer(graph, op.input(1), {"Expand"}), shape_of(graph, op.inputs[0])
+    if expanded is None or shape is None:
+        return None
+    after, index = op.outputs[0].type.dims, shape_of(graph, expanded.inputs[0])
+    at = normalize_axis(op.attrs.axis, len(after))
+    if index is None or len(index) > len(after) or math.prod(d for d in index if isinstance(d, int)) != after[at]:
+        return None
+    if index[at - len(after)] != after[at] or any(
+        a != b for k, (a, b) in enumerate(zip(shape, after, strict=True)) if k != at
+    ):
+        return None
+
+    def build(patch: Patch) -> Value:
+        line = in_shape(patch, operand(expanded), (after[at],), expanded.src)
+        if at < len(after) - 1 or at == 0:
+            return patch.add("Gather", [operand(op), line], GatherAttrs(at), src=op.src)
+        turned = TransposeAttrs(exchange_last(len(after)))  # rows that lie together are moved together
+        x = patch.add("Transpose", [operand(op)], turned, src=op.src)
+        y = patch.add("Gather", [x, line], GatherAttrs(at - 1), src=op.src)
+        return patch.add("Transpose", [y], turned, src=op.src)
+
+    return Match((op, expanded), build)
+
+
+class GatheredProducts(RulePass):
+    name = "gathered_products"
+    rules = (gathered_products, gather_by_one_index)

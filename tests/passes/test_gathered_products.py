@@ -1,0 +1,129 @@
+"""gathered_products: what is gathered are products of rows, and not rows of products."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.binary import CastAttrs
+from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.gemm import GemmAttrs
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.gathered_products import GatheredProducts
+from optdnn.types import INT64
+
+CAST = CastAttrs(INT64)
+POINTS, NEAR, C, MADE = 12, 5, 8, 16
+EDGES = 40
+
+
+def places(n: Net, count: int = POINTS * NEAR) -> Value:
+    """Indices that are computed."""
+    return n.op("Cast", n.op("Abs", n.op("Clip", n.input(count, name="i"), -11.0, 11.0)), attrs=CAST)
+
+
+def gathered_elements(n: Net, x: Value, batch: int = 1) -> Value:
+    """Each point's neighbours: [batch, C, POINTS, NEAR]."""
+    index = n.op("Reshape", places(n, batch * POINTS * NEAR), n.ints(batch, 1, POINTS * NEAR))
+    wide = n.op("Expand", index, n.ints(batch, C, POINTS * NEAR))
+    found = n.op("GatherElements", x, wide, attrs=GatherAttrs(2))
+    return n.op("Reshape", found, n.ints(batch, C, POINTS, NEAR))
+
+
+def edges(n: Net, batch: int = 1) -> Value:
+    """The operand of an edge convolution: [batch, 2 C, POINTS, NEAR]."""
+    x = n.op("Relu", n.input(batch, C, POINTS))
+    here = n.op("Expand", n.op("Unsqueeze", x, n.ints(3)), n.ints(batch, C, POINTS, NEAR))
+    return n.op("Concat", n.op("Sub", gathered_elements(n, x, batch), here), here, attrs=ConcatAttrs(1))
+
+
+def edge_convolution(n: Net, batch: int = 1) -> Graph:
+    y = n.op("LeakyRelu", n.conv(edges(n, batch), MADE, 1, pads=0, bias=True))
+    return n.done(n.op("ReduceMax", y, n.ints(3)))
+
+
+def nodes(n: Net) -> Value:
+    return n.op("Relu", n.input(POINTS, C))
+
+
+def ends(n: Net, x: Value, *more: Value) -> Value:
+    """The features of both ends of each edge, side by side."""
+    both = [
+        n.op("Gather", x, n.op("Add", places(n, EDGES), n.const(0, np.int64)), attrs=GatherAttrs(0)) for _ in (0, 1)
+    ]
+    return n.op("Concat", *both, *more, attrs=ConcatAttrs(1))
+
+
+def test_an_edge_convolution() -> None:
+    n = Net(np.float64)
+    graph, report = check_pass(GatheredProducts(), edge_convolution(n), changes=2)
+    assert {f.rule for f in report.fired} == {"gathered_products", "gather_by_one_index"}
+    assert sorted(graph.type(op.value).static_shape for op in graph.of_kind("Conv")) == [(1, MADE, POINTS)] * 2
+    assert not list(graph.of_kind("Concat", "Sub", "GatherElements"))
+
+
+def test_several_clouds() -> None:
+    n = Net(np.float64)
+    graph, _ = check_pass(GatheredProducts(), edge_convolution(n, 2), changes=1)
+    assert [graph.type(op.value).static_shape for op in graph.of_kind("GatherElements")] == [(2, MADE, POINTS * NEAR)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_ends_of_edges(bias: bool) -> None:
+    n = Net(np.float64)
+    rows = ends(n, nodes(n))
+    attrs = GemmAttrs(transB=True)
+    y = (
+        n.op("Gemm", rows, n.random(MADE, 2 * C), *([n.random(MADE)] if bias else []), attrs=attrs)
+        if bias
+        else n.matmul(rows, MADE)
+    )
+    graph, _ = check_pass(GatheredProducts(), n.done(n.op("Relu", y)), changes=1)
+    assert [graph.type(op.value).static_shape for op in graph.of_kind("MatMul")] == [(POINTS, MADE)] * 2
+    assert len(list(graph.of_kind("Gather"))) == 2
+
+
+def test_turned_rows_and_parts_that_are_not_gathered() -> None:
+    n = Net(np.float64)
+    x = n.op("Transpose", n.op("Relu", n.input(C, POINTS)), attrs=TransposeAttrs((1, 0)))
+    y = n.matmul(ends(n, x, n.op("Relu", n.input(EDGES, 2, name="e"))), MADE)
+    graph, _ = check_pass(GatheredProducts(), n.done(y), changes=1)
+    assert sorted(graph.type(op.value).static_shape for op in graph.of_kind("MatMul")) == [(POINTS, MADE)] * 2 + [
+        (EDGES, MADE)
+    ]
+
+
+def test_what_it_refuses() -> None:
+    n = Net(np.float64)
+    more = n.op("Relu", n.input(EDGES, 4 * C, name="e"))
+    check_refused(GatheredProducts(), n.done(n.matmul(ends(n, nodes(n), more), MADE)), because="are not half as many")
+    n = Net(np.float64)
+    rows = ends(n, nodes(n))
+    check_refused(GatheredProducts(), n.done(n.matmul(rows, MADE), n.op("Relu", rows)), because="also read by others")
+
+
+def test_what_is_no_candidate() -> None:
+    n = Net(np.float64)
+    check_untouched(GatheredProducts(), n.done(n.matmul(nodes(n), MADE)))
+    n = Net(np.float64)
+    check_untouched(GatheredProducts(), n.done(n.op("MatMul", ends(n, nodes(n)), n.input(2 * C, MADE, name="w"))))
+    n = Net(np.float64)
+    check_untouched(GatheredProducts(), n.done(n.conv(edges(n, 2), MADE, 3)))
+    n = Net(np.float64)
+    grouped = n.op("Conv", edges(n, 2), n.random(MADE, C, 1, 1), attrs=ConvAttrs((1, 1), (0, 0, 0, 0), (1, 1), 2))
+    check_untouched(GatheredProducts(), n.done(grouped))
+    n = Net(np.float64)
+    sums = n.op("Gemm", ends(n, nodes(n)), n.random(2 * C, MADE), attrs=GemmAttrs(alpha=0.5))
+    check_untouched(GatheredProducts(), n.done(sums))
+
+
+def test_a_network_on_the_gpu() -> None:
+    check_simulated(edge_convolution(Net()), "fp16")
+    n = Net()
+    check_simulated(n.done(n.op("Relu", n.matmul(ends(n, nodes(n)), MADE))), "fp16")
