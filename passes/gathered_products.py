@@ -2,8 +2,8 @@
 
 Networks of points and of graphs multiply what belongs to an edge: the features of its ends, or their difference, side by side
 (EdgeConv: Wang et al., 2019; PointNet++: Qi et al., 2017; message passing: Gilmer et al., 2017). There are many more edges than
-points. A product with a constant matrix goes through all that moves rows, through sums, and through parts that lie side by side, each
-of which has rows of the matrix to itself. So each point is multiplied once. What is gathered are its products, which are then added.
+points. A product with a constant matrix goes through all that moves rows, through sums, and through parts that lie side by side.
+Each part has rows of the matrix to itself. So each point is multiplied once. What is gathered and added are its products.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.binary import CastAttrs, ModAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.gemm import MatMulAttrs
@@ -23,7 +24,7 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.widths import staged
 from optdnn.passes.support.facts import RESHAPES, exchange_last, in_shape, integers, operand, producer, shape_of
-from optdnn.types import Array, normalize_axis
+from optdnn.types import INT64, Array, normalize_axis
 
 LESS = 2
 """Times fewer multiplications, at least."""
@@ -233,29 +234,44 @@ def _moved(patch: Patch, term: _Term, y: Value, channels: int) -> Value:
 
 @rule("gather_by_one_index", {"GatherElements"})
 def gather_by_one_index(graph: Graph, op: Op) -> Match | None:
-    """A GatherElements whose index is repeated along all other axes is a Gather: it moves whole rows, wherever these lie."""
+    """A GatherElements whose index is repeated for all channels is a Gather of rows, which lie together wherever they come from."""
     expanded, shape = producer(graph, op.input(1), {"Expand"}), shape_of(graph, op.inputs[0])
-    if expanded is None or shape is None:
+    after = op.outputs[0].type.shape
+    if expanded is None or shape is None or after is None or not all(isinstance(d, int) for d in (*shape, *after)):
         return None
-    after, index = op.outputs[0].type.dims, shape_of(graph, expanded.inputs[0])
-    at = normalize_axis(op.attrs.axis, len(after))
-    if index is None or len(index) > len(after) or math.prod(d for d in index if isinstance(d, int)) != after[at]:
+    index, at = shape_of(graph, expanded.inputs[0]), normalize_axis(op.attrs.axis, len(shape))
+    if len(shape) < 2 or at != len(shape) - 1 or tuple(shape[:at]) != tuple(after[:at]):
         return None
-    if index[at - len(after)] != after[at] or any(
-        a != b for k, (a, b) in enumerate(zip(shape, after, strict=True)) if k != at
+    stacks = tuple(after[: at - 1])
+    if index not in (
+        (*stacks, 1, after[at]),
+        *(((1,) * k + (after[at],)) for k in range(at + 1) if set(stacks) <= {1}),
     ):
         return None
+    return Match((op, expanded), lambda patch: _rows_by_index(patch, op, expanded, math.prod(stacks)))  # type: ignore[arg-type]
 
-    def build(patch: Patch) -> Value:
-        line = in_shape(patch, operand(expanded), (after[at],), expanded.src)
-        if at < len(after) - 1 or at == 0:
-            return patch.add("Gather", [operand(op), line], GatherAttrs(at), src=op.src)
-        turned = TransposeAttrs(exchange_last(len(after)))  # rows that lie together are moved together
-        x = patch.add("Transpose", [operand(op)], turned, src=op.src)
-        y = patch.add("Gather", [x, line], GatherAttrs(at - 1), src=op.src)
-        return patch.add("Transpose", [y], turned, src=op.src)
 
-    return Match((op, expanded), build)
+def _rows_by_index(patch: Patch, op: Op, expanded: Op, stacks: int) -> Value:
+    """``stacks`` matrices [channels, rows], each with an index of its own, as rows of one matrix."""
+    (*_, channels, rows), after = patch.type(operand(op)).static_shape, op.outputs[0].type.static_shape
+    turned, many = TransposeAttrs(exchange_last(len(after))), stacks * after[-1]
+    index = operand(expanded)
+    if stacks > 1:
+        size, firsts = (
+            patch.constant(np.array(rows), "rows"),
+            patch.constant(np.arange(stacks)[:, None] * rows, "firsts"),
+        )
+        kind = patch.type(index).dtype
+        if kind != INT64:
+            index = patch.add("Cast", [index], CastAttrs(INT64), src=expanded.src)
+        index = in_shape(patch, index, (stacks, after[-1]), expanded.src)
+        inside = patch.add("Mod", [index, size], ModAttrs(), src=expanded.src)  # places that count from the end
+        index = patch.add("Add", [inside, firsts], src=expanded.src)
+    index = in_shape(patch, index, (many,), expanded.src)
+    x = patch.add("Transpose", [operand(op)], turned, src=op.src)
+    y = patch.add("Gather", [in_shape(patch, x, (stacks * rows, channels), op.src), index], GatherAttrs(0), src=op.src)
+    y = in_shape(patch, y, (*after[:-2], after[-1], channels), op.src)
+    return patch.add("Transpose", [y], turned, src=op.src)
 
 
 class GatheredProducts(RulePass):

@@ -98,6 +98,7 @@ RULES: Mapping[str, str] = {
     "loop_of_bags": "loops over embedding bags made one gather and one reduction",
     "concat_of_bags": "reductions of runs of rows made one reduction",
     "gathered_products": "products of gathered rows computed before they are gathered",
+    "gather_by_one_index": "gathers of elements by one index for all made gathers of rows",
     "pixel_shuffle": "filters before pixel shuffles ordered by pixels, which then move as blocks of channels",
     "pad_channels": "channels between convolutions padded to a multiple of 8",
     "pad_heads": "attention heads padded to a multiple of 8 features",

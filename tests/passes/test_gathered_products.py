@@ -24,8 +24,8 @@ EDGES = 40
 
 
 def places(n: Net, count: int = POINTS * NEAR) -> Value:
-    """Indices that are computed."""
-    return n.op("Cast", n.op("Abs", n.op("Clip", n.input(count, name="i"), -11.0, 11.0)), attrs=CAST)
+    """Indices that are computed, some from the end."""
+    return n.op("Cast", n.op("Clip", n.op("Mul", n.input(count, name="i"), 6.0), -12.0, 11.0), attrs=CAST)
 
 
 def gathered_elements(n: Net, x: Value, batch: int = 1) -> Value:
@@ -41,6 +41,17 @@ def edges(n: Net, batch: int = 1) -> Value:
     x = n.op("Relu", n.input(batch, C, POINTS))
     here = n.op("Expand", n.op("Unsqueeze", x, n.ints(3)), n.ints(batch, C, POINTS, NEAR))
     return n.op("Concat", n.op("Sub", gathered_elements(n, x, batch), here), here, attrs=ConcatAttrs(1))
+
+
+def joined(n: Net) -> Value:
+    """Gathered pixels beside others."""
+    x = n.op("Relu", n.input(1, C, POINTS, 4))
+    return n.op(
+        "Concat",
+        n.op("Gather", x, places(n, NEAR * 4), attrs=GatherAttrs(2)),
+        n.input(1, C, NEAR * 4, 4, name="y"),
+        attrs=ConcatAttrs(1),
+    )
 
 
 def edge_convolution(n: Net, batch: int = 1) -> Graph:
@@ -70,8 +81,18 @@ def test_an_edge_convolution() -> None:
 
 def test_several_clouds() -> None:
     n = Net(np.float64)
-    graph, _ = check_pass(GatheredProducts(), edge_convolution(n, 2), changes=1)
-    assert [graph.type(op.value).static_shape for op in graph.of_kind("GatherElements")] == [(2, MADE, POINTS * NEAR)]
+    graph, _ = check_pass(GatheredProducts(), edge_convolution(n, 2), changes=2)
+    assert [graph.type(op.value).static_shape for op in graph.of_kind("Gather")] == [(2 * POINTS * NEAR, MADE)]
+
+
+def test_an_index_for_each_channel_stays() -> None:
+    n = Net(np.float64)
+    x, index = n.op("Relu", n.input(C, POINTS)), n.op("Reshape", places(n, C * NEAR), n.ints(C, NEAR))
+    check_untouched(GatheredProducts(), n.done(n.op("GatherElements", x, index, attrs=GatherAttrs(1))))
+    n = Net(np.float64)
+    x, index = n.op("Relu", n.input(C, POINTS)), n.op("Reshape", places(n, C), n.ints(C, 1))
+    wide = n.op("Expand", index, n.ints(C, NEAR))
+    check_untouched(GatheredProducts(), n.done(n.op("GatherElements", x, wide, attrs=GatherAttrs(0))))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -114,9 +135,9 @@ def test_what_is_no_candidate() -> None:
     n = Net(np.float64)
     check_untouched(GatheredProducts(), n.done(n.op("MatMul", ends(n, nodes(n)), n.input(2 * C, MADE, name="w"))))
     n = Net(np.float64)
-    check_untouched(GatheredProducts(), n.done(n.conv(edges(n, 2), MADE, 3)))
+    check_untouched(GatheredProducts(), n.done(n.conv(joined(n), MADE, 3)))
     n = Net(np.float64)
-    grouped = n.op("Conv", edges(n, 2), n.random(MADE, C, 1, 1), attrs=ConvAttrs((1, 1), (0, 0, 0, 0), (1, 1), 2))
+    grouped = n.op("Conv", joined(n), n.random(MADE, C, 1, 1), attrs=ConvAttrs((1, 1), (0, 0, 0, 0), (1, 1), 2))
     check_untouched(GatheredProducts(), n.done(grouped))
     n = Net(np.float64)
     sums = n.op("Gemm", ends(n, nodes(n)), n.random(2 * C, MADE), attrs=GemmAttrs(alpha=0.5))
