@@ -3,7 +3,8 @@
 StyleGAN's modulated convolutions (Karras et al., 2020) multiply constant filters by a factor of each channel that they read, which
 the style computes, and divide them by the norm of each filter. ``conv(x, w * s * d)`` is ``conv(x * s, w) * d`` with ``s`` of the
 channels that are read and ``d`` of the channels that are written: the filters are constants again. Batches are written as groups,
-one for each picture, and become a batch again.
+one for each picture, and become a batch again. The norms are those of constant filters with each channel times ``s``: the sums of
+``(w * s) ** 2`` are a product of ``s ** 2`` with the sums of ``w ** 2``, which are constant.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import depends_on_inputs, operand, producer, reshaped, sizes_of
+from optdnn.passes.support.facts import depends_on_inputs, ints, operand, producer, reshaped, sizes_of, with_rank
 
 Sizes = tuple[int, ...]
 
@@ -103,6 +107,42 @@ def _scaled(patch: Patch, x: Value, factors: Sequence[tuple[Value, bool]]) -> Va
     return x
 
 
+@rule("norms_of_filters", {"ReduceSum"})
+def norms_of_filters(graph: Graph, op: Op) -> Match | Miss | None:
+    """Sums of squares of a constant times factors along one axis that is summed."""
+    square = producer(graph, op.inputs[0], {"Mul"})
+    scaled = (
+        None if square is None or square.inputs[0] != square.inputs[1] else producer(graph, square.inputs[0], {"Mul"})
+    )
+    if square is None or scaled is None:
+        return None
+    slot = 0 if graph.constant_value(operand(scaled)) is not None else 1
+    filters, factor = graph.constant_value(operand(scaled, slot)), operand(scaled, 1 - slot)
+    sizes, factors, axes = sizes_of(graph, scaled.value), sizes_of(graph, factor), ints(graph, op.input(1))
+    if filters is None or sizes is None or factors is None or axes is None:
+        return None
+    rank = len(sizes)
+    filters, factors = with_rank(filters, rank), (1,) * (rank - len(factors)) + factors
+    summed = {a % rank for a in axes}
+    kept = [k for k in range(1, rank) if k not in summed]
+    inner = [k for k in range(1, rank) if factors[k] != 1]
+    if len(kept) != 1 or len(inner) != 1 or 0 in summed or inner[0] not in summed or filters.shape != (1, *sizes[1:]):
+        return Miss("its factors are not those of one axis of a constant's filters")
+    others = tuple(k for k in range(rank) if k not in (kept[0], inner[0]))
+    sums = np.sum(filters.astype(np.float64) ** 2, others)
+    sums = sums.T if inner[0] > kept[0] else sums
+    unit = 2.0 ** math.ceil(math.log2(sums.max())) if sums.max() > 0 else 1.0  # so that no sum is too small for 16 bits
+
+    def build(patch: Patch) -> Value:
+        style = reshaped(patch, factor, (sizes[0] if factors[0] > 1 else 1, sizes[inner[0]]), scaled.src)
+        matrix = patch.constant((sums / unit).astype(filters.dtype), "squares")
+        total = patch.add("MatMul", [patch.add("Mul", [style, style]), matrix], MatMulAttrs())
+        total = patch.add("Mul", [total, patch.constant(np.array(unit, filters.dtype), "unit")])
+        return reshaped(patch, total, op.outputs[0].type.static_shape)
+
+    return Match((op, square, scaled), build)
+
+
 class ModulatedWeights(RulePass):
     name = "modulated_weights"
-    rules = (modulated_weights,)
+    rules = (modulated_weights, norms_of_filters)

@@ -97,6 +97,7 @@ RULES: Mapping[str, str] = {
     "outer_product": "products of one term written as multiplications",
     "loop_of_bags": "loops over embedding bags made one gather and one reduction",
     "concat_of_bags": "reductions of runs of rows made one reduction",
+    "norms_of_filters": "norms of modulated filters made products with the squares of constant ones",
     "gathered_products": "products of gathered rows computed before they are gathered",
     "gather_by_one_index": "gathers of elements by one index for all made gathers of rows",
     "pixel_shuffle": "filters before pixel shuffles ordered by pixels, which then move as blocks of channels",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
@@ -9,6 +10,7 @@ from support.simulated import check_simulated
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.modulated_weights import ModulatedWeights
 
 
@@ -36,7 +38,9 @@ def modulated(
 
 @pytest.mark.parametrize("graph", [modulated(1), modulated(1, size=1, norm=False), modulated(3)])
 def test_layers_of_stylegan(graph: Graph) -> None:
-    result, _ = check_pass(ModulatedWeights(), graph, changes=1, rules={"modulated_weights": 1})
+    norms = len(list(graph.of_kind("ReduceSum")))
+    rules = {"modulated_weights": 1, **({"norms_of_filters": 1} if norms else {})}
+    result, _ = check_pass(ModulatedWeights(), graph, changes=1 + norms, rules=rules)
     (found,) = (op for op in result.ops() if op.kind == "Conv")
     assert found.attrs.group == 1
 
@@ -92,3 +96,39 @@ def test_they_run_as_constant_filters(pictures: int) -> None:
     assert "conv_sm90" in tactics
     assert "matmul_sm90" not in tactics
     assert "taps" not in tactics
+
+
+def squares(n: Net, w: Value, *axes: int, keepdims: bool = True) -> Graph:
+    total = n.op("ReduceSum", n.op("Mul", w, w), n.ints(*axes), attrs=ReduceAttrs(keepdims))
+    return n.done(n.op("Sqrt", n.op("Add", total, 1e-3)))
+
+
+@pytest.mark.parametrize("keepdims", [True, False])
+@pytest.mark.parametrize("pictures", [1, 3])
+def test_norms_are_products_of_squares(pictures: int, keepdims: bool) -> None:
+    n = Net(np.float64)
+    w = n.op("Mul", n.op("Exp", n.input(pictures, 1, 4, 1, 1, name="s")), n.random(1, 6, 4, 3, 3))
+    kinds = {"Exp": 1, "Reshape": 2, "Mul": 2, "MatMul": 1, "Add": 1, "Sqrt": 1}
+    check_pass(ModulatedWeights(), squares(n, w, 2, 3, 4, keepdims=keepdims), changes=1, kinds=kinds)
+
+
+def test_filters_whose_read_channels_come_first() -> None:
+    n = Net(np.float64)
+    w = n.op("Mul", n.random(1, 4, 6, 3), n.op("Exp", n.input(2, 4, 1, 1, name="s")))
+    check_pass(ModulatedWeights(), squares(n, w, 1, -1), changes=1)
+
+
+def test_small_filters_keep_their_norms_in_16_bits() -> None:
+    n = Net()
+    w = n.op("Mul", n.op("Exp", n.input(1, 1, 16, 1, 1, name="s")), n.random(1, 8, 16, 3, 3, scale=1e-3))
+    total = n.op("ReduceSum", n.op("Mul", w, w), n.ints(2, 3, 4))
+    check_simulated(n.done(n.op("Reciprocal", n.op("Sqrt", n.op("Add", total, 1e-8)))), "fp16")
+
+
+def test_norms_of_other_factors() -> None:
+    n = Net(np.float64)
+    w = n.op("Mul", n.random(1, 6, 4, 3, 3), n.op("Exp", n.input(1, 1, 4, 3, 1, name="s")))
+    check_refused(ModulatedWeights(), squares(n, w, 2, 3, 4), because="not those of one axis")
+    n = Net(np.float64)
+    w = n.op("Mul", n.random(1, 6, 4, 3, 3), n.op("Exp", n.input(1, 6, 1, 1, 1, name="s")))
+    check_refused(ModulatedWeights(), squares(n, w, 2, 3, 4), because="not those of one axis")
