@@ -18,6 +18,7 @@ from optdnn.kernels.conv.general import BandedConv, GeneralConv, GeneralGemm
 from optdnn.kernels.conv.grouped import GroupedConv
 from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.kernels.conv.normed import NormedConv
+from optdnn.kernels.conv.paired import PairedConv
 from optdnn.kernels.conv.pooled import PooledConv
 from optdnn.kernels.conv.separable import Separable
 from optdnn.kernels.conv.stem import StemConv
@@ -102,6 +103,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         StemConv(),
         VolumeConv(),
         NormedConv(),
+        PairedConv(),
         HopperConv(),
         HalfDepthwise(),
         Depthwise(),

@@ -52,10 +52,17 @@ def refuse(arch: str, dtype: str, feeds: Sequence[Geometry]) -> str | None:
     for kernel, strides, pads, dilations in feeds:
         if max(strides) > 8:
             return f"TMA walks in steps of at most 8, not {max(strides)}"
-        reach = [(k - 1) * d for k, d in zip(kernel, dilations, strict=True)]
-        ends = pads[len(reach) :]
-        if max(*pads, *(r - p for r, p in zip(reach, ends, strict=True))) > 127 or max(reach) > 255:
-            return "TMA's corners are 8-bit: padding and dilated kernel size are bounded"
+        if (why := far(kernel, pads, dilations)) is not None:
+            return why
+    return None
+
+
+def far(kernel: Sequence[int], pads: Sequence[int], dilations: Sequence[int]) -> str | None:
+    """Why TMA does not reach the taps of a filter, or None."""
+    reach = [(k - 1) * d for k, d in zip(kernel, dilations, strict=True)]
+    ends = pads[len(reach) :]
+    if max(*pads, *(r - p for r, p in zip(reach, ends, strict=True))) > 127 or max(reach) > 255:
+        return "TMA's corners are 8-bit: padding and dilated kernel size are bounded"
     return None
 
 
