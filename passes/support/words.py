@@ -195,6 +195,7 @@ RULES: Mapping[str, str] = {
     "masked_rows": "operators on selected rows computed for all rows, and chosen by the mask",
     "l2_norm": "normalizations by the Euclidean norm recognized",
     "rotary_rows": "rotary embeddings extended to rows that do not turn",
+    "rotary_parts": "parts of a head that turn by different coordinates fused",
     "siblings": "products of one operand merged into one",
     "pointwise": "pointwise operators fused into one kernel",
     "third_term": "sums of two products and a residual added in another order",
