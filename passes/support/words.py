@@ -194,6 +194,7 @@ RULES: Mapping[str, str] = {
     "expert_rows": "products of groups of rows made one product of all rows with all matrices",
     "masked_rows": "operators on selected rows computed for all rows, and chosen by the mask",
     "l2_norm": "normalizations by the Euclidean norm recognized",
+    "snake": "Snake activations recognized",
     "rotary_rows": "rotary embeddings extended to rows that do not turn",
     "rotary_parts": "parts of a head that turn by different coordinates fused",
     "siblings": "products of one operand merged into one",

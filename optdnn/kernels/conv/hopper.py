@@ -158,12 +158,12 @@ class HopperConv(hopper_launch.HopperKernel):
 
     def region(self, b: Builder, op: Op) -> Region:
         """The convolution, and the one whose result is added, if one launch can sum both."""
-        other = self.added(b, op, plan_epilogue(b.graph, op, channel_axis=1, allow_scale=True))
+        other = self.added(b, op, planned(b, op))
         return Region(op) if other is None else Region(op, before=(other,))
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         """The convolution of the image (or blocks of its pixels), and the one that is added to it."""
-        ep, weight, prologue = plan_epilogue(b.graph, op, channel_axis=1, allow_scale=True), b.weights(op), None
+        ep, weight, prologue = planned(b, op), b.weights(op), None
         other = self.added(b, op, ep)
         width = row_width(b, op, *(() if other is None else (other,)))
         assert width is not None
@@ -265,6 +265,11 @@ def blocks_of(
     blocks = unmade(out.dtype, shape, channels_last(shape, made.channels), make)
     packed = conv_problem.space_to_depth_weights(source, weight)
     return conv_maps.Feed(blocks, packed, made.stride, made.padding, made.dilation)
+
+
+def planned(b: Builder, op: Op) -> Epilogue:
+    """The epilogue of a convolution, as the kernels of 16-bit floats take it."""
+    return plan_epilogue(b.graph, op, channel_axis=1, allow_scale=True, allow_numbers=is_half(op))
 
 
 def is_half(op: Op) -> bool:

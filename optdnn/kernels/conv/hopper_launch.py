@@ -253,7 +253,14 @@ def emit_conv(
 
 
 def channel_row(b: Builder, op: Op, bias: Array | None, ep: Epilogue, size: int, row: TensorView) -> TensorView:
-    """What a launch reads of each channel: ``row``, its bias; or its factor and shift, ``(x + bias) * factor + shift``."""
+    """What a launch reads of each channel: ``row``, its bias; or its factor and shift, ``(x + bias) * factor + shift``; or its bias and
+    the numbers of a stage."""
+    if ep.numbers:
+        numbers = np.zeros((size, 4), np.float32)
+        for k, of_each in enumerate((bias, *ep.numbers)):
+            if of_each is not None:
+                numbers[: len(of_each), k] = of_each
+        return b.constant(numbers, f"{op.outputs[0].name}.numbers")
     if ep.scale is None:
         return row
     factor, shift = ep.scale
