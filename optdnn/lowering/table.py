@@ -12,6 +12,7 @@ from optdnn.kernels.conv.blocks import BlockConv
 from optdnn.kernels.conv.chained import ChainedConv
 from optdnn.kernels.conv.depthwise import HalfDepthwise, Int8Depthwise
 from optdnn.kernels.conv.direct import Depthwise, DirectConv, DirectConvTranspose
+from optdnn.kernels.conv.edges import EdgeConvTranspose, EdgeDepthwise
 from optdnn.kernels.conv.expanded import Expanded
 from optdnn.kernels.conv.fp32 import TiledConv, TiledGemm
 from optdnn.kernels.conv.general import BandedConv, GeneralConv, GeneralGemm
@@ -105,6 +106,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         NormedConv(),
         PairedConv(),
         HopperConv(),
+        EdgeDepthwise(),
         HalfDepthwise(),
         Depthwise(),
         GroupedConv(),
@@ -115,7 +117,13 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         CudnnConv(),
     ),
     "Custom": (Custom(),),
-    "ConvTranspose": (HopperConvTranspose(), GeneralConvTranspose(), TiledConvTranspose(), DirectConvTranspose()),
+    "ConvTranspose": (
+        HopperConvTranspose(),
+        GeneralConvTranspose(),
+        TiledConvTranspose(),
+        EdgeConvTranspose(),
+        DirectConvTranspose(),
+    ),
     "MatMul": (
         RowProduct(),
         Gemv(),

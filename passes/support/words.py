@@ -140,6 +140,7 @@ RULES: Mapping[str, str] = {
     "view": "changes of layout that move nothing",
     "convert": "changes of layout inserted",
     # convolutions
+    "crop_transpose": "crops made pads of transposed convolutions",
     "pad_conv": "Pads merged into convolutions",
     "drop_taps": "filter taps over padding dropped",
     "pad_pool": "Pads merged into pools",

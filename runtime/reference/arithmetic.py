@@ -131,6 +131,7 @@ PRODUCTS: dict[str, Products] = {
     "ConvSqueeze": _quantized_conv,
     "ConvSum": _conv_sum,
     "ConvTranspose": _conv_transpose,
+    "EdgePadded": _quantized,
     "ExcitationGate": _separable_conv,
     "FactoredAttention": _attention,
     "GRU": _recurrent_layer,

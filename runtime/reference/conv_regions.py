@@ -121,6 +121,18 @@ def conv_sum(
     return run("Pointwise", [total + other, *rest], {"epilogue": epilogue, "arity": 1})
 
 
+def edge_padded(
+    run: Run, x: Array, *rest: Array | None, of: str, own: Sequence[str], edges: Sequence[int], **attrs: Any
+) -> tuple[Array, ...]:
+    """The operator ``of``, on x (N, C, ...) with its edges repeated along the spatial axes.
+
+    ``edges``: how often, begins, then ends.
+    """
+    half = len(edges) // 2
+    wide = np.pad(x, [(0, 0), (0, 0), *zip(edges[:half], edges[half:], strict=True)], mode="edge")
+    return run(of, [wide, *rest], {name: attrs[name] for name in own})
+
+
 def paired_conv(
     run: Run, x: Array, w: Array, v: Array, b: Array, c: Array, *more: Array,
     sources: Sequence[Any], epilogue: Sequence[Any], beside: Sequence[Any],
@@ -268,6 +280,7 @@ COMPOSED: dict[str, ComposedKernel] = {
     "ConvBlocks": conv_blocks,
     "ConvSqueeze": conv_squeeze,
     "ConvSum": conv_sum,
+    "EdgePadded": edge_padded,
     "ExcitationGate": excitation_gate,
     "MeanProduct": mean_product,
     "PairedConv": paired_conv,
