@@ -2,7 +2,8 @@
 
 ``a, b = split(x @ W); y = a * gelu(b)`` has a launch for the product and one for the rest. As two products, one multiplied by the
 other, all of it is the work of products: the activation and the multiplication are stages of their epilogues. The same goes for the
-channels of a convolution, or of a sum of two (WaveNet: van den Oord et al., 2016): ``tanh(a) * sigmoid(b)``.
+channels of a convolution, or of a sum of two (WaveNet: van den Oord et al., 2016): ``tanh(a) * sigmoid(b)``. And halves that are
+added to two tensors, the residual and the skip of a layer (WaveGlow: Prenger et al., 2019), are two convolutions, which add these.
 """
 
 from __future__ import annotations
@@ -126,6 +127,41 @@ def split_convolution(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((*splitting.values(), *covered.values()), build)
 
 
+@rule("split_sums", {"Conv"})
+def split_sums(graph: Graph, op: Op) -> Match | Miss | None:
+    """A convolution whose halves are each added to a tensor of their size has a convolution for each half."""
+    rank = graph.type(op.value).rank
+    readers = graph.users(op.value)
+    if rank not in (3, 4) or not readers or any(u.kind not in PARTS for u in readers):
+        return None
+    parts = [Value(u.id, port) for u in readers for port in range(len(u.outputs))]
+    if len(parts) != 2 or any(len(graph.uses(v)) != 1 for v in parts):
+        return None
+    first, second = parts if whole(graph, *parts, even=True, axis=1 - rank) is not None else parts[::-1]
+    if whole(graph, first, second, even=True, axis=1 - rank) != op.value:
+        return None
+    sums = [graph.users(v)[0] for v in parts]
+    if any(s.kind != "Add" or len({graph.type(operand(s, i)).shape for i in (0, 1)}) > 1 for s in sums):
+        return None
+    others = [v for s, part in zip(sums, parts, strict=True) for v in s.inputs if v is not None and v != part]
+    if any(graph.constant_value(v) is not None for v in others):
+        return None
+    if any(u.kind in PARTS for s in sums for u in graph.users(s.value)):
+        return None  # the conditions of gates, whose halves split_convolution takes apart
+    if sums[0].id == sums[1].id:
+        return Miss(f"the halves of {op.name} are added to one another")
+    if (why := _whole_convolution(graph, op)) is not None:
+        return Miss(why)
+    half = graph.type(first).dims[1]
+    assert isinstance(half, int)
+
+    def build(patch: Patch) -> None:
+        for part, channels in ((first, slice(None, half)), (second, slice(half, None))):
+            patch.replace(part, _some(graph, patch, op, channels, graph.output(part).name))
+
+    return Match((*{u.id: u for u in readers}.values(), op), build)
+
+
 @dataclass(frozen=True)
 class _Term:
     """Channels from ``begin`` on of a convolution. ``alone``: the operators that nothing else may read."""
@@ -193,4 +229,4 @@ def _some(graph: Graph, patch: Patch, op: Op, channels: slice, name: str) -> Val
 
 class SplitProducts(RulePass):
     name = "split_products"
-    rules = (split_product, split_convolution)
+    rules = (split_product, split_convolution, split_sums)

@@ -165,3 +165,45 @@ def test_gates_that_are_not_seen() -> None:
     own = n.op("Slice", conditions, n.ints(0), n.ints(10), n.ints(1))
     y = n.op("Add", n.conv(n.input(2, 3, 9), 10), own)
     check_untouched(SplitProducts(), n.done(gate(n, y), n.op("Relu", conditions)))
+
+
+def residual_and_skip(n: Net, *, group: int = 1, read: str = "", kind: str = "Split", sum_: bool = False) -> Graph:
+    """WaveGlow: one half of the channels goes on, the other one to the end."""
+    x, out = n.input(2, 4, 9, name="x"), n.input(2, 4, 9, name="out")
+    y = n.conv(n.input(2, 4, 9, name="gate"), 8, 1, pads=0, bias=True, group=group)
+    if kind == "Split":
+        a, b = halves(n, y, axis=1)
+    else:
+        a, b = (n.op("Slice", y, n.ints(i), n.ints(i + 4), n.ints(1)) for i in (0, 4))
+    if sum_:
+        return n.done(n.op("Add", a, b))
+    more = [n.op("Relu", a if read == "half" else y)] if read else []
+    return n.done(n.op("Add", x, a), n.op("Add", out, b), *more)
+
+
+@pytest.mark.parametrize("kind", ["Split", "Slice"])
+def test_residual_and_skip_are_two_convolutions(kind: str) -> None:
+    graph = residual_and_skip(Net(np.float64), kind=kind)
+    after, _ = check_pass(SplitProducts(), graph, changes=1, kinds={"Conv": 2, "Add": 2})
+    check_pass(FuseEpilogue(), after, changes=2, kinds={"Conv": 2})
+
+
+def test_residuals_that_are_refused() -> None:
+    graph = residual_and_skip(Net(np.float64), group=2)
+    check_refused(SplitProducts(), graph, because="has 2 groups")
+    graph = residual_and_skip(Net(np.float64), sum_=True)
+    check_refused(SplitProducts(), graph, because="are added to one another")
+
+
+@pytest.mark.parametrize("read", ["half", "whole"])
+def test_halves_that_others_read_stay(read: str) -> None:
+    check_untouched(SplitProducts(), residual_and_skip(Net(np.float64), read=read))
+
+
+def test_halves_that_get_a_constant_stay() -> None:
+    n = Net(np.float64)
+    a, b = halves(n, n.conv(n.input(2, 4, 9), 8), axis=1)
+    check_untouched(SplitProducts(), n.done(n.op("Add", a, n.random(2, 4, 9)), n.op("Relu", b)))
+    n = Net(np.float64)
+    a, b = halves(n, n.conv(n.input(2, 4, 9), 8), axis=1)
+    check_untouched(SplitProducts(), n.done(n.op("Add", a, n.random(2, 4, 9)), n.op("Add", b, n.random(2, 4, 9))))
