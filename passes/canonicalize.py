@@ -24,7 +24,7 @@ from optdnn.passes.rules.shape import (
     transpose_is_reshape,
 )
 from optdnn.passes.rules.transpose import sink_transpose
-from optdnn.passes.rules.window import drop_taps, pad_conv, pad_pool
+from optdnn.passes.rules.window import crop_transpose, drop_taps, pad_conv, pad_pool
 
 
 class Canonicalize(RulePass):
@@ -55,6 +55,7 @@ class Canonicalize(RulePass):
         known_compress,
         sum_is_mean,  # norms are recognized by their means
         pad_conv,
+        crop_transpose,
         drop_taps,  # after the padding of its own and of a Pad are one
         pad_pool,
     )

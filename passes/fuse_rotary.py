@@ -4,7 +4,8 @@ The formula is ``x * cos + rotate(x) * sin``, in two forms. In GPT-NeoX and Llam
 head before the first half, and cosines and sines are equal in both halves. In RoFormer, GPT-J and Flux, it exchanges neighbours
 and negates the second of each pair, and cosines and sines repeat each number. Where only the first numbers of each head are
 turned (GPT-NeoX, Phi) and the rest is concatenated after them, the op absorbs the Concat as well. Rows in front of those that
-turn (class tokens of EVA-02, DINOv3) turn by an angle of zero.
+turn (class tokens of EVA-02, DINOv3) turn by an angle of zero. Parts of a head that turn by different coordinates become one op.
+Where the numbers of a pair have different angles (V-JEPA 2), the op has an angle for each number.
 
 The op's positions come after its heads. Where they come before them (GPT-J, Gemma 3n), it stands between two Transposes, which
 usually merge with those of the attention.
@@ -22,7 +23,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.index import ConcatAttrs
-from optdnn.passes.base import Match, Miss, RulePass
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.rotary_products import RotaryProducts
 from optdnn.passes.rules.shape import transpose_chain
 from optdnn.passes.support.facts import (
@@ -35,7 +36,7 @@ from optdnn.passes.support.facts import (
     scalar,
     shape_of,
 )
-from optdnn.passes.support.parts import is_axis, span, whole
+from optdnn.passes.support.parts import consecutive, is_axis, span, whole
 from optdnn.passes.support.pattern import Scalar, Var, any_of, node
 from optdnn.passes.support.pattern_rule import PatternRule, pattern_rule
 from optdnn.passes.support.rotary import SWAP, behind, cache_shape, per_position, turned, unshaped
@@ -69,13 +70,14 @@ class RotaryRule(PatternRule):
             return None
         heads, *angles = (graph.type(v).shape or () for v in (x, found["cos"], found["sin"]))
         axis = next((n for n in (-2, -3) if all(per_position(heads, shape, n) for shape in angles)), -2)
-        reason = _refuse(graph, found, axis, interleaved)
+        reason = _refuse(graph, found, axis)
         if reason is not None:
             return Miss(reason)
+        own = not all(doubled(graph, found[name], interleaved=interleaved) for name in ("cos", "sin"))
 
         def build(patch: Patch) -> Value:
-            caches = [_half(patch, graph, found[name], axis, interleaved) for name in ("cos", "sin")]
-            return turned(patch, x, caches, RotaryAttrs(interleaved=interleaved), swapped=axis == -3)
+            caches = [_angles(patch, graph, found[name], axis, None if own else interleaved) for name in ("cos", "sin")]
+            return turned(patch, x, caches, RotaryAttrs(interleaved, own_angles=own), swapped=axis == -3)
 
         parts = {op.id for name in ("first", "second") for op in behind(graph, found[name])}
         return Match(tuple(graph.op(i) for i in sorted(ops | parts)), build, root.value)
@@ -137,6 +139,40 @@ def rotary_rows(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss |
     return Match(tuple(covered.values()), build)
 
 
+@rule("rotary_parts", {"Concat"})
+def rotary_parts(graph: Graph, root: Op) -> Match | Miss | None:
+    """``Concat(RotaryEmbedding(x0), RotaryEmbedding(x1), ..., rest)`` of the parts of x along the last axis, each of neighbours."""
+    turning = [
+        op for op in (graph.op(operand(root, i)) for i in range(len(root.inputs))) if op.kind == "RotaryEmbedding"
+    ]
+    inputs = [operand(root, i) for i in range(len(root.inputs))]
+    if len(turning) < 2 or not _last(graph, root.value, root.attrs.axis):
+        return None
+    parts = [operand(op) for op in turning] + inputs[len(turning) :]
+    x = consecutive(graph, parts)
+    if x is None or [op.value for op in turning] != inputs[: len(turning)]:
+        return None
+    attrs = turning[0].attrs
+    if any(op.attrs != attrs for op in turning) or not attrs.interleaved or attrs.rotary_embedding_dim:
+        return Miss("its parts do not turn alike, by whole pairs of neighbours")
+    if any(len(graph.uses(op.value)) > 1 for op in turning):
+        return Miss("one of its parts is used elsewhere")
+    tables = [[operand(op, i) for op in turning] for i in (1, 2)]
+    if any(graph.type(v).dims[:2] != graph.type(values[0]).dims[:2] for values in tables for v in values):
+        return Miss("the angles of its parts are of different images or positions")
+    sizes = [graph.type(operand(op)).dims[-1] for op in turning]
+    size = sum(n for n in sizes if isinstance(n, int))
+    attrs = replace(attrs, rotary_embedding_dim=0 if size == graph.type(x).dims[-1] else size)
+    covered = {op.id: op for op in (root, *(graph.op(v) for v in parts), *turning)}
+
+    def build(patch: Patch) -> Value:
+        return patch.add(
+            "RotaryEmbedding", [x, *(patch.add("Concat", values, ConcatAttrs(2)) for values in tables)], attrs
+        )
+
+    return Match(tuple(covered.values()), build)
+
+
 def _are_halves(graph: Graph, found: dict[str, Any]) -> bool:
     """Whether "first" and "second" are the halves of x along the last axis, which "joined" joins again."""
     joined = found["joined"]
@@ -171,7 +207,7 @@ def _last(graph: Graph, x: Value, axis: int) -> bool:
     return is_axis(graph, x, axis, -1)
 
 
-def _refuse(graph: Graph, found: dict[str, Any], axis: int, interleaved: bool) -> str | None:
+def _refuse(graph: Graph, found: dict[str, Any], axis: int) -> str | None:
     """Why there is no rotary embedding of "x" by "cos" and "sin", with its positions along ``axis``, or None."""
     x = graph.type(found["x"])
     if x.rank != 4:
@@ -184,13 +220,16 @@ def _refuse(graph: Graph, found: dict[str, Any], axis: int, interleaved: bool) -
             return f"{name} {t} is not one angle per position of {x}"
         if reshape_target(t.dims, cache_shape(t.dims, axis)) is None:
             return f"the size of {name} {t} cannot be written"
-        if not doubled(graph, value, interleaved=interleaved):
-            return f"the {'neighbours' if interleaved else 'halves'} of {name} are not known to be equal"
     return None
 
 
-def _half(patch: Patch, graph: Graph, value: Value, axis: int, interleaved: bool) -> Value:
-    """The first half of the angles (or every second), one row per position along ``axis``: (batch or 1, length, D / 2)."""
+def _angles(patch: Patch, graph: Graph, value: Value, axis: int, interleaved: bool | None) -> Value:
+    """The first half of the angles (or every second), one row per position along ``axis``: (batch or 1, length, D / 2).
+
+    ``interleaved`` None: all of them, (batch or 1, length, D).
+    """
+    if interleaved is None:
+        return in_shape(patch, value, cache_shape(graph.type(value).dims, axis))
     shape = graph.type(value).dims
     size = shape[-1]
     assert isinstance(size, int)
@@ -270,4 +309,4 @@ class FuseRotary(RulePass):
     """Rotary embeddings as one op, for targets that have a kernel for it."""
 
     name = "fuse_rotary"
-    rules = (RotaryRule(), RotaryProducts(), partial_rotary, rotary_rows, transpose_chain)
+    rules = (RotaryRule(), RotaryProducts(), partial_rotary, rotary_parts, rotary_rows, transpose_chain)

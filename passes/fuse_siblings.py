@@ -79,6 +79,10 @@ class MergeSiblings(Rule):
         mine = _member(graph, op)
         if isinstance(mine, str):
             return Miss(mine)
+        if TargetName.parse(context.target).on_gpu:
+            if (reader := _adds_first(graph, op)) is not None:
+                return Miss(f"one launch sums it and the convolution {reader.name}")
+            same_kind = [u for u in same_kind if _adds_first(graph, u) is None]
         found = _biased_alike([m for m in (_member(graph, u) for u in same_kind) if isinstance(m, Member)])
         if op.kind == "Conv" and TargetName.parse(context.target).on_gpu:
             found = _with_one_kernel(graph, mine, found, context.precision)
@@ -104,6 +108,15 @@ class MergeSiblings(Rule):
                     patch.replace(m.op.value, Value(split.id, i))
 
         return Match(ops, build)
+
+
+def _adds_first(graph: Graph, op: Op) -> Op | None:
+    """The convolution that adds the result of this one before any other stage."""
+    reader = graph.sole_user(op.value) if op.kind == "Conv" and not op.attrs.epilogue else None
+    if reader is None or reader.kind != "Conv" or not reader.attrs.epilogue or reader.attrs.epilogue[0].kind != "Add":
+        return None
+    slots = [a for a in reader.attrs.epilogue[0].args if a is not None and a >= 0]
+    return reader if [reader.inputs[a] for a in slots] == [op.value] else None
 
 
 def _merged(graph: Graph, patch: Patch, family: Family, kept: ConstantCache) -> Value:

@@ -33,6 +33,7 @@ from optdnn.passes.fuse_pointwise import FusePointwise
 from optdnn.passes.fuse_prologue import FusePrologue
 from optdnn.passes.fuse_rotary import FuseRotary
 from optdnn.passes.fuse_siblings import FuseSiblings
+from optdnn.passes.fuse_snake import FuseSnake
 from optdnn.passes.fuse_softmax import FuseSoftmax
 from optdnn.passes.gather_rows import GatherRows
 from optdnn.passes.gathered_products import GatheredProducts
@@ -165,6 +166,7 @@ O2_GPU: tuple[Pass, ...] = (
     JoinedTables(),  # when no views are between the rows and their Concat; before gathers are looked at
     JoinedRows(),  # before epilogues, which take in what is added to products; before arithmetic is fused
     GatherRows(),  # when no views can be merged any more
+    FuseSnake(),  # when the arithmetic has its last form; before epilogues, which take it in
     FuseEpilogue(norms_add=True),  # as above; the kernels of normalizations can add
     Conv3dAsImages(),  # after epilogues, which views would stop and which it keeps; before the passes for two axes
     FusePrologue(),  # as above

@@ -1,4 +1,4 @@
-"""Sums that are scattered to constant places become sums of segments: each result adds its own rows, in one launch.
+"""Sums, maxima and minima scattered to constant places become those of segments: each result takes its own rows, in one launch.
 
 Graph networks whose edges are known when the network is built send messages so (meshes, road networks, molecules of one kind). The
 rows are sorted by the node that they go to. What makes them moves into the loop that adds them: gathers of nodes, and pointwise
@@ -17,7 +17,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import STAGE_KINDS
-from optdnn.ops.segment_sum import SegmentSumAttrs
+from optdnn.ops.segment_sum import NEUTRAL, SegmentSumAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.fuse_pointwise import MAX_OPERANDS, MAX_STAGES, REPEATED
 from optdnn.passes.support.facts import RESHAPES, in_shape, is_filled, operand
@@ -64,7 +64,7 @@ Expression = Table | Node
 
 @dataclass(frozen=True)
 class _Scatter:
-    """``data`` with row ``e`` of ``rows`` added at ``target[e]`` along axis 0."""
+    """``data`` with row ``e`` of ``rows`` added at ``target[e]`` along axis 0, or with the larger or smaller of both there."""
 
     data: Value
     rows: Value
@@ -75,7 +75,7 @@ def _scatter(graph: Graph, op: Op) -> _Scatter | Miss | None:
     """A scattered sum of whole rows at constant places."""
     data, places, rows = (operand(op, k) for k in range(3))
     types = [graph.type(v) for v in (data, places, rows)]
-    if op.attrs.reduction != "add" or not is_float(types[0].dtype):
+    if op.attrs.reduction not in NEUTRAL or not is_float(types[0].dtype):
         return None
     known = graph.constant_value(places)
     if known is None:
@@ -102,6 +102,10 @@ def _scatter(graph: Graph, op: Op) -> _Scatter | Miss | None:
     return _Scatter(data, rows, np.where(target < 0, target + shape[0], target).astype(np.int64))
 
 
+_JOINED = {"add": "Add", "max": "Max", "min": "Min"}
+"""Reduction -> the operator that joins it with what is there already."""
+
+
 @rule("segment_sum", {"ScatterElements", "ScatterND"})
 def segment_sum(graph: Graph, op: Op) -> Match | Miss | None:
     """A scattered sum at constant places, with what makes its rows."""
@@ -113,7 +117,8 @@ def segment_sum(graph: Graph, op: Op) -> Match | Miss | None:
     target = found.target[order]
     inside: dict[int, Op] = {op.id: op}
     rows = _Expansion(graph, inside).of(Table(found.rows, order, 0, tuple(range(1, rank))))
-    rest, factors = _without_factors(graph, rows, target, count)
+    adds = op.attrs.reduction == "add"
+    rest, factors = _without_factors(graph, rows, target, count) if adds else (rows, [])
     if rest is None or not _is_whole(graph, rest, graph.type(found.data).static_shape[1:]):
         rest, factors = rows, []
     tables, indices, stages = _flattened(rest)
@@ -132,10 +137,11 @@ def segment_sum(graph: Graph, op: Op) -> Match | Miss | None:
             axes=tuple(t.axis for t in tables),
             views=tuple(t.view for t in tables),
             factors=tuple(kind for kind, _ in factors),
+            reduction=op.attrs.reduction,
         )
         total = patch.add("SegmentSum", [*(t.value for t in tables), *arrays, first, *scales], attrs)
-        zero = is_filled(graph.constant_value(found.data), 0)
-        return total if zero else patch.add("Add", [total, found.data])
+        neutral = is_filled(graph.constant_value(found.data), NEUTRAL[op.attrs.reduction])
+        return total if neutral else patch.add(_JOINED[op.attrs.reduction], [total, found.data])
 
     return Match(tuple(inside.values()), build)
 

@@ -1,7 +1,9 @@
 """Products whose halves are multiplied with one another become two products: gated linear units whose weights lie side by side.
 
 ``a, b = split(x @ W); y = a * gelu(b)`` has a launch for the product and one for the rest. As two products, one multiplied by the
-other, all of it is the work of products: the activation and the multiplication are stages of their epilogues.
+other, all of it is the work of products: the activation and the multiplication are stages of their epilogues. The same goes for the
+channels of a convolution, or of a sum of two (WaveNet: van den Oord et al., 2016): ``tanh(a) * sigmoid(b)``. And halves that are
+added to two tensors, the residual and the skip of a layer (WaveGlow: Prenger et al., 2019), are two convolutions, which add these.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import operand, producer
-from optdnn.passes.support.parts import whole
+from optdnn.passes.support.parts import PARTS, is_axis, span, whole
 from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
 from optdnn.passes.support.stages import ACTIVATIONS
 from optdnn.types import Array
@@ -90,6 +92,141 @@ def _product(graph: Graph, value: Value) -> _Product | None:
     return _Product(operand(op), weight, bias, (*ops, op))
 
 
+@rule("split_convolution", {"Mul"})
+def split_convolution(graph: Graph, op: Op) -> Match | Miss | None:
+    """``f(first) * g(second)``, the halves of the channels of a convolution or of a sum of two, has a convolution for each half."""
+    a, b = (_before_activations(graph, operand(op, i)) for i in (0, 1))
+    rank = graph.type(a).rank
+    if a == b or rank is None or rank not in (3, 4):
+        return None
+    joined = whole(graph, a, b, even=True, axis=1 - rank)
+    first, second = (a, b) if joined is not None else (b, a)
+    joined = joined or whole(graph, b, a, even=True, axis=1 - rank)
+    terms = None if joined is None else _terms(graph, joined)
+    if joined is None or terms is None:
+        return None
+    splitting = {graph.op(v).id: graph.op(v) for v in (a, b)}
+    readers = [u for v in (joined, a, b) for u in graph.users(v) if u.id not in splitting]
+    if len(readers) > 2 or any(len(graph.uses(v)) > 1 for v in (a, b)):
+        return Miss(f"a part of {graph.op(joined).name} has another reader")
+    for term in terms:
+        if (why := _whole_convolution(graph, term.conv)) is not None:
+            return Miss(why)
+        if any(graph.sole_user(op.value) is None for op in term.alone):
+            return Miss(f"a term of {graph.op(joined).name} has another reader")
+    half = graph.type(first).dims[1]
+    assert isinstance(half, int)
+
+    def build(patch: Patch) -> None:
+        for part, begin in ((first, 0), (second, half)):
+            name = graph.output(part).name
+            values = [_some(graph, patch, t.conv, slice(t.begin + begin, t.begin + begin + half), name) for t in terms]
+            patch.replace(part, values[0] if len(values) == 1 else patch.add("Add", values))
+
+    covered = {op.id: op for op in (graph.op(joined), *(op for t in terms for op in t.alone))}
+    return Match((*splitting.values(), *covered.values()), build)
+
+
+@rule("split_sums", {"Conv"})
+def split_sums(graph: Graph, op: Op) -> Match | Miss | None:
+    """A convolution whose halves are each added to a tensor of their size has a convolution for each half."""
+    rank = graph.type(op.value).rank
+    readers = graph.users(op.value)
+    if rank not in (3, 4) or not readers or any(u.kind not in PARTS for u in readers):
+        return None
+    parts = [Value(u.id, port) for u in readers for port in range(len(u.outputs))]
+    if len(parts) != 2 or any(len(graph.uses(v)) != 1 for v in parts):
+        return None
+    first, second = parts if whole(graph, *parts, even=True, axis=1 - rank) is not None else parts[::-1]
+    if whole(graph, first, second, even=True, axis=1 - rank) != op.value:
+        return None
+    sums = [graph.users(v)[0] for v in parts]
+    if any(s.kind != "Add" or len({graph.type(operand(s, i)).shape for i in (0, 1)}) > 1 for s in sums):
+        return None
+    others = [v for s, part in zip(sums, parts, strict=True) for v in s.inputs if v is not None and v != part]
+    if any(graph.constant_value(v) is not None for v in others):
+        return None
+    if any(u.kind in PARTS for s in sums for u in graph.users(s.value)):
+        return None  # the conditions of gates, whose halves split_convolution takes apart
+    if sums[0].id == sums[1].id:
+        return Miss(f"the halves of {op.name} are added to one another")
+    if (why := _whole_convolution(graph, op)) is not None:
+        return Miss(why)
+    half = graph.type(first).dims[1]
+    assert isinstance(half, int)
+
+    def build(patch: Patch) -> None:
+        for part, channels in ((first, slice(None, half)), (second, slice(half, None))):
+            patch.replace(part, _some(graph, patch, op, channels, graph.output(part).name))
+
+    return Match((*{u.id: u for u in readers}.values(), op), build)
+
+
+@dataclass(frozen=True)
+class _Term:
+    """Channels from ``begin`` on of a convolution. ``alone``: the operators that nothing else may read."""
+
+    conv: Op
+    begin: int
+    alone: tuple[Op, ...]
+
+
+def _terms(graph: Graph, value: Value) -> list[_Term] | None:
+    """The convolution that computes a value, or the two whose sum it is; None where something else does."""
+    op = graph.op(value)
+    if op.kind == "Conv":
+        return [_Term(op, 0, ())]
+    found = [_term(graph, operand(op, i)) for i in (0, 1)] if op.kind == "Add" else []
+    terms = [t for t in found if t is not None]
+    return (
+        terms
+        if len(terms) == 2 and not any(graph.type(operand(op, i)).dims != graph.type(value).dims for i in (0, 1))
+        else None
+    )
+
+
+def _term(graph: Graph, value: Value) -> _Term | None:
+    """A convolution, or some channels of one of which others take the rest (the conditions of all layers: WaveGlow)."""
+    op = graph.op(value)
+    if op.kind == "Conv":
+        return _Term(op, 0, (op,))
+    rank = graph.type(value).rank
+    if op.kind not in PARTS or rank is None or graph.op(operand(op)).kind != "Conv":
+        return None
+    conv, size = graph.op(operand(op)), graph.type(operand(op)).dims[1]
+    if not isinstance(size, int) or any(u.kind not in PARTS for u in graph.users(conv.value)):
+        return None
+    if op.kind == "Slice":
+        found = span(graph, op, size, 1 - rank)
+        return _Term(conv, found[0], (op,)) if found is not None and found[2] == 1 else None
+    if not is_axis(graph, conv.value, op.attrs.axis, 1 - rank):
+        return None
+    before = [graph.type(Value(op.id, port)).dims[1] for port in range(value.port)]
+    widths = [n for n in before if isinstance(n, int)]
+    return _Term(conv, sum(widths), ()) if len(widths) == len(before) and len(graph.uses(value)) == 1 else None
+
+
+def _whole_convolution(graph: Graph, op: Op) -> str | None:
+    """Why a convolution's channels cannot be halved, or None."""
+    if op.kind != "Conv":
+        return f"{op.name} is no convolution"
+    if op.attrs.group != 1:
+        return f"the convolution {op.name} has {op.attrs.group} groups"
+    if any(v is not None and graph.constant_value(v) is None for v in op.inputs[1:3]):
+        return f"the weights of {op.name} are not constant"
+    return None
+
+
+def _some(graph: Graph, patch: Patch, op: Op, channels: slice, name: str) -> Value:
+    """The convolution with some of its channels."""
+    rows = [None if v is None else graph.constant_value(v) for v in op.inputs[1:3]]
+    parts = [
+        None if r is None else patch.constant(np.ascontiguousarray(r[channels]), f"{name}.{op.name}.{k}")
+        for k, r in enumerate(rows)
+    ]
+    return patch.add("Conv", [op.inputs[0], *parts], op.attrs)
+
+
 class SplitProducts(RulePass):
     name = "split_products"
-    rules = (split_product,)
+    rules = (split_product, split_convolution, split_sums)

@@ -26,12 +26,15 @@ class Epilogue:
     is a stage that is not rendered. ``residual`` is the tensor that stages read at slot :data:`RESIDUAL`, and ``constants`` those
     at the slots after it. ``scale``: factors and shifts of the channels before or after the residual (fp32; the rendered stage
     ``scale_shift``). ``rest`` reads the kernel's result as register 0 and ``rest_operands`` by slot (slot 0 is the result itself).
+
+    ``numbers``: those of each channel that one stage reads (fp32; :data:`.render.CHANNEL_STAGES`).
     """
 
     bias: Array | None = None
     row_bias: Array | None = None
     residual: Value | None = None
     scale: tuple[Array, Array] | None = None
+    numbers: tuple[Array, ...] = ()
     stages: list[Stage] = field(default_factory=list)
     rendered: list[render.Stage] = field(default_factory=list)
     constants: list[Array] = field(default_factory=list)
@@ -82,11 +85,13 @@ def plan_epilogue(
     allow_bias: bool = True,
     allow_scale: bool = False,
     allow_row_bias: bool = False,
+    allow_numbers: bool = False,
 ) -> Epilogue:
     """Split the epilogue of a Conv, MatMul or Gemm. ``channel_axis``: the axis of the result that a bias runs along.
 
     ``accepts`` decides whether the kernel can run these stages, as they are rendered, in this order. ``allow_scale``,
-    ``allow_row_bias``: whether it knows factors of channels, and a bias of the axis before them.
+    ``allow_row_bias``, ``allow_numbers``: whether it knows factors of channels, a bias of the axis before them, and stages that
+    read numbers of the channel.
     """
     out = op.outputs[0].type
     shape = out.static_shape
@@ -98,7 +103,8 @@ def plan_epilogue(
     done = 0
     for k, stage in enumerate(stages):
         others = [a for a in stage.args if a is None or a >= 0]
-        linear = len(others) == len(stage.args) - 1 or (stage.kind == "Mul" and stage.args == (~k, ~k))
+        own = stage.kind in _OF_CHANNELS and stage.args[0] == ~k
+        linear = own or len(others) == len(stage.args) - 1 or (stage.kind == "Mul" and stage.args == (~k, ~k))
         if last_use.get(k) != k or not linear or any(r < k and last_use[r] >= k for r in last_use):
             break
         trial = replace(
@@ -106,7 +112,13 @@ def plan_epilogue(
         )
         scaled = allow_scale and _absorb_scale(graph, op, stage, trial, shape, channel_axis)
         begun = allow_row_bias and _absorb_row_bias(graph, op, stage, trial, shape, channel_axis)
-        if not scaled and not begun and not _absorb(graph, op, stage, trial, shape, channel_axis, allow_residual):
+        numbered = allow_numbers and own and _absorb_numbers(graph, op, stage, trial, shape, channel_axis)
+        if (
+            not scaled
+            and not begun
+            and not numbered
+            and not _absorb(graph, op, stage, trial, shape, channel_axis, allow_residual)
+        ):
             break
         if not accepts(trial.rendered):
             break
@@ -178,6 +190,34 @@ def _absorb_scale(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tup
     else:
         return False
     into.stages.append(Stage(stage.kind, (-1 - len(into.stages), into.constant(array))))
+    return True
+
+
+def _column(vector: Array, shape: tuple[int, ...], axis: int) -> Array:
+    """Numbers of channels as an operand of a launch's stages, whose meaning has images: a line is an image of one row."""
+    behind = len(shape) - 1 - axis % len(shape)
+    return vector.reshape(-1, *(1,) * (max(behind, 2) if behind else 0))
+
+
+_OF_CHANNELS = {"PRelu": "prelu", "Snake": "snake"}
+"""Kind -> the stage that reads its constant operands as numbers of each channel."""
+
+
+def _absorb_numbers(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tuple[int, ...], axis: int) -> bool:
+    """Give a stage that reads numbers of each channel to the kernel."""
+    if into.numbers or into.scale is not None:
+        return False
+    vectors: list[Array] = []
+    for slot in stage.args[1:]:
+        array = graph.constant_value(op.inputs[slot]) if slot is not None and slot >= 0 else None
+        vector = None if array is None else channel_vector(array, shape, axis)
+        if vector is None:
+            return False
+        vectors.append(vector)
+    into.numbers = tuple(vectors)
+    slots = [into.constant(_column(v, shape, axis)) for v in vectors]
+    into.stages.append(Stage(stage.kind, (-1 - len(into.stages), *slots), stage.attrs))
+    into.rendered.append((_OF_CHANNELS[stage.kind],))
     return True
 
 

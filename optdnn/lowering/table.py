@@ -12,12 +12,14 @@ from optdnn.kernels.conv.blocks import BlockConv
 from optdnn.kernels.conv.chained import ChainedConv
 from optdnn.kernels.conv.depthwise import HalfDepthwise, Int8Depthwise
 from optdnn.kernels.conv.direct import Depthwise, DirectConv, DirectConvTranspose
+from optdnn.kernels.conv.edges import EdgeConvTranspose, EdgeDepthwise
 from optdnn.kernels.conv.expanded import Expanded
 from optdnn.kernels.conv.fp32 import TiledConv, TiledGemm
 from optdnn.kernels.conv.general import BandedConv, GeneralConv, GeneralGemm
 from optdnn.kernels.conv.grouped import GroupedConv
 from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.kernels.conv.normed import NormedConv
+from optdnn.kernels.conv.paired import PairedConv
 from optdnn.kernels.conv.pooled import PooledConv
 from optdnn.kernels.conv.separable import Separable
 from optdnn.kernels.conv.stem import StemConv
@@ -102,7 +104,9 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         StemConv(),
         VolumeConv(),
         NormedConv(),
+        PairedConv(),
         HopperConv(),
+        EdgeDepthwise(),
         HalfDepthwise(),
         Depthwise(),
         GroupedConv(),
@@ -113,7 +117,13 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         CudnnConv(),
     ),
     "Custom": (Custom(),),
-    "ConvTranspose": (HopperConvTranspose(), GeneralConvTranspose(), TiledConvTranspose(), DirectConvTranspose()),
+    "ConvTranspose": (
+        HopperConvTranspose(),
+        GeneralConvTranspose(),
+        TiledConvTranspose(),
+        EdgeConvTranspose(),
+        DirectConvTranspose(),
+    ),
     "MatMul": (
         RowProduct(),
         Gemv(),

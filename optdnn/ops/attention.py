@@ -41,10 +41,14 @@ class AttentionAttrs(Attrs):
 
 @dataclass(frozen=True)
 class RotaryAttrs(Attrs):
-    """``rotary_embedding_dim`` 0: all of the head."""
+    """``rotary_embedding_dim`` 0: all of the head.
+
+    ``own_angles``: each feature has an angle of its own. Else each pair has one, as in ONNX's operator.
+    """
 
     interleaved: bool = False
     rotary_embedding_dim: int = 0
+    own_angles: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,10 @@ def _infer_rotary(call: Call) -> Result:
         require_rank(t, 3, f"RotaryEmbedding {name}")
         broadcast_dims(t.dims[:1], x.dims[:1])
         agree(t.dims[1], x.dims[2], f"RotaryEmbedding {name} {t} does not fit the length of {x}")
-        agree(t.dims[2] * 2, size, f"RotaryEmbedding {name} {t} does not hold half of {size} angles")
+        if call.attrs.own_angles:
+            agree(t.dims[2], size, f"RotaryEmbedding {name} {t} does not hold {size} angles")
+        else:
+            agree(t.dims[2] * 2, size, f"RotaryEmbedding {name} {t} does not hold half of {size} angles")
     return Result((x,))
 
 

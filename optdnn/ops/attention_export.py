@@ -144,16 +144,15 @@ def export_rotary(a: RotaryAttrs, inputs: Sequence[str], n_outputs: int, e: Expo
     if not isinstance(size, int) or not isinstance(head, int):
         raise Unsupported("RotaryEmbedding of a symbolic head size")
 
-    def part(start: int, stop: int, step: int = 1) -> str:
-        return w("Slice", x, *(w.const([v]) for v in (start, stop, 3, step)))
+    def part(start: int, stop: int, step: int = 1, of: str = x, axis: int = 3) -> str:
+        return w("Slice", of, *(w.const([v]) for v in (start, stop, axis, step)))
 
-    c, s = (w.unsqueeze(v, 1) for v in (cos, sin))
-    if a.interleaved:
-        first, second = part(0, size, 2), part(1, size, 2)
-    else:
-        first, second = part(0, size // 2), part(size // 2, size)
+    halves = ((0, size, 2), (1, size, 2)) if a.interleaved else ((0, size // 2, 1), (size // 2, size, 1))
+    first, second = (part(*half) for half in halves)
+    angles = [[part(*half, of=v, axis=2) for half in halves] if a.own_angles else [v, v] for v in (cos, sin)]
+    (c, d), (s, t) = ([w.unsqueeze(v, 1) for v in both] for both in angles)
     real = w("Sub", w("Mul", c, first), w("Mul", s, second))
-    imag = w("Add", w("Mul", s, first), w("Mul", c, second))
+    imag = w("Add", w("Mul", t, first), w("Mul", d, second))
     if a.interleaved:
         pairs = w("Concat", w.unsqueeze(real, 4), w.unsqueeze(imag, 4), axis=4)
         turned = [w("Reshape", pairs, w.const([0, 0, 0, size]))]

@@ -103,6 +103,21 @@ def _infer_prelu(call: Call) -> Result:
     return Result((x,))
 
 
+def _infer_snake(call: Call) -> Result:
+    x, *numbers = (call.type(i) for i in range(3))
+    promote_types((x, *numbers), call.kind)
+    shape = broadcast_types(call, (x, *numbers))
+    fits = shape is None or (len(shape) == len(x.dims) and not any(map(_differ, shape, x.dims)))
+    require(fits and is_float(x.dtype), call, "floats, and a rate and a gain that broadcast to operand 0", x, *numbers)
+    return Result((x,))
+
+
+def _export_snake(attrs: Attrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    x, rate, gain = inputs
+    (wave,) = e.node("Sin", e.node("Mul", [x, rate]))
+    return e.node("Add", [x, *e.node("Mul", [gain, *e.node("Mul", [wave, wave])])])
+
+
 def _differ(a: DimLike, b: DimLike) -> bool:
     return isinstance(a, int) and isinstance(b, int) and a != b
 
@@ -224,6 +239,7 @@ DEFS: tuple[OpDef, ...] = (
     define_pointwise("Mod", _ARITHMETIC, ModAttrs, symbolic=_fmod),
     define_pointwise("Pow", _infer_pow, symbolic=elementwise(_pow_value), flops=8),
     define_pointwise("PRelu", _infer_prelu, flops=2),
+    define_pointwise("Snake", _infer_snake, onnx={}, to_onnx=_export_snake, flops=9),
     define_pointwise("Min", _VARIADIC, symbolic=folded(dim_min), tol=EXACT, commutative=True, monotone=True),
     define_pointwise("Max", _VARIADIC, symbolic=folded(dim_max), tol=EXACT, commutative=True, monotone=True),
     define_pointwise("Sum", _VARIADIC, symbolic=folded(lambda a, b: a + b), commutative=True, monotone=True),

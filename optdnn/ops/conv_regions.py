@@ -111,6 +111,18 @@ class ConvSumAttrs(Attrs):
 
 
 @dataclass(frozen=True)
+class PairedConvAttrs(Attrs):
+    """``sources``: strides, pads and dilations of each convolution of a sum.
+
+    ``beside``: stages of the second sum; ``epilogue``: of the first one, which reads the second as operand 1.
+    """
+
+    sources: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
+    epilogue: tuple[Stage, ...]
+    beside: tuple[Stage, ...]
+
+
+@dataclass(frozen=True)
 class SeparableConvAttrs(NestedAttrs):
     """Two convolutions. The first reads the first ``operands`` operands; its result is rounded to ``through``."""
 
@@ -287,6 +299,24 @@ def _infer_conv_sum(call: Call) -> Result:
     return Result((infer_stages(a.epilogue, first, (first, *call.types[4:])),))
 
 
+def _infer_paired_conv(call: Call) -> Result:
+    a: PairedConvAttrs = call.attrs
+    require_length(call.types, 2 + 3 * len(a.sources), "PairedConv operands")
+    types, results = (*call.types[:3], *call.types[5:]), []
+    for k, source in enumerate(a.sources):
+        x, *both = types[3 * k : 3 * k + 3]
+        require_rank(both[0], 5, "PairedConv weights")
+        for m, n in zip(both[0].dims, both[1].dims, strict=True):
+            agree(m, n, f"PairedConv weights {both[0]} and {both[1]} differ")
+        eights, eight, *rest = both[0].dims
+        weight = both[0].with_shape((eights * eight, *rest))
+        results.append(infer_as(call, "Conv", ConvAttrs(*source), (x, weight)).types[0])
+    for other in results[1:]:
+        for m, n in zip(results[0].dims, other.dims, strict=True):
+            agree(m, n, f"PairedConv adds {results[0]} and {other}")
+    return Result((results[0],))
+
+
 def _infer_pooled(call: Call) -> Result:
     (y,) = infer_as(call, "Conv", call.attrs, call.types).types
     require_rank(y, 4, "PooledConv result")
@@ -369,6 +399,7 @@ DEFS: tuple[OpDef, ...] = (
     region("ImageConv", _infer_image_conv, ImageConvAttrs, tol=_TOL, arity=3),
     region("ExcitationGate", _infer_excitation_gate, ExcitationGateAttrs, tol=_TOL),
     region("MeanProduct", _infer_mean_product, ConvAttrs, tol=_TOL, arity=3),
+    region("PairedConv", _infer_paired_conv, PairedConvAttrs, tol=_TOL),
     region("PooledConv", _infer_pooled, ConvAttrs, tol=_TOL, arity=3),
     region("PooledImageConv", _infer_pooled_image, PooledImageConvAttrs, tol=_TOL, arity=3),
     region("QuantizedBlocks", _infer_quantized_blocks, QuantizedBlocksAttrs, tol=EXACT),

@@ -160,6 +160,16 @@ class RowMomentsAttrs(HeldAttrs):
 
 
 @dataclass(frozen=True)
+class EdgePaddedAttrs(HeldAttrs):
+    """The operator ``of`` with its attributes ``own``, on an operand whose edges are repeated along the spatial axes.
+
+    ``edges``: how often, begins, then ends.
+    """
+
+    edges: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class TurnedHeadsAttrs(HeldAttrs):
     """The operator ``of`` with its attributes ``own``. The first ``channels`` of its result's rows are heads of ``head`` features.
 
@@ -267,6 +277,16 @@ def _infer_row_moments(call: Call) -> Result:
     return Result((y, TensorType(FP32, (channels // a.together, rows // a.rows, 2))))
 
 
+def _infer_edge_padded(call: Call) -> Result:
+    a: EdgePaddedAttrs = call.attrs
+    x = call.type(0)
+    half = len(x.dims) - 2
+    if len(a.edges) != 2 * half or min(a.edges, default=0) < 0:
+        raise ShapeError(f"EdgePadded of {x} by {a.edges}")
+    dims = (*x.dims[:2], *(n + p + q for n, p, q in zip(x.dims[2:], a.edges[:half], a.edges[half:], strict=True)))
+    return infer_as(call, a.of, a.own, (x.with_shape(dims), *call.types[1:]))
+
+
 def _infer_turned_heads(call: Call) -> Result:
     a: TurnedHeadsAttrs = call.attrs
     *reads, angles = call.types
@@ -306,6 +326,7 @@ DEFS: tuple[OpDef, ...] = (
     PERIODIC_ATTENTION,
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),
     region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=_SUMS),
+    region("EdgePadded", _infer_edge_padded, EdgePaddedAttrs, tol=_SUMS),
     region("RowMoments", _infer_row_moments, RowMomentsAttrs, tol=_SUMS),
     region("ResizedPicture", _infer_resized_picture, ResizedPictureAttrs, cost=_cost_resized, tol=Tol(1e-5, 1e-4)),
     region("RotaryPair", _infer_rotary_pair, RotaryAttrs, cost=_cost_rotary_pair),

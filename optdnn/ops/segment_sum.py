@@ -1,7 +1,8 @@
-"""SegmentSum: sums of rows that are computed from gathered rows, the rows of each sum one after the other."""
+"""SegmentSum: sums, maxima or minima of rows that are computed from gathered rows, the rows of each result one after the other."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,9 @@ from optdnn.ops.exchange import Export
 from optdnn.ops.fused import export_stages, infer_stages, stages_flops
 from optdnn.types import INT32, TensorType, broadcast_dims
 
+NEUTRAL = {"add": 0.0, "max": -math.inf, "min": math.inf}
+"""Reduction -> what it makes of no rows."""
+
 
 @dataclass(frozen=True)
 class SegmentSumAttrs(Attrs):
@@ -27,6 +31,8 @@ class SegmentSumAttrs(Attrs):
     axes of the table, in their order; -1: an axis of size 1. ``factors``: "Mul" or "Div" for each factor. The sum of no rows is
     zero, whatever the factors are. Stages of ``epilogue`` name operand slots of the whole operator; they turn each result, and
     keep its type.
+
+    ``reduction``: "add", or "max" or "min" of the rows, which have no factors; of no rows these are infinite (:data:`NEUTRAL`).
     """
 
     stages: tuple[Stage, ...]
@@ -35,6 +41,7 @@ class SegmentSumAttrs(Attrs):
     views: tuple[tuple[int, ...], ...]
     factors: tuple[str, ...] = ()
     epilogue: tuple[Stage, ...] = ()
+    reduction: str = "add"
 
     @property
     def arrays(self) -> int:
@@ -55,6 +62,8 @@ def row_types(attrs: Any, types: Sequence[TensorType | None]) -> list[TensorType
 
 def _infer(call: Call) -> Result:
     a = call.attrs
+    if a.reduction not in NEUTRAL or (a.factors and a.reduction != "add"):
+        raise ShapeError(f"a SegmentSum of the reduction {a.reduction!r}, with {len(a.factors)} factors")
     given = row_types(a, call.types)
     begin = len(a.indices)
     for k in range(begin, begin + a.arrays + 1):
@@ -114,8 +123,8 @@ def _export(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Seq
     (before,) = e.node("Cast", [before], 1, to=np.dtype(np.int64))
     (segment,) = e.node("ReduceSum", [before, integers(1)], 1, keepdims=1)
     (segment,) = e.node("Sub", [segment, integers(1)], 1)
-    zeros = e.const(np.zeros((count - 1, *shape), given[0].dtype))
-    (total,) = e.node("ScatterND", [zeros, segment, message], 1, reduction="add")
+    zeros = e.const(np.full((count - 1, *shape), NEUTRAL[attrs.reduction], given[0].dtype))
+    (total,) = e.node("ScatterND", [zeros, segment, message], 1, reduction=attrs.reduction)
     scaled = total
     for kind, name in zip(attrs.factors, inputs[begin + attrs.arrays + 1 :], strict=False):
         (scaled,) = e.node(kind, [scaled, name], 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -184,6 +185,12 @@ def _of_norm(graph: Graph, op: Op, axis: int, size: int) -> Sources:
     return [(operand(op), axis)] if normalize_axis(op.attrs.axis, len(dims)) == axis and dims[axis] == size else None
 
 
+def _of_rotary(graph: Graph, op: Op, axis: int, size: int) -> Sources:
+    """Only the first features of a head turn: zeros behind them are copied."""
+    x = operand(op)
+    return [(x, axis)] if axis == 3 and graph.type(x).dims[axis] == size else None
+
+
 def _of_product(graph: Graph, op: Op, axis: int, size: int) -> Sources:
     """Nothing lies before a product: its weights are made wider."""
     weights = graph.constant_value(op.input(1))
@@ -216,6 +223,7 @@ _STEPS: dict[str, Callable[[Graph, Op, int, int], Sources]] = {
     "Add": _of_arithmetic,
     "Mul": _of_arithmetic,
     "LpNormalization": _of_norm,
+    "RotaryEmbedding": _of_rotary,
     "MatMul": _of_product,
     "Gemm": _of_product,
     "Conv": _of_convolution,
@@ -238,6 +246,11 @@ def reshaped_to(patch: Patch, x: Value, after: Shape, axis: int, size: int, wide
     dims = [*after]
     dims[axis] = int(dims[axis]) // size * wide  # type: ignore[arg-type]
     return in_shape(patch, x, tuple(dims))
+
+
+def _rotary(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wide: int) -> Sequence[Value]:
+    attrs = replace(op.attrs, rotary_embedding_dim=op.attrs.rotary_embedding_dim or size)
+    return [patch.add("RotaryEmbedding", [*new, *op.inputs[1:]], attrs)]
 
 
 def _split(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wide: int) -> Sequence[Value]:
@@ -279,6 +292,7 @@ def constant_of(graph: Graph, op: Op, slot: int) -> Array:
 
 _BUILD = {
     "Reshape": _reshape,
+    "RotaryEmbedding": _rotary,
     "Split": _split,
     "Add": _arithmetic,
     "Mul": _arithmetic,

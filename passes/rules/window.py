@@ -63,6 +63,37 @@ def pad_conv(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, pad), lambda patch: patch.add("Conv", inputs, attrs))
 
 
+@rule("crop_transpose", {"Slice"})
+def crop_transpose(graph: Graph, op: Op) -> Match | Miss | None:
+    """What is cut off a transposed convolution's result becomes its pads (causal decoders, BigVGAN)."""
+    conv = producer(graph, op.inputs[0], {"ConvTranspose"})
+    starts, ends, axes = (ints(graph, op.input(i)) for i in (1, 2, 3))
+    steps = None if op.input(4) is None else ints(graph, op.input(4))
+    if conv is None or starts is None or ends is None or (op.input(4) is not None and set(steps or ()) != {1}):
+        return None
+    full = shape_of(graph, conv.value)
+    if full is None:
+        return None
+    begins, after, rank = [0] * len(full), [0] * len(full), len(full)
+    for start, end, axis in zip(starts, ends, axes or range(len(starts)), strict=True):
+        size = full[axis % rank]
+        if not isinstance(size, int):
+            return Miss(f"{conv.name} has a symbolic size")
+        first, last, _ = slice(start, end).indices(size)
+        begins[axis % rank], after[axis % rank] = first, size - max(first, last)
+    if graph.sole_user(conv.value) is None:
+        return Miss(f"the result of {conv.name} is used {graph.use_count(conv.value)} times")
+    if any(begins[:2]) or any(after[:2]):
+        return Miss("it cuts off images or channels")
+    a = conv.attrs
+    if a.auto_pad != "NOTSET" or a.output_shape or a.prologue or a.epilogue:
+        return Miss(f"the pads of {conv.name} follow from its result, or it has stages")
+    if any(b + e >= n for b, e, n in zip(begins, after, full, strict=True)):  # type: ignore[operator]
+        return Miss("it cuts off everything")
+    attrs = replace(a, pads=tuple(p + c for p, c in zip(a.pads, (*begins[2:], *after[2:]), strict=True)))
+    return Match((op, conv), lambda patch: patch.add("ConvTranspose", conv.inputs, attrs))
+
+
 @rule("drop_taps", {"Conv"})
 def drop_taps(graph: Graph, op: Op) -> Match | Miss | None:
     """Taps at the ends of a filter that read nothing but padding are dropped.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.passes.support.facts import ints, operand, shape_of
 
@@ -46,3 +48,30 @@ def span(graph: Graph, op: Op, size: int, axis: int = -1) -> tuple[int, int, int
     if not is_axis(graph, operand(op), axes[0], axis):
         return None
     return slice(starts[0], ends[0], steps[0]).indices(size)
+
+
+def consecutive(graph: Graph, parts: Sequence[Value]) -> Value | None:
+    """The tensor that has these as its parts along the last axis, in this order and without gaps."""
+    ops = [graph.op(v) for v in parts]
+    x = ops[0].input(0)
+    if x is None or any(op.kind not in PARTS or op.input(0) != x for op in ops):
+        return None
+    size = (shape_of(graph, x) or (None,))[-1]
+    if not isinstance(size, int):
+        return None
+    at = 0
+    for value, op in zip(parts, ops, strict=True):
+        found = _port_span(graph, op, value.port, size) if op.kind == "Split" else span(graph, op, size)
+        if found is None or found[0] != at or found[2] != 1:
+            return None
+        at = found[1]
+    return x if at == size else None
+
+
+def _port_span(graph: Graph, op: Op, port: int, size: int) -> tuple[int, int, int] | None:
+    """Begin, end and step of a part of a Split along the last axis."""
+    sizes = [graph.type(Value(op.id, k)).dims[-1] for k in range(port + 1)]
+    known = [n for n in sizes if isinstance(n, int)]
+    if len(known) < len(sizes) or not is_axis(graph, operand(op), op.attrs.axis, -1):
+        return None
+    return sum(known[:-1]), sum(known), 1

@@ -18,7 +18,7 @@ ADDITIONS = frozenset({"Add", "Sub"})
 SCALINGS = frozenset({"Mul", "Div"})
 ACTIVATIONS = frozenset(
     {
-        *("Relu", "LeakyRelu", "PRelu", "Elu", "Selu", "Celu", "ThresholdedRelu", "Clip", "Min", "Max"),
+        *("Relu", "LeakyRelu", "PRelu", "Snake", "Elu", "Selu", "Celu", "ThresholdedRelu", "Clip", "Min", "Max"),
         *("Sigmoid", "HardSigmoid", "Swish", "HardSwish", "Mish", "Gelu", "Tanh", "Softplus", "Softsign", "Neg", "Abs"),
     }
 )

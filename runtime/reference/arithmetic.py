@@ -29,6 +29,10 @@ def _conv_sum(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> 
     return 2 * math.prod(out) * (math.prod(shapes[1][1:]) + math.prod(shapes[3][1:]))
 
 
+def _paired_conv(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    return 4 * math.prod(out) * sum(math.prod(shape[2:]) for shape in (shapes[1], *shapes[6::3]))
+
+
 def _separable_conv(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
     """Without the first part, which is small and, where it is depthwise, no product of matrices."""
     return 2 * math.prod(out) * math.prod(shapes[attrs["operands"]][1:])
@@ -127,6 +131,7 @@ PRODUCTS: dict[str, Products] = {
     "ConvSqueeze": _quantized_conv,
     "ConvSum": _conv_sum,
     "ConvTranspose": _conv_transpose,
+    "EdgePadded": _quantized,
     "ExcitationGate": _separable_conv,
     "FactoredAttention": _attention,
     "GRU": _recurrent_layer,
@@ -139,6 +144,7 @@ PRODUCTS: dict[str, Products] = {
     "NormedProduct": _normed_product,
     "NormedResidual": lambda shapes, out, attrs: 2 * math.prod(out) * shapes[0][1],
     "PackedRowProduct": _packed_row_product,
+    "PairedConv": _paired_conv,
     "PairedProduct": _paired_product,
     "PackedMatMul": _matmul,
     "PeriodicAttention": _attention,

@@ -94,22 +94,23 @@ def attention(
 
 
 def rotary_embedding(
-    x: Array, cos: Array, sin: Array, *, interleaved: bool = False, rotary_embedding_dim: int = 0
-) -> tuple[Array, ...]:
+    x: Array, cos: Array, sin: Array, *, interleaved: bool = False, rotary_embedding_dim: int = 0, own_angles: bool = False
+) -> tuple[Array, ...]:  # fmt: skip
     """RotaryEmbedding (ONNX opset 23): x (B, H, S, D); cos and sin (B, S, R / 2) turn the first R entries of each head.
 
     Entry i goes with entry i + R / 2, or with its neighbour where ``interleaved``.
+    With ``own_angles`` cos and sin are (B, S, R): each entry of the result is made by its own.
     """
     size = rotary_embedding_dim or x.shape[-1]
     turned, kept = x[..., :size], x[..., size:]
-    c, s = cos[:, None], sin[:, None]
-    if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        pairs = np.stack([c * a - s * b, s * a + c * b], axis=-1)
-        turned = pairs.reshape(*x.shape[:-1], size)
-    else:
-        a, b = turned[..., : size // 2], turned[..., size // 2 :]
-        turned = np.concatenate([c * a - s * b, s * a + c * b], axis=-1)
+
+    def pairs_of(v: Array) -> tuple[Array, Array]:
+        return (v[..., 0::2], v[..., 1::2]) if interleaved else (v[..., : size // 2], v[..., size // 2 :])
+
+    (c, d), (s, t) = (pairs_of(v[:, None]) if own_angles else (v[:, None], v[:, None]) for v in (cos, sin))
+    a, b = pairs_of(turned)
+    both = [c * a - s * b, t * a + d * b]
+    turned = np.stack(both, axis=-1).reshape(*x.shape[:-1], size) if interleaved else np.concatenate(both, axis=-1)
     return (np.concatenate([turned, kept], axis=-1).astype(x.dtype, copy=False),)
 
 

@@ -35,6 +35,11 @@ def _many(fn: Callable[[Any, Any], Any]) -> Kernel:
     return lambda *arrays: (reduce(fn, arrays),)
 
 
+def _snake(x: Array, rate: Array, gain: Array) -> tuple[Array, ...]:
+    """``x + gain sin(rate x)^2`` (Ziyin et al., "Neural networks fail to learn periodic functions and how to fix it", 2020)."""
+    return (x + gain * np.square(np.sin(rate * x)),)
+
+
 def _div(a: Array, b: Array) -> tuple[Array, ...]:
     if not is_int(a.dtype):
         return (a / b,)
@@ -154,6 +159,7 @@ KERNELS: dict[str, Kernel] = {
     "Div": _div,
     "Pow": _pow,
     "Mod": _mod,
+    "Snake": _snake,
     "PRelu": _two(lambda x, slope: np.where(x < 0, x * slope, x)),
     "Min": _many(np.minimum),
     "Max": _many(np.maximum),

@@ -121,6 +121,42 @@ def conv_sum(
     return run("Pointwise", [total + other, *rest], {"epilogue": epilogue, "arity": 1})
 
 
+def edge_padded(
+    run: Run, x: Array, *rest: Array | None, of: str, own: Sequence[str], edges: Sequence[int], **attrs: Any
+) -> tuple[Array, ...]:
+    """The operator ``of``, on x (N, C, ...) with its edges repeated along the spatial axes.
+
+    ``edges``: how often, begins, then ends.
+    """
+    half = len(edges) // 2
+    wide = np.pad(x, [(0, 0), (0, 0), *zip(edges[:half], edges[half:], strict=True)], mode="edge")
+    return run(of, [wide, *rest], {name: attrs[name] for name in own})
+
+
+def paired_conv(
+    run: Run, x: Array, w: Array, v: Array, b: Array, c: Array, *more: Array,
+    sources: Sequence[Any], epilogue: Sequence[Any], beside: Sequence[Any],
+) -> tuple[Array, ...]:  # fmt: skip
+    """Two sums of convolutions of the same images, with biases b and c (C). The first one's stages read the second as operand 1.
+
+    Of each source there are an image (N, I, H, W), and the weights of both sums, (C / 8, 8, I, h, w): x, w and v, and ``more``.
+    """
+    operands = (x, w, v, *more)
+    sums = []
+    for k, bias in enumerate((b, c)):
+        terms = [
+            conv(image, both[k].reshape(-1, *both[k].shape[2:]), strides=strides, pads=pads, dilations=dilations)[0]
+            for (image, *both), (strides, pads, dilations) in zip(_threes(operands), sources, strict=True)
+        ]
+        sums.append(sum(terms[1:], terms[0]) + bias[:, None, None])
+    (other,) = run("Pointwise", [sums[1]], {"epilogue": beside, "arity": 1})
+    return run("Pointwise", [sums[0], other], {"epilogue": epilogue, "arity": 1})
+
+
+def _threes(operands: Sequence[Array]) -> list[Sequence[Array]]:
+    return [operands[i : i + 3] for i in range(0, len(operands), 3)]
+
+
 def pooled_conv(run: Run, *operands: Array | None, **attrs: Any) -> tuple[Array, ...]:
     """A convolution, then the largest of each 2 x 2 results (max pooling with stride 2, without padding)."""
     (y,) = run("Conv", operands, attrs)
@@ -244,8 +280,10 @@ COMPOSED: dict[str, ComposedKernel] = {
     "ConvBlocks": conv_blocks,
     "ConvSqueeze": conv_squeeze,
     "ConvSum": conv_sum,
+    "EdgePadded": edge_padded,
     "ExcitationGate": excitation_gate,
     "MeanProduct": mean_product,
+    "PairedConv": paired_conv,
     "PooledConv": pooled_conv,
     "SeparableConv": separable_conv,
 }

@@ -10,12 +10,17 @@ import numpy as np
 from optdnn.runtime.reference.base import ComposedKernel, Run
 from optdnn.types import Array
 
+_REDUCTIONS: dict[str, tuple[np.ufunc, float]] = {
+    "add": (np.add, 0.0), "max": (np.maximum, -np.inf), "min": (np.minimum, np.inf),
+}  # fmt: skip
+
 
 def segment_sum(
     run: Run, *operands: Array, stages: Sequence[Any], indices: Sequence[int], axes: Sequence[int],
     views: Sequence[Sequence[int]], factors: Sequence[str] = (), epilogue: Sequence[Any] = (),
+    reduction: str = "add",
 ) -> tuple[Array, ...]:  # fmt: skip
-    """One sum per segment (:class:`optdnn.ops.segment_sum.SegmentSumAttrs` describes the attributes)."""
+    """One sum, maximum or minimum per segment (:class:`optdnn.ops.segment_sum.SegmentSumAttrs` describes the attributes)."""
     begin, rank = len(indices), max(map(len, views))
     arrays = operands[begin : begin + max(indices) + 1]
     first, *scales = operands[begin + len(arrays) :]
@@ -30,11 +35,12 @@ def segment_sum(
     rows = _computed(run, tables[0], stages, tables)
     lengths = np.diff(first)
     rows = np.broadcast_to(rows, (len(arrays[0]), *rows.shape[1:]))
-    total = np.zeros((len(lengths), *rows.shape[1:]), rows.dtype)
-    np.add.at(total, np.repeat(np.arange(len(lengths)), lengths), rows)
+    join, neutral = _REDUCTIONS[reduction]
+    total = np.full((len(lengths), *rows.shape[1:]), neutral, rows.dtype)
+    join.at(total, np.repeat(np.arange(len(lengths)), lengths), rows)
     for kind, scale in zip(factors, scales, strict=False):
         total = run(kind, [total, scale], {})[0]
-    total[lengths == 0] = 0
+    total[lengths == 0] = neutral
     return (_computed(run, total, epilogue, operands),)
 
 

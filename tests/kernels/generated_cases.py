@@ -250,7 +250,8 @@ def binaries(n: Net) -> list[Any]:
     x, y = n.input(3, 1, 16), n.input(5, 16, name="y")
     positive = n.op("Add", n.op("Abs", x), 0.5)
     found = [n.op(k, x, y) for k in ("Add", "Sub", "Mul", "Min", "Max", "Sum", "Mean")] + [
-        n.op("PRelu", y, n.random(16))
+        n.op("PRelu", y, n.random(16)),
+        n.op("Snake", y, n.positive(16), n.random(1, 16)),
     ]
     test = n.op("Less", x, y)
     return [

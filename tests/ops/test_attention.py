@@ -7,8 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from onenode import Case, check_case, check_export, import_case, normal, op_flops, run
+from support.net import Net
 
 from optdnn.errors import ShapeError
+from optdnn.importers.onnx import import_model
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.export_onnx import export_model
+from optdnn.ops.attention import RotaryAttrs
 from optdnn.types import FP16, FP32, Array
 
 B, H, L, S, D, E = 2, 6, 4, 5, 8, 3
@@ -170,6 +175,38 @@ def test_rotary_embedding(flat: bool, ids: bool, size: int, interleaved: int) ->
 def test_rotary_embedding_that_contradicts(operands: list[Array], attrs: dict[str, Any], message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         import_case(Case("RotaryEmbedding", operands, attrs, 23))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("size", [0, 4])
+def test_rotary_embedding_of_own_angles(interleaved: bool, size: int) -> None:
+    """``x * cos + turned * sin``, and its export."""
+    n = Net(np.float64)
+    x, turning = n.input(2, 3, 5, 8), size or 8
+    tables = [n.input(2, 5, turning, name=name) for name in ("cos", "sin")]
+    graph = n.done(n.op("RotaryEmbedding", x, *tables, attrs=RotaryAttrs(interleaved, size, own_angles=True)))
+    feeds = {name: np.random.default_rng(k).standard_normal(d) for k, (name, d) in enumerate(
+        {"x": (2, 3, 5, 8), "cos": (2, 5, turning), "sin": (2, 5, turning)}.items())}  # fmt: skip
+    (got,) = evaluate(graph, feeds).values()
+    head, rest = feeds["x"][..., :turning], feeds["x"][..., turning:]
+    other = np.empty_like(head)
+    if interleaved:
+        other[..., 0::2], other[..., 1::2] = -head[..., 1::2], head[..., 0::2]
+    else:
+        other[..., : turning // 2], other[..., turning // 2 :] = -head[..., turning // 2 :], head[..., : turning // 2]
+    want = head * feeds["cos"][:, None] + other * feeds["sin"][:, None]
+    np.testing.assert_allclose(got, np.concatenate([want, rest], -1), rtol=1e-12)
+    again = import_model(export_model(graph).to_bytes())
+    (exported,) = evaluate(again, feeds).values()
+    np.testing.assert_allclose(exported, got, rtol=1e-12)
+    with pytest.raises(ShapeError, match=f"does not hold {turning} angles"):
+        n.op(
+            "RotaryEmbedding",
+            x,
+            n.input(2, 5, 2, name="few"),
+            tables[1],
+            attrs=RotaryAttrs(interleaved, size, own_angles=True),
+        )
 
 
 # ---------------------------------------------------------------- TensorScatter

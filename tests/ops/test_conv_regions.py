@@ -18,6 +18,7 @@ from optdnn.ops.conv_regions import (
     ConvSumAttrs,
     ExcitationGateAttrs,
     ImageConvAttrs,
+    PairedConvAttrs,
     QuantizedBlocksAttrs,
     SeparableConvAttrs,
     SpaceToDepthImageAttrs,
@@ -110,6 +111,29 @@ def test_conv_sum() -> None:
         infer("ConvSum", attrs, [x, w, thin[..., :6], w2, bias])
     with pytest.raises(ShapeError, match="sources"):
         infer("ConvSum", replace(attrs, sources=sources[:1]), [x, w, thin, w2, bias])
+
+
+def test_paired_conv() -> None:
+    """tanh(conv(x) + conv(m)) times sigmoid(conv'(x) + conv'(m)), biases included."""
+    x, m = random(1, 4, 6, 6), random(1, 2, 6, 6)
+    (w, v), (w2, v2), (b, c) = ([random(*dims) for _ in range(2)] for dims in ((8, 4, 3, 3), (8, 2, 1, 1), (8,)))
+    sources = (((1, 1), (1, 1, 1, 1), (1, 1)), ((1, 1), (0, 0, 0, 0), (1, 1)))
+    attrs = PairedConvAttrs(sources, (Stage("Tanh", (~0,)), Stage("Mul", (~1, 1))), (Stage("Sigmoid", (~0,)),))
+    eights = [a.reshape(1, 8, *a.shape[1:]) for a in (w, v, w2, v2)]
+    operands = [x, *eights[:2], b, c, m, *eights[2:]]
+    (y,) = results("PairedConv", attrs, operands)
+    plain = [ConvAttrs(*source) for source in sources]
+    one, other = (
+        conv(plain[0], x, own) + conv(plain[1], m, more) + bias[:, None, None]
+        for own, more, bias in ((w, w2, b), (v, v2, c))
+    )
+    assert np.allclose(y, np.tanh(one) / (1 + np.exp(-other)), atol=1e-5)
+    with pytest.raises(ShapeError, match="PairedConv adds"):
+        infer("PairedConv", attrs, [*operands[:5], m[..., :5], *operands[6:]])
+    with pytest.raises(ShapeError, match="PairedConv weights"):
+        infer("PairedConv", attrs, [x, eights[0], eights[1][..., :2], *operands[3:]])
+    with pytest.raises(ShapeError, match="operands"):
+        infer("PairedConv", attrs, operands[:5])
 
 
 def test_image_conv() -> None:

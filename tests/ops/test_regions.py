@@ -16,6 +16,7 @@ from optdnn.ops.fused import plain_attrs
 from optdnn.ops.held import NO_ONNX, CachedAttentionAttrs, ChannelAttentionAttrs, ChannelSumsAttrs
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.regions import (
+    EdgePaddedAttrs,
     FramesAttrs,
     QuantizedAttrs,
     RecurrenceAttrs,
@@ -37,7 +38,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 49
+    assert len(REGIONS) == 51
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -276,3 +277,15 @@ def test_products_count_as_the_operators_that_a_region_computes() -> None:
     assert products_of("Quantized", [q, q, q], q, {"of": "PeriodicAttention"}) == attention
     assert products_of("QuantizedConv", [(1, 8, 4, 4), (2, 8, 2, 8, 3, 3)], (1, 32, 4, 4), {}) == 2 * 32 * 16 * 8 * 9
     assert products_of("Softmax", [q], q, {}) == 0
+
+
+def test_edge_padded() -> None:
+    """A convolution of a tensor whose edges are repeated."""
+    x, w = random(2, 3, 7), random(3, 1, 4)
+    own = ConvAttrs((2,), (0, 0), (1,), 3)
+    (y,) = results("EdgePadded", EdgePaddedAttrs("Conv", own, (2, 3)), [x, w])
+    (want,) = results("Conv", own, [np.pad(x, [(0, 0), (0, 0), (2, 3)], mode="edge"), w])
+    np.testing.assert_array_equal(y, want)
+    for edges in ((2,), (2, -1)):
+        with pytest.raises(ShapeError, match="EdgePadded"):
+            infer("EdgePadded", EdgePaddedAttrs("Conv", own, edges), [x, w])

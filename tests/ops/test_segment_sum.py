@@ -48,6 +48,8 @@ INDEX = len(("x", "norm"))
         ({INDEX: TensorType(INT32, (EDGES, 1))}, {}, "indices are int32"),
         ({}, {"indices": (0, 1)}, "differ in length"),
         ({4: TensorType(FP32, (1,))}, {}, "is no factor of"),
+        ({}, {"reduction": "mul"}, "of the reduction 'mul'"),
+        ({}, {"reduction": "max"}, "of the reduction 'max', with 1 factors"),
         ({}, {"epilogue": (Stage("Less", (-1, 4)),)}, "must keep the type"),
     ],
 )

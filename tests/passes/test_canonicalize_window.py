@@ -12,7 +12,7 @@ from support.net import Net
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.base import Stage
-from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
 from optdnn.ops.index import PadAttrs
 from optdnn.ops.pool import AveragePoolAttrs, MaxPoolAttrs
 from optdnn.ops.reduce import ReduceAttrs
@@ -276,3 +276,69 @@ def test_other_pools_stay(options: dict[str, Any]) -> None:
     given = {"kernel": 5, **options}
     n, dims = Net(given.pop("dtype", np.float32)), (2, 3, 5, 5)[: given.pop("rank", 4)]
     check_untouched(ARITHMETIC, n.done(n.max_pool(n.input(*dims), **given)))
+
+
+def transposed(
+    n: Net,
+    *,
+    cut: tuple[tuple[int, int, int], ...] = ((1, 12, 2),),
+    step: int = 1,
+    auto: str = "NOTSET",
+    extra: int = 0,
+) -> tuple[Value, Value]:
+    """A transposed convolution of (2, 4, 5), whose result is (2, 6, 15 + extra), and a part of it: begins, ends and axes."""
+    attrs = ConvTransposeAttrs((2,), (0, 0), (1,), (extra,), 1, (), auto)
+    y = n.op("ConvTranspose", n.input(2, 4, 5), n.random(4, 6, 7), n.random(6), attrs=attrs)
+    begins, ends, axes = zip(*cut, strict=True)
+    return y, n.op("Slice", y, n.ints(*begins), n.ints(*ends), n.ints(*axes), n.ints(*[step] * len(axes)))
+
+
+@pytest.mark.parametrize(
+    ("cut", "extra", "pads"),
+    [
+        (((1, 12, 2),), 0, (1, 3)),
+        (((-14, 1 << 62, -1),), 0, (1, 0)),
+        (((0, 15, 2),), 1, (0, 1)),
+        (((0, 6, 1), (3, -4, 2)), 0, (3, 4)),
+    ],
+)
+def test_what_is_cut_off_a_transposed_convolution(
+    cut: tuple[tuple[int, int, int], ...], extra: int, pads: tuple[int, int]
+) -> None:
+    n = Net(np.float64)
+    graph = n.done(transposed(n, cut=cut, extra=extra)[1])
+    after, _ = check_pass(CANON, graph, changes=1, kinds={"ConvTranspose": 1}, rules={"crop_transpose": 1})
+    assert after.of_kind("ConvTranspose")[0].attrs.pads == pads
+
+
+@pytest.mark.parametrize(
+    ("changed", "because"),
+    [
+        ({"cut": ((1, 4, 1),)}, "it cuts off images or channels"),
+        ({"cut": ((9, 3, 2),)}, "it cuts off everything"),
+        ({"auto": "SAME_UPPER", "cut": ((1, 9, 2),)}, "the pads of ConvTranspose_1 follow from its result"),
+    ],
+)
+def test_crops_that_are_refused(changed: dict[str, Any], because: str) -> None:
+    n = Net(np.float64)
+    check_refused(CANON, n.done(transposed(n, **changed)[1]), because=because, rule="crop_transpose")
+
+
+def test_a_transposed_convolution_that_is_read_whole_is_not_cut() -> None:
+    n = Net(np.float64)
+    y, part = transposed(n)
+    check_refused(CANON, n.done(part, n.op("Relu", y)), because="is used 2 times", rule="crop_transpose")
+
+
+def test_a_crop_of_an_unknown_size_is_refused() -> None:
+    n = Net(np.float64)
+    attrs = ConvTransposeAttrs((2,), (0, 0), (1,), (0,))
+    y = n.op("ConvTranspose", n.input(2, 4, symbol("n")), n.random(4, 6, 7), attrs=attrs)
+    graph = n.done(n.op("Slice", y, n.ints(1), n.ints(12), n.ints(2)))
+    check_refused(CANON, graph, because="has a symbolic size", rule="crop_transpose")
+
+
+def test_other_parts_of_a_transposed_convolution_are_not_crops() -> None:
+    n = Net(np.float64)
+    _y, part = transposed(n, step=2)
+    check_untouched(CANON, n.done(part))

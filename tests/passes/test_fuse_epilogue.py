@@ -26,6 +26,7 @@ ACTIVATIONS: list[tuple[str, Attrs | None, tuple[Any, ...]]] = [
     ("Relu", None, ()),
     ("LeakyRelu", LeakyReluAttrs(0.2), ()),
     ("PRelu", None, (np.linspace(0.1, 0.4, 4).reshape(4, 1, 1),)),
+    ("Snake", None, (np.linspace(0.1, 0.4, 4).reshape(4, 1, 1), np.linspace(1, 2, 4).reshape(1, 4, 1, 1))),
     ("Elu", None, ()),
     ("Clip", None, (0.0, 6.0)),
     ("Clip", None, (None, 0.5)),

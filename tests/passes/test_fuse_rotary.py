@@ -12,7 +12,9 @@ from support.shared import needs_shared_graphs, shared_network
 
 from optdnn.dim import symbol
 from optdnn.importers.onnx import import_model
-from optdnn.ops.index import ConcatAttrs
+from optdnn.ir.graph import Graph
+from optdnn.ops.attention import RotaryAttrs
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import PassContext, run_pipeline
 from optdnn.passes.fold_constants import FoldConstants
@@ -244,17 +246,78 @@ def test_other_rows_stay(name: str) -> None:
     assert graph.kinds()["Concat"] == 1
 
 
+UNEQUAL = {
+    "computed": coordinates().replace("w1 = Reshape(w0, two3)", "i = Reshape(w0, two3) w1 = Add(i, turn)"),
+    "apart": coordinates("Concat<axis=2>(w4, w2, w5)").replace(
+        "w3 =", "w4, w5 = Split<axis=2, num_outputs=2>(w1) w3 ="
+    ),
+    "neighbours of halves": NEIGHBOURS["roformer"],
+    "any": FORMS["llama"],
+}
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_numbers_of_a_pair_may_have_angles_of_their_own(name: str) -> None:
+    tables = BOTH if name == "neighbours of halves" else np.random.default_rng(5).standard_normal((5, 4))
+    graph, _ = check_pass(FuseRotary(), model(UNEQUAL[name], tables), changes=1)
+    (op,) = graph.of_kind("RotaryEmbedding")
+    assert op.attrs.own_angles
+    assert op.attrs.interleaved == (name != "any")
+    assert [graph.type(v).dims[-1] for v in op.inputs[1:] if v is not None] == [4, 4]
+
+
+def parts(
+    *, sizes: tuple[int, ...] = (4, 6, 4), rest: int = 2, own: bool = True, split: bool = False, interleaved: bool = True,
+    order: tuple[int, ...] | None = None, batch: int = 1, used: bool = False, axis: int = -1,
+) -> Graph:  # fmt: skip
+    """Parts of a head that turn by angles of different coordinates, and the rest behind them."""
+    n = Net(np.float64)
+    widths = (*sizes, *([rest] if rest else []))
+    x = n.input(2, 3, 5, sum(widths))
+    ends = np.cumsum(widths)
+    if split:
+        cut = n.op("Split", x, n.ints(*widths), attrs=SplitAttrs(-1), outputs=len(widths))
+    else:
+        cut = [n.op("Slice", x, n.ints(e - w), n.ints(e), n.ints(3)) for w, e in zip(widths, ends, strict=True)]
+    found = []
+    for k, (part, size) in enumerate(zip(cut, sizes, strict=False)):
+        tables = [n.random(batch if k else 1, 5, size if own else size // 2) for _ in range(2)]
+        found.append(n.op("RotaryEmbedding", part, *tables, attrs=RotaryAttrs(interleaved, own_angles=own)))
+    joined = [*found, *cut[len(sizes) :]]
+    y = n.op("Concat", *(joined[k] for k in order or range(len(joined))), attrs=ConcatAttrs(axis))
+    return n.done(y, *([n.op("Relu", found[0])] if used else []))
+
+
+@pytest.mark.parametrize(
+    ("graph", "turned"),
+    [(parts(), 14), (parts(split=True), 14), (parts(rest=0), 0), (parts(own=False, sizes=(4, 8)), 12)],
+)
+def test_parts_that_turn_by_different_coordinates(graph: Graph, turned: int) -> None:
+    after, _ = check_pass(FuseRotary(), graph, changes=1, kinds={"RotaryEmbedding": 1, "Concat": 2})
+    assert after.of_kind("RotaryEmbedding")[0].attrs.rotary_embedding_dim == turned
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [
+        (parts(interleaved=False), "its parts do not turn alike, by whole pairs of neighbours"),
+        (parts(used=True), "one of its parts is used elsewhere"),
+        (parts(batch=2), "the angles of its parts are of different images or positions"),
+    ],
+)
+def test_parts_that_are_refused(graph: Graph, because: str) -> None:
+    check_refused(FuseRotary(), graph, because=because)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [parts(order=(1, 0, 2, 3)), parts(order=(0, 1, 3, 2)), parts(order=(0, 2, 3)), parts(sizes=(4, 4), rest=0, axis=1)],
+)
+def test_other_parts_stay(graph: Graph) -> None:
+    check_untouched(FuseRotary(), graph)
+
+
 REFUSED = {
-    "the neighbours of c are": model(
-        coordinates().replace("w1 = Reshape(w0, two3)", "i = Reshape(w0, two3) w1 = Add(i, turn)")
-    ),
-    "the neighbours of [cs] are not": model(
-        coordinates("Concat<axis=2>(w4, w2, w5)").replace("w3 =", "w4, w5 = Split<axis=2, num_outputs=2>(w1) w3 =")
-    ),
-    "the halves of c are not known to be equal": model(
-        FORMS["llama"], np.random.default_rng(5).standard_normal((5, 4))
-    ),
-    "the neighbours of c are not known to be equal": model(NEIGHBOURS["roformer"], BOTH),
     "is not one angle per position": model(FORMS["llama"], np.tile(BOTH, (3, 1)), "[1,3,5,4]"),
     r"c fp32\[1, 5, 3, 4\] is not one angle": positions_first(
         model(FORMS["llama"], np.repeat(BOTH, 3, 0), "[1,5,3,4]")

@@ -176,6 +176,23 @@ def test_a_prologue_is_not_merged() -> None:
     check_refused(FuseSiblings(), graph, because="it has its own prologue", context=CUDA)
 
 
+@pytest.mark.parametrize("target", ["cuda:sm_90a", "cpu"])
+def test_what_convolutions_add_is_not_merged_on_gpus(target: str) -> None:
+    """One launch sums both convolutions there."""
+    n = Net(np.float64)
+    x, m = n.input(1, 8, 4, 4), n.input(1, 8, 4, 4, name="m")
+    sums = []
+    for _ in range(2):
+        x = conv(n, x, 8, conv(n, m, 8), epilogue=(Stage("Add", (-1, 3)), Stage("Relu", (-2,))), k=3)
+        sums.append(x)
+    graph = n.done(*sums)
+    context = PassContext(target=target)
+    if target == "cpu":
+        check_refused(FuseSiblings(), graph, because="on cpu the Split's copy", context=context)
+    else:
+        check_refused(FuseSiblings(), graph, because="one launch sums it and the convolution Conv_2", context=context)
+
+
 def test_a_big_split_does_not_pay() -> None:
     n = Net(np.float32)
     x = n.input(1, 8, 512, 512)

@@ -11,7 +11,7 @@ from support.net import Net
 from support.simulated import check_simulated
 
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.attention import AttentionAttrs, RotaryAttrs
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.gemm import GemmAttrs
 from optdnn.ops.index import SplitAttrs
@@ -100,6 +100,22 @@ def test_norms_and_factors_of_heads() -> None:
     y = attend(n, q, k, heads(n, n.matmul(x, C)), n.random(1, H, N, N), scale=1.0)
     graph = n.done(n.matmul(merged(n, y), C))
     check_pass(PadHeads(), graph, changes=1, context=HALF, kinds=graph.kinds())
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("turned", [0, 4])
+def test_rotary_embeddings_leave_zeros_behind_a_head(turned: int, interleaved: bool, own: bool) -> None:
+    """Moonshine."""
+    n = Net(np.float64)
+    x = tokens(n)
+    tables = [n.random(1, N, (turned or D) // (1 if own else 2)) for _ in range(2)]
+    attrs = RotaryAttrs(interleaved, turned, own)
+    q, k = (n.op("RotaryEmbedding", heads(n, n.matmul(x, C)), *tables, attrs=attrs) for _ in range(2))
+    graph = n.done(n.matmul(merged(n, attend(n, q, k, heads(n, n.matmul(x, C)))), C))
+    after, _ = check_pass(PadHeads(), graph, changes=1, context=HALF, kinds=graph.kinds())
+    assert features(after) == {8}
+    assert {op.attrs.rotary_embedding_dim for op in after.of_kind("RotaryEmbedding")} == {turned or D}
 
 
 def test_projections_of_images() -> None:

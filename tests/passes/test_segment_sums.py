@@ -22,6 +22,7 @@ PASS = SegmentSums()
 @pytest.mark.parametrize("name", CASES)
 def test_scatters_become_sums_of_segments(name: str) -> None:
     changes = {"attention": 2, "attention_heads": 2, "narrow": 2, "activated": 5, "activated_odd": 5}
+    changes |= {"largest": 2, "largest_odd": 2, "stable_softmax": 2}
     graph, _ = check_pass(PASS, graph_of(name), changes=changes.get(name, 1))
     assert not graph.of_kind("ScatterND", "ScatterElements", "Gather", "GatherND")
 
@@ -131,5 +132,18 @@ def test_other_operators_stay_behind_the_sums(kind: str, because: str) -> None:
 
 def test_other_scatters_are_no_candidates() -> None:
     n = Net()
-    largest = scattered(n, n.input(EDGES, 8), edges(1), 8, reduction="max")
-    check_untouched(PASS, n.done(largest, n.op("Relu", rows_of(n, n.input(NODES, 4, name="y"), edges(2)))))
+    product = scattered(n, n.input(EDGES, 8), edges(1), 8, reduction="mul")
+    check_untouched(PASS, n.done(product, n.op("Relu", rows_of(n, n.input(NODES, 4, name="y"), edges(2)))))
+
+
+def test_maxima_take_what_was_there_and_no_factors() -> None:
+    graph, _ = check_pass(PASS, graph_of("largest"), changes=2)
+    (total,) = graph.of_kind("SegmentSum")
+    assert (total.attrs.reduction, [s.kind for s in total.attrs.epilogue]) == ("max", ["Max"])
+    graph, _ = check_pass(PASS, graph_of("smallest"), changes=1)
+    assert (graph.of_kind("SegmentSum")[0].attrs.reduction, len(graph.of_kind("Min"))) == ("min", 1)
+    n = Net()
+    x, norm = n.input(NODES, 16), n.op("Sigmoid", n.input(NODES, 1, name="norm"))
+    sent = n.op("Mul", rows_of(n, x, edges(2)), rows_of(n, norm, edges(1)))
+    graph, _ = check_pass(PASS, n.done(scattered(n, sent, edges(1), 16, reduction="max")), changes=2)
+    assert graph.of_kind("SegmentSum")[0].attrs.factors == ()

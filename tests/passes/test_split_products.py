@@ -8,6 +8,7 @@ from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 
 from optdnn.ir.graph import Graph, Value
+from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.split_products import SplitProducts
@@ -90,3 +91,119 @@ def test_two_values_of_one_scalar_are_no_halves() -> None:
     n = Net(np.float64)
     x = n.input()
     check_untouched(SplitProducts(), n.done(n.op("Mul", n.op("Unsqueeze", x, n.ints(0)), n.op("Expand", x, n.ints(3)))))
+
+
+def gate(n: Net, y: Value) -> Value:
+    a, b = halves(n, y, axis=1)
+    return n.op("Mul", n.op("Tanh", a), n.op("Sigmoid", b))
+
+
+@pytest.mark.parametrize("dims", [(2, 3, 9), (2, 3, 5, 6)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gate_is_two_convolutions(dims: tuple[int, ...], bias: bool) -> None:
+    n = Net(np.float64)
+    graph = n.done(gate(n, n.conv(n.input(*dims), 10, bias=bias)))
+    after, _ = check_pass(SplitProducts(), graph, changes=1, kinds={"Conv": 2, "Tanh": 1, "Sigmoid": 1, "Mul": 1})
+    assert all(o.outputs[0].type.dims[1] == 5 for o in after.of_kind("Conv"))
+    check_pass(FuseEpilogue(), after, changes=3, kinds={"Conv": 2})
+
+
+def test_a_gate_of_a_sum_is_four_convolutions() -> None:
+    n = Net(np.float64)
+    y = n.op("Add", n.conv(n.input(2, 3, 9), 10, bias=True), n.conv(n.input(2, 4, 9, name="m"), 10, 1, pads=0))
+    graph = n.done(gate(n, y))
+    check_pass(SplitProducts(), graph, changes=1, kinds={"Conv": 4, "Add": 2, "Tanh": 1, "Sigmoid": 1, "Mul": 1})
+
+
+@pytest.mark.parametrize("kind", ["Slice", "Split"])
+def test_conditions_of_all_layers_are_divided(kind: str) -> None:
+    n = Net(np.float64)
+    conditions = n.conv(n.input(2, 4, 9, name="m"), 20, 1, pads=0, bias=True)
+    if kind == "Split":
+        parts = n.op("Split", conditions, n.ints(10, 10), attrs=SplitAttrs(1), outputs=2)
+    else:
+        parts = [n.op("Slice", conditions, n.ints(i), n.ints(i + 10), n.ints(1)) for i in (0, 10)]
+    x = n.input(2, 3, 9)
+    graph = n.done(*(gate(n, n.op("Add", n.conv(x, 10), part)) for part in parts))
+    kinds = {"Conv": 8, "Add": 4, "Tanh": 2, "Sigmoid": 2, "Mul": 2}
+    check_pass(SplitProducts(), graph, changes=2, kinds=kinds)
+
+
+@pytest.mark.parametrize("of", ["part", "sum", "term"])
+def test_a_gate_with_another_reader_stays(of: str) -> None:
+    n = Net(np.float64)
+    term = n.conv(n.input(2, 3, 9), 10)
+    y = n.op("Add", term, n.conv(n.input(2, 4, 9, name="m"), 10))
+    a, b = halves(n, y, axis=1)
+    graph = n.done(n.op("Mul", n.op("Tanh", a), b), n.op("Relu", {"part": b, "sum": y, "term": term}[of]))
+    check_refused(SplitProducts(), graph, because="has another reader")
+
+
+def test_convolutions_that_are_refused() -> None:
+    n = Net(np.float64)
+    graph = n.done(gate(n, n.conv(n.input(2, 4, 9), 12, group=2)))
+    check_refused(SplitProducts(), graph, because="has 2 groups")
+    n = Net(np.float64)
+    y = n.op("Conv", n.input(2, 4, 9), n.input(12, 4, 3, name="w"), attrs=ConvAttrs((1,), (1, 1), (1,)))
+    check_refused(SplitProducts(), n.done(gate(n, y)), because="are not constant")
+
+
+def test_gates_that_are_not_seen() -> None:
+    """Parts of rows, unequal parts, conditions that are broadcast, and conditions that something else reads."""
+    n = Net(np.float64)
+    a, b = halves(n, n.conv(n.input(2, 3, 10), 6), axis=2)
+    check_untouched(SplitProducts(), n.done(n.op("Mul", a, b)))
+    n = Net(np.float64)
+    y = n.conv(n.input(2, 3, 9), 10)
+    a, b = (n.op("Slice", y, n.ints(i), n.ints(j), n.ints(1)) for i, j in ((0, 1), (1, 10)))
+    check_untouched(SplitProducts(), n.done(n.op("Mul", a, b)))
+    n = Net(np.float64)
+    y = n.op("Add", n.conv(n.input(2, 3, 9), 10), n.conv(n.input(2, 3, 1, name="m"), 10, 1, pads=0))
+    check_untouched(SplitProducts(), n.done(gate(n, y)))
+    n = Net(np.float64)
+    conditions = n.conv(n.input(2, 3, 9, name="m"), 20, 1, pads=0)
+    own = n.op("Slice", conditions, n.ints(0), n.ints(10), n.ints(1))
+    y = n.op("Add", n.conv(n.input(2, 3, 9), 10), own)
+    check_untouched(SplitProducts(), n.done(gate(n, y), n.op("Relu", conditions)))
+
+
+def residual_and_skip(n: Net, *, group: int = 1, read: str = "", kind: str = "Split", sum_: bool = False) -> Graph:
+    """WaveGlow: one half of the channels goes on, the other one to the end."""
+    x, out = n.input(2, 4, 9, name="x"), n.input(2, 4, 9, name="out")
+    y = n.conv(n.input(2, 4, 9, name="gate"), 8, 1, pads=0, bias=True, group=group)
+    if kind == "Split":
+        a, b = halves(n, y, axis=1)
+    else:
+        a, b = (n.op("Slice", y, n.ints(i), n.ints(i + 4), n.ints(1)) for i in (0, 4))
+    if sum_:
+        return n.done(n.op("Add", a, b))
+    more = [n.op("Relu", a if read == "half" else y)] if read else []
+    return n.done(n.op("Add", x, a), n.op("Add", out, b), *more)
+
+
+@pytest.mark.parametrize("kind", ["Split", "Slice"])
+def test_residual_and_skip_are_two_convolutions(kind: str) -> None:
+    graph = residual_and_skip(Net(np.float64), kind=kind)
+    after, _ = check_pass(SplitProducts(), graph, changes=1, kinds={"Conv": 2, "Add": 2})
+    check_pass(FuseEpilogue(), after, changes=2, kinds={"Conv": 2})
+
+
+def test_residuals_that_are_refused() -> None:
+    graph = residual_and_skip(Net(np.float64), group=2)
+    check_refused(SplitProducts(), graph, because="has 2 groups")
+    graph = residual_and_skip(Net(np.float64), sum_=True)
+    check_refused(SplitProducts(), graph, because="are added to one another")
+
+
+@pytest.mark.parametrize("read", ["half", "whole"])
+def test_halves_that_others_read_stay(read: str) -> None:
+    check_untouched(SplitProducts(), residual_and_skip(Net(np.float64), read=read))
+
+
+def test_halves_that_get_a_constant_stay() -> None:
+    n = Net(np.float64)
+    a, b = halves(n, n.conv(n.input(2, 4, 9), 8), axis=1)
+    check_untouched(SplitProducts(), n.done(n.op("Add", a, n.random(2, 4, 9)), n.op("Relu", b)))
+    n = Net(np.float64)
+    a, b = halves(n, n.conv(n.input(2, 4, 9), 8), axis=1)
+    check_untouched(SplitProducts(), n.done(n.op("Add", a, n.random(2, 4, 9)), n.op("Add", b, n.random(2, 4, 9))))

@@ -224,6 +224,7 @@ def statistics(n: Net) -> list[Any]:
         *n.op("LayerNormalization", x, n.random(4), attrs=norm.LayerNormAttrs(), outputs=2),
         n.op("RotaryEmbedding", *turned), n.op("RotaryEmbedding", *turned, attrs=RotaryAttrs(True)),
         n.op("RotaryEmbedding", turned[0], short, short, attrs=RotaryAttrs(False, 4)),
+        *(n.op("RotaryEmbedding", turned[0], *turned[1:], attrs=RotaryAttrs(k, 4, True)) for k in (False, True)),
         n.op("RotaryEmbedding", turned[0], n.input(1, 6, 4, name="all"), turned[2], attrs=RotaryAttrs(True)),
     ]  # fmt: skip
 

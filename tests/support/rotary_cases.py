@@ -22,20 +22,24 @@ def angles(n: Net, length: int, half: int, batch: int = 1) -> list[Any]:
 
 
 def heads_first(
-    shape: tuple[int, int, int, int] = (2, 3, 7, 64), turned: int = 0, *, interleaved: bool = False, given: int = 0
-) -> Graph:
-    """Of an input (batch, heads, length, size). ``given``: the batch of cosines and sines that are inputs, 0 for constants."""
+    shape: tuple[int, int, int, int] = (2, 3, 7, 64), turned: int = 0, *, interleaved: bool = False, given: int = 0,
+    own: bool = False,
+) -> Graph:  # fmt: skip
+    """Of an input (batch, heads, length, size). ``given``: the batch of cosines and sines that are inputs, 0 for constants.
+
+    ``own``: each feature has an angle of its own.
+    """
     n = Net()
     batch, heads, length, size = shape
-    half = (turned or size) // 2
+    half = (turned or size) // (1 if own else 2)
     x = n.op("Abs", n.input(batch, heads, length, size))
     pair = [n.input(given, length, half, name=name) for name in ("cos", "sin")] if given else angles(n, length, half)
-    return n.done(n.op("RotaryEmbedding", x, *pair, attrs=RotaryAttrs(interleaved, turned)))
+    return n.done(n.op("RotaryEmbedding", x, *pair, attrs=RotaryAttrs(interleaved, turned, own)))
 
 
 def normed(
     kind: str = "RMSNormalization", *, tokens: bool = False, heads: int = 4, groups: int = 2, size: int = 64, turned: int = 0,
-    interleaved: bool = False, length: int = 9, before: bool = True, given: int = 0,
+    interleaved: bool = False, length: int = 9, before: bool = True, given: int = 0, own: bool = False,
 ) -> Graph:  # fmt: skip
     """Queries and keys of one product with norms of heads, or of all heads of a token (OLMo 2), before they turn.
 
@@ -43,7 +47,7 @@ def normed(
     n = Net()
     rows = n.matmul(n.input(2, length, 64), (heads + 2 * groups) * size)
     parts = n.op("Split", rows, n.ints(heads * size, groups * size, groups * size), attrs=SplitAttrs(-1), outputs=3)
-    half = (turned or size) // 2
+    half = (turned or size) // (1 if own else 2)
     turn = [n.input(given, length, half, name=name) for name in ("cos", "sin")] if given else angles(n, length, half)
 
     def norm(x: Any, width: int) -> Any:
@@ -55,7 +59,7 @@ def normed(
         x = norm(x, size) if turns and not tokens and before else x
         x = n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1, 3)))
         x = norm(x, size) if turns and not tokens and not before else x
-        return n.op("RotaryEmbedding", x, *turn, attrs=RotaryAttrs(interleaved, turned)) if turns else x
+        return n.op("RotaryEmbedding", x, *turn, attrs=RotaryAttrs(interleaved, turned, own)) if turns else x
 
     q, k, v = (prepared(x, c, t) for x, c, t in zip(parts, (heads, groups, groups), (True, True, False), strict=True))
     return n.done(n.op("Attention", q, k, v))
@@ -70,13 +74,14 @@ def position_ids(size: int = 64, batch: int = 2) -> Graph:
 
 
 def of_a_product(
-    heads: int = 3, groups: int = 3, size: int = 64, *, interleaved: bool = False, length: int = 9, still: int = 0
-) -> Graph:
+    heads: int = 3, groups: int = 3, size: int = 64, *, interleaved: bool = False, length: int = 9, still: int = 0,
+    own: bool = False,
+) -> Graph:  # fmt: skip
     """Queries and keys that lie in rows of one product, which attention reads. The first ``still`` positions do not turn."""
     n = Net()
     rows = n.matmul(n.input(2, length, 64), (heads + 2 * groups) * size)
     parts = n.op("Split", rows, n.ints(heads * size, groups * size, groups * size), attrs=SplitAttrs(-1), outputs=3)
-    turn = angles(n, length - still, size // 2)
+    turn = angles(n, length - still, size if own else size // 2)
     q, k, v = (
         n.op("Transpose", n.op("Reshape", t, n.ints(2, length, count, size)), attrs=TransposeAttrs((0, 2, 1, 3)))
         for t, count in zip(parts, (heads, groups, groups), strict=True)
@@ -84,7 +89,7 @@ def of_a_product(
 
     def turned(t: Any) -> Any:
         first, rest = (n.op("Slice", t, n.ints(a), n.ints(b), n.ints(2)) for a, b in ((0, still), (still, length)))
-        found = n.op("RotaryEmbedding", rest if still else t, *turn, attrs=RotaryAttrs(interleaved))
+        found = n.op("RotaryEmbedding", rest if still else t, *turn, attrs=RotaryAttrs(interleaved, own_angles=own))
         return n.op("Concat", first, found, attrs=ConcatAttrs(2)) if still else found
 
     return n.done(n.op("Attention", turned(q), turned(k), v))
@@ -122,6 +127,10 @@ ROTARY: dict[str, Callable[[], Graph]] = {
     "angles of each sample": lambda: heads_first(given=2, interleaved=True),
     "position ids": position_ids,
     "every second angle": every_second_angle,
+    "own angles": lambda: heads_first(own=True),
+    "own angles of neighbours": lambda: heads_first((2, 3, 7, 64), 60, interleaved=True, own=True),
+    "own angles of a part": lambda: heads_first((2, 3, 7, 80), 64, own=True, given=2),
+    "own angles of a product": lambda: of_a_product(interleaved=True, own=True),
     "of a product": of_a_product,
     "of a product, neighbours": lambda: of_a_product(interleaved=True),
     "of a product, grouped": lambda: of_a_product(4, 2, 32, length=17),

@@ -121,6 +121,28 @@ def numbers(n: Net) -> list[Value]:
     return [scattered(n, n.op("Sigmoid", heat), edges(1), 1)]
 
 
+def largest(n: Net, width: int = 16) -> list[Value]:
+    """The largest message of each node, and 0 (GraphSAGE's pool)."""
+    x = n.input(NODES, width)
+    message = n.op("Tanh", n.op("Sub", rows_of(n, x, edges(2)), rows_of(n, x, edges(1))))
+    return [scattered(n, message, edges(1), width, reduction="max")]
+
+
+def smallest(n: Net) -> list[Value]:
+    """Of the rows of a node and a row of its own."""
+    rows, start = n.input(EDGES, 16), n.input(NODES, 16, name="start")
+    return [scattered(n, rows, edges(1), 16, start=start, reduction="min")]
+
+
+def stable_softmax(n: Net) -> list[Value]:
+    """GATv2's softmax over the edges of a node, every one of which has some: nothing is larger than what is taken away."""
+    target = np.concatenate([np.arange(NODES), edges(1)[NODES:]])
+    x = n.input(EDGES, 4)
+    most = scattered(n, x, target, 4, start=float("-inf"), reduction="max")
+    weight = n.op("Exp", n.op("Sub", x, rows_of(n, most, target)))
+    return [scattered(n, weight, target, 4)]
+
+
 CASES: dict[str, Callable[[Net], list[Value]]] = {
     "plain": plain,
     "odd": lambda n: plain(n, 5),
@@ -135,6 +157,10 @@ CASES: dict[str, Callable[[Net], list[Value]]] = {
     "activated": activated,
     "activated_odd": lambda n: activated(n, 5),
     "numbers": numbers,
+    "largest": largest,
+    "largest_odd": lambda n: largest(n, 5),
+    "smallest": smallest,
+    "stable_softmax": stable_softmax,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,15 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.fused import conv_attrs
 from optdnn.kernels.conv.hopper import entering
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
-from optdnn.kernels.pool.window import MOST_APART, Rendered, Window, channel_vector_width, emit_window, load_channels
+from optdnn.kernels.pool.window import (
+    MOST_APART,
+    Edges,
+    Rendered,
+    Window,
+    channel_vector_width,
+    emit_window,
+    load_channels,
+)
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import resolved, resolved_transpose
@@ -54,10 +63,27 @@ def _meaning(b: Builder, op: Op, x: TensorView, weight: TensorView) -> list[Tens
     return [x, weight, *rest] if rest else [x, weight, None]
 
 
+@dataclass(frozen=True)
+class Meant:
+    """The kind and attributes of a launch's meaning, and the edges of what it reads that are repeated (:data:`.window.Edges`)."""
+
+    kind: str
+    attrs: dict[str, Any]
+    edges: Edges = ()
+
+
 class Depthwise(Tactic):
     """One filter per channel: a thread takes up to eight neighbouring channels."""
 
     name = "depthwise"
+
+    def source(self, b: Builder, op: Op) -> TensorView:
+        """What it reads."""
+        return entering(b, op)
+
+    def meant(self, b: Builder, op: Op, kind: str, attrs: dict[str, Any]) -> Meant:
+        """What the launch means, where it computes the operator of this kind and attributes on what it reads."""
+        return Meant(kind, attrs)
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         weight = b.graph.constant_value(op.inputs[1])
@@ -71,7 +97,7 @@ class Depthwise(Tactic):
 
     def variant(self, b: Builder, op: Op) -> str:
         """The channels that a thread takes."""
-        return f"x{self._width(entering(b, op), b.result(op.value))}"
+        return f"x{self._width(self.source(b, op), b.result(op.value))}"
 
     @staticmethod
     def _width(x: TensorView, out: TensorView) -> int:
@@ -82,12 +108,12 @@ class Depthwise(Tactic):
         taps, out = math.prod(b.weights(op).shape[2:]), b.result(op.value)
         if taps <= MOST_APART:
             return None
-        threads = out.size / self._width(entering(b, op), out)
+        threads = out.size / self._width(self.source(b, op), out)
         return threads * taps * TAP_INSTRUCTIONS / (b.gpu.multiprocessors * ISSUED * CLOCK)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         array = b.weights(op)
-        x, out = b.made(entering(b, op)), b.target(op.value)
+        x, out = b.made(self.source(b, op)), b.target(op.value)
         a = resolved(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
         channels, kernel = array.shape[0], array.shape[2:]
         # [taps][channels], so that neighbouring channels' weights are one access
@@ -115,10 +141,12 @@ class Depthwise(Tactic):
             [packed],
             apart=apart,
         )
-        attrs = conv_attrs((a.strides, a.pads, a.dilations), a.group, a.epilogue, arity=ARITY)
+        meant = self.meant(
+            b, op, "Conv", conv_attrs((a.strides, a.pads, a.dilations), a.group, a.epilogue, arity=ARITY)
+        )
         emit_window(
-            b, op, window, x, out, parts, vec=vec, kind="Conv", attrs=attrs, reads=_meaning(b, op, x, logical),
-            stages=_stages(op), operands=_operands(b, op, out),
+            b, op, window, x, out, parts, vec=vec, kind=meant.kind, attrs=meant.attrs, reads=_meaning(b, op, x, logical),
+            stages=_stages(op), operands=_operands(b, op, out), edges=meant.edges,
         )  # fmt: skip
 
 
@@ -185,12 +213,20 @@ class DirectConvTranspose(Tactic):
 
     name = "conv_transpose_direct"
 
+    def source(self, b: Builder, op: Op) -> TensorView:
+        """What it reads."""
+        return entering(b, op)
+
+    def meant(self, b: Builder, op: Op, kind: str, attrs: dict[str, Any]) -> Meant:
+        """As of :meth:`Depthwise.meant`."""
+        return Meant(kind, attrs)
+
     def refuse(self, b: Builder, op: Op) -> str | None:
         return DirectConv().refuse(b, op)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         assert op.inputs[1] is not None
-        x, weight, out = b.made(entering(b, op)), b.operand(op.inputs[1]), b.target(op.value)
+        x, weight, out = b.made(self.source(b, op)), b.operand(op.inputs[1]), b.target(op.value)
         a = resolved_transpose(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
         kernel = weight.shape[2:]
         pads, extra = list(a.pads), list(a.output_padding)
@@ -211,7 +247,8 @@ class DirectConvTranspose(Tactic):
         parts = Rendered(f"{t} acc = 0;", tap, f"const {t} value = acc;", [weight], [*weight.strides[:2], *strides])
         attrs = {"output_padding": tuple(extra), "output_shape": ()}
         attrs |= conv_attrs((a.strides, tuple(pads), a.dilations), a.group, a.epilogue, arity=ARITY)
+        meant = self.meant(b, op, "ConvTranspose", attrs)
         emit_window(
-            b, op, window, x, out, parts, vec=1, kind="ConvTranspose", attrs=attrs, reads=_meaning(b, op, x, weight),
-            stages=_stages(op), operands=_operands(b, op, out), transposed=True,
+            b, op, window, x, out, parts, vec=1, kind=meant.kind, attrs=meant.attrs, reads=_meaning(b, op, x, weight),
+            stages=_stages(op), operands=_operands(b, op, out), transposed=True, edges=meant.edges,
         )  # fmt: skip

@@ -36,8 +36,32 @@ def bias_of(b: Builder, op: Op) -> Array | None:
 _Pair = tuple[int, int]
 
 
-def planar(weight: Array, a: ConvAttrs) -> tuple[Array, _Pair, tuple[int, int, int, int], _Pair]:
-    """Weights, strides, pads and dilations of a convolution over one or two axes as those of one over two."""
+def folded(b: Builder, op: Op) -> int:
+    """The positions of a row where a convolution of a line is one of an image: the line in rows as long as its dilation; else 0.
+
+    Taps lie below one another then, next to each other. So TMA can read a line whose taps are far apart (WaveNet).
+    """
+    a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
+    if weight is None or weight.ndim != 3 or op.inputs[0] is None:
+        return 0
+    (dilation,), pads, length = a.dilations, a.pads, b.graph.type(op.inputs[0]).static_shape[-1]
+    if hopper_launch.far(weight.shape[2:], pads, a.dilations) is None or set(a.strides) != {1}:
+        return 0
+    whole = not any(n % dilation for n in (length, *pads)) and op.outputs[0].type.static_shape[-1] == length
+    return dilation if whole else 0
+
+
+def planar(weight: Array, a: ConvAttrs, width: int = 0) -> tuple[Array, _Pair, tuple[int, int, int, int], _Pair]:
+    """Weights, strides, pads and dilations of a convolution over one or two axes as those of one over two. ``width``: positions of a row
+    of a line in rows, whose taps lie below one another (:func:`folded`); 0: a line is one row."""
+    if width:
+        before, after = (pad // width for pad in a.pads)
+        return (
+            weight[:, :, :, None],
+            (1, 1),
+            (before, 0, after, 0),
+            (a.dilations[0] // width if weight.shape[2] > 1 else 1, 1),
+        )
     (sh, sw), (dh, dw) = (1, *a.strides)[-2:], (1, *a.dilations)[-2:]
     if weight.ndim == 3:
         return weight[:, :, None], (1, sw), (0, a.pads[0], 0, a.pads[1]), (1, dw)
@@ -80,23 +104,26 @@ def with_pitch(b: Builder, op: Op, x: TensorView, *, added: bool = False, unit: 
     return shared_copy(b, op, x, "nhwc", channels_last(x.shape, up(x.shape[1], unit)))
 
 
-def image(x: TensorView) -> TensorView:
-    """A 1-D or 2-D feature map as NCHW."""
+def image(x: TensorView, width: int = 0) -> TensorView:
+    """A 1-D or 2-D feature map as NCHW. ``width``: positions of a row of the 1-D one (0: all)."""
     if len(x.shape) == 4:
         return x
     (n, c, w), (sn, sc, sw) = x.shape, x.strides
-    return x.view((n, c, 1, w), (sn, sc, sw * w, sw))
+    row = width or w
+    return x.view((n, c, w // row if row else 1, row), (sn, sc, sw * row, sw))
 
 
 def on_images(
-    b: Builder, op: Op, feeds: tuple[conv_maps.Feed, ...], bias: Array | None, ep: Epilogue, *, added: bool = True
-) -> Convolution:
-    """A convolution of channels-last images that leaves the rest of the epilogue. ``added``: as of :func:`with_pitch`."""
-    residual = None if ep.residual is None else with_pitch(b, op, image(b.source(ep.residual)), added=added)
+    b: Builder, op: Op, feeds: tuple[conv_maps.Feed, ...], bias: Array | None, ep: Epilogue, *, added: bool = True, width: int = 0
+) -> Convolution:  # fmt: skip
+    """A convolution of channels-last images that leaves the rest of the epilogue. ``added``: as of :func:`with_pitch`; ``width``: as of
+    :func:`image`."""
+    residual = None if ep.residual is None else with_pitch(b, op, image(b.source(ep.residual), width), added=added)
     target = b.result(op.value)
-    fits = conv_maps.storable(b, image(target)) if added else conv_maps.pitch_of(image(target)) is not None
+    place = image(target, width)
+    fits = conv_maps.storable(b, place) if added else conv_maps.pitch_of(place) is not None
     between = result_place(b, op, ep, target, fits)
-    return Convolution(feeds, bias, ep, residual, image(between), between)
+    return Convolution(feeds, bias, ep, residual, image(between, width), between)
 
 
 class HopperConv(hopper_launch.HopperKernel):
@@ -118,6 +145,9 @@ class HopperConv(hopper_launch.HopperKernel):
             return "it is empty"
         if of_one_channel(weight.shape):
             return "its one filter of one channel would leave most of a tile empty"
+        if (width := folded(b, op)) != 0:
+            rows, *moved = planar(weight, a, width)
+            return hopper_launch.refuse(b.arch, products(b, op), [(rows.shape[2:], *moved)])
         geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
         return hopper_launch.refuse(b.arch, products(b, op), [geometry])
 
@@ -128,25 +158,29 @@ class HopperConv(hopper_launch.HopperKernel):
 
     def region(self, b: Builder, op: Op) -> Region:
         """The convolution, and the one whose result is added, if one launch can sum both."""
-        other = self.added(b, op, plan_epilogue(b.graph, op, channel_axis=1, allow_scale=True))
+        other = self.added(b, op, planned(b, op))
         return Region(op) if other is None else Region(op, before=(other,))
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         """The convolution of the image (or blocks of its pixels), and the one that is added to it."""
-        ep, weight, prologue = plan_epilogue(b.graph, op, channel_axis=1, allow_scale=True), b.weights(op), None
-        bias, feed = ep.added_to(bias_of(b, op)), blocks_of(b, op, *planar(weight, op.attrs))
+        ep, weight, prologue = planned(b, op), b.weights(op), None
+        other = self.added(b, op, ep)
+        width = row_width(b, op, *(() if other is None else (other,)))
+        assert width is not None
+        geometry = planar(weight, op.attrs, width)
+        bias, feed = ep.added_to(bias_of(b, op)), blocks_of(b, op, *geometry)
         if feed is None:
             prologue = self._prologue(b, op)
-            x = with_pitch(b, op, image(entering(b, op))) if prologue is None else image(b.source(op.inputs[0]))
-            feed = conv_maps.Feed(x, *planar(weight, op.attrs))
-        other = self.added(b, op, ep)
+            x = b.source(op.inputs[0]) if prologue is not None else entering(b, op)
+            x = image(x, width) if prologue is not None else with_pitch(b, op, image(x, width))
+            feed = conv_maps.Feed(x, *geometry)
         if other is None:
-            return replace(on_images(b, op, (feed,), bias, ep), prologue=tuple(prologue or ()))
+            return replace(on_images(b, op, (feed,), bias, ep, width=width), prologue=tuple(prologue or ()))
         ep.drop_residual()
-        second, more = self._second(b, other)
+        second, more = second_source(b, other, width)
         if more is not None:
             bias = more if bias is None else bias + more
-        return replace(on_images(b, op, (feed, second), bias, ep), covered=other.src)
+        return replace(on_images(b, op, (feed, second), bias, ep, width=width), covered=other.src)
 
     @staticmethod
     def _prologue(b: Builder, op: Op) -> list[render.Stage] | None:
@@ -162,13 +196,7 @@ class HopperConv(hopper_launch.HopperKernel):
     def added(self, b: Builder, op: Op, ep: Epilogue) -> Op | None:
         """The convolution whose result is added first, which can be a second source of this one: one sum over both, nothing stored
         between. It must have no other user and no stages of its own. ``ep``: the epilogue of ``op``."""
-        if (
-            ep.residual is None
-            or not ep.stages
-            or self._prologue(b, op) is not None
-            or ep.rendered[0] != ("add",)
-            or len(op.outputs[0].type.static_shape) != 4
-        ):
+        if ep.residual is None or not ep.stages or self._prologue(b, op) is not None or ep.rendered[0] != ("add",):
             return None
         other = b.graph.op(ep.residual)
         plain = other.kind == "Conv" and not other.attrs.prologue and not other.attrs.epilogue
@@ -176,9 +204,7 @@ class HopperConv(hopper_launch.HopperKernel):
             return None
         if HopperConv.refuse(self, b, other) is not None:
             return None
-        weight = b.weights(other)
-        assert other.inputs[0] is not None
-        return other if weight.shape[1] > FEW_CHANNELS else None
+        return other if b.weights(other).shape[1] > FEW_CHANNELS and row_width(b, op, other) is not None else None
 
     def told(self, b: Builder, op: Op) -> TensorView | None:
         """Where its launch stores images the moments of whose pixels it can tell; None where it cannot."""
@@ -198,12 +224,22 @@ class HopperConv(hopper_launch.HopperKernel):
         """Whether there is what ``other`` reads: its own launch may compute operators before it, whose results nothing stores."""
         return other.id not in b.joined
 
-    def _second(self, b: Builder, other: Op) -> tuple[conv_maps.Feed, Array | None]:
-        """The second source, and its bias."""
-        weight, a = b.weights(other), other.attrs
-        assert other.inputs[0] is not None
-        x = with_pitch(b, other, b.source(other.inputs[0]))
-        return conv_maps.Feed(x, weight, a.strides, a.pads, a.dilations), bias_of(b, other)
+
+def row_width(b: Builder, *ops: Op) -> int | None:
+    """The positions of a row of the lines that convolutions read together (:func:`folded`); 0: a line is one row; None: they differ.
+
+    A filter of one tap reads a line in any rows.
+    """
+    free = [b.weights(op).shape[2:] == (1,) and set(op.attrs.strides) == {1} and not any(op.attrs.pads) for op in ops]
+    widths = {folded(b, op) for op, any_rows in zip(ops, free, strict=True) if not any_rows} or {0}
+    return widths.pop() if len(widths) == 1 else None
+
+
+def second_source(b: Builder, other: Op, width: int = 0) -> tuple[conv_maps.Feed, Array | None]:
+    """A convolution as the second source of a sum, and its bias. ``width``: as of :func:`image`."""
+    assert other.inputs[0] is not None
+    x = with_pitch(b, other, image(b.source(other.inputs[0]), width))
+    return conv_maps.Feed(x, *planar(b.weights(other), other.attrs, width)), bias_of(b, other)
 
 
 def blocks_of(
@@ -229,6 +265,11 @@ def blocks_of(
     blocks = unmade(out.dtype, shape, channels_last(shape, made.channels), make)
     packed = conv_problem.space_to_depth_weights(source, weight)
     return conv_maps.Feed(blocks, packed, made.stride, made.padding, made.dilation)
+
+
+def planned(b: Builder, op: Op) -> Epilogue:
+    """The epilogue of a convolution, as the kernels of 16-bit floats take it."""
+    return plan_epilogue(b.graph, op, channel_axis=1, allow_scale=True, allow_numbers=is_half(op))
 
 
 def is_half(op: Op) -> bool:

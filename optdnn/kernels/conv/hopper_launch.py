@@ -52,10 +52,17 @@ def refuse(arch: str, dtype: str, feeds: Sequence[Geometry]) -> str | None:
     for kernel, strides, pads, dilations in feeds:
         if max(strides) > 8:
             return f"TMA walks in steps of at most 8, not {max(strides)}"
-        reach = [(k - 1) * d for k, d in zip(kernel, dilations, strict=True)]
-        ends = pads[len(reach) :]
-        if max(*pads, *(r - p for r, p in zip(reach, ends, strict=True))) > 127 or max(reach) > 255:
-            return "TMA's corners are 8-bit: padding and dilated kernel size are bounded"
+        if (why := far(kernel, pads, dilations)) is not None:
+            return why
+    return None
+
+
+def far(kernel: Sequence[int], pads: Sequence[int], dilations: Sequence[int]) -> str | None:
+    """Why TMA does not reach the taps of a filter, or None."""
+    reach = [(k - 1) * d for k, d in zip(kernel, dilations, strict=True)]
+    ends = pads[len(reach) :]
+    if max(*pads, *(r - p for r, p in zip(reach, ends, strict=True))) > 127 or max(reach) > 255:
+        return "TMA's corners are 8-bit: padding and dilated kernel size are bounded"
     return None
 
 
@@ -246,7 +253,14 @@ def emit_conv(
 
 
 def channel_row(b: Builder, op: Op, bias: Array | None, ep: Epilogue, size: int, row: TensorView) -> TensorView:
-    """What a launch reads of each channel: ``row``, its bias; or its factor and shift, ``(x + bias) * factor + shift``."""
+    """What a launch reads of each channel: ``row``, its bias; or its factor and shift, ``(x + bias) * factor + shift``; or its bias and
+    the numbers of a stage."""
+    if ep.numbers:
+        numbers = np.zeros((size, 4), np.float32)
+        for k, of_each in enumerate((bias, *ep.numbers)):
+            if of_each is not None:
+                numbers[: len(of_each), k] = of_each
+        return b.constant(numbers, f"{op.outputs[0].name}.numbers")
     if ep.scale is None:
         return row
     factor, shift = ep.scale

@@ -130,6 +130,8 @@ def refuse(problem: Problem, config: PatchConfig, *, shared: int = 232448) -> st
     """Why the configuration cannot run the problem, or None."""
     if len(problem.sources) != 1 or problem.prologue:
         return "it reads one source, as it is"
+    if problem.beside is not None:
+        return "its results are of one channel each"
     source = problem.sources[0]
     if problem.out_item == 4 and not config.stores_directly:
         return "fp32 results are stored from registers"

@@ -280,8 +280,9 @@ class Problem:
             raise InternalError("rows that are one matrix, or have a bias each, are of stacks of products")
         if self.row_scale and (self.dtype != "int8" or self.out_item != 2 or not self.rows_alone):
             raise InternalError("rows that have a scale each are of products of int8 with 16-bit results")
-        if self.beside is not None and (self.item != 2 or self.out_dtype != self.dtype or not self.rows_alone):
-            raise InternalError("pairs of channels are of rows in 16 bits")
+        changed = self.stack or self.bands > 1 or self.prologue or self.scatter or self.pooled or self.volume
+        if self.beside is not None and (self.item != 2 or self.out_dtype != self.dtype or changed):
+            raise InternalError("pairs of channels are of images or rows in 16 bits, as they are")
         if self.bands > 1 and (self.channels % self.bands or len(self.sources) > 1 or self.stack or self.prologue):
             raise InternalError("bands are equal parts of the channels, of one source as it is")
         if self.prologue and (self.item != 2 or [s.mode for s in self.sources] != [ROWS]):

@@ -17,10 +17,10 @@ from optdnn.kernels.builder import Builder
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import Convolution, bias_row
+from optdnn.kernels.conv.paired import stages_with_other
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.gemm.hopper import HopperGemm, rows_of
 from optdnn.kernels.gemm.normed import TakesNorm
-from optdnn.kernels.gemm.paired import stages_with_other
 from optdnn.kernels.gemm.row_norms import (
     ADDED,
     BESIDE,

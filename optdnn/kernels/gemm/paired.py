@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import Convolution, bias_row
 from optdnn.kernels.conv.maps import pitch_of
+from optdnn.kernels.conv.paired import as_bytes, in_turn, stages_with_other
 from optdnn.kernels.gemm.hopper import HopperGemm, MatrixProduct, product_refusal
 from optdnn.kernels.tactic import Region
-from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
-from optdnn.types import BF16, FP16, UINT8, Array
+from optdnn.types import BF16, FP16
 
 _ALONE = HopperGemm()
 _PRODUCTS = frozenset({"MatMul", "Gemm"})
@@ -113,8 +113,8 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         (weight, own), (second, other) = (self.factors(b, x) for x in (op, pair.other))
         biases = [pair.own.added_to(own), pair.beside.added_to(other)]
         zeros = np.zeros(len(weight), np.float32)
-        bias = _in_turn([zeros if v is None else v for v in biases])
-        joined = b.kept.once(("in turn",), [weight, second], lambda: _in_turn([weight, second]))
+        bias = in_turn([zeros if v is None else v for v in biases])
+        joined = b.kept.once(("in turn",), [weight, second], lambda: in_turn([weight, second]))
         feed = replace(c.feed, weight=joined[:, :, None, None])
         return replace(c, feeds=(feed,), bias=bias, residual=None, covered=pair.other.src)
 
@@ -145,7 +145,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
     ) -> None:  # fmt: skip
         """Add the launch, whose result counts as bytes."""
-        made = hopper_launch.launch(problem, config, b.gpu, c.feeds, {**operands, "output": _bytes(c.out)})
+        made = hopper_launch.launch(problem, config, b.gpu, c.feeds, {**operands, "output": as_bytes(c.out)})
         written = c.out.view(c.out.shape[:2], c.out.strides[:2])
         hopper_launch.emit(b, op, made, problem, config, {**operands, "output": written}, meaning)
 
@@ -162,20 +162,3 @@ def halves(
         ]
         for k in range(2)
     ]
-
-
-def _in_turn(arrays: Sequence[Array]) -> Array:
-    """Rows of the arrays in turn: the first row of each, the second of each, and so on."""
-    return np.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
-
-
-def stages_with_other(ep: Epilogue) -> list[Stage]:
-    """The stages as a :class:`PairedProductAttrs` has them: the other product is operand 1."""
-    return [replace(s, args=tuple(1 if a == RESIDUAL else a for a in s.args)) for s in ep.stages]
-
-
-def _bytes(x: TensorView) -> TensorView:
-    """Rows of 16-bit elements (n, columns, 1, 1) as rows of bytes."""
-    n, columns, _, _ = x.shape
-    row, _, high, wide = (2 * s for s in x.strides)
-    return replace(x, dtype=UINT8, shape=(n, 2 * columns, 1, 1), strides=(row, 1, high, wide), offset=2 * x.offset)

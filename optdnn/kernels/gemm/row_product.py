@@ -13,10 +13,11 @@ from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.fused import Convolution, bias_row
+from optdnn.kernels.conv.paired import stages_with_other
 from optdnn.kernels.gemm import gemv_kernel as gemv
 from optdnn.kernels.gemm.gemv import Gemv
 from optdnn.kernels.gemm.hopper import rows_of
-from optdnn.kernels.gemm.paired import multiplier, stages_with_other
+from optdnn.kernels.gemm.paired import multiplier
 from optdnn.kernels.tactic import Region, Tactic
 from optdnn.ops.fused import plain_stages
 from optdnn.types import normalize_axis

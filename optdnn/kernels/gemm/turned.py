@@ -86,6 +86,8 @@ def _joined(
     """The heads of these embeddings, which lie so in rows of so many columns, beside the ``rest`` that is read."""
     if any(x.inputs[1:] != ops[0].inputs[1:] or x.attrs != ops[0].attrs for x in ops):
         return "its heads are rotated by different angles"
+    if ops[0].attrs.own_angles:
+        return "each feature of its heads has an angle of its own"
     if (why := next((why for x in ops if (why := _refuse_reader(b, x)) is not None), None)) is not None:
         return why
     _, _, positions, size = views[0].shape

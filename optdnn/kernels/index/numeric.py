@@ -266,6 +266,7 @@ def _rotary(b: Builder, op: Op) -> None:
         ("o3 / 2", "o3 % 2 == 0", "first ? o3 + 1 : o3 - 1") if a.interleaved else
         (f"o3 % {half}", f"o3 < {half}", f"first ? o3 + {half} : o3 - {half}")
     )  # fmt: skip
+    pair = "o3" if a.own_angles else pair
     lines = f"""{t} v = widen(p.x[at_x(o0, o1, o2, o3)]);
         if (o3 < {size}) {{
             const bool first = {first};

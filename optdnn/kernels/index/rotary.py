@@ -25,7 +25,7 @@ VECTOR_BYTES = 16
 
 @dataclass(frozen=True)
 class Turn:
-    """What a launch turns: ``x`` to ``out``, both (batch, heads, length, size), by ``cos`` and ``sin`` (batch or 1, length, half).
+    """What a launch turns: ``x`` to ``out``, both (batch, heads, length, size), by ``cos`` and ``sin`` (batch or 1, length, angles).
 
     The first ``turned`` features of a head make pairs, the others are copied. A pair is a feature and the one ``turned / 2``
     further, or with ``interleaved`` two neighbours.
@@ -37,6 +37,8 @@ class Turn:
     out: TensorView
     turned: int
     interleaved: bool = False
+    own_angles: bool = False
+    """Whether ``cos`` and ``sin`` hold an angle for each feature, not for each pair."""
 
     @property
     def lanes(self) -> int:
@@ -82,6 +84,7 @@ def recipe(turns: Sequence[Turn], rank: int, early: bool, arch: str) -> Recipe:
         "TENSORS": len(turns), "LANES": turn.lanes, "WIDE": turn.x.dtype == FP32, "BFLOAT": turn.x.dtype == BF16, "RANK": rank,
         "TURNING": turning, "COPYING": copying, "INTERLEAVED": turn.interleaved, "EARLY": early,
         "COSINE_VECTORS": aligned(turn.cos, turn.lanes), "SINE_VECTORS": aligned(turn.sin, turn.lanes),
+        **({"OWN_ANGLES": 1} if turn.own_angles else {}),
     }  # fmt: skip
     text = render.constants({name: int(value) for name, value in defines.items()})
     return Recipe("rotary.cu", arch, {"generated.cuh": f"{text}\n"}, GENERAL)
@@ -187,4 +190,5 @@ def emit_turns(b: Builder, covers: Op, ops: Sequence[Op], kind: str) -> None:
 def turn_of(op: Op, reads: Sequence[TensorView], out: TensorView) -> Turn:
     """What the launch of a RotaryEmbedding turns."""
     x, cos, sin = reads
-    return Turn(x, cos, sin, out, op.attrs.rotary_embedding_dim or x.shape[-1], op.attrs.interleaved)
+    a = op.attrs
+    return Turn(x, cos, sin, out, a.rotary_embedding_dim or x.shape[-1], a.interleaved, a.own_angles)

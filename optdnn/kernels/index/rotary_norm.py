@@ -16,7 +16,6 @@ from optdnn.kernels.layout.row_places import VIEWS
 from optdnn.kernels.layout.views import seen_by
 from optdnn.kernels.norm.add_norm import NORMS
 from optdnn.kernels.tactic import Region, Tactic
-from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -158,6 +157,8 @@ class RotaryNormPair(Tactic):
         if found is None:
             return "no other heads of the next attention are rotated by the same angles, or no norms are before both"
         first, second = found
+        if op.attrs.own_angles:
+            return "each feature of its heads has an angle of its own"
         if first.rotary.value not in b.place:
             return "the other heads are rotated after it"
         a, c = first.norm, second.norm
@@ -226,7 +227,8 @@ class RotaryNormPair(Tactic):
             "norm": found[0].norm.kind,
             "epsilon": norm.epsilon,
             "tokens": norm.tokens,
-            **plain_attrs(op.definition, op.attrs),
+            "interleaved": op.attrs.interleaved,
+            "rotary_embedding_dim": op.attrs.rotary_embedding_dim,
         }
         made = launch(heads, norm, early, b.gpu)
         b.emit(covers, made, operands, "RotaryNormPair", attrs, reads, [h.turn.out for h in heads])

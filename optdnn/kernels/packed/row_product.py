@@ -12,8 +12,8 @@ import numpy as np
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, up
 from optdnn.kernels.conv.fused import bias_row, finish
+from optdnn.kernels.conv.paired import stages_with_other
 from optdnn.kernels.gemm.hopper import Rows, rows_of
-from optdnn.kernels.gemm.paired import stages_with_other
 from optdnn.kernels.gemm.row_product import Around, TakesAround, around_of
 from optdnn.kernels.packed.problem import Problem
 from optdnn.kernels.packed.product import OPERANDS, PackedProduct, described, matrix, packed_operands

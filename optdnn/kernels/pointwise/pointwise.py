@@ -161,7 +161,7 @@ def _prelu(args: Sequence[str | None], attrs: Any, given: str, result: str) -> s
 
 EXPRESSIONS: dict[str, Render] = {
     "Add": _f("({0} + {1})"), "Sub": _f("({0} - {1})"), "Mul": _f("({0} * {1})"), "Div": _div, "Mod": _mod, "Pow": _pow,
-    "PRelu": _prelu, "Min": _fold("min_nan({0}, {1})"), "Max": _fold("max_nan({0}, {1})"), "Sum": _fold("({0} + {1})"),
+    "PRelu": _prelu, "Snake": _f("({0} + {2} * sin({1} * {0}) * sin({1} * {0}))"), "Min": _fold("min_nan({0}, {1})"), "Max": _fold("max_nan({0}, {1})"), "Sum": _fold("({0} + {1})"),
     "Mean": _mean, "BitShift": _shift, "Equal": _f("({0} == {1})"), "Less": _f("({0} < {1})"),
     "LessOrEqual": _f("({0} <= {1})"), "Greater": _f("({0} > {1})"), "GreaterOrEqual": _f("({0} >= {1})"),
     "And": _f("({0} && {1})"), "Or": _f("({0} || {1})"), "Xor": _f("({0} != {1})"), "BitwiseAnd": _f("({T})({0} & {1})"),

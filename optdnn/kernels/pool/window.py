@@ -91,10 +91,15 @@ def position(out: TensorView, vec: int) -> str:
     return " ".join([*lines, "const int n = rest;"])
 
 
-def taps(window: Window, *, transposed: bool = False) -> tuple[str, str]:
+Edges = tuple[int, ...]
+"""How many times the first elements of three spatial axes are repeated before them, then the last ones behind them."""
+
+
+def taps(window: Window, *, transposed: bool = False, edges: Edges = ()) -> tuple[str, str]:
     """C++ of the loops over the taps (with the input's coordinates id, ih, iw and the bounds test), and their closing.
 
-    ``transposed``: the input elements that a transposed convolution spreads onto this output element.
+    ``transposed``: the input elements that a transposed convolution spreads onto this output element. ``edges``: of the input, which the
+    window's coordinates count; none where it is empty.
     """
     lines, close = [], ""
     for i, x in enumerate("dhw"):
@@ -107,6 +112,10 @@ def taps(window: Window, *, transposed: bool = False) -> tuple[str, str]:
                 f"const int i{x} = t{x} / {stride}; "
             )
         bounds = f"if (i{x} < 0 || i{x} >= p.size_{x}) continue;"
+        if edges:
+            at = at.replace(f"const int i{x} =", f"const int e{x} =")
+            more, before = edges[i] + edges[3 + i], edges[i]
+            bounds = f"if (e{x} < 0 || e{x} >= p.size_{x} + {more}) continue; const int i{x} = min(max(e{x} - {before}, 0), p.size_{x} - 1);"
         lines.append(f"\n        {unroll}for (int k{x} = 0; k{x} < {k}; k{x}++) {{ {at}{bounds}")
         close += "}"
     return "".join(lines), close
@@ -174,8 +183,10 @@ def emit_window(
     operands: Sequence[TensorView | None] = (),
     transposed: bool = False,
     writes: TensorView | None = None,
+    edges: Edges = (),
 ) -> None:
-    """Render and add the kernel. ``stages`` turn the result; ``operands`` (by slot, from 1 on) are what they read.
+    """Render and add the kernel. ``stages`` turn the result; ``operands`` (by slot, from 1 on) are what they read. ``edges``: as of
+    :func:`taps`.
 
     ``writes`` is the result as its meaning has it, where ``out`` is another view of it.
     """
@@ -184,7 +195,7 @@ def emit_window(
     extra = {a: p for a in used if (p := operands[a]) is not None}
     packs = {a: p for a, p in extra.items() if vec > 1 and _in_packs(p, out, vec)}
     finish = finishing(stages, extra, len(operands), out, packs)
-    text = _kernel(window, x, out, parts, (extra, packs), finish, vec, transposed)
+    text = _kernel(window, x, out, parts, (extra, packs), finish, vec, transposed, edges)
     count = y5.size // vec
     if not count:
         return
@@ -204,13 +215,18 @@ def emit_window(
 
 def _kernel(
     window: Window, x: TensorView, out: TensorView, parts: Rendered,
-    read: tuple[dict[int, TensorView], dict[int, TensorView]], finish: str, vec: int, transposed: bool,
+    read: tuple[dict[int, TensorView], dict[int, TensorView]], finish: str, vec: int, transposed: bool, edges: Edges,
 ) -> str:  # fmt: skip
     """The kernel's text. ``read``: what the stages read, by slot, and what of it in packs; ``finish``: C++ of the stages
     (:func:`finishing`)."""
     (extra, packs), tx, ty = read, CPP[x.dtype], CPP[out.dtype]
-    opening, closing = taps(window, transposed=transposed)
-    if parts.apart is not None and math.prod(window.kernel) <= MOST_APART and window.kernel[2] <= TOGETHER:
+    opening, closing = taps(window, transposed=transposed, edges=edges)
+    if (
+        parts.apart is not None
+        and not edges
+        and math.prod(window.kernel) <= MOST_APART
+        and window.kernel[2] <= TOGETHER
+    ):
         inside = "\n    " + together(window, parts.apart)
     else:
         inside = f"""{opening}

@@ -17,11 +17,11 @@ from optdnn.errors import InternalError
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, STRIDES_LIMIT, arithmetic, body
+from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, STRIDES_LIMIT, arithmetic, body, literal
 from optdnn.kernels.pointwise.strides import broadcast, merge, vector
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.fused import plain_attrs
-from optdnn.ops.segment_sum import SegmentSumAttrs
+from optdnn.ops.segment_sum import NEUTRAL, SegmentSumAttrs
 from optdnn.types import TensorType
 
 THREADS = 256
@@ -165,12 +165,24 @@ class _Text:
                 if index >= 0:
                     loads.append(self._load(1 + k, name, f"o_t{k} + i{index}_{c} * p.r_t{k}"))
                 known.append(f"const {arithmetic(types[k].dtype)} v{k} = {self._element(1 + k, name)};")
-            inner = " ".join([*known, *lines, f"sum[j] += {arithmetic(dtype)}({result});"])
+            inner = " ".join([*known, *lines, self._added(f"{arithmetic(dtype)}({result})")])
             sums.append(f"""if (e + {c * self.lanes} < end) {{
             #pragma unroll
             for (int j = 0; j < {self.vec}; j++) {{ {inner} }}
         }}""")
         return "\n        ".join(loads), "\n        ".join(sums)
+
+    def _added(self, value: str) -> str:
+        """The statement that takes a value into the result of a segment."""
+        if self.attrs.reduction == "add":
+            return f"sum[j] += {value};"
+        return f"sum[j] = {self.attrs.reduction}_nan(sum[j], {value});"
+
+    @property
+    def _none(self) -> str:
+        """What a segment of no rows gives."""
+        number = arithmetic(self.tensors[0].dtype)
+        return f"{number}(0)" if self.attrs.reduction == "add" else literal(NEUTRAL[self.attrs.reduction], number)
 
     def _store(self) -> str:
         """The factors, the epilogue and the store of a thread's results."""
@@ -189,7 +201,7 @@ class _Text:
             f"const {arithmetic(types[a].dtype)} v{a} = {self._element(after + a - begin, f'f{a - begin}')};"
             for a in slots
         ]
-        each = " ".join([f"const {number} v{end} = end > begin ? {number}({value}) : {number}(0);", *read, *lines])
+        each = " ".join([f"const {number} v{end} = end > begin ? {number}({value}) : {self._none};", *read, *lines])
         given = " ".join(self._load(after + k, f"f{k}", f"o_g{k} + n * p.r_g{k}") for k in range(self._others))
         if self.vec == 1:
             return f"{given} const int j = 0; {each} p.out[o_out + n * p.r_out] = narrow<{t}>({result});"
@@ -218,7 +230,7 @@ class _Text:
         number = arithmetic(self.tensors[0].dtype)
         loads, sums = self._rows()
         merges = "".join(
-            f"\n        sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], {step});"
+            "\n        " + self._added(f"__shfl_xor_sync(0xffffffffu, sum[j], {step})")
             for step in (16, 8, 4, 2, 1) if step < self.lanes
         )  # fmt: skip
         newline = "\n    "
@@ -239,7 +251,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) segment_sum(const __grid
     const u32 begin = p.first[n], end = live ? p.first[n + 1] : p.first[n];
     {number} sum[{self.vec}];
     #pragma unroll
-    for (int j = 0; j < {self.vec}; j++) {{ sum[j] = {number}(0); }}
+    for (int j = 0; j < {self.vec}; j++) {{ sum[j] = {self._none}; }}
     for (u32 e = begin + lane; e < end; e += {self.lanes * AHEAD}) {{
         {loads}
         {sums}

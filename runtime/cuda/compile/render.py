@@ -75,10 +75,31 @@ def uses_residual(stages: Sequence[Stage]) -> bool:
 
 def epilogue(stages: Sequence[Stage], name: str = "epilogue") -> str:
     """CUDA source of ``float epilogue(float x, float c, float r)`` (or of another ``name``), the stages applied in order. With
-    :data:`SCALE_SHIFT`, c is the channel's factor and shift, which its bias is a part of. Raises InternalError."""
+    :data:`SCALE_SHIFT`, c is the channel's factor and shift, which its bias is a part of.
+    With :data:`CHANNEL_STAGES` it is the channel's bias, and the numbers of the stage. Raises InternalError."""
     if SCALE_SHIFT in stages:
         return _function(f"{name}(float x, float2 c, float r)", stages, STAGES | _SCALED)
+    if reads_channels(stages):
+        return _function(f"{name}(float x, float4 c, float r)", stages, STAGES | CHANNEL_STAGES)
     return _function(f"{name}(float x, float c, float r)", stages)
+
+
+CHANNEL_STAGES: dict[str, tuple[int, str]] = {
+    "bias": (0, "x = x + c.x;"),
+    "prelu": (0, "x = x < 0.0f ? c.y * x : x;"),
+    # sin(u)^2 has the period pi; 8.74e-8 is what 3.14159274 is more than pi.
+    "snake": (
+        0,
+        "{{ float u = c.y * x; const float k = rintf(u * 0.31830989f); u = fmaf(k, 8.7422777e-8f, fmaf(k, -3.14159274f, u)); "
+        "u = __sinf(u); x = fmaf(c.z * u, u, x); }}",
+    ),
+}
+"""Stages that read numbers of the channel: c is its bias, then these."""
+
+
+def reads_channels(stages: Sequence[Stage]) -> bool:
+    """Whether a stage reads numbers of its channel besides the bias."""
+    return any(stage[0] in CHANNEL_STAGES for stage in stages if stage[0] != "bias")
 
 
 SCALE_SHIFT: Stage = ("scale_shift",)

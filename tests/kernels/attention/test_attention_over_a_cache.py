@@ -23,9 +23,10 @@ CAPACITY, SIZE = 24, 32
 def step(
     *, batch: int = 2, heads: int = 4, groups: int = 2, rows: int = 1, turned: bool = True, filled: bool = True, mask: bool = False,
     circular: bool = False, apart: bool = False, read: bool = False, other_angles: bool = False, dtype: Any = FP16, capacity: int = CAPACITY, outputs: int = 1,
-    values: int = SIZE, positions: Any = INT64, known: bool = False, **attrs: Any,
+    values: int = SIZE, positions: Any = INT64, known: bool = False, own: bool = False, **attrs: Any,
 ) -> Graph:  # fmt: skip
-    """One step of a decoder, over caches of fp16; the caches are results. ``known``: the new key is a constant."""
+    """One step of a decoder, over caches of fp16; the caches are results. ``known``: the new key is a constant; ``own``: each feature has
+    an angle of its own."""
     n = Net(dtype)
     q, k, v = (
         n.op("Abs", n.input(batch, c, rows, size, name=x))
@@ -34,10 +35,11 @@ def step(
     if known:
         k = n.random(batch, groups, rows, SIZE)
     at = n.input(batch, name="at", dtype=positions)
-    angles = [n.input(batch, rows, SIZE // 2, name=x) for x in ("cos", "sin")]
+    angles = [n.input(batch, rows, SIZE if own else SIZE // 2, name=x) for x in ("cos", "sin")]
     if turned:
-        q = n.op("RotaryEmbedding", q, *angles, attrs=RotaryAttrs())
-        k = n.op("RotaryEmbedding", k, *(angles[::-1] if other_angles else angles), attrs=RotaryAttrs())
+        attributes = RotaryAttrs(own_angles=own)
+        q = n.op("RotaryEmbedding", q, *angles, attrs=attributes)
+        k = n.op("RotaryEmbedding", k, *(angles[::-1] if other_angles else angles), attrs=attributes)
     where = TensorScatterAttrs(2, "circular" if circular else "linear")
     starts = [at, n.op("Add", at, n.const([1], positions)) if apart else at]
     caches = [
@@ -64,6 +66,7 @@ TAKEN: dict[str, Callable[[], Graph]] = {
     "turned": step,
     "not turned": lambda: step(turned=False),
     "angles of their own": lambda: step(other_angles=True),
+    "angles of each feature": lambda: step(own=True),
     "a window": lambda: step(is_causal=True, left_window_size=6),
     "a softcap": lambda: step(softcap=2.0, scale=0.3),
 }
@@ -76,7 +79,7 @@ def test_what_it_takes(name: str) -> None:
     found = kinds(program)
     assert found.count("CachedAttention") == 1
     assert "TensorScatter" not in found
-    assert found.count("RotaryEmbedding") == 2 * (name == "angles of their own")
+    assert found.count("RotaryEmbedding") == 2 * name.startswith("angles of")
     feeds = feeds_of(graph)
     got, want = simulate(program, feeds), evaluate(graph, feeds)
     for key, w in want.items():

@@ -117,11 +117,10 @@ def test_pairs_are_of_rows_in_16_bits() -> None:
     for wrong in (
         {"dtype": "int8"},
         {"out": "float32"},
-        {"sources": (Source(8, 8, 64, (3, 3), (1, 1), (1, 1, 1, 1)),)},
         {"bands": 2},
         {"prologue": (("relu",),)},
     ):
-        with pytest.raises(InternalError, match="pairs of channels are of rows in 16 bits"):
+        with pytest.raises(InternalError, match="pairs of channels are of images or rows in 16 bits"):
             Problem(**{"batch": 64, "channels": 48, "sources": (Source(1, 1, 64),), **stages, **wrong})
 
 

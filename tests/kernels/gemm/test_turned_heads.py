@@ -103,6 +103,7 @@ def _few() -> Graph:
         (_few, "fp16", "it is for at least 32 rows of 16-bit floats"),
         (layer, "tf32", "it is for at least 32 rows of 16-bit floats"),
         (lambda: layer(reads="other angles"), "fp16", "its heads are rotated by different angles"),
+        (lambda: of_a_product(length=20, own=True), "fp16", "each feature of its heads has an angle of its own"),
         (lambda: layer(reads="keys"), "fp16", "its heads are not those of one attention alone"),
         (lambda: layer(reads="features"), "fp16", "others read its heads before the rotation"),
         (lambda: layer(reads="past"), "fp16", "its keys have a place beside those of the past"),

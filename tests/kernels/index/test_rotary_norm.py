@@ -78,6 +78,7 @@ def reasons(program: Program) -> set[str]:
     ("graph", "because"),
     [
         (lambda: pair(used=True), "or no norms are before both"),
+        (lambda: normed(own=True), "each feature of its heads has an angle of its own"),
         (lambda: pair(epsilon=1e-3), "the norms of queries and keys differ"),
         (lambda: pair(second="LayerNormalization"), "the norms of queries and keys differ"),
         (lambda: pair(axis=-2, scale=1), "its norms are neither of heads nor of tokens"),

@@ -4,6 +4,7 @@
 // generated.cuh defines OPERAND_ITEM and OUT_ITEM (bytes of an operand, and of a result or residual; 4: fp32, for DIRECT stores alone), INTEGER (sums are int, else float), and
 // for results of one byte OUT_FLOAT8, OUT_ZERO (whether a zero point is added), RESIDUAL_UNSIGNED. 16-bit types: see pack2() in ptx.cuh.
 // SCALED: 16-bit sums and residuals are multiplied by a factor of the channel, then a shift is added, in epilogue().
+// CHANNEL_STAGES: stages of 16-bit results read numbers of the channel besides its bias.
 // ROW_SCALED: RowScales has made integer sums floats, in place.
 // PAIRED: a channel and the next one become one 16-bit result, so OUT_ITEM is 1. Where epilogue() of the first channel would read a
 // residual, it gets what epilogue_beside() makes of the second.
@@ -47,6 +48,14 @@ DEVICE void load_four(const Channel* from, int at, int count, Channel (&c)[4]) {
     if (at >= count) return;
     const float4 a = __ldg(reinterpret_cast<const float4*>(from + at)), b = __ldg(reinterpret_cast<const float4*>(from + at + 2));
     c[0] = make_float2(a.x, a.y), c[1] = make_float2(a.z, a.w), c[2] = make_float2(b.x, b.y), c[3] = make_float2(b.z, b.w);
+}
+#elif CHANNEL_STAGES
+typedef float4 Channel;                            // bias, and numbers that stages read
+DEVICE Channel no_channel() { return make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
+DEVICE float finished(const Requantize&, Acc sum, Channel c, float r) { return epilogue(sum, c, r); }
+DEVICE void load_four(const Channel* from, int at, int count, Channel (&c)[4]) {
+    #pragma unroll
+    for (int i = 0; i < 4; i++) c[i] = at < count ? __ldg(from + at + i) : no_channel();
 }
 #else
 typedef float Channel;                             // bias

@@ -7,7 +7,7 @@
 // One launch turns one tensor, or two by the same angles: queries and keys.
 //
 // generated.cuh defines TENSORS (1 or 2), LANES (elements per access), WIDE (fp32 elements), BFLOAT (bf16 ones), RANK (axes of rows), TURNING and COPYING
-// (vectors of pairs, and of other features, in a row), INTERLEAVED (neighbours are pairs), EARLY (the angles are constant),
+// (vectors of pairs, and of other features, in a row), OWN_ANGLES (each feature has an angle, else each pair), INTERLEAVED (neighbours are pairs), EARLY (the angles are constant),
 // COSINE_VECTORS and SINE_VECTORS (the angles of a thread are one aligned vector).
 #include "rotary.cuh"
 
@@ -48,6 +48,19 @@ DEVICE Row row_of(const Tensor& t, u32 rest) {
     return at;
 }
 
+#if OWN_ANGLES
+// turn(), where each feature of a vector has an angle of its own.
+DEVICE void turn_each(float (&feature)[2 * LANES], const Vector (&cosines)[2], const Vector (&sines)[2]) {
+    #pragma unroll
+    for (int j = 0; j < LANES; j++) {
+        const int one = INTERLEAVED ? 2 * j : j, other = INTERLEAVED ? 2 * j + 1 : LANES + j;
+        const float u = feature[one], v = feature[other];
+        feature[one] = widen(cosines[one / LANES].lane[one % LANES]) * u - widen(sines[one / LANES].lane[one % LANES]) * v;
+        feature[other] = widen(sines[other / LANES].lane[other % LANES]) * u + widen(cosines[other / LANES].lane[other % LANES]) * v;
+    }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS) rotary(const __grid_constant__ Params p) {
     launch_dependents();
     if (!EARLY) wait_for_predecessor();
@@ -66,15 +79,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotary(const __grid_consta
         Vector(x + at).store(output + at);
         return;
     }
+    const u32 left = INTERLEAVED ? 2 * first : first, right = left + (INTERLEAVED ? 1 : TURNING) * LANES;
+#if OWN_ANGLES
+    const Vector cosines[2] = {angles<COSINE_VECTORS>(p.cosines + row.cosines, left, p.cosine_step), angles<COSINE_VECTORS>(p.cosines + row.cosines, right, p.cosine_step)};
+    const Vector sines[2] = {angles<SINE_VECTORS>(p.sines + row.sines, left, p.sine_step), angles<SINE_VECTORS>(p.sines + row.sines, right, p.sine_step)};
+#else
     const Vector cosines = angles<COSINE_VECTORS>(p.cosines + row.cosines, first, p.cosine_step);
     const Vector sines = angles<SINE_VECTORS>(p.sines + row.sines, first, p.sine_step);
+#endif
     if (EARLY) wait_for_predecessor();
-    const u32 left = INTERLEAVED ? 2 * first : first, right = left + (INTERLEAVED ? 1 : TURNING) * LANES;
     const Vector a(x + left), b(x + right);
     float feature[2 * LANES];
     #pragma unroll
     for (int j = 0; j < LANES; j++) feature[j] = widen(a.lane[j]), feature[LANES + j] = widen(b.lane[j]);
+#if OWN_ANGLES
+    turn_each(feature, cosines, sines);
+#else
     turn(feature, cosines, sines);
+#endif
     store_features(output + left, feature);
     store_features(output + right, feature + LANES);
 }

@@ -1,0 +1,130 @@
+"""Stages that read numbers of each channel (PReLU, Snake): part of the convolution's launch on Hopper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.needs import why_no_hopper
+from support.net import Net
+from support.simulated import check_simulated, feeds_of, kinds, lowered
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.conv.hopper_launch import _family, ranked
+from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.trials.check import check_steps
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.program import Program
+
+
+def activated(n: Net, kind: str, y: Value, channels: int, axes: int = 2) -> Value:
+    one = (1,) * axes
+    if kind == "PRelu":
+        return n.op("PRelu", y, n.random(channels, *one))
+    return n.op("Snake", y, n.positive(1, channels, *one), n.positive(1, channels, *one))
+
+
+def net(
+    kind: str = "Snake", kernel: int = 3, *, axes: int = 2, channels: int = 24, size: int = 9, residual: bool = False, relu: bool = False,
+    joined: bool = False, bias: bool = True, twice: bool = False, group: int = 1, whole: bool = False,
+) -> Graph:  # fmt: skip
+    """A convolution and its activation. ``residual``: a tensor is added between them, ``joined``: one that is a convolution; ``relu``:
+    another activation follows; ``twice``: the same once more; ``whole``: numbers of each position."""
+    n = Net()
+    x = n.op("Tanh", n.input(2, 16 if group == 1 else channels, *(size,) * axes))
+    y = n.conv(x, channels, kernel, pads=kernel // 2, bias=bias, group=group)
+    if residual:
+        y = n.op("Add", y, n.input(2, channels, *(size,) * axes, name="r"))
+    if joined:
+        y = n.op("Add", y, n.conv(n.op("Sigmoid", x), channels, 1, pads=0))
+    if whole:
+        return n.done(n.op("PRelu", y, n.random(channels, *(size,) * axes)))
+    for _ in range(2 if twice else 1):
+        y = activated(n, kind, y, channels, axes)
+    return n.done(n.op("Relu", y) if relu else y)
+
+
+NETS = {
+    "1x1": net(kernel=1),
+    "3x3": net(),
+    "slopes": net("PRelu"),
+    "slopes of a line": net("PRelu", axes=1, size=40),
+    "a line": net(axes=1, size=40, channels=40),
+    "a residual": net(residual=True),
+    "slopes behind a residual": net("PRelu", residual=True, bias=False),
+    "two convolutions": net(joined=True),
+    "another activation": net(relu=True, bias=False),
+    "channels in fours": net(channels=20),
+    "large": net(channels=64, size=28, residual=True),
+}
+
+
+def stages(program: Program) -> int:
+    """Kernels whose stages read numbers of their channels."""
+    return sum("#define CHANNEL_STAGES 1" in k.generated.get("generated.cuh", "") for k in program.kernels)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("name", NETS)
+def test_the_convolution_computes_the_activation(name: str, precision: str) -> None:
+    program = check_simulated(NETS[name], precision, tolerance={"fp16": 1e-2, "bf16": 6e-2}.get(precision))
+    assert stages(program) == (precision != "fp32")
+    if precision != "fp32":
+        made = [s.params["op"] for s in program.steps if s.params["op"]["kind"] in ("Conv", "ConvSum")]
+        assert {"Snake", "PRelu"} & {stage["stage"][0] for op in made for stage in op["attrs"]["epilogue"]}
+
+
+@pytest.mark.parametrize("graph", [net(group=24), net("PRelu", whole=True)], ids=["depthwise", "slopes of positions"])
+def test_others_have_a_launch_of_their_own(graph: Graph) -> None:
+    program = check_simulated(graph, tolerance=1e-2)
+    assert stages(program) == 0
+    assert "Pointwise" in kinds(program)
+
+
+def test_a_second_one_is_left_to_another_launch() -> None:
+    program = check_simulated(net(twice=True), tolerance=1e-2)
+    assert stages(program) == 1
+    (rest,) = [
+        s.params["op"]["attrs"]["epilogue"]
+        for s in program.steps
+        if s.params["op"]["kind"] == "Pointwise" and "Snake" in str(s.params["op"]["attrs"])
+    ]
+    assert [stage["stage"][0] for stage in rest].count("Snake") == 1
+
+
+def test_snake_is_within_a_fraction_of_a_rounding_to_half() -> None:
+    """The text, with a sine that is exact: what is left is the reduction to a period."""
+    text = render.epilogue((("bias",), ("snake",)))
+    assert "float4 c" in text
+    u = np.linspace(-300, 300, 100001).astype(np.float32)
+    k = np.rint(u * np.float32(0.31830989))
+    reduced = (k * np.float64(8.7422777e-8) + (u + k * np.float64(np.float32(-3.14159274)))).astype(np.float32)
+    assert np.abs(reduced).max() < 1.5709
+    assert np.abs(np.sin(reduced.astype(np.float64)) ** 2 - np.sin(u.astype(np.float64)) ** 2).max() < 1e-6
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("stage", ["snake", "prelu"])
+def test_the_kernels_compile_without_spills(stage: str) -> None:
+    gpu = of_arch("sm_90a")
+    source = Source(1, 3200, 384, (1, 7), (1, 1), (0, 3, 0, 3))
+    for problem in (
+        Problem(1, 384, (source,), (("bias",), (stage,))),
+        Problem(1, 768, (Source(1, 400, 768),), (("bias",), ("add",), (stage,))),
+    ):
+        for offer in ranked(problem, gpu)[:2]:
+            (kernel,) = nvrtc.resources(_family(offer.config).recipe(problem, offer.config)).values()
+            assert kernel.spill_bytes == 0, str(offer.config)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("name", NETS)
+def test_every_launch_does_what_its_step_means(name: str) -> None:
+    program = lowered(NETS[name], "fp16", target="cuda:sm_90a")
+    assert stages(program) == 1
+    context: Any = Engine(program).context()
+    assert not [e for e in check_steps(context, feeds_of(NETS[name])) if not e.error < 4e-3]
