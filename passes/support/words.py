@@ -110,7 +110,7 @@ RULES: Mapping[str, str] = {
     "heads_outside": "products with a constant matrix for each head made one product for each head",
     "outer_step": "outer products of a recurrence's steps multiplied element by element",
     "pointwise_scan": "unrolled recurrences of pointwise steps computed in one loop",
-    "vector_products": "products with several vectors made one product with a matrix",
+    "vector_products": "products with vectors made one product with a matrix",
     "segment_epilogue": "a bias or activation behind sums of segments computed with them",
     "segment_sum": "sums at constant places computed segment by segment",
     "last_state": "the last state of an unrolled recurrence of pointwise steps computed in one loop",
