@@ -53,6 +53,7 @@ from optdnn.passes.pool_last import PoolLast
 from optdnn.passes.radix_sums import RadixSums
 from optdnn.passes.relative_positions import RelativePositions
 from optdnn.passes.roll_scans import RollScans
+from optdnn.passes.sampled_sums import SampledSums
 from optdnn.passes.segment_sums import SegmentSums
 from optdnn.passes.selected_weights import SelectedWeights
 from optdnn.passes.separable_attention import SeparableAttention
@@ -129,6 +130,7 @@ O2_GPU: tuple[Pass, ...] = (
     UnrolledScans(),  # before fusions: chains of steps have many small operators
     RollScans(),  # the chains that are left
     VectorProducts(),  # before views are hoisted; before siblings, which may take in the matrix
+    SampledSums(),  # before precisions: places stay in fp32; before epilogues, which would take in the product with weights
     SegmentSums(),  # before epilogues, which would take in the arithmetic of rows
     ChannelNorms(),  # before epilogues, which would take their arithmetic; the libraries of CPUs would have to transpose
     FuseL2Norm(),  # queries and keys of cosine attention, before attention; a GPU has a kernel for it

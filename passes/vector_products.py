@@ -20,7 +20,7 @@ from optdnn.types import Array, is_float
 
 _PRODUCTS = frozenset({"Gemm", "MatMul"})
 COLUMNS = 8
-"""A matrix beside others has a multiple of these columns, zeros beyond the vectors: rows of 16-bit floats are then aligned for TMA."""
+"""A matrix beside others has a multiple of these columns, zeros beyond the vectors: rows of 16-bit floats are aligned for TMA."""
 
 
 def _vector(graph: Graph, op: Op) -> Array | None:

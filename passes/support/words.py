@@ -110,6 +110,8 @@ RULES: Mapping[str, str] = {
     "heads_outside": "products with a constant matrix for each head made one product for each head",
     "outer_step": "outer products of a recurrence's steps multiplied element by element",
     "pointwise_scan": "unrolled recurrences of pointwise steps computed in one loop",
+    "sampled_sum": "weighted sums of sampled images made one operator",
+    "deformed_columns": "deformable convolutions made samples and a product with a matrix",
     "vector_products": "products with vectors made one product with a matrix",
     "segment_epilogue": "a bias or activation behind sums of segments computed with them",
     "segment_sum": "sums at constant places computed segment by segment",

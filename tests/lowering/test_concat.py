@@ -185,7 +185,9 @@ def two_streams(norm: str, width: int = 64, heads: int = 3) -> Graph:
     n = Net()
     parts = []
     for k, tokens in enumerate((5, 9)):
-        x = n.op("Reshape", n.matmul(n.input(1, tokens, 32, name=f"x{k}"), heads * width), n.ints(1, tokens, heads, width))
+        x = n.op(
+            "Reshape", n.matmul(n.input(1, tokens, 32, name=f"x{k}"), heads * width), n.ints(1, tokens, heads, width)
+        )
         x = n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1, 3)))
         scale = [] if norm == "LpNormalization" else [n.random(width, offset=1.0)]
         parts.append(n.op(norm, x, *scale))
