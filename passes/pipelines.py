@@ -69,6 +69,7 @@ from optdnn.passes.unrolled_scans import UnrolledScans
 from optdnn.passes.vector_products import VectorProducts
 from optdnn.passes.view_chains import ViewChains
 from optdnn.passes.window_products import WindowProducts
+from optdnn.passes.window_sums import WindowSums
 from optdnn.target_name import TargetName
 
 CLEAN: tuple[Pass, ...] = (
@@ -131,6 +132,7 @@ O2_GPU: tuple[Pass, ...] = (
     RollScans(),  # the chains that are left
     VectorProducts(),  # before views are hoisted; before siblings, which may take in the matrix
     SampledSums(),  # before precisions: places stay in fp32; before epilogues, which would take in the product with weights
+    WindowSums(),  # likewise; before channels last are chosen
     SegmentSums(),  # before epilogues, which would take in the arithmetic of rows
     ChannelNorms(),  # before epilogues, which would take their arithmetic; the libraries of CPUs would have to transpose
     FuseL2Norm(),  # queries and keys of cosine attention, before attention; a GPU has a kernel for it
