@@ -13,6 +13,7 @@ from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.channel_norms import ChannelNorms
 from optdnn.passes.channel_shuffles import ChannelShuffles
 from optdnn.passes.computed_weights import ComputedWeights
+from optdnn.passes.constant_parts import ConstantParts
 from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
 from optdnn.passes.counted_loops import CountedLoops
 from optdnn.passes.cse import CommonSubexpressions
@@ -132,7 +133,8 @@ O2_GPU: tuple[Pass, ...] = (
     RollScans(),  # the chains that are left
     VectorProducts(),  # before views are hoisted; before siblings, which may take in the matrix
     SampledSums(),  # before precisions: places stay in fp32; before epilogues, which would take in the product with weights
-    WindowSums(),  # likewise; before channels last are chosen
+    ConstantParts(),  # before constants are folded: what they add is computed; before epilogues, which add it
+    WindowSums(),  # before epilogues; before channels last are chosen
     SegmentSums(),  # before epilogues, which would take in the arithmetic of rows
     ChannelNorms(),  # before epilogues, which would take their arithmetic; the libraries of CPUs would have to transpose
     FuseL2Norm(),  # queries and keys of cosine attention, before attention; a GPU has a kernel for it

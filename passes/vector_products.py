@@ -74,8 +74,9 @@ def _behind(graph: Graph, x: Value, matrix: Array) -> tuple[Value, Array, Array 
         return x, matrix, None
     if len(weights) > 2 * weights.shape[1]:
         return x, matrix, None
-    shift = None if bias is None else np.broadcast_to(bias, len(matrix)) @ matrix
-    return operand(product), weights @ matrix, shift
+    wide, dtype = matrix.astype(np.float64), matrix.dtype  # NumPy multiplies no bf16
+    shift = None if bias is None else (np.broadcast_to(bias, len(matrix)).astype(np.float64) @ wide).astype(dtype)
+    return operand(product), (weights.astype(np.float64) @ wide).astype(dtype), shift
 
 
 class VectorProducts(RulePass):

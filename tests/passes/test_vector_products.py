@@ -9,6 +9,7 @@ from support.simulated import check_simulated, kinds
 
 from optdnn.ir.graph import Graph
 from optdnn.passes.vector_products import VectorProducts
+from optdnn.types import BF16
 
 PASS = VectorProducts()
 
@@ -32,6 +33,12 @@ def test_the_matrix_takes_in_the_product_before_it(bias: bool, turned: bool, vec
     assert first.inputs[0] == second.inputs[0]
     assert {graph.type(p.value).dims[-1] for p in (first, second)} == {16, 8 if vectors == 2 else 16}
     assert len(graph.of_kind("Add")) == 2 * bias
+
+
+def test_matrices_of_bf16_are_multiplied() -> None:
+    n = Net(BF16)
+    y = n.op("Add", n.matmul(n.input(2, 9, 16), 16), n.random(16))
+    check_pass(PASS, n.done(*(n.op("MatMul", y, n.random(16)) for _ in range(2))), changes=1)
 
 
 def test_a_product_of_many_features_stays_before_it() -> None:
