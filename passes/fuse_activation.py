@@ -14,7 +14,7 @@ from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.base import Attrs
-from optdnn.ops.unary import AlphaAttrs, GeluAttrs, HardSigmoidAttrs
+from optdnn.ops.unary import AlphaAttrs, GeluAttrs, HardSigmoidAttrs, LeakyReluAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support import pattern
 from optdnn.passes.support.facts import operand, producer, scalar
@@ -143,6 +143,24 @@ MISH = ActivationRule("mish", "Mish", _fixed(Attrs()), product(1.0, X, node("Tan
 """``x tanh(softplus(x))``, the softplus also written out as ``log(1 + exp(x))``."""
 
 
+SOFTSIGN = ActivationRule(
+    "softsign", "Softsign", _fixed(Attrs()), product(1.0, X, Power(total(1.0, node("Abs", X)), -1.0))
+)
+"""``x / (1 + |x|)``."""
+
+
+@rule("one_slope", {"PRelu"})
+def one_slope(graph: Graph, op: Op) -> Match | None:
+    """A PRelu whose slopes are equal is a LeakyRelu (PyTorch's ``PReLU()`` has one for all channels)."""
+    slopes = graph.constant_value(op.inputs[1])
+    if slopes is None or not slopes.size or (slopes != slopes.reshape(-1)[0]).any():
+        return None
+    if graph.type(operand(op)).shape != op.outputs[0].type.shape:
+        return None
+    attrs = LeakyReluAttrs(float(slopes.reshape(-1)[0]))
+    return Match((op,), lambda patch: patch.add("LeakyRelu", [operand(op)], attrs))
+
+
 LINEAR_FROM = 20.0
 """From this argument on, softplus differs from its argument by less than 1e-10 of it."""
 
@@ -185,5 +203,5 @@ class FuseActivation(RulePass):
     """Sinks first: a hard swish is seen before the hard sigmoid inside of it."""
 
     name = "fuse_activation"
-    rules = (GELU, GELU_TANH, SWISH, HARD_SWISH, HARD_SIGMOID, MISH, thresholded_softplus)
+    rules = (GELU, GELU_TANH, SWISH, HARD_SWISH, HARD_SIGMOID, MISH, SOFTSIGN, thresholded_softplus, one_slope)
     sinks_first = True

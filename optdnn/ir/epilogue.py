@@ -68,6 +68,13 @@ _RENDERED: dict[str, tuple[str, ...]] = {
     "Elu": ("elu", "alpha"),
     "Swish": ("swish", "alpha"),
     "HardSigmoid": ("hard_sigmoid", "alpha", "beta"),
+    "Selu": ("selu", "alpha", "gamma"),
+    "Celu": ("celu", "alpha"),
+    "Mish": ("mish",),
+    "Softsign": ("softsign",),
+    "Abs": ("abs",),
+    "Sin": ("sin",),
+    "Cos": ("cos",),
 }
 """Activation -> its function in kernels, and the attributes that are its arguments."""
 

@@ -110,6 +110,8 @@ RULES: Mapping[str, str] = {
     "heads_outside": "products with a constant matrix for each head made one product for each head",
     "outer_step": "outer products of a recurrence's steps multiplied element by element",
     "pointwise_scan": "unrolled recurrences of pointwise steps computed in one loop",
+    "softsign": "softsign written out made one operator",
+    "one_slope": "a PRelu of equal slopes made a LeakyRelu",
     "thresholded_softplus": "PyTorch's softplus without its threshold",
     "constant_parts": "constant channels in front of a product multiplied when the network is built",
     "window_sum": "sums of products with shifted images made one sum over windows",

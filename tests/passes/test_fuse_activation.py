@@ -329,3 +329,29 @@ def test_other_selections_stay() -> None:
         n.op("Where", n.op("Greater", x, z), x, y),
     ]
     check_untouched(FuseActivation(), n.done(*found))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4, 1, 1)])
+def test_equal_slopes_are_one(shape: tuple[int, ...]) -> None:
+    n = Net()
+    y = n.op("PRelu", n.input(2, 4, 3, 3), n.const(np.full(shape, 0.25)))
+    graph, _ = check_pass(FuseActivation(), n.done(y), changes=1, kinds={"LeakyRelu": 1})
+    assert graph.of_kind("LeakyRelu")[0].attrs.alpha == 0.25
+
+
+def test_slopes_that_differ_or_are_computed_stay() -> None:
+    n = Net()
+    x = n.input(2, 4, 3, 3)
+    check_untouched(
+        FuseActivation(), n.done(n.op("PRelu", x, n.random(4, 1, 1)), n.op("PRelu", x, n.input(1, name="s")))
+    )
+
+
+def test_softsign() -> None:
+    n = Net()
+    x = n.input(8, 16)
+    y = n.op("Div", x, n.op("Add", n.op("Abs", x), 1.0))
+    check_pass(FuseActivation(), n.done(y), changes=1, kinds={"Softsign": 1})
+    n = Net()
+    x = n.input(8, 16)
+    check_untouched(FuseActivation(), n.done(n.op("Div", x, n.op("Add", n.op("Abs", x), 2.0))))
