@@ -41,3 +41,11 @@ def products(kind: str) -> Graph:
     for _ in range(2):
         x = activated(n, n.op("Add", n.matmul(x, 64), n.random(64)), kind)
     return n.done(n.matmul(x, 16))
+
+
+def constant_images(batch: int = 2) -> Graph:
+    """Constant images that convolutions add: of one channel in and of many, and of a batch whose images differ."""
+    n = Net()
+    x = n.op("Add", n.conv(n.input(batch, 3, 16, 16), 16, bias=True), n.random(batch, 16, 16, 16))
+    x = n.op("Relu", n.op("Add", n.conv(x, 32, strides=2), n.random(batch, 32, 8, 8)))
+    return n.done(n.conv(n.op("Mul", n.conv(x, 24, 1, pads=0), n.random(batch, 24, 8, 8)), 8))

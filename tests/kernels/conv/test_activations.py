@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support.activation_cases import ACTIVATIONS, convolutions, products
+from support.activation_cases import ACTIVATIONS, constant_images, convolutions, products
 from support.simulated import check_simulated, lowered
 
 from optdnn.ir.graph import Graph
@@ -31,3 +31,10 @@ def test_they_compile_without_spills(kind: str) -> None:
     program = lowered(convolutions(kind), "fp16", target="cuda:sm_90a", no_cubins=True)
     for kernel in program.kernels:
         assert all(r.spill_bytes == 0 for r in nvrtc.resources(recipe_of(kernel)).values())
+
+
+def test_constant_images_are_added_by_the_convolution() -> None:
+    program = check_simulated(constant_images())
+    assert kinds(program) == ["ImageConv", *["Conv"] * 3, "Pointwise"]  # the last one turns the output
+    check_simulated(constant_images(), "fp32")
+    check_simulated(constant_images(), target="cuda:sm_80")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support.activation_cases import ACTIVATIONS, convolutions, products
+from support.activation_cases import ACTIVATIONS, constant_images, convolutions, products
 from support.needs import why_no_hopper
 from support.on_gpu import TOLERANCE, checked_launches
 
@@ -19,3 +19,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, r
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_each_activation(kind: str, made: Callable[[str], Graph], precision: str) -> None:
     assert checked_launches(made(kind), precision)
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_constant_images(precision: str) -> None:
+    assert checked_launches(constant_images(), precision)
