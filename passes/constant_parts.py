@@ -50,6 +50,8 @@ def constant_parts(graph: Graph, op: Op) -> Match | Miss | None:
     def build(patch: Patch) -> Value:
         x = rest[0] if len(rest) == 1 else patch.add("Concat", rest, joined.attrs)
         y = patch.add(op.kind, [x, patch.constant(inner, "weight"), *op.inputs[2:]], op.attrs)
+        if not fixed.any():
+            return y
         if even:
             return patch.add("Add", [y, patch.constant(_vector(op, fixed, outer), "added")])
         added = patch.add(op.kind, [patch.constant(fixed, "fixed"), patch.constant(outer, "weight")], op.attrs)

@@ -83,6 +83,11 @@ def test_all_readers_are_products() -> None:
     assert not graph.of_kind("Concat")
 
 
+def test_zeros_add_nothing() -> None:
+    n = Net()
+    check_pass(PASS, n.done(n.conv(images(n, n.input(2, 8, 6, 5), 0.0), 4)), changes=1, kinds={"Conv": 1})
+
+
 def equation(steps: int) -> Graph:
     """A step of an equation that convolutions describe, with the time as a channel."""
     n = Net()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from support.activation_cases import ACTIVATIONS, constant_images, convolutions, products
-from support.simulated import check_simulated, lowered
+from support.simulated import check_simulated, kinds, lowered
 
 from optdnn.ir.graph import Graph
 from optdnn.runtime.cuda.compile import nvrtc
