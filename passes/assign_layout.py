@@ -35,7 +35,7 @@ EITHER = frozenset(
         *("MaxPool", "AveragePool", "LpPool", "Resize"),
         *("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool", "QuantizedMean"),
         *("BatchNormalization", "InstanceNormalization", "GroupNormalization", "LRN", "Softmax", "LogSoftmax"),
-        *("Concat", "Split", "Slice", "Pad", "Identity", "DepthToSpace", "SpaceToDepth"),
+        *("Concat", "Split", "Slice", "Pad", "Identity", "DepthToSpace", "SpaceToDepth", "GridSample"),
         *("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2", "ReduceSumSquare"),
     }
 )
@@ -44,6 +44,8 @@ EITHER = frozenset(
 ARG = frozenset({"ArgMax", "ArgMin"})
 """Kinds that read either order, and have a plain result. So do reductions that drop axes."""
 
+ONE_IMAGE = 3
+"""Operands of a SampledSum of one image, its places and weights."""
 _ALL_OPERANDS = frozenset({"Concat"})
 _PLAIN, _LAST = "plain", "channels last"
 Side = object
@@ -159,8 +161,10 @@ def _drops_axes(graph: Graph, op: Op) -> bool:
     """Whether it reads one tensor in either order, and has a result of other axes."""
     if op.input(0) is None:
         return False
-    return op.kind in ARG or (
-        op.kind in EITHER and op.kind.startswith("Reduce") and graph.type(operand(op)).rank != _rank(op)
+    return (
+        op.kind in ARG
+        or (op.kind == "SampledSum" and len(op.inputs) <= ONE_IMAGE)
+        or (op.kind in EITHER and op.kind.startswith("Reduce") and graph.type(operand(op)).rank != _rank(op))
     )
 
 

@@ -32,6 +32,7 @@ from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.packed_layout import PackedGatherAttrs
 from optdnn.ops.quant import DequantizeAttrs
+from optdnn.ops.sampled_sum import MOST_IMAGES
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
 from optdnn.passes.support.angles import angles
 from optdnn.passes.support.coordinates import coordinates
@@ -60,6 +61,7 @@ LARGEST: Mapping[DType, float] = {FP16: 65504.0, BF16: 3.3895313892515355e38}
 
 KEEPS_FP32: Mapping[str, frozenset[int]] = {
     "GridSample": frozenset({1}),
+    "SampledSum": frozenset(range(1, 2 * MOST_IMAGES, 2)),
     "Resize": frozenset({1, 2}),
     "RoiAlign": frozenset({1}),
     "Conv": frozenset({2}),
@@ -69,9 +71,9 @@ KEEPS_FP32: Mapping[str, frozenset[int]] = {
     "DequantizeLinear": frozenset({1}),
     "SampleToken": frozenset({1, 3}),
 }
-"""Kind -> operand slots whose fp32 constants stay fp32; of GridSample, RoiAlign and SampleToken, also values that are computed."""
+"""Kind -> operand slots whose fp32 constants stay fp32; of the samplers and RoiAlign, also values that are computed."""
 
-ANY_TYPE = frozenset({"Cast", "GridSample", "QuantizeLinear", "RoiAlign", "SampleToken"})
+ANY_TYPE = frozenset({"Cast", "GridSample", "QuantizeLinear", "RoiAlign", "SampledSum", "SampleToken"})
 """Kinds with operands that may have any float type, whatever that of the others is."""
 
 PACKED = frozenset({"PackedGather", "PackedMatMul"})

@@ -12,11 +12,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from optdnn.ir.graph import Graph, Op
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.base import Attrs
-from optdnn.ops.unary import AlphaAttrs, GeluAttrs, HardSigmoidAttrs
-from optdnn.passes.base import Match, Miss, RulePass
+from optdnn.ops.unary import AlphaAttrs, GeluAttrs, HardSigmoidAttrs, LeakyReluAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support import pattern
+from optdnn.passes.support.facts import operand, producer, scalar
 from optdnn.passes.support.pattern import Pattern, Power, Scalar, Var, any_of, node, product, total
 from optdnn.passes.support.pattern_rule import PatternRule, fused
 
@@ -142,9 +143,65 @@ MISH = ActivationRule("mish", "Mish", _fixed(Attrs()), product(1.0, X, node("Tan
 """``x tanh(softplus(x))``, the softplus also written out as ``log(1 + exp(x))``."""
 
 
+SOFTSIGN = ActivationRule(
+    "softsign", "Softsign", _fixed(Attrs()), product(1.0, X, Power(total(1.0, node("Abs", X)), -1.0))
+)
+"""``x / (1 + |x|)``."""
+
+
+@rule("one_slope", {"PRelu"})
+def one_slope(graph: Graph, op: Op) -> Match | None:
+    """A PRelu whose slopes are equal is a LeakyRelu (PyTorch's ``PReLU()`` has one for all channels)."""
+    slopes = graph.constant_value(op.inputs[1])
+    if slopes is None or not slopes.size or (slopes != slopes.reshape(-1)[0]).any():
+        return None
+    if graph.type(operand(op)).shape != op.outputs[0].type.shape:
+        return None
+    attrs = LeakyReluAttrs(float(slopes.reshape(-1)[0]))
+    return Match((op,), lambda patch: patch.add("LeakyRelu", [operand(op)], attrs))
+
+
+LINEAR_FROM = 20.0
+"""From this argument on, softplus differs from its argument by less than 1e-10 of it."""
+
+
+@rule("thresholded_softplus", {"Where"})
+def thresholded_softplus(graph: Graph, op: Op) -> Match | Miss | None:
+    """PyTorch's softplus, ``where(beta x > 20, x, softplus(beta x) / beta)``, has no need of its threshold."""
+    condition, x = producer(graph, op.inputs[0], {"Greater"}), operand(op, 1)
+    softplus, beta = _scaled(graph, operand(op, 2), {"Softplus"})
+    if condition is None or softplus is None or graph.type(x).shape != op.outputs[0].type.shape:
+        return None
+    threshold, argument = scalar(graph, condition.inputs[1]), operand(softplus)
+    source, factor = (argument, 1.0) if argument == x else _factor(graph, argument)
+    if threshold is None or condition.inputs[0] != argument or source != x:
+        return None
+    if abs(beta * factor - 1) > 2 * pattern.rounding(op.outputs[0].type.dtype):
+        return None
+    if threshold < LINEAR_FROM or factor <= 0:
+        return Miss(f"its threshold is {threshold:g}, where softplus is no line yet")
+    return Match((op, condition), lambda patch: operand(op, 2))
+
+
+def _factor(graph: Graph, value: Value) -> tuple[Value, float]:
+    """What is multiplied with, or divided by, a number, and the factor: itself and 1 where it is neither."""
+    op = producer(graph, value, {"Mul", "Div"})
+    for slot in () if op is None else (1,) if op.kind == "Div" else (0, 1):
+        number = scalar(graph, op.inputs[slot])  # type: ignore[union-attr]
+        if number and op is not None:
+            return operand(op, 1 - slot), number if op.kind == "Mul" else 1 / number
+    return value, 1.0
+
+
+def _scaled(graph: Graph, value: Value, kinds: frozenset[str] | set[str]) -> tuple[Op | None, float]:
+    """The operator of one of these kinds whose result is a value but for a factor, and the factor."""
+    inner, factor = _factor(graph, value)
+    return producer(graph, inner, kinds), factor
+
+
 class FuseActivation(RulePass):
     """Sinks first: a hard swish is seen before the hard sigmoid inside of it."""
 
     name = "fuse_activation"
-    rules = (GELU, GELU_TANH, SWISH, HARD_SWISH, HARD_SIGMOID, MISH)
+    rules = (GELU, GELU_TANH, SWISH, HARD_SWISH, HARD_SIGMOID, MISH, SOFTSIGN, thresholded_softplus, one_slope)
     sinks_first = True

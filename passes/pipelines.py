@@ -13,6 +13,7 @@ from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.channel_norms import ChannelNorms
 from optdnn.passes.channel_shuffles import ChannelShuffles
 from optdnn.passes.computed_weights import ComputedWeights
+from optdnn.passes.constant_parts import ConstantParts
 from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
 from optdnn.passes.counted_loops import CountedLoops
 from optdnn.passes.cse import CommonSubexpressions
@@ -57,6 +58,7 @@ from optdnn.passes.pool_last import PoolLast
 from optdnn.passes.radix_sums import RadixSums
 from optdnn.passes.relative_positions import RelativePositions
 from optdnn.passes.roll_scans import RollScans
+from optdnn.passes.sampled_sums import SampledSums
 from optdnn.passes.segment_sums import SegmentSums
 from optdnn.passes.selected_weights import SelectedWeights
 from optdnn.passes.separable_attention import SeparableAttention
@@ -72,6 +74,7 @@ from optdnn.passes.unrolled_scans import UnrolledScans
 from optdnn.passes.vector_products import VectorProducts
 from optdnn.passes.view_chains import ViewChains
 from optdnn.passes.window_products import WindowProducts
+from optdnn.passes.window_sums import WindowSums
 from optdnn.target_name import TargetName
 
 CLEAN: tuple[Pass, ...] = (
@@ -134,6 +137,9 @@ O2_GPU: tuple[Pass, ...] = (
     RollScans(),  # the chains that are left
     GatheredProducts(),  # before sums of segments and epilogues, which take in gathers and sums
     VectorProducts(),  # before views are hoisted; before siblings, which may take in the matrix
+    SampledSums(),  # before precisions: places stay in fp32; before epilogues, which would take in the product with weights
+    ConstantParts(),  # before constants are folded: what they add is computed; before epilogues, which add it
+    WindowSums(),  # before epilogues; before channels last are chosen
     SegmentSums(),  # before epilogues, which would take in the arithmetic of rows
     ChannelNorms(),  # before epilogues, which would take their arithmetic; the libraries of CPUs would have to transpose
     FuseL2Norm(),  # queries and keys of cosine attention, before attention; a GPU has a kernel for it

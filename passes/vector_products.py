@@ -1,8 +1,9 @@
-"""Products of one tensor with several constant vectors become one product with a matrix, which kernels for matrices take.
+"""Products of one tensor with constant vectors become one product with a matrix, which kernels for matrices take.
 
-Graph attention (Velickovic et al., 2018) multiplies the features of each node with a vector for either end of an edge. Where the
-features are a product with a matrix themselves, the vectors are multiplied with this matrix when the network is built. Then both
-products read one operand, and become one (:mod:`optdnn.passes.fuse_siblings`).
+Graph attention (Velickovic et al., 2018) multiplies the features of each node with a vector for either end of an edge, a cross
+network (Wang et al., 2017) its rows with one vector in each layer. Where the features are a product with a matrix themselves, the
+vectors are multiplied with this matrix when the network is built. Then both products read one operand, and become one
+(:mod:`optdnn.passes.fuse_siblings`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.gemm import MatMulAttrs
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, RulePass, rule
 from optdnn.passes.support.facts import operand, producer, shape_of
 from optdnn.types import Array, is_float
 
+_PRODUCTS = frozenset({"Gemm", "MatMul"})
 COLUMNS = 8
-"""The matrix has a multiple of these columns, zeros beyond the vectors: rows of 16-bit floats are then aligned for TMA."""
+"""A matrix beside others has a multiple of these columns, zeros beyond the vectors: rows of 16-bit floats are aligned for TMA."""
 
 
 def _vector(graph: Graph, op: Op) -> Array | None:
@@ -31,18 +33,18 @@ def _vector(graph: Graph, op: Op) -> Array | None:
 
 
 @rule("vector_products", {"MatMul"})
-def vector_products(graph: Graph, op: Op) -> Match | Miss | None:
+def vector_products(graph: Graph, op: Op) -> Match | None:
     """All products of one tensor with constant vectors."""
     if _vector(graph, op) is None:
         return None
     x = operand(op)
     members = [u for u in graph.users(x) if u.inputs[0] == x and _vector(graph, u) is not None]
-    if len(members) < 2:
-        return Miss("no other vector is multiplied with the same tensor")
     vectors = np.stack([v for u in members if (v := _vector(graph, u)) is not None], 1)
     matrix = np.zeros((len(vectors), -(-len(members) // COLUMNS) * COLUMNS), vectors.dtype)
     matrix[:, : len(members)] = vectors
     source, weights, bias = _behind(graph, x, matrix)
+    if len(members) == 1 and not any(u.kind in _PRODUCTS and u is not op for u in graph.users(source)):
+        weights, bias = weights[:, :1], None if bias is None else bias[:1]  # a column that joins no other matrix
     axis = len(graph.type(x).dims) - 1
 
     def build(patch: Patch) -> None:
@@ -72,8 +74,9 @@ def _behind(graph: Graph, x: Value, matrix: Array) -> tuple[Value, Array, Array 
         return x, matrix, None
     if len(weights) > 2 * weights.shape[1]:
         return x, matrix, None
-    shift = None if bias is None else np.broadcast_to(bias, len(matrix)) @ matrix
-    return operand(product), weights @ matrix, shift
+    wide, dtype = matrix.astype(np.float64), matrix.dtype  # NumPy multiplies no bf16
+    shift = None if bias is None else (np.broadcast_to(bias, len(matrix)).astype(np.float64) @ wide).astype(dtype)
+    return operand(product), (weights.astype(np.float64) @ wide).astype(dtype), shift
 
 
 class VectorProducts(RulePass):

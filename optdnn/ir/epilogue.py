@@ -71,6 +71,13 @@ _RENDERED: dict[str, tuple[str, ...]] = {
     "Elu": ("elu", "alpha"),
     "Swish": ("swish", "alpha"),
     "HardSigmoid": ("hard_sigmoid", "alpha", "beta"),
+    "Selu": ("selu", "alpha", "gamma"),
+    "Celu": ("celu", "alpha"),
+    "Mish": ("mish",),
+    "Softsign": ("softsign",),
+    "Abs": ("abs",),
+    "Sin": ("sin",),
+    "Cos": ("cos",),
 }
 """Activation -> its function in kernels, and the attributes that are its arguments."""
 
@@ -295,7 +302,8 @@ def _absorb_binary(
             return _add(
                 into, Stage(stage.kind, (register, at)), ("add_const" if stage.kind == "Add" else "mul_const", number)
             )
-        return False
+        if op.kind != "Conv":  # constant rows: the norm behind them adds them as well
+            return False
     same = graph.type(value).static_shape == shape and graph.type(value).dtype == op.outputs[0].type.dtype
     if not same or into.residual is not None or not allow_residual:
         return False

@@ -43,6 +43,7 @@ from optdnn.kernels.index import numeric, positions, regions, scatters
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
 from optdnn.kernels.index.rotary_norm import RotaryNormPair
 from optdnn.kernels.index.sample import Sample
+from optdnn.kernels.index.sampling import SampledChannels, SampledPixels
 from optdnn.kernels.index.top_rows import TopRows
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.kernels.layout.picture import ResizedPicture
@@ -191,6 +192,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "LSTM": (ResidentRNN(), HopperRNN(), GridRNN(), GeneralRNN()),
     "PointwiseScan": (PointwiseScanKernel(),),
     "SegmentSum": (SegmentSumKernel(),),
+    "SampledSum": (SampledChannels(), SampledPixels()),
+    "GridSample": (SampledChannels(),),
     "Attention": (
         CachedAttention(),
         ChannelAttention(),

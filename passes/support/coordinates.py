@@ -15,8 +15,8 @@ from optdnn.passes.fuse_pointwise import is_pointwise
 from optdnn.passes.support.facts import shape_of
 from optdnn.types import is_float
 
-PLACES = {"GridSample": 1}
-"""Kind -> the operand that holds places."""
+PLACES = frozenset({"GridSample", "SampledSum"})
+"""Kinds that read images at places: operand 1, and every second operand after it that comes behind another image."""
 CARRIES = frozenset({"AffineGrid", "CumSum", "ReduceSum"})
 """Kinds, besides pointwise ones, movement and products of short rows, that compute places of places."""
 INDEXED = frozenset({"Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"})
@@ -31,8 +31,9 @@ def coordinates(graph: Graph) -> dict[int, str]:
     found: dict[int, str] = {}
     for op in graph.of_kind(*PLACES):
         name = op.outputs[0].name
-        for i in _chain(graph, op.inputs[PLACES[op.kind]]):
-            found.setdefault(i, f"it computes places that {op.kind} {name} reads")
+        for places in op.inputs[1::2]:
+            for i in _chain(graph, places):
+                found.setdefault(i, f"it computes places that {op.kind} {name} reads")
     return found | _indices(graph)
 
 

@@ -180,6 +180,28 @@ def test_rows_that_would_not_lie_at_multiples_of_eight_are_copied() -> None:
     assert len(joined.inputs) >= 3
 
 
+def two_streams(norm: str, width: int = 64, heads: int = 3) -> Graph:
+    """Keys of two kinds of tokens, each normalized, in one attention (SD3: Esser et al., 2024)."""
+    n = Net()
+    parts = []
+    for k, tokens in enumerate((5, 9)):
+        x = n.op(
+            "Reshape", n.matmul(n.input(1, tokens, 32, name=f"x{k}"), heads * width), n.ints(1, tokens, heads, width)
+        )
+        x = n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1, 3)))
+        scale = [] if norm == "LpNormalization" else [n.random(width, offset=1.0)]
+        parts.append(n.op(norm, x, *scale))
+    return n.done(n.op("Tanh", _joined(n, parts, 2)))
+
+
+@pytest.mark.parametrize("norm", ["RMSNormalization", "LpNormalization", "LayerNormalization"])
+@pytest.mark.parametrize(("width", "heads"), [(64, 3), (96, 3)])
+def test_normalized_heads_are_written_where_they_are_joined(norm: str, width: int, heads: int) -> None:
+    """Also heads whose rows no power of two of lanes shares."""
+    program = check_simulated(two_streams(norm, width, heads))
+    assert not {"Copy", "Concat"} & set(kinds(program))
+
+
 def small(count: int, width: int = 3) -> Graph:
     """Columns of numbers, as the elements of rotation matrices, side by side."""
     n = Net()

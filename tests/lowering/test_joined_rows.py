@@ -63,7 +63,7 @@ def padded(constant: bool) -> Graph:
     n = Net()
     x = n.op("Relu", n.conv(n.input(1, 8, 8, 8), 16))
     more = n.const(np.zeros((1, 8, 8, 8), np.float32)) if constant else n.input(1, 8, 8, 8, name="more")
-    y = n.conv(n.op("Concat", x, more, attrs=ConcatAttrs(axis=1)), 16)
+    y = n.conv(n.op("Concat", x, more, attrs=ConcatAttrs(axis=1)), 24, group=3)
     return n.done(n.op("Relu", y))
 
 

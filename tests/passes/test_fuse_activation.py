@@ -293,3 +293,65 @@ def test_integers_are_left_alone() -> None:
     n = Net(np.int64)
     x = n.input(3, 4)
     check_untouched(FuseActivation(), n.done(n.op("Mul", x, n.op("Add", x, 1))))
+
+
+def softplus(n: Net, x: Value, beta: float = 1.0, threshold: float = 20.0, divided: bool = False) -> Value:
+    """As PyTorch's dynamo exporter writes it."""
+    scaled = x if beta == 1 else n.op("Mul", x, beta)
+    y = n.op("Softplus", scaled)
+    y = y if beta == 1 else n.op("Div", y, beta) if divided else n.op("Mul", y, 1 / beta)
+    return n.op("Where", n.op("Greater", scaled, threshold), x, y)
+
+
+@pytest.mark.parametrize(("beta", "divided"), [(1.0, False), (2.0, False), (100.0, True)])
+def test_softplus_loses_its_threshold(beta: float, divided: bool) -> None:
+    n = Net()
+    graph, _ = check_pass(
+        FuseActivation(), n.done(softplus(n, n.op("Mul", n.input(8, 16), 30.0), beta, divided=divided)), changes=1
+    )
+    assert not graph.of_kind("Where", "Greater")
+    assert len(graph.of_kind("Softplus")) == 1
+
+
+def test_other_selections_stay() -> None:
+    n = Net()
+    check_refused(
+        FuseActivation(), n.done(softplus(n, n.input(8, 16), threshold=5.0)), because="softplus is no line yet"
+    )
+    n = Net()
+    x, z = n.input(8, 16), n.input(8, 16, name="z")
+    y = n.op("Softplus", x)
+    found = [
+        n.op("Where", n.op("Greater", x, 20.0), z, y),
+        n.op("Where", n.op("Greater", z, 20.0), x, y),
+        n.op("Where", n.op("Less", x, 20.0), x, y),
+        n.op("Where", n.op("Greater", x, 20.0), x, n.op("Mul", y, 2.0)),
+        n.op("Where", n.op("Greater", x, z), x, y),
+    ]
+    check_untouched(FuseActivation(), n.done(*found))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4, 1, 1)])
+def test_equal_slopes_are_one(shape: tuple[int, ...]) -> None:
+    n = Net()
+    y = n.op("PRelu", n.input(2, 4, 3, 3), n.const(np.full(shape, 0.25)))
+    graph, _ = check_pass(FuseActivation(), n.done(y), changes=1, kinds={"LeakyRelu": 1})
+    assert graph.of_kind("LeakyRelu")[0].attrs.alpha == 0.25
+
+
+def test_slopes_that_differ_or_are_computed_stay() -> None:
+    n = Net()
+    x = n.input(2, 4, 3, 3)
+    check_untouched(
+        FuseActivation(), n.done(n.op("PRelu", x, n.random(4, 1, 1)), n.op("PRelu", x, n.input(1, name="s")))
+    )
+
+
+def test_softsign() -> None:
+    n = Net()
+    x = n.input(8, 16)
+    y = n.op("Div", x, n.op("Add", n.op("Abs", x), 1.0))
+    check_pass(FuseActivation(), n.done(y), changes=1, kinds={"Softsign": 1})
+    n = Net()
+    x = n.input(8, 16)
+    check_untouched(FuseActivation(), n.done(n.op("Div", x, n.op("Add", n.op("Abs", x), 2.0))))

@@ -1,14 +1,15 @@
-"""vector_products: products of one tensor with several constant vectors become one product with a matrix."""
+"""vector_products: products of one tensor with constant vectors become one product with a matrix."""
 
 from __future__ import annotations
 
 import pytest
-from support.check import check_pass, check_refused, check_untouched
+from support.check import check_pass, check_untouched
 from support.net import Net
 from support.simulated import check_simulated, kinds
 
 from optdnn.ir.graph import Graph
 from optdnn.passes.vector_products import VectorProducts
+from optdnn.types import BF16
 
 PASS = VectorProducts()
 
@@ -34,6 +35,12 @@ def test_the_matrix_takes_in_the_product_before_it(bias: bool, turned: bool, vec
     assert len(graph.of_kind("Add")) == 2 * bias
 
 
+def test_matrices_of_bf16_are_multiplied() -> None:
+    n = Net(BF16)
+    y = n.op("Add", n.matmul(n.input(2, 9, 16), 16), n.random(16))
+    check_pass(PASS, n.done(*(n.op("MatMul", y, n.random(16)) for _ in range(2))), changes=1)
+
+
 def test_a_product_of_many_features_stays_before_it() -> None:
     graph, _ = check_pass(PASS, scores(33), changes=1)
     first, second = graph.of_kind("MatMul")
@@ -54,8 +61,29 @@ def test_it_becomes_one_launch_with_the_features() -> None:
     assert len([k for k in kinds(program) if k in ("Conv", "Gemm", "MatMul")]) == 1
 
 
-def test_one_vector_stays() -> None:
-    check_refused(PASS, scores(16, vectors=1), because="no other vector is multiplied")
+def cross(layers: int, units: int = 0) -> Graph:
+    """``x * (y @ w) + b + y``, over and over (a cross network), with a dense layer beside it."""
+    n = Net()
+    x = y = n.input(32, 64)
+    for _ in range(layers):
+        score = n.op("Unsqueeze", n.op("MatMul", y, n.random(64, scale=0.1)), n.ints(1))
+        y = n.op("Add", n.op("Add", n.op("Mul", x, score), n.random(64)), y)
+    return n.done(y, *([n.matmul(x, units)] if units else []))
+
+
+@pytest.mark.parametrize(("units", "columns"), [(0, {1}), (24, {1, 8, 24})])
+def test_one_vector_is_a_column_or_eight_beside_other_matrices(units: int, columns: set[int]) -> None:
+    graph, _ = check_pass(PASS, cross(2, units), changes=2)
+    assert {graph.type(p.value).dims[-1] for p in graph.of_kind("MatMul")} == columns
+
+
+def test_one_vector_takes_in_the_product_before_it() -> None:
+    graph, _ = check_pass(PASS, scores(16, vectors=1), changes=1)
+    assert {graph.type(p.value).dims[-1] for p in graph.of_kind("MatMul")} == {8, 16}
+
+
+def test_one_vector_is_multiplied_on_tensor_cores() -> None:
+    assert kinds(check_simulated(cross(2))).count("Conv") == 2
 
 
 def test_other_products_are_no_candidates() -> None:

@@ -61,5 +61,7 @@ static inline unsigned long long __double_as_longlong(double v) { unsigned long 
 static inline float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
 static inline float __int_as_float(int v) { float f; memcpy(&f, &v, 4); return f; }
 #define __expf expf
+#define __sinf sinf
+#define __cosf cosf
 static inline float __fdividef(float a, float b) { return a / b; }
 static inline unsigned __float_as_uint(float v) { unsigned u; memcpy(&u, &v, 4); return u; }

@@ -142,6 +142,8 @@ static inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
 static inline u32 rounded_to_tf32(u32 bits) { return (bits + 0x1000) & 0xffffe000u; }   // of finite numbers
 static inline float __fdividef(float a, float b) { return a / b; }
 #define __expf expf
+#define __sinf sinf
+#define __cosf cosf
 static float __shfl_xor_sync(u32, float value, unsigned mask) {
     const u32 bits = __float_as_uint(value);
     show(&bits, 1);

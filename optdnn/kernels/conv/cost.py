@@ -37,6 +37,12 @@ STAGE_ISSUE = {
     "swish": 7.0,
     "sigmoid": 6.0,
     "softplus": 16.0,
+    "mish": 9.0,
+    "selu": 7.0,
+    "celu": 10.0,
+    "softsign": 4.0,
+    "sin": 6.0,
+    "cos": 6.0,
     "elu": 6.0,
     "prelu": 2.0,
     "snake": 8.0,
@@ -46,7 +52,7 @@ RESIDUAL_BESIDE = (0.55, 0.3)
 one buffer from which the tile before is stored; with two warpgroups that alternate. Of 50 configurations of three convolutions."""
 EXCHANGE = 2500  # cycles from a block's last product to the first sums of it that another one has
 SEND, RECEIVE = 24.0, 56.0  # bytes of sums per cycle that a block of stream-K sends to L2, and takes from it
-EXPONENTIAL = frozenset({"silu", "swish", "sigmoid", "elu", "softplus", "snake"})
+EXPONENTIAL = frozenset({"silu", "swish", "sigmoid", "elu", "softplus", "mish", "selu", "celu", "sin", "cos", "snake"})
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
 # Of products, fitted to 649 timings of 37 of them, in chains on an H200 (``docs/internals/kernels-products.md``).
 PRODUCT_CLOCK = 1.7e9  # Hz

@@ -25,6 +25,12 @@ STAGE_ISSUE = {
     "swish": 7.0,
     "sigmoid": 6.0,
     "softplus": 16.0,
+    "mish": 9.0,
+    "selu": 7.0,
+    "celu": 10.0,
+    "softsign": 4.0,
+    "sin": 6.0,
+    "cos": 6.0,
     "elu": 6.0,
 }
 """Instructions of a stage of the epilogue for each result; 1 of the others."""

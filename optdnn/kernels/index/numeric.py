@@ -33,7 +33,7 @@ SUMS_LIMIT = VISITS_LIMIT * 16
 
 # ---------------------------------------------------------------- sampling
 
-_REFLECT = """
+REFLECTED = """
 template <typename T> DEVICE T reflected(T at, T low, T high) {
     const T span = high - low;
     if (span == 0) return low;
@@ -62,7 +62,7 @@ def _grid_sample(b: Builder, op: Op) -> None:
             lines.append(f"a{k} = a{k} < 0 ? {t}(0) : a{k} > {t}({size - 1}) ? {t}({size - 1}) : a{k};")
         elif a.padding_mode == "reflection":
             lines.append(f"if (a{k} < {t}({low}) || a{k} > {t}({high})) a{k} = reflected(a{k}, {span});")
-        lines.append(_weights(k, a.mode, t))
+        lines.append(first_tap(k, a.mode, t))
         index = (
             f"rint(reflected(double(f{k} + t{k}), {low}, {high}))" if a.padding_mode == "reflection" else f"f{k} + t{k}"
         )
@@ -78,11 +78,11 @@ def _grid_sample(b: Builder, op: Op) -> None:
     text = " ".join([*lines, f"{t} acc = 0;", *loops, closing])
     text += f" p.y[at_y({coordinates('o', rank + 2)})] = narrow<{CPP[x.dtype]}>(acc);"
     emit_index_kernel(
-        b, op, out.shape, {"x": x, "g": grid}, {"y": out}, text, reads=operands_of(b, op), helpers=_REFLECT
+        b, op, out.shape, {"x": x, "g": grid}, {"y": out}, text, reads=operands_of(b, op), helpers=REFLECTED
     )
 
 
-def _weights(k: int, mode: str, t: str) -> str:
+def first_tap(k: int, mode: str, t: str) -> str:
     """The first tap along axis ``k`` and the taps' weights."""
     if mode == "nearest":
         return f"const i64 f{k} = i64(rint(a{k})); const {t} w{k}[] = {{{t}(1)}};"

@@ -16,6 +16,8 @@ _TURNS = frozenset({"Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 """Views of a whole tensor."""
 _ROWS = frozenset({"MatMul", "Gemm", "Attention"})
 """Kinds whose results are rows that may lie at any distance."""
+_NORMS = frozenset({"LayerNormalization", "LpNormalization", "RMSNormalization"})
+"""Kinds of norms of rows, which also write rows at any distance."""
 _PRODUCTS = frozenset({"MatMul", "Gemm"})
 _REDUCED = frozenset({"ReduceMax", "ReduceMean", "ReduceSum"})
 
@@ -136,7 +138,7 @@ def _is_made_in_place(
         return _behind_views(b, value).kind == "Conv" or _adds_rows(b, _behind_alone(b, value))
     if inner:
         behind = _behind_alone(b, value)
-        return behind.kind in _ROWS or _adds_rows(b, behind)
+        return behind.kind in _ROWS | _NORMS or _adds_rows(b, behind)
     if last and (_joins_channels(op) or (op.kind == "Transpose" and _behind_alone(b, value).kind in _ROWS)):
         return True
     if of_one_channel(op) and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:

@@ -22,6 +22,9 @@ _GELU = (
     "u, -0.0662257895f), u, 0.398853093f), 0.5f); }}"
 )
 
+# Turns are taken off in two parts, after which one instruction is exact to 2e-6 up to angles of thousands.
+_TURN = "{{{{ const float turns = rint(x * 0.15915494f); x = {}(fmaf(turns, 1.7484556e-7f, fmaf(turns, -6.2831855f, x))); }}}}"
+
 # x is the fp32 accumulator, c the channel's bias, r the residual's element; {0}, {1} are the stage's own constants.
 STAGES: dict[str, tuple[int, str]] = {
     "bias": (0, "x = x + c;"),
@@ -43,6 +46,13 @@ STAGES: dict[str, tuple[int, str]] = {
         "{{ const float h = 0.5f * x; x = fmaf(h, tanhf(x * fmaf(0.035677408f * x, x, 0.79788456f)), h); }}",
     ),
     "softplus": (0, "x = x > 20.0f ? x : log1pf(__expf(x));"),
+    "mish": (0, "{{ const float e = __expf(fminf(x, 20.0f)), n = e * (e + 2.0f); x = x * __fdividef(n, n + 2.0f); }}"),
+    "selu": (2, "x = {1} * (x < 0.0f ? {0} * (__expf(x) - 1.0f) : x);"),
+    "celu": (1, "x = x < 0.0f ? {0} * (__expf(__fdividef(x, {0})) - 1.0f) : x;"),
+    "softsign": (0, "x = __fdividef(x, 1.0f + fabsf(x));"),
+    "abs": (0, "x = fabsf(x);"),
+    "sin": (0, _TURN.format("__sinf")),
+    "cos": (0, _TURN.format("__cosf")),
     "square": (0, "x = x * x;"),
     "mul_const": (1, "x = x * {0};"),
     "add_const": (1, "x = x + {0};"),
@@ -56,7 +66,9 @@ COARSE: dict[str, tuple[int, str]] = {
     "tanh": (0, "x = tanh_fast(x);"),
 }
 
-INEXACT = frozenset({"elu", "sigmoid", "silu", "swish", "tanh", "gelu", "gelu_tanh", "softplus"})
+INEXACT = frozenset({
+    "elu", "selu", "celu", "sigmoid", "silu", "swish", "tanh", "gelu", "gelu_tanh", "softplus", "mish", "softsign", "sin", "cos",
+})  # fmt: skip
 """Stages that the kernels compute to some 20 bits only: the others are exact in fp32."""
 
 
@@ -113,6 +125,12 @@ EXACT: dict[str, tuple[int, str]] = {
     "swish": (1, "x = x / (1.0f + expf({0} * -x));"),
     "gelu": (0, "x = 0.5f * x * (1.0f + erff(x * 0.70710678f));"),
     "softplus": (0, "x = fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));"),
+    "mish": (0, "{{ const float e = expf(fminf(x, 20.0f)), n = e * (e + 2.0f); x = x * (n / (n + 2.0f)); }}"),
+    "softsign": (0, "x = x / (1.0f + fabsf(x));"),
+    "sin": (0, "x = sin(x);"),
+    "cos": (0, "x = cos(x);"),
+    "selu": (2, "x = {1} * (x < 0.0f ? {0} * expm1f(x) : x);"),
+    "celu": (1, "x = x < 0.0f ? {0} * expm1f(x / {0}) : x;"),
 }
 """The stages of :data:`INEXACT` to the last bits of fp32 (compile without fast math), where 20 bits are too few."""
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.host import WHY_NOT
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda.compile import render
+
+SUPPORT = Path(__file__).parents[2] / "support"
 
 
 def test_stages_are_applied_in_order() -> None:
@@ -99,3 +104,39 @@ def test_two_silus_share_one_reciprocal() -> None:
     for got, want in zip((names["x"], names["y"]), wanted, strict=True):
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-12)
+
+
+WANTED = {
+    "mish": lambda x: x * np.tanh(np.logaddexp(0, x)),
+    "selu": lambda x: 1.05 * np.where(x < 0, 1.67 * np.expm1(np.minimum(x, 0)), x),
+    "celu": lambda x: np.where(x < 0, 1.67 * np.expm1(np.minimum(x, 0) / 1.67), x),
+    "softsign": lambda x: x / (1 + np.abs(x)),
+    "sin": np.sin,
+    "cos": np.cos,
+    "abs": np.abs,
+}
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", WANTED)
+def test_activations_on_the_processor(name: str, tmp_path: Path) -> None:
+    """Each to a small fraction of a rounding to half, up to large arguments, also in the exact form."""
+    stages = ((name, *(1.67, 1.05)[: render.STAGES[name][0]]),)
+    source = f"""#include "{SUPPORT / "host.hpp"}"
+#define DEVICE static inline
+{render.epilogue(stages, "fast")}
+{render.exact_epilogue(stages)}
+extern "C" void run(const float* x, float* fast_y, float* y, int n) {{
+    for (int i = 0; i < n; i++) {{ fast_y[i] = fast(x[i], 0, 0); y[i] = epilogue(x[i], 0, 0); }}
+}}
+"""
+    (tmp_path / "stage.cpp").write_text(source)
+    library = tmp_path / "stage.so"
+    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-o", library, tmp_path / "stage.cpp"], check=True, timeout=120)
+    x = np.concatenate([np.linspace(-30, 30, 6001), np.linspace(-3000, 3000, 6001)]).astype(np.float32)
+    fast, exact = np.empty_like(x), np.empty_like(x)
+    pointers = [a.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) for a in (x, fast, exact)]
+    ctypes.CDLL(str(library)).run(*pointers, len(x))
+    want = WANTED[name](x.astype(np.float64))  # type: ignore[no-untyped-call]
+    for got, bound in ((fast, 5e-6), (exact, 1e-6)):
+        np.testing.assert_allclose(got, want, rtol=bound, atol=bound)

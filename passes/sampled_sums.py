@@ -1,0 +1,176 @@
+"""Weighted sums of sampled images become one op, which no sample leaves: deformable attention and deformable convolution.
+
+Multi-scale deformable attention (Zhu et al., "Deformable DETR", 2021) samples the images of each level at some places for each
+query, puts the samples side by side, multiplies them with weights and adds them. A deformable convolution (Dai et al., 2017; Zhu
+et al., 2019) samples a place for each tap of its filter, weighs it by a mask, and multiplies the samples with a matrix. The matrix
+is then a plain product, for tensor cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.sampled_sum import MOST_IMAGES, SampledSumAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, shape_of
+from optdnn.types import Array, normalize_axis
+
+
+@rule("sampled_sum", {"ReduceSum"})
+def sampled_sum(graph: Graph, op: Op) -> Match | Miss | None:
+    """``sum(concat(grid_sample(x, places), …) * weights)`` over the points, the last axis."""
+    shape, axes = shape_of(graph, operand(op)), ints(graph, op.input(1))
+    if shape is None or len(shape) != 4 or axes is None or [normalize_axis(a, 4) for a in axes] != [3]:
+        return None
+    product = producer(graph, operand(op), {"Mul"}, alone=True)
+    for samples, weights in _orders(graph, operand(op), product):
+        ops: list[Op] = []
+        images = _samples(graph, samples, ops)
+        if images is None:
+            continue
+        if len(images) > MOST_IMAGES:
+            return Miss(f"it adds samples of {len(images)} images, more than {MOST_IMAGES}")
+        if any(i.attrs != images[0].attrs for i in images):
+            return Miss("its images are sampled in different ways")
+        if weights is not None and (graph.type(weights).rank != 4 or graph.type(weights).dims[1] != 1):
+            return Miss("its weights differ from channel to channel")
+        types = [graph.type(operand(i)) for i in images]
+        if any(t.dims[:2] != types[0].dims[:2] or t.dtype != types[0].dtype for t in types):
+            return Miss("its images differ in their type or number of channels")
+        a = images[0].attrs
+        given = [v for i in images for v in i.inputs]
+        attrs = SampledSumAttrs(a.mode, a.padding_mode, a.align_corners)
+
+        def build(
+            patch: Patch,
+            given: list[Value | None] = given,
+            attrs: SampledSumAttrs = attrs,
+            weights: Value | None = weights,
+        ) -> Value:
+            y = patch.add("SampledSum", given if weights is None else [*given, weights], attrs)
+            return patch.add("Unsqueeze", [y, integers(patch, [3], "axes")]) if op.attrs.keepdims else y
+
+        return Match((op, *([] if product is None else [product]), *ops), build)
+    return None
+
+
+def _orders(graph: Graph, value: Value, product: Op | None) -> list[tuple[Value, Value | None]]:
+    """What may be samples, and the weights."""
+    if product is None:
+        return [(value, None)]
+    a, b = operand(product), operand(product, 1)
+    return [(a, b), (b, a)]
+
+
+def _samples(graph: Graph, value: Value, ops: list[Op]) -> list[Op] | None:
+    """The operators that sample images, whose results [N, C, R, P] are ``value`` [N, C, R, points], side by side. None: it is
+    something else. ``ops`` gets them and the operators that put them together."""
+    whole, found = shape_of(graph, value), list[Op]()
+    while (view := producer(graph, value, RESHAPES, alone=True)) is not None:
+        ops.append(view)
+        value = operand(view)
+    joined = producer(graph, value, {"Concat"}, alone=True)
+    if joined is not None:
+        ops.append(joined)
+    for part in [value] if joined is None else joined.inputs:
+        while (view := producer(graph, part, RESHAPES, alone=True)) is not None:
+            ops.append(view)
+            part = operand(view)
+        sampled = producer(graph, part, {"GridSample"}, alone=True)
+        if sampled is None or graph.type(sampled.value).rank != 4:
+            return None
+        found.append(sampled)
+    ops += found
+    sizes = [graph.type(s.value).dims for s in found]
+    if whole is None or any(s[:3] != whole[:3] for s in sizes) or sum(s[3] for s in sizes) != whole[3]:
+        return None
+    return found if joined is None or _in_order(graph, joined, sizes) else None
+
+
+def _in_order(graph: Graph, joined: Op, sizes: Sequence[Sequence[object]]) -> bool:
+    """Whether samples [N, C, R, P] are put side by side along P, or along an axis of 1 before it."""
+    rank = graph.type(joined.value).rank or 0
+    axis = normalize_axis(joined.attrs.axis, rank)
+    parts = [graph.type(v).dims for v in joined.inputs if v is not None]
+    if rank == 4:
+        return axis == 3 and all(tuple(p) == tuple(s) for p, s in zip(parts, sizes, strict=True))
+    return rank == 5 and axis == 3 and all(tuple(p) == (*s[:3], 1, s[3]) for p, s in zip(parts, sizes, strict=True))
+
+
+@rule("deformed_columns", {"DeformConv"})
+def deformed_columns(graph: Graph, op: Op) -> Match | Miss | None:
+    """A deformable convolution becomes its samples, a row for each pixel, and the product of the rows with a matrix."""
+    a, weight = op.attrs, graph.constant_value(op.inputs[1])
+    if any(v is not None and not graph.type(v).is_static for v in (*op.inputs, op.value)):
+        return Miss("its sizes are not known when the network is built")
+    if weight is None:
+        return Miss("its weights are not constant")
+    if a.group != 1:
+        return Miss(f"it has {a.group} groups: each would be a product of its own")
+    if min(graph.type(operand(op)).static_shape[2:]) < 2:
+        return Miss("its image has one row or column, in which no place has a position between -1 and 1")
+
+    def build(patch: Patch) -> Value:
+        columns = _columns(graph, patch, op, weight.shape[2:])
+        matrix = weight.transpose(2, 3, 1, 0).reshape(-1, len(weight))
+        y = patch.add("MatMul", [columns, patch.constant(matrix, "matrix")], MatMulAttrs())
+        if op.input(3) is not None:
+            y = patch.add("Add", [y, op.inputs[3]])
+        n, channels, height, width = op.outputs[0].type.static_shape
+        y = reshaped(patch, y, (n, height, width, channels))
+        return patch.add("Transpose", [y], TransposeAttrs((0, 3, 1, 2)))
+
+    return Match((op,), build)
+
+
+def _columns(graph: Graph, patch: Patch, op: Op, kernel: Sequence[int]) -> Value:
+    """The samples [N, pixels, taps * channels] of a deformable convolution."""
+    n, channels = graph.type(operand(op)).static_shape[:2]
+    pixels, taps, groups = (
+        int(np.prod(op.outputs[0].type.static_shape[2:])),
+        int(np.prod(kernel)),
+        op.attrs.offset_group,
+    )
+    scale, base = _places(graph, op, kernel)
+    # An offset has a row before a column, a place the other way round.
+    offset = reshaped(patch, operand(op, 2), (n * groups, taps, 2, pixels))
+    offset = patch.add("Transpose", [offset], TransposeAttrs((0, 3, 1, 2)))
+    offset = patch.add("Gather", [offset, integers(patch, [1, 0], "turned")], GatherAttrs(3))
+    moved = patch.add("Mul", [offset, patch.constant(scale, "scale")])
+    places = patch.add("Add", [moved, patch.constant(base, "taps")])
+    given = [operand(op), reshaped(patch, places, (n * groups, pixels * taps, 1, 2))]
+    if op.input(4) is not None:
+        mask = reshaped(patch, operand(op, 4), (n * groups, taps, pixels))
+        mask = patch.add("Transpose", [mask], TransposeAttrs((0, 2, 1)))
+        given.append(reshaped(patch, mask, (n * groups, 1, pixels * taps, 1)))
+    y = patch.add("SampledSum", given, SampledSumAttrs("linear", "zeros", align_corners=True, groups=groups))
+    y = reshaped(patch, y, (n, groups, channels // groups, pixels, taps))
+    y = patch.add("Transpose", [y], TransposeAttrs((0, 3, 4, 1, 2)))
+    return reshaped(patch, y, (n, pixels, taps * channels))
+
+
+def _places(graph: Graph, op: Op, kernel: Sequence[int]) -> tuple[Array, Array]:
+    """What an offset of one pixel is as a place, (x, y), and the places [pixels, taps, 2] without offsets, of the offset's type.
+    A place is -1 at the first pixel and 1 at the last one."""
+    a, dtype = op.attrs, graph.type(operand(op, 2)).dtype
+    size, out = graph.type(operand(op)).static_shape[2:], op.outputs[0].type.static_shape[2:]
+    lines = [
+        np.arange(out[k])[:, None] * a.strides[k] + np.arange(kernel[k]) * a.dilations[k] - a.pads[k] for k in (0, 1)
+    ]
+    rows = np.broadcast_to(lines[0][:, None, :, None], (*out, *kernel))
+    columns = np.broadcast_to(lines[1][None, :, None, :], (*out, *kernel))
+    scale = 2.0 / (np.array([size[1], size[0]]) - 1)
+    base = np.stack([columns, rows], -1).reshape(-1, int(np.prod(kernel)), 2) * scale - 1
+    return scale.astype(dtype), base.astype(dtype)
+
+
+class SampledSums(RulePass):
+    name = "sampled_sums"
+    rules = (sampled_sum, deformed_columns)

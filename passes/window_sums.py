@@ -1,0 +1,222 @@
+"""Sums of products with shifted images become one sum over all shifts: the cost volumes of optical flow and stereo.
+
+PWC-Net (Sun et al., 2018) compares each pixel of an image with all pixels near its place in another one. Exporters unroll the loop
+over the shifts: a Slice, a product and a mean over the channels for each of them, and a Concat of the means. All shifts together
+are the windows of the second image, which a kernel reads where they lie.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.index import PadAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import RESHAPES, integers, ints, is_filled, operand, producer, reshaped, shape_of
+from optdnn.types import normalize_axis
+
+SUMS = frozenset({"ReduceMean", "ReduceSum"})
+FEWEST = 4
+"""Fewer shifts are no windows that are worth their transposition."""
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A part of a Concat: the sum (``kind``) of ``other`` times ``source`` from ``begin`` on, with zeros around it."""
+
+    other: Value
+    source: Value
+    kind: str
+    begin: tuple[int, ...]
+    ops: tuple[Op, ...]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """``count`` places along an axis from ``start`` on, ``step`` apart."""
+
+    start: int
+    step: int
+    count: int
+
+
+@rule("window_sum", {"Concat"})
+def window_sum(graph: Graph, op: Op) -> Match | Miss | None:
+    """``concat(sum(x * slice(y, 0, 0)), sum(x * slice(y, 0, 1)), …)`` is ``sum(x * windows(y))``."""
+    rank = op.outputs[0].type.rank
+    if rank is None or not op.outputs[0].type.is_static:
+        return None
+    axis = normalize_axis(op.attrs.axis, rank)
+    start, run = max(
+        (_longest_run([_shift(graph, v, axis, slot) for v in op.inputs]) for slot in (0, 1)),
+        key=lambda found: len(found[1]),
+    )
+    end = start + len(run)
+    if not run:
+        return None
+    if len(run) < FEWEST:
+        return Miss(f"it joins sums of {len(run)} shifts, fewer than {FEWEST}")
+    steps = _grid([s.begin for s in run])
+    if steps is None:
+        return Miss("the shifts of its sums are no rows and columns at equal distances")
+    if steps[axis].count > 1:
+        return Miss("its sums are shifted along the axis that they add")
+    ops = (op, *(o for s in run for o in s.ops))
+
+    def build(patch: Patch) -> Value:
+        y = _summed(graph, patch, run[0], steps, axis)
+        if len(run) == len(op.inputs):
+            return y
+        return patch.add("Concat", [*op.inputs[:start], y, *op.inputs[end:]], op.attrs)
+
+    return Match(ops, build)
+
+
+def _shift(graph: Graph, part: Value | None, axis: int, slot: int) -> Shift | None:
+    """What a part of a Concat along ``axis`` sums up, where operand ``slot`` of the product is shifted; None where it is something
+    else."""
+    ops: list[Op] = []
+    view = producer(graph, part, RESHAPES, alone=True)
+    if view is not None:
+        ops.append(view)
+        part = operand(view)
+    total = producer(graph, part, SUMS, alone=True)
+    product = None if total is None else producer(graph, operand(total), {"Mul"}, alone=True)
+    if total is None or product is None:
+        return None
+    ops += [total, product]
+    shape, axes = shape_of(graph, product.value), ints(graph, total.input(1))
+    joined = ops[0].outputs[0].type.shape
+    if shape is None or axes is None or [normalize_axis(a, len(shape)) for a in axes] != [axis]:
+        return None
+    if joined != (*shape[:axis], 1, *shape[axis + 1 :]):
+        return None
+    moved, other = operand(product, slot), operand(product, 1 - slot)
+    source, begin, moves = _sliced(graph, moved)
+    if shape_of(graph, moved) != shape or shape_of(graph, other) != shape or not graph.type(source).is_static:
+        return None
+    return None if source == moved else Shift(other, source, total.kind, begin, (*ops, *moves))
+
+
+def _sliced(graph: Graph, value: Value) -> tuple[Value, tuple[int, ...], list[Op]]:
+    """The tensor that Slices with steps of one take a box from, the box's first element, and the Slices that nothing else reads.
+    Where zeros are added to the tensor, the box may begin before it, or end behind it."""
+    begin, alone, moves = [0] * len(graph.type(value).dims), True, list[Op]()
+    while (op := producer(graph, value, {"Slice", "Pad"})) is not None:
+        moved = _starts(graph, op) if op.kind == "Slice" else _zeros_before(graph, op)
+        if moved is None:
+            break
+        begin = [b + m for b, m in zip(begin, moved, strict=True)]
+        alone = alone and graph.sole_user(op.value) is not None
+        moves += [op] if alone else []
+        value = operand(op)
+    return value, tuple(begin), moves
+
+
+def _starts(graph: Graph, op: Op) -> list[int] | None:
+    """Where a Slice with steps of one begins along each axis."""
+    shape, (starts, axes, steps) = shape_of(graph, operand(op)), (ints(graph, op.input(k)) for k in (1, 3, 4))
+    if shape is None or starts is None or (op.input(3) is not None and axes is None):
+        return None
+    if op.input(4) is not None and (steps is None or set(steps) != {1}):
+        return None
+    begin = [0] * len(shape)
+    for start, a in zip(starts, range(len(starts)) if axes is None else axes, strict=True):
+        size = shape[normalize_axis(a, len(shape))]
+        if not isinstance(size, int):
+            return None
+        begin[normalize_axis(a, len(shape))] = min(max(start + size, 0) if start < 0 else start, size)
+    return begin
+
+
+def _zeros_before(graph: Graph, op: Op) -> list[int] | None:
+    """As :func:`_starts`, of a Pad that adds zeros and takes nothing away: places before the tensor are negative."""
+    pads, rank = ints(graph, op.input(1)), graph.type(op.value).rank or 0
+    zeros = op.input(2) is None or is_filled(graph.constant_value(op.input(2)), 0)
+    if pads is None or op.input(3) is not None or op.attrs.mode != "constant" or not zeros or min(pads) < 0:
+        return None
+    return [-n for n in pads[:rank]]
+
+
+def _longest_run(found: Sequence[Shift | None]) -> tuple[int, list[Shift]]:
+    """The most neighbours that differ only in their shifts, and the place of the first one."""
+    best: tuple[int, list[Shift]] = (0, [])
+    at = 0
+    for _, group in itertools.groupby(found, lambda s: None if s is None else (s.other, s.source, s.kind)):
+        own = list(group)
+        run = [s for s in own if s is not None]
+        best = (at, run) if len(run) > len(best[1]) else best
+        at += len(own)
+    return best
+
+
+def _grid(begins: Sequence[Sequence[int]]) -> list[Steps] | None:
+    """For each axis its places, if all shifts are all combinations of them, the last axis the fastest."""
+    steps: list[Steps] = []
+    for places in zip(*begins, strict=True):
+        own = list(dict.fromkeys(places))
+        step = own[1] - own[0] if len(own) > 1 else 1
+        if own != list(range(own[0], own[0] + step * len(own), step)):
+            return None
+        steps.append(Steps(own[0], step, len(own)))
+    wanted = itertools.product(*(range(s.start, s.start + s.step * s.count, s.step) for s in steps))
+    return steps if [tuple(b) for b in begins] == list(wanted) else None
+
+
+def _summed(graph: Graph, patch: Patch, shift: Shift, steps: Sequence[Steps], axis: int) -> Value:
+    """The sums of all shifts, side by side along ``axis``. The axis that is added, the channels, goes last: convolutions around the
+    sums want them there, and a thread reads neighbours."""
+    shape = graph.type(shift.other).static_shape
+    rank = len(shape)
+    outer = [k for k in range(rank) if k != axis]
+    last = TransposeAttrs((*outer, axis))
+    source, steps = _padded(graph, patch, shift, steps)
+    channels = patch.constant(steps[axis].start + np.arange(shape[axis]), "channels")
+    if patch.type(source).dims[axis] != shape[axis]:
+        source = patch.add("Gather", [source, channels], GatherAttrs(axis))
+    windows, other = (patch.add("Transpose", [v], last) for v in (source, shift.other))
+    counts: list[int] = []
+    sizes: list[int] = []
+    for size, s in zip([shape[k] for k in outer], [steps[k] for k in outer], strict=True):
+        at = len(counts) + len(sizes)
+        index = s.start + s.step * np.arange(s.count)[:, None] + np.arange(size)
+        if s.count > 1:
+            counts.append(at)
+        windows = patch.add(
+            "Gather", [windows, patch.constant(index if s.count > 1 else index[0], "shifts")], GatherAttrs(at)
+        )
+        sizes.append(at + (s.count > 1))
+    turned = TransposeAttrs((*sizes, *counts, len(sizes) + len(counts)))
+    windows = patch.add("Transpose", [windows], turned)
+    other = reshaped(patch, other, (*(shape[k] for k in outer), *[1] * len(counts), shape[axis]))
+    product = patch.add("Mul", [other, windows])
+    total = patch.add(shift.kind, [product, integers(patch, [-1], "axes")], ReduceAttrs(keepdims=False))
+    total = reshaped(patch, total, (*(shape[k] for k in outer), int(np.prod([s.count for s in steps]))))
+    back = sorted(range(rank), key=lambda k: (*outer, axis)[k])
+    return patch.add("Transpose", [total], TransposeAttrs(tuple(back)))
+
+
+def _padded(graph: Graph, patch: Patch, shift: Shift, steps: Sequence[Steps]) -> tuple[Value, list[Steps]]:
+    """The tensor with zeros where boxes lie outside of it, and the places in it."""
+    shape, sizes = graph.type(shift.source).static_shape, graph.type(shift.other).static_shape
+    ends = [(s.start, s.start + s.step * (s.count - 1)) for s in steps]
+    before = [max(0, -min(e)) for e in ends]
+    after = [max(0, max(e) + n - whole) for e, n, whole in zip(ends, sizes, shape, strict=True)]
+    moved = [replace(s, start=s.start + n) for s, n in zip(steps, before, strict=True)]
+    if not any((*before, *after)):
+        return shift.source, moved
+    pads = integers(patch, [*before, *after], "pads")
+    return patch.add("Pad", [shift.source, pads], PadAttrs()), moved
+
+
+class WindowSums(RulePass):
+    name = "window_sums"
+    rules = (window_sum,)

@@ -1,0 +1,40 @@
+"""Activations behind convolutions and products are computed in their epilogues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from support.activation_cases import ACTIVATIONS, constant_images, convolutions, products
+from support.simulated import check_simulated, kinds, lowered
+
+from optdnn.ir.graph import Graph
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.recipes import recipe_of
+
+NETS = [products, convolutions]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("made", NETS)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_no_launch_of_their_own(kind: str, made: Callable[[str], Graph], precision: str) -> None:
+    program = check_simulated(made(kind), precision)
+    found = [s.params["op"] for s in program.steps if s.params["op"]["kind"] == "Pointwise"]
+    computed = {kind, "LeakyRelu"} if kind == "PRelu" else {kind}
+    assert not [op for op in found if computed & {s["stage"][0] for s in op["attrs"]["epilogue"]}]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("kind", ["Mish", "Sin", "Cos", "Celu"])
+def test_they_compile_without_spills(kind: str) -> None:
+    program = lowered(convolutions(kind), "fp16", target="cuda:sm_90a", no_cubins=True)
+    for kernel in program.kernels:
+        assert all(r.spill_bytes == 0 for r in nvrtc.resources(recipe_of(kernel)).values())
+
+
+def test_constant_images_are_added_by_the_convolution() -> None:
+    program = check_simulated(constant_images())
+    assert kinds(program) == ["ImageConv", *["Conv"] * 3, "Pointwise"]  # the last one turns the output
+    check_simulated(constant_images(), "fp32")
+    check_simulated(constant_images(), target="cuda:sm_80")

@@ -1,0 +1,151 @@
+"""window_sums: sums of products with shifted images become one sum over the windows of the image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated, kinds
+
+from optdnn.dim import symbol
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.index import ConcatAttrs, PadAttrs
+from optdnn.ops.reduce import ReduceAttrs
+from optdnn.passes.window_sums import WindowSums
+
+PASS = WindowSums()
+SIZE = 5
+
+
+def taken(n: Net, x: Value, begin: Sequence[int], size: int = SIZE) -> Value:
+    """A box of an image, a Slice for each axis."""
+    for axis, start in zip((2, 3), begin, strict=True):
+        x = n.op("Slice", x, n.ints(start), n.ints(start + size), n.ints(axis))
+    return x
+
+
+def volume(
+    shifts: Sequence[tuple[int, int]],
+    *,
+    kind: str = "ReduceMean",
+    stacked: bool = False,
+    turned: bool = False,
+    between: int | None = None,
+) -> Graph:
+    """Correlations of an image with another one at these shifts. ``stacked``: sums without their axis, stacked again; ``turned``:
+    the shifted image comes first; ``between``: the place of another part."""
+    n = Net()
+    x, y = n.input(2, 8, SIZE, SIZE), n.input(2, 8, SIZE + 4, SIZE + 4, name="y")
+    parts = []
+    for begin in shifts:
+        shifted = taken(n, y, begin)
+        total = n.op(
+            kind, n.op("Mul", *((shifted, x) if turned else (x, shifted))), n.ints(1), attrs=ReduceAttrs(not stacked)
+        )
+        parts.append(n.op("Unsqueeze", total, n.ints(1)) if stacked else total)
+    if between is not None:
+        parts.insert(between, x)
+    return n.done(n.op("Concat", *parts, attrs=ConcatAttrs(1)))
+
+
+ALL = [(i, j) for i in range(3) for j in range(4)]
+
+
+@pytest.mark.parametrize(
+    "shifts",
+    [
+        ALL,
+        [(0, j) for j in range(5)],
+        [(1, 4 - j) for j in range(4)],
+        [(2 * i, 2 * j + 1) for i in range(2) for j in range(2)],
+    ],
+)
+@pytest.mark.parametrize(("kind", "stacked", "turned"), [("ReduceMean", False, True), ("ReduceSum", True, False)])
+def test_shifts_are_windows(shifts: list[tuple[int, int]], kind: str, stacked: bool, turned: bool) -> None:
+    graph, _ = check_pass(PASS, volume(shifts, kind=kind, stacked=stacked, turned=turned), changes=1)
+    assert len(graph.of_kind(kind)) == len(graph.of_kind("Mul")) == 1
+    assert not graph.of_kind("Concat", "Slice")
+
+
+@pytest.mark.parametrize("place", [0, len(ALL)])
+def test_other_parts_stay_beside_them(place: int) -> None:
+    graph, _ = check_pass(PASS, volume(ALL, between=place), changes=1)
+    (joined,) = graph.of_kind("Concat")
+    assert len(joined.inputs) == 2
+
+
+def test_zeros_around_each_shift_are_added_once() -> None:
+    """Stereo: disparities to the left, where each part has a Pad of its own, and the first one none."""
+    n = Net()
+    x, y = n.input(2, 8, SIZE, SIZE), n.input(2, 8, SIZE, SIZE, name="y")
+    parts = []
+    for k in range(1, 5):
+        moved = n.op("Pad", y, n.ints(0, 0, 0, k, 0, 0, 0, 0), attrs=PadAttrs())
+        moved = n.op("Slice", moved, n.ints(0), n.ints(SIZE), n.ints(3))
+        parts.append(n.op("ReduceSum", n.op("Mul", x, moved), n.ints(1), attrs=ReduceAttrs()))
+    graph, _ = check_pass(PASS, n.done(n.op("Concat", *parts, attrs=ConcatAttrs(1))), changes=1)
+    (pad,) = graph.of_kind("Pad")
+    assert graph.constant_value(pad.inputs[1]).tolist() == [0, 0, 0, 4, 0, 0, 0, 0]  # type: ignore[union-attr]
+
+
+def test_parts_of_the_channels_are_taken_once() -> None:
+    n = Net()
+    x, y = n.input(2, 4, SIZE, SIZE), n.input(2, 8, SIZE + 4, SIZE + 4, name="y")
+    half = n.op("Slice", y, n.ints(-4), n.ints(8), n.ints(1))
+    parts = [n.op("ReduceMean", n.op("Mul", x, taken(n, half, s)), n.ints(1), attrs=ReduceAttrs()) for s in ALL]
+    check_pass(PASS, n.done(n.op("Concat", *parts, attrs=ConcatAttrs(1))), changes=1)
+
+
+def test_it_is_one_launch_between_convolutions() -> None:
+    """Windows are read where they lie, and the sums are pixels in channels-last order."""
+    n = Net()
+    x = n.conv(n.input(1, 8, 6, 6), 16)
+    y = n.op("Pad", n.conv(n.input(1, 8, 6, 6, name="z"), 16), n.ints(0, 0, 1, 1, 0, 0, 1, 1), attrs=PadAttrs())
+    shifts = [(i, j) for i in range(3) for j in range(3)]
+    parts = [n.op("ReduceMean", n.op("Mul", x, taken(n, y, s, 6)), n.ints(1), attrs=ReduceAttrs()) for s in shifts]
+    program = check_simulated(n.done(n.conv(n.op("Relu", n.op("Concat", *parts, attrs=ConcatAttrs(1))), 8)))
+    assert kinds(program).count("ReduceMean") == 1
+    assert not {"Transpose", "Concat", "Slice", "Mul"} & set(kinds(program))
+
+
+def test_it_refuses() -> None:
+    check_refused(PASS, volume(ALL[:3]), because="sums of 3 shifts, fewer than 4")
+    check_refused(PASS, volume([*ALL[1:], ALL[0]]), because="no rows and columns at equal distances")
+    check_refused(PASS, volume([ALL[0]] * 2 + ALL[2:4]), because="no rows and columns")
+    n = Net()
+    x, y = n.input(2, 4, SIZE, SIZE), n.input(2, 8, SIZE, SIZE, name="y")
+    parts = [n.op("Slice", y, n.ints(k), n.ints(k + 4), n.ints(1)) for k in range(4)]
+    sums = [n.op("ReduceSum", n.op("Mul", x, p), n.ints(1), attrs=ReduceAttrs()) for p in parts]
+    graph = n.done(n.op("Concat", *sums, attrs=ConcatAttrs(1)))
+    check_refused(PASS, graph, because="shifted along the axis that they add")
+
+
+def test_other_parts_are_no_candidates() -> None:
+    def joined(n: Net, *parts: Value) -> Graph:
+        return n.done(n.op("Concat", *parts, attrs=ConcatAttrs(1)))
+
+    n = Net()
+    x, y = n.input(2, 8, SIZE, SIZE), n.input(2, 8, SIZE + 4, SIZE + 4, name="y")
+    products = [n.op("Mul", x, taken(n, y, s)) for s in ALL[:4]]
+    check_untouched(PASS, joined(n, *products))
+    check_untouched(PASS, joined(n, *(n.op("ReduceSum", p, n.ints(2), attrs=ReduceAttrs()) for p in products)))
+    n = Net()
+    x, y = n.input(2, 8, SIZE, SIZE), n.input(2, 8, SIZE, SIZE, name="y")
+    modes = [n.op("Pad", y, n.ints(0, 0, 0, k, 0, 0, 0, -k), attrs=PadAttrs("edge")) for k in range(1, 5)]
+    check_untouched(
+        PASS, joined(n, *(n.op("ReduceSum", n.op("Mul", x, p), n.ints(1), attrs=ReduceAttrs()) for p in modes))
+    )
+    n = Net()
+    x, y = n.input(2, 8, SIZE, SIZE), n.input(2, 8, 2 * SIZE, SIZE, name="y")
+    steps = [n.op("Slice", y, n.ints(0), n.ints(2 * SIZE), n.ints(2), n.ints(2)) for _ in range(4)]
+    check_untouched(
+        PASS, joined(n, *(n.op("ReduceSum", n.op("Mul", x, s), n.ints(1), attrs=ReduceAttrs()) for s in steps))
+    )
+    n = Net()
+    m = symbol("m", 1, 8)
+    x, y = n.input(m, 8, SIZE, SIZE), n.input(m, 8, SIZE + 4, SIZE + 4, name="y")
+    found = [n.op("ReduceSum", n.op("Mul", x, taken(n, y, s)), n.ints(1), attrs=ReduceAttrs()) for s in ALL]
+    graph = joined(n, *found)
+    assert PASS(graph.copy()).changes == 0
