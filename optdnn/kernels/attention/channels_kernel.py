@@ -20,8 +20,6 @@ MOST_CHANNELS = 64
 RATE = 512
 """Multiply-adds of 16 bits that mma.sync does per cycle and multiprocessor, at least."""
 CLOCK = 1.4e9
-MOST_ROUNDS = 16
-"""Rounds of tokens that a block of the second of two launches takes, at most."""
 LOADED = 40
 """Bytes that a multiprocessor loads per cycle. An assumption, not measured."""
 
@@ -193,18 +191,18 @@ def _summing(problem: Problem, config: Config, gpu: GpuFacts) -> int:
 
 
 def _result_blocks(problem: Problem, config: Config, gpu: GpuFacts) -> int:
-    """Blocks of a head in the second launch. Each adds up all parts, so fewer blocks with more rounds of tokens may take less time."""
+    """Blocks of a head in the second launch: one for each WARPS x 16 tokens, or as many as run at once."""
     needed = -(-problem.tokens // (16 * config.warps))
-    choices = {-(-needed // rounds) for rounds in range(1, MOST_ROUNDS + 1)}
-    return min(choices, key=lambda blocks: (_results_cycles(problem, config, gpu, blocks), -blocks))
+    room = gpu.multiprocessors * _resident(config, _results_bytes(problem, config), gpu)
+    rounds = -(-needed // max(1, min(needed, room // (problem.heads * problem.batch))))
+    return -(-needed // rounds)
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of one dependent launch, or of two: it ranks configurations. Within 25 % of 12 steps on an H200, but for many heads
     of few tokens in one launch (8.4 us where it says 6.0)."""
     if config.depth:
-        results = _results_cycles(problem, config, gpu, _result_blocks(problem, config, gpu))
-        return 4e-6 + (_sums_cycles(problem, config, gpu) + results) / CLOCK
+        return 4e-6 + (_sums_cycles(problem, config, gpu) + _results_cycles(problem, config, gpu)) / CLOCK
     rounds = -(-problem.tokens // (16 * config.warps))
     blocks = rounds * problem.heads * problem.batch
     resident = _resident(config, shared_bytes(problem, config), gpu)
@@ -238,8 +236,9 @@ def _sums_cycles(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     return waves * (2000 + together * (max(products, loads) + added) + turns)
 
 
-def _results_cycles(problem: Problem, config: Config, gpu: GpuFacts, blocks: int) -> float:
-    """Cycles of the second of two launches, with so many blocks of a head."""
+def _results_cycles(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Cycles of the second of two launches."""
+    blocks = _result_blocks(problem, config, gpu)
     rounds = math.ceil(problem.tokens / (16 * config.warps * blocks))
     total = blocks * problem.heads * problem.batch
     waves, together = _in_waves(total, _resident(config, _results_bytes(problem, config), gpu), gpu)
