@@ -24,6 +24,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "soak": checks.soak,
     "targets": gpu.targets,
     "h100": gpu.h100,
+    "later": gpu.later,
     "decoding": decoding.decoding,
     "streams": gpu.lanes,
     "waits": waits.waits,

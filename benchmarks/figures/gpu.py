@@ -199,13 +199,36 @@ def lanes(rows: Sequence[Row]) -> str:
 
 def h100(rows: Sequence[Row]) -> str:
     """Networks on an H100."""
-    mine = sorted(speeds(rows, "H100"), key=lambda r: (workload(r).label.partition(",")[0], workload(r).batch))
+    others = {w.name for w in group("later")}
+    mine = [r for r in speeds(rows, "H100") if r["workload"] not in others]
+    mine.sort(key=lambda r: (workload(r).label.partition(",")[0], workload(r).batch))
     lines = [["network, batch", "optdnn ms", "eager ms", "faster"]]
     for row in mine:
         ours, eager = ms(row, "ours") or math.nan, ms(row, "eager") or math.nan
         lines.append([workload(row).label, f"{ours:.3f}", f"{eager:.3f}", f"{eager / ours:.1f}×"])
     how = "fp16, by the cost model; the GPU replays CUDA graphs; each result was first compared with PyTorch in fp32."
     return table(lines, how=how, rows=mine) if mine else ""
+
+
+def later(rows: Sequence[Row]) -> str:
+    """Networks of other kinds than those of the wide benchmark, on an H100, beside torch.compile."""
+    mine = of_group(speeds(rows, "H100"), "later")
+    lines = [["network, batch", "optdnn ms", "eager ms", "torch.compile ms", "over torch.compile"]]
+    ratios = []
+    for row in mine:
+        times = [ms(row, name) for name in ("ours", "eager", "compile")]
+        ours, _, theirs = times
+        ratios += [theirs / ours] if ours and theirs else []
+        over = f"{ratios[-1]:.2f}×" if ours and theirs else "–"
+        lines.append([workload(row).label, *("–" if t is None else f"{t:.3f}" for t in times), over])
+    if not ratios:
+        return ""
+    said = (
+        f"optdnn is {geometric(ratios):.2f} times as fast as torch.compile (default mode) in geometric mean of {len(ratios)} networks; "
+        f"slower: {sum(r < 1 for r in ratios)}. –: PyTorch cannot run it at fp16, or not in a CUDA graph."
+    )
+    how = "fp16, by the cost model; all in CUDA graphs; each result was first compared with PyTorch in fp32. Times of torch.compile may be of an earlier run."
+    return table(lines, said, how=how, rows=mine)
 
 
 def growth(rows: Sequence[Row]) -> str:
