@@ -20,6 +20,11 @@ def _sigmoid(x: Array) -> Array:
     return np.asarray(F(1) / (F(1) + np.exp(-x)))
 
 
+def _mish(x: Array) -> Array:
+    e = np.exp(np.minimum(x, F(20)))
+    return np.asarray(x * (e * (e + F(2)) / (e * (e + F(2)) + F(2))))
+
+
 def _erf(x: Array) -> Array:
     return np.asarray(UNARY["Erf"](x)[0])
 
@@ -38,6 +43,13 @@ STAGES: dict[str, Callable[..., Array]] = {
     "gelu": lambda x: F(0.5) * x * (F(1) + _erf(x * F(0.70710678))),
     "gelu_tanh": lambda x: F(0.5) * x * (F(1) + np.tanh(F(0.79788456) * (x + F(0.044715) * x * x * x))),
     "softplus": lambda x: np.asarray(np.where(x > 20, x, np.log1p(np.exp(x)))),
+    "mish": _mish,
+    "selu": lambda x, alpha, gamma: np.asarray(F(gamma) * np.where(x < 0, F(alpha) * (np.exp(x) - F(1)), x)),
+    "celu": lambda x, alpha: np.asarray(np.where(x < 0, F(alpha) * (np.exp(x / F(alpha)) - F(1)), x)),
+    "softsign": lambda x: x / (F(1) + np.abs(x)),
+    "abs": np.abs,
+    "sin": np.sin,
+    "cos": np.cos,
     "square": lambda x: x * x,
     "mul_const": lambda x, value: x * F(value),
     "add_const": lambda x, value: x + F(value),

@@ -14,6 +14,7 @@ from support.host import WHY_NOT
 
 from optdnn.errors import InternalError
 from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.reference import quantized
 
 SUPPORT = Path(__file__).parents[2] / "support"
 
@@ -140,3 +141,12 @@ extern "C" void run(const float* x, float* fast_y, float* y, int n) {{
     want = WANTED[name](x.astype(np.float64))  # type: ignore[no-untyped-call]
     for got, bound in ((fast, 5e-6), (exact, 1e-6)):
         np.testing.assert_allclose(got, want, rtol=bound, atol=bound)
+
+
+def test_each_stage_has_its_meaning_behind_products_of_integers() -> None:
+    """Convolutions of 8 bits take the same stages. ``simulate`` and the check of steps compute them."""
+    assert set(render.STAGES) - {"bias", "add", "mul"} == set(quantized.STAGES)
+    x = np.linspace(-30, 30, 241, dtype=np.float32)
+    for name, want in WANTED.items():
+        found = quantized.STAGES[name](x, *(1.67, 1.05)[: render.STAGES[name][0]])
+        np.testing.assert_allclose(found, want(x.astype(np.float64)), rtol=1e-5, atol=1e-6)  # type: ignore[no-untyped-call]
