@@ -224,10 +224,11 @@ def later(rows: Sequence[Row]) -> str:
     if not ratios:
         return ""
     said = (
-        f"optdnn is {geometric(ratios):.2f} times as fast as torch.compile (default mode) in geometric mean of {len(ratios)} networks; "
-        f"slower: {sum(r < 1 for r in ratios)}. –: PyTorch cannot run it at fp16, or not in a CUDA graph."
+        f"optdnn is {geometric(ratios):.2f} times as fast as torch.compile (default mode) in geometric mean of {len(ratios)} "
+        f"networks; slower: {sum(r < 1 for r in ratios)}. –: PyTorch cannot run it at fp16, or not in a CUDA graph."
     )
-    how = "fp16, by the cost model; all in CUDA graphs; each result was first compared with PyTorch in fp32. Times of torch.compile may be of an earlier run."
+    how = "fp16, by the cost model; all in CUDA graphs; each result was first compared with PyTorch in fp32. Where a run had no "
+    how += "torch.compile, its time is of an earlier one."
     return table(lines, said, how=how, rows=mine)
 
 
