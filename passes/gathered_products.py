@@ -92,7 +92,7 @@ def _terms(graph: Graph, term: _Term) -> list[_Term]:
         for part in op.inputs:
             assert part is not None
             found += _terms(graph, replace(term, value=part, first=first))
-            first += int(graph.type(part).dims[term.axis])  # type: ignore[call-overload]
+            first += graph.type(part).static_shape[term.axis]
         return found
     if op.kind in ("Add", "Sub") and not term.moves and _has_channels(graph, op, term.axis):
         signs = (1, -1 if op.kind == "Sub" else 1)
