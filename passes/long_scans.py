@@ -55,12 +55,14 @@ def long_scan(graph: Graph, op: Op) -> Match | Miss | None:
     given, inputs = op.inputs, [Value(i) for i in body.inputs]
     if any(v is None for v in given) or not n or not a.states:
         return None
-    places = []
+    places, trips = [], 0
     for value, axis in zip(given[a.states : a.states + n], a.scan_input_axes, strict=True):
         assert value is not None
         shape = shape_of(graph, value)
-        if shape is None or not isinstance(trips := shape[normalize_axis(axis, len(shape))], int):
+        length = None if shape is None else shape[normalize_axis(axis, len(shape))]
+        if shape is None or not isinstance(length, int):
             return Miss("how often it runs is not known")
+        trips = length
         places.append((value, normalize_axis(axis, len(shape))))
     if trips <= TRIPS:
         return None
@@ -122,7 +124,13 @@ def _positions(
     for op in body.of_kind("Gather"):
         whole, index = op.inputs[0], _behind(body, operand(op, 1))
         dims = body.type(operand(op)).shape
-        if whole not in captured or index != number or body.type(operand(op, 1)).dims != () or dims is None:
+        if (
+            whole is None
+            or whole not in captured
+            or index != number
+            or body.type(operand(op, 1)).dims != ()
+            or dims is None
+        ):
             continue
         axis = normalize_axis(op.attrs.axis, len(dims))
         if isinstance(size := dims[axis], int) and trips <= size:

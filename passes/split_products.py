@@ -140,7 +140,9 @@ def split_sums(graph: Graph, op: Op) -> Match | Miss | None:
     parts = [Value(u.id, port) for u in readers for port in range(len(u.outputs))]
     if len(parts) != 2 or any(len(graph.uses(v)) != 1 for v in parts):
         return None
-    first, second = parts if whole(graph, *parts, even=True, axis=1 - rank) is not None else parts[::-1]
+    first, second = parts
+    if whole(graph, first, second, even=True, axis=1 - rank) is None:
+        first, second = second, first
     if whole(graph, first, second, even=True, axis=1 - rank) != op.value:
         return None
     sums = [graph.users(v)[0] for v in parts]
