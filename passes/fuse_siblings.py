@@ -27,7 +27,7 @@ from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support.common_kernel import common_kernel
 from optdnn.passes.support.facts import bytes_of, integers, operand
-from optdnn.target_name import TargetName
+from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import Array
 
 LAUNCH_BYTES = 4 << 20
@@ -79,7 +79,8 @@ class MergeSiblings(Rule):
         mine = _member(graph, op)
         if isinstance(mine, str):
             return Miss(mine)
-        if TargetName.parse(context.target).on_gpu:
+        machine = TargetName.parse(context.target)
+        if machine.on_gpu and (machine.arch or HOPPER) == HOPPER:
             if (reader := _adds_first(graph, op)) is not None:
                 return Miss(f"one launch sums it and the convolution {reader.name}")
             same_kind = [u for u in same_kind if _adds_first(graph, u) is None]

@@ -43,6 +43,7 @@ from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
 from optdnn.passes.joined_rows import JoinedRows
 from optdnn.passes.joined_tables import JoinedTables
+from optdnn.passes.long_scans import LongScans
 from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.modulated_weights import ModulatedWeights
 from optdnn.passes.outer_products import OuterProducts
@@ -126,6 +127,7 @@ O2_GPU: tuple[Pass, ...] = (
     CountedLoops(),  # before loops are unrolled: what ends by a condition on counters has a known number of iterations
     Bags(),  # before loops are unrolled: any number of bags becomes one reduction
     ParallelScans(),  # before they are unrolled: iterations that do not depend on each other are one
+    LongScans(),  # before they are unrolled, or left to the host
     Unroll(),  # before all other passes, which then see through loops
     FoldConstants(),  # the number of an iteration is known now
     Unroll(),  # and so may be conditions in it

@@ -8,6 +8,7 @@ added to two tensors, the residual and the skip of a layer (WaveGlow: Prenger et
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +16,13 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
-from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.channel_shuffles import PRECISIONS
 from optdnn.passes.support.facts import operand, producer
 from optdnn.passes.support.parts import PARTS, is_axis, span, whole
 from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
 from optdnn.passes.support.stages import ACTIVATIONS
+from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import Array
 
 
@@ -137,7 +140,9 @@ def split_sums(graph: Graph, op: Op) -> Match | Miss | None:
     parts = [Value(u.id, port) for u in readers for port in range(len(u.outputs))]
     if len(parts) != 2 or any(len(graph.uses(v)) != 1 for v in parts):
         return None
-    first, second = parts if whole(graph, *parts, even=True, axis=1 - rank) is not None else parts[::-1]
+    first, second = parts
+    if whole(graph, first, second, even=True, axis=1 - rank) is None:
+        first, second = second, first
     if whole(graph, first, second, even=True, axis=1 - rank) != op.value:
         return None
     sums = [graph.users(v)[0] for v in parts]
@@ -230,3 +235,9 @@ def _some(graph: Graph, patch: Patch, op: Op, channels: slice, name: str) -> Val
 class SplitProducts(RulePass):
     name = "split_products"
     rules = (split_product, split_convolution, split_sums)
+
+    def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
+        """Only Hopper has a kernel for both convolutions of a gate: elsewhere they would read the image twice."""
+        machine = TargetName.parse(context.target)
+        paired = context.precision in PRECISIONS and machine.on_gpu and (machine.arch or HOPPER) == HOPPER
+        return self.rules if paired else tuple(r for r in self.rules if r is not split_convolution)

@@ -3,6 +3,7 @@
 ``make`` of a workload ``torch/NAME`` is the name of a class here, ``options`` are its arguments.
 """
 
+from benchmarks.networks.audio import BigVGAN, WaveNet
 from benchmarks.networks.others import (
     DGCNN,
     DLRM,
@@ -23,6 +24,7 @@ __all__ = [
     "KAN",
     "X3D",
     "BiFPN",
+    "BigVGAN",
     "Board",
     "ConvLstm",
     "CouplingFlow",
@@ -35,5 +37,6 @@ __all__ = [
     "SignalNet",
     "StyleGan2",
     "UNet3d",
+    "WaveNet",
     "YoloV8",
 ]

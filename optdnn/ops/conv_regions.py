@@ -302,9 +302,9 @@ def _infer_conv_sum(call: Call) -> Result:
 def _infer_paired_conv(call: Call) -> Result:
     a: PairedConvAttrs = call.attrs
     require_length(call.types, 2 + 3 * len(a.sources), "PairedConv operands")
-    types, results = (*call.types[:3], *call.types[5:]), []
+    slots, results = (0, 1, 2, *range(5, len(call.types))), []
     for k, source in enumerate(a.sources):
-        x, *both = types[3 * k : 3 * k + 3]
+        x, *both = (call.type(i) for i in slots[3 * k : 3 * k + 3])
         require_rank(both[0], 5, "PairedConv weights")
         for m, n in zip(both[0].dims, both[1].dims, strict=True):
             agree(m, n, f"PairedConv weights {both[0]} and {both[1]} differ")

@@ -27,6 +27,8 @@ RULES: Mapping[str, str] = {
     "norm_of_one": "normalizations of single elements replaced by their bias",
     "unused_indices": "unread indices of MaxPool left out",
     "counted_loop": "Loops that end by a counter given their number of iterations",
+    "long_scan": "long Scans of pointwise steps made one launch",
+    "long_loop": "long Loops of pointwise steps made one launch",
     "unroll_loop": "Loops of known length unrolled",
     "both_branches": "both branches of conditions on data computed, and one selected",
     "unroll_scan": "Scans of known length unrolled",

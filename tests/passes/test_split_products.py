@@ -10,8 +10,11 @@ from support.net import Net
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import SplitAttrs
+from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.split_products import SplitProducts
+
+HALF = PassContext("cuda:sm_90a", "fp16")
 
 
 def halves(n: Net, x: Value, axis: int = -1, sizes: tuple[int, int] | None = None) -> list[Value]:
@@ -103,7 +106,9 @@ def gate(n: Net, y: Value) -> Value:
 def test_a_gate_is_two_convolutions(dims: tuple[int, ...], bias: bool) -> None:
     n = Net(np.float64)
     graph = n.done(gate(n, n.conv(n.input(*dims), 10, bias=bias)))
-    after, _ = check_pass(SplitProducts(), graph, changes=1, kinds={"Conv": 2, "Tanh": 1, "Sigmoid": 1, "Mul": 1})
+    after, _ = check_pass(
+        SplitProducts(), graph, context=HALF, changes=1, kinds={"Conv": 2, "Tanh": 1, "Sigmoid": 1, "Mul": 1}
+    )
     assert all(o.outputs[0].type.dims[1] == 5 for o in after.of_kind("Conv"))
     check_pass(FuseEpilogue(), after, changes=3, kinds={"Conv": 2})
 
@@ -112,7 +117,9 @@ def test_a_gate_of_a_sum_is_four_convolutions() -> None:
     n = Net(np.float64)
     y = n.op("Add", n.conv(n.input(2, 3, 9), 10, bias=True), n.conv(n.input(2, 4, 9, name="m"), 10, 1, pads=0))
     graph = n.done(gate(n, y))
-    check_pass(SplitProducts(), graph, changes=1, kinds={"Conv": 4, "Add": 2, "Tanh": 1, "Sigmoid": 1, "Mul": 1})
+    check_pass(
+        SplitProducts(), graph, context=HALF, changes=1, kinds={"Conv": 4, "Add": 2, "Tanh": 1, "Sigmoid": 1, "Mul": 1}
+    )
 
 
 @pytest.mark.parametrize("kind", ["Slice", "Split"])
@@ -126,7 +133,7 @@ def test_conditions_of_all_layers_are_divided(kind: str) -> None:
     x = n.input(2, 3, 9)
     graph = n.done(*(gate(n, n.op("Add", n.conv(x, 10), part)) for part in parts))
     kinds = {"Conv": 8, "Add": 4, "Tanh": 2, "Sigmoid": 2, "Mul": 2}
-    check_pass(SplitProducts(), graph, changes=2, kinds=kinds)
+    check_pass(SplitProducts(), graph, context=HALF, changes=2, kinds=kinds)
 
 
 @pytest.mark.parametrize("of", ["part", "sum", "term"])
@@ -136,35 +143,44 @@ def test_a_gate_with_another_reader_stays(of: str) -> None:
     y = n.op("Add", term, n.conv(n.input(2, 4, 9, name="m"), 10))
     a, b = halves(n, y, axis=1)
     graph = n.done(n.op("Mul", n.op("Tanh", a), b), n.op("Relu", {"part": b, "sum": y, "term": term}[of]))
-    check_refused(SplitProducts(), graph, because="has another reader")
+    check_refused(SplitProducts(), graph, context=HALF, because="has another reader")
 
 
 def test_convolutions_that_are_refused() -> None:
     n = Net(np.float64)
     graph = n.done(gate(n, n.conv(n.input(2, 4, 9), 12, group=2)))
-    check_refused(SplitProducts(), graph, because="has 2 groups")
+    check_refused(SplitProducts(), graph, context=HALF, because="has 2 groups")
     n = Net(np.float64)
     y = n.op("Conv", n.input(2, 4, 9), n.input(12, 4, 3, name="w"), attrs=ConvAttrs((1,), (1, 1), (1,)))
-    check_refused(SplitProducts(), n.done(gate(n, y)), because="are not constant")
+    check_refused(SplitProducts(), n.done(gate(n, y)), context=HALF, because="are not constant")
 
 
 def test_gates_that_are_not_seen() -> None:
     """Parts of rows, unequal parts, conditions that are broadcast, and conditions that something else reads."""
     n = Net(np.float64)
     a, b = halves(n, n.conv(n.input(2, 3, 10), 6), axis=2)
-    check_untouched(SplitProducts(), n.done(n.op("Mul", a, b)))
+    check_untouched(SplitProducts(), n.done(n.op("Mul", a, b)), context=HALF)
     n = Net(np.float64)
     y = n.conv(n.input(2, 3, 9), 10)
     a, b = (n.op("Slice", y, n.ints(i), n.ints(j), n.ints(1)) for i, j in ((0, 1), (1, 10)))
-    check_untouched(SplitProducts(), n.done(n.op("Mul", a, b)))
+    check_untouched(SplitProducts(), n.done(n.op("Mul", a, b)), context=HALF)
     n = Net(np.float64)
     y = n.op("Add", n.conv(n.input(2, 3, 9), 10), n.conv(n.input(2, 3, 1, name="m"), 10, 1, pads=0))
-    check_untouched(SplitProducts(), n.done(gate(n, y)))
+    check_untouched(SplitProducts(), n.done(gate(n, y)), context=HALF)
     n = Net(np.float64)
     conditions = n.conv(n.input(2, 3, 9, name="m"), 20, 1, pads=0)
     own = n.op("Slice", conditions, n.ints(0), n.ints(10), n.ints(1))
     y = n.op("Add", n.conv(n.input(2, 3, 9), 10), own)
-    check_untouched(SplitProducts(), n.done(gate(n, y), n.op("Relu", conditions)))
+    check_untouched(SplitProducts(), n.done(gate(n, y), n.op("Relu", conditions)), context=HALF)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [PassContext("cuda:sm_90a", "fp32"), PassContext("cuda:sm_80", "fp16"), PassContext("cpu", "fp16")],
+)
+def test_gates_stay_where_no_kernel_computes_both_factors(context: PassContext) -> None:
+    n = Net(np.float64)
+    check_untouched(SplitProducts(), n.done(gate(n, n.conv(n.input(2, 3, 9), 10))), context=context)
 
 
 def residual_and_skip(n: Net, *, group: int = 1, read: str = "", kind: str = "Split", sum_: bool = False) -> Graph:

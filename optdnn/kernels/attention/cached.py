@@ -71,8 +71,9 @@ def step_of(graph: Graph, op: Op) -> Step | str:
     turns = tuple(
         turn
         for value, user in ((op.inputs[0], op), (keys.inputs[1], keys))
-        if (turn := graph.op(value)).kind == "RotaryEmbedding"
-        and graph.sole_user(turn.value) is user  # type: ignore[arg-type]
+        if value is not None
+        and (turn := graph.op(value)).kind == "RotaryEmbedding"
+        and graph.sole_user(turn.value) is user
         and not turn.attrs.own_angles
     )
     if len(turns) == 2 and (turns[0].inputs[1:], turns[0].attrs) == (turns[1].inputs[1:], turns[1].attrs):

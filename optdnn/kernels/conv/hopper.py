@@ -146,8 +146,8 @@ class HopperConv(hopper_launch.HopperKernel):
         if of_one_channel(weight.shape):
             return "its one filter of one channel would leave most of a tile empty"
         if (width := folded(b, op)) != 0:
-            rows, *moved = planar(weight, a, width)
-            return hopper_launch.refuse(b.arch, products(b, op), [(rows.shape[2:], *moved)])
+            rows, strides, pads, dilations = planar(weight, a, width)
+            return hopper_launch.refuse(b.arch, products(b, op), [(rows.shape[2:], strides, pads, dilations)])
         geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
         return hopper_launch.refuse(b.arch, products(b, op), [geometry])
 
@@ -177,7 +177,7 @@ class HopperConv(hopper_launch.HopperKernel):
         if other is None:
             return replace(on_images(b, op, (feed,), bias, ep, width=width), prologue=tuple(prologue or ()))
         ep.drop_residual()
-        second, more = second_source(b, other, width)
+        second, more = self._second(b, other, width)
         if more is not None:
             bias = more if bias is None else bias + more
         return replace(on_images(b, op, (feed, second), bias, ep, width=width), covered=other.src)
@@ -197,6 +197,8 @@ class HopperConv(hopper_launch.HopperKernel):
         """The convolution whose result is added first, which can be a second source of this one: one sum over both, nothing stored
         between. It must have no other user and no stages of its own. ``ep``: the epilogue of ``op``."""
         if ep.residual is None or not ep.stages or self._prologue(b, op) is not None or ep.rendered[0] != ("add",):
+            return None
+        if len(op.outputs[0].type.static_shape) not in (3, 4):
             return None
         other = b.graph.op(ep.residual)
         plain = other.kind == "Conv" and not other.attrs.prologue and not other.attrs.epilogue
@@ -220,6 +222,12 @@ class HopperConv(hopper_launch.HopperKernel):
             problem = replace(problem, moments=True, moment_rows=conv_problem.MOMENT_ROWS)
         hopper_launch.emit_conv(b, op, c, problem, config, moments)
 
+    def _second(self, b: Builder, other: Op, width: int = 0) -> tuple[conv_maps.Feed, Array | None]:
+        """The convolution that is added as the second source, and its bias. ``width``: as of :func:`image`."""
+        assert other.inputs[0] is not None
+        x = with_pitch(b, other, image(b.source(other.inputs[0]), width))
+        return conv_maps.Feed(x, *planar(b.weights(other), other.attrs, width)), bias_of(b, other)
+
     def _reads(self, b: Builder, other: Op) -> bool:
         """Whether there is what ``other`` reads: its own launch may compute operators before it, whose results nothing stores."""
         return other.id not in b.joined
@@ -233,13 +241,6 @@ def row_width(b: Builder, *ops: Op) -> int | None:
     free = [b.weights(op).shape[2:] == (1,) and set(op.attrs.strides) == {1} and not any(op.attrs.pads) for op in ops]
     widths = {folded(b, op) for op, any_rows in zip(ops, free, strict=True) if not any_rows} or {0}
     return widths.pop() if len(widths) == 1 else None
-
-
-def second_source(b: Builder, other: Op, width: int = 0) -> tuple[conv_maps.Feed, Array | None]:
-    """A convolution as the second source of a sum, and its bias. ``width``: as of :func:`image`."""
-    assert other.inputs[0] is not None
-    x = with_pitch(b, other, image(b.source(other.inputs[0]), width))
-    return conv_maps.Feed(x, *planar(b.weights(other), other.attrs, width)), bias_of(b, other)
 
 
 def blocks_of(

@@ -218,7 +218,7 @@ def _bias(b: Builder, own: Factor) -> Array | None:
     given = [bias_of(b, x) for x in own.convolutions]
     found = plan_epilogue(b.graph, own.rest, channel_axis=1).bias
     rows = [v for v in (*given, found) if v is not None]
-    return None if not rows else np.sum(rows, axis=0, dtype=np.float32)
+    return None if not rows else np.asarray(np.sum(rows, axis=0, dtype=np.float32))
 
 
 def in_turn(arrays: Sequence[Array]) -> Array:

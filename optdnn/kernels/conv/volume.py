@@ -227,10 +227,10 @@ class VolumeConv(HopperConv):
         weight, strides, pads, dilations = planar(b.weights(op), op.attrs)
         return conv_maps.Feed(x, found.weights(weight), strides, pads, dilations, depth=found.depth)
 
-    def _second(self, b: Builder, other: Op) -> tuple[conv_maps.Feed, Array | None]:
+    def _second(self, b: Builder, other: Op, width: int = 0) -> tuple[conv_maps.Feed, Array | None]:
         found = volume_of(b.graph, other)
         if found is None:
-            return super()._second(b, other)
+            return super()._second(b, other, width)
         return self._feed(b, other, found), bias_of(b, other)
 
 
