@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from passes.test_short_attention import frames
 from support.needs import why_no_hopper
 from support.on_gpu import TOLERANCE, checked_launches
+from support.short_attention_cases import frames
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 
