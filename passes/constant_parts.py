@@ -100,10 +100,10 @@ def _vector(op: Op, fixed: Array, weight: Array) -> Array:
     dtype, fixed, weight = weight.dtype, fixed.astype(np.float64), weight.astype(np.float64)
     if op.kind == "Conv":
         one = fixed.reshape(*fixed.shape[:2], -1)[0, :, 0]
-        taps = weight.reshape(*weight.shape[:2], -1).sum(2)
-        return (taps @ one).reshape(-1, *[1] * (fixed.ndim - 2)).astype(dtype)
-    matrix = weight.T if op.kind == "Gemm" and op.attrs.transB else weight
-    return (fixed.reshape(-1, fixed.shape[-1])[0] @ matrix).astype(dtype)
+        sums: Array = weight.reshape(*weight.shape[:2], -1).sum(2) @ one
+        return sums.reshape(-1, *[1] * (fixed.ndim - 2)).astype(dtype)
+    sums = fixed.reshape(-1, fixed.shape[-1])[0] @ (weight.T if op.kind == "Gemm" and op.attrs.transB else weight)
+    return sums.astype(dtype)
 
 
 class ConstantParts(RulePass):

@@ -63,6 +63,7 @@ from optdnn.passes.sampled_sums import SampledSums
 from optdnn.passes.segment_sums import SegmentSums
 from optdnn.passes.selected_weights import SelectedWeights
 from optdnn.passes.separable_attention import SeparableAttention
+from optdnn.passes.short_attention import ShortAttention
 from optdnn.passes.split_products import SplitProducts
 from optdnn.passes.support.stages import ANCHORS
 from optdnn.passes.take_rows import TakeRows
@@ -148,6 +149,7 @@ O2_GPU: tuple[Pass, ...] = (
     FuseRotary(),  # the rotation of queries and keys, before attention
     TalkingHeads(),  # before attention, which it leaves behind
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
+    ShortAttention(),  # behind attention, before its heads are padded and its views are hoisted
     PadHeads(),  # behind attention; before views are hoisted and epilogues fused, which hide the projections of heads
     PadChannels(),  # before epilogues are fused and channels are joined, which hide the weights around them
     PixelShuffles(),  # before epilogues, behind which the order of channels is fixed

@@ -77,7 +77,7 @@ def _cost(call: Call, result: Result) -> Cost:
 
 def _export(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
     """A GridSample of each image, side by side, times the weights, summed."""
-    found = []
+    found: list[str] = []
     for k in range(_images(inputs)):
         image, t = inputs[2 * k], e.type(inputs[2 * k])
         if attrs.groups > 1:

@@ -120,6 +120,8 @@ RULES: Mapping[str, str] = {
     "outer_step": "outer products of a recurrence's steps multiplied element by element",
     "pointwise_scan": "unrolled recurrences of pointwise steps computed in one loop",
     "softsign": "softsign written out made one operator",
+    "one_key": "attention over one key replaced by its value",
+    "packed_items": "neighbouring items of few tokens made one item of attention",
     "one_slope": "a PRelu of equal slopes made a LeakyRelu",
     "thresholded_softplus": "PyTorch's softplus without its threshold",
     "constant_parts": "constant channels in front of a product multiplied when the network is built",

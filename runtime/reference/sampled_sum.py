@@ -18,7 +18,7 @@ def sampled_sum(
 ) -> tuple[Array, ...]:
     """Images (N, C, H, W) and places (N * groups, R, P, 2) in turn, and weights; the result is (N * groups, C / groups, R)
     (:class:`optdnn.ops.sampled_sum.SampledSumAttrs`)."""
-    found = []
+    found: list[Array] = []
     for x, places in zip(operands[0:-1:2], operands[1::2], strict=False):
         image = x.reshape(x.shape[0] * groups, x.shape[1] // groups, *x.shape[2:])
         found += grid_sample(image, places, mode=mode, padding_mode=padding_mode, align_corners=align_corners)

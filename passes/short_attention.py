@@ -1,0 +1,93 @@
+"""Attention over few tokens: several items share a tile of a kernel, and one key needs no attention.
+
+Video networks attend along time at each pixel: thousands of items of 8 or 16 frames. A tile of a kernel has 64 queries, and most
+would be idle. Items that follow one another become one, with a mask that separates them. With one key (the picture that a video
+begins with: Blattmann et al., "Stable Video Diffusion", 2023) every softmax is 1, and the result is the value.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import integers, operand, reshaped, shape_of
+
+TILE = 64
+"""Queries, and keys, of a tile."""
+MOST_TOKENS = 16
+"""Longer items leave less than three quarters of a tile idle."""
+FEWEST_ITEMS = 2048
+"""Items times heads, below which their blocks run in few waves, and multiprocessors would be idle instead of tiles."""
+_HEADS_FIRST = TransposeAttrs((0, 2, 1, 3))
+
+
+@rule("one_key", {"Attention"})
+def one_key(graph: Graph, op: Op) -> Match | Miss | None:
+    """``attention(q, k, v)`` of one key is ``v``, for each query."""
+    shapes = _shapes(graph, op)
+    if shapes is None or shapes[1][2] != 1 or not _is_plain(graph, op):
+        return None
+    (batch, heads, tokens, _), (_, shared, _, width) = shapes[0], shapes[2]
+    if heads != shared:
+        return Miss("its heads share values")
+    target = (batch, heads, tokens, width)
+    return Match((op,), lambda patch: patch.add("Expand", [operand(op, 2), integers(patch, target, "shape")]))
+
+
+@rule("packed_items", {"Attention"})
+def packed_items(graph: Graph, op: Op) -> Match | Miss | None:
+    """Neighbouring items of few tokens are one item, whose tokens see those of their own item."""
+    shapes = _shapes(graph, op)
+    if shapes is None or not _is_plain(graph, op):
+        return None
+    (batch, heads, queries, _), (_, _, keys, _) = shapes[0], shapes[1]
+    if max(queries, keys) > MOST_TOKENS or keys < 2:
+        return None
+    if batch * heads < FEWEST_ITEMS:
+        return Miss(f"{batch * heads} items of {queries} tokens are not enough for all multiprocessors")
+    together = max(n for n in range(1, TILE // max(queries, keys) + 1) if batch % n == 0)
+    if together < 2:
+        return Miss(f"{batch} items cannot be put together in equal parts")
+    apart = np.kron(np.eye(together), np.ones((queries, keys))) == 0
+    mask = np.where(apart, -np.inf, 0.0).astype(graph.type(operand(op)).dtype)
+
+    def build(patch: Patch) -> None:
+        given = [_joined(patch, operand(op, i), shape, together) for i, shape in enumerate(shapes)]
+        y = patch.add_op("Attention", [*given, patch.constant(mask[None, None], "items")], op.attrs).value
+        y = patch.add("Transpose", [y], _HEADS_FIRST)
+        y = reshaped(patch, y, (batch, queries, heads, shapes[2][3]))
+        patch.replace(op.value, patch.add("Transpose", [y], _HEADS_FIRST))
+
+    return Match((op,), build)
+
+
+def _joined(patch: Patch, x: Value, shape: tuple[int, ...], together: int) -> Value:
+    """Items [B, H, T, D] as [B / together, H, together * T, D]."""
+    batch, heads, tokens, width = shape
+    x = patch.add("Transpose", [x], _HEADS_FIRST)
+    x = reshaped(patch, x, (batch // together, together * tokens, heads, width))
+    return patch.add("Transpose", [x], _HEADS_FIRST)
+
+
+def _shapes(graph: Graph, op: Op) -> list[tuple[int, ...]] | None:
+    """The shapes of queries, keys and values of four axes."""
+    found = [shape_of(graph, operand(op, i)) for i in range(3)]
+    if any(s is None or len(s) != 4 or not all(isinstance(d, int) for d in s) for s in found):
+        return None
+    return [tuple(int(d) for d in s) for s in found if s is not None]  # type: ignore[arg-type]
+
+
+def _is_plain(graph: Graph, op: Op) -> bool:
+    """Whether nothing but its queries, keys and values decides, and only its result is read."""
+    a = op.attrs
+    alone = not any(graph.users(Value(op.id, port)) for port in range(1, len(op.outputs)))
+    bounded = a.is_causal or a.left_window_size >= 0 or a.right_window_size >= 0
+    return alone and not bounded and all(v is None for v in op.inputs[3:])
+
+
+class ShortAttention(RulePass):
+    name = "short_attention"
+    rules = (one_key, packed_items)
