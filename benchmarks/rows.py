@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -99,14 +99,21 @@ def read(*paths: Path) -> list[Row]:
     return [{**line, "run": runs[line["run"]]} for line in every if "workload" in line]
 
 
-def newest(rows: Iterable[Row]) -> list[Row]:
-    """One row for each key, in the order of measurement: the last one, but a row with an error does not replace a result."""
-    found: dict[Key, Row] = {}
+def gpu_of(row: Row) -> str:
+    """The GPU that a row was measured on; "" for none."""
+    run = row.get("run")
+    return str(run.get("machine", {}).get("gpu", "")) if isinstance(run, Mapping) else ""
+
+
+def newest(rows: Iterable[Row], gpu: Callable[[Row], str] = gpu_of) -> list[Row]:
+    """One row for each key and GPU, in the order of measurement: the last, but a row with an error does not replace a result."""
+    found: dict[tuple[Key, str], Row] = {}
     for row in rows:
-        known = found.get(key(row))
+        at = key(row), gpu(row)
+        known = found.get(at)
         if known is None or "error" not in row or "error" in known:
-            found.pop(key(row), None)
-            found[key(row)] = row
+            found.pop(at, None)
+            found[at] = row
     return list(found.values())
 
 
@@ -114,14 +121,14 @@ ALONE = ("zoo/",)
 """Workloads whose rows serve several tables: rows with fewer candidates stay."""
 
 
-def replaced(rows: Sequence[Row]) -> list[Row]:
-    """The rows without those that a later row makes useless: of the same workload, built in the same way, with the same candidates
-    and more."""
+def replaced(rows: Sequence[Row], gpu: Callable[[Row], str] = gpu_of) -> list[Row]:
+    """The rows without those that a later row makes useless: of the same workload and GPU, built in the same way, with the same
+    candidates and more."""
     found: list[Row] = []
-    later: dict[tuple[str, str, str], list[set[str]]] = {}
+    later: dict[tuple[str, str, str, str], list[set[str]]] = {}
     for row in reversed(rows):
         target, _, rest = row.get("setup", "").partition(" ")
-        built = row["what"], row["workload"], f"{target} {rest.partition(' ')[2]}"
+        built = row["what"], row["workload"], f"{target} {rest.partition(' ')[2]}", gpu(row)
         candidates = set(row.get("times", {}))
         if not any(candidates < more for more in later.get(built, ())) or row["workload"].startswith(ALONE):
             found.append(row)
@@ -132,7 +139,12 @@ def replaced(rows: Sequence[Row]) -> list[Row]:
 def merged(paths: Sequence[Path], what: str) -> str:
     """The text of one file with the newest rows of a kind from several files, compact, and the runs that these rows name."""
     every = [line for path in paths for line in lines(path)]
-    rows = replaced(newest(line for line in every if line.get("what") == what))
+    gpus = {line["run"]: gpu_of({"run": line}) for line in every if "workload" not in line}
+
+    def gpu(row: Row) -> str:
+        return gpus.get(row["run"], "")
+
+    rows = replaced(newest((line for line in every if line.get("what") == what), gpu), gpu)
     used = {row["run"] for row in rows}
     runs = {line["run"]: line for line in every if "workload" not in line and line["run"] in used}
     found, before = [*map(compact, runs.values())], Row()

@@ -194,6 +194,22 @@ def test_kept_rows_leave_out_what_they_share_with_the_row_before(tmp_path: Path)
     assert kept.read_text(encoding="utf-8") == text, "kept once more, nothing changes"
 
 
+def test_rows_of_another_gpu_stay() -> None:
+    def row(gpu: str, ms: float) -> rows.Row:
+        times = {"ours": {"ms": ms}}
+        return {
+            "what": "speed",
+            "workload": "zoo/a:1@fp16",
+            "setup": "cuda ours",
+            "times": times,
+            "run": {"machine": {"gpu": gpu}},
+        }
+
+    kept = rows.replaced(rows.newest([row("H200", 1.0), row("H100", 2.0), row("H200", 3.0)]))
+    assert [(rows.gpu_of(r), r["times"]["ours"]["ms"]) for r in kept] == [("H100", 2.0), ("H200", 3.0)]
+    assert rows.gpu_of({"run": "an id"}) == ""
+
+
 def test_rows_with_more_candidates_replace_those_of_older_runs(tmp_path: Path) -> None:
     def timed(workload: str, run: str, setup: str, *names: str) -> dict[str, Any]:
         return row(workload, run, times={n: {"ms": 1.0} for n in names}) | {"setup": setup}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from support.needs import why_no_hopper
-from support.on_gpu import TOLERANCE, checked_launches
+from support.on_gpu import checked_launches
 from support.short_attention_cases import frames
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 
 
-@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize(("batch", "tokens"), [(1024, 8), (1030, 13), (1024, 16)])
 def test_each_size(batch: int, tokens: int, precision: str) -> None:
     found = checked_launches(frames(batch=batch, queries=tokens, keys=tokens), precision)
