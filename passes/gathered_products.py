@@ -165,7 +165,7 @@ def gathered_products(graph: Graph, op: Op) -> Match | Miss | None:
     terms = _terms(graph, whole)
     if terms == [whole] or not any(move.kind in ("Gather", "GatherElements") for t in terms for move, _ in t.moves):
         return None
-    width = {t: int(graph.type(t.value).dims[t.axis]) for t in terms}  # type: ignore[call-overload]
+    width = {t: graph.type(t.value).static_shape[t.axis] for t in terms}
     fewer = sum(_rows(graph, t) * width[t] for t in {t.place: t for t in terms}.values())
     if LESS * fewer > _rows(graph, whole) * len(product.matrix):
         return Miss("the rows that it is made of are not half as many")
