@@ -19,7 +19,7 @@ from optdnn.ir.digest import SMALL
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.libraries.providers import providers_here
-from optdnn.kernels.tactic import PROVIDERS, Offer, Region, Tactic
+from optdnn.kernels.tactic import PROVIDERS, Offer, ProblemTactic, Region, Tactic
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.program import Plain
 from optdnn.target_name import TargetName
@@ -210,7 +210,10 @@ def usable(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection) 
 
 def offers_of(b: Builder, op: Op, tactic: Tactic, selection: Selection) -> tuple[list[Offer | None], str | None]:
     """The configurations of a tactic within the selection's limits (``[None]``: it has no choice), or the reason why there is none."""
-    offers: list[Offer | None] = [*tactic.configs(b, op)] or [None]
+    offers: list[Offer | None] = [*tactic.configs(b, op)]
+    if not offers and tactic.provider == "own" and isinstance(tactic, ProblemTactic):
+        return [], "none of its configurations fits"
+    offers = offers or [None]
     if selection.row_invariant:
         offers = [o for o in offers if o is None or o.row_invariant]
         if not offers:

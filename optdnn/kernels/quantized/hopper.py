@@ -259,7 +259,11 @@ class HopperProduct(hopper_launch.HopperTactic, QuantizedProduct):
         return replace(found, dense=all(_pitch(x) == found.channels for x in (p.out, p.residual) if x is not None))
 
     def added(self, b: Builder, op: Op, x: TensorView) -> TensorView:
-        """With room for the bytes that are read after its last channel."""
+        """With room for the bytes that are read after its last channel. What is added to results of fp32 lies as these do, see
+        :func:`_stored_at`."""
+        item = op.outputs[0].type.dtype.itemsize
+        if item == FP32.itemsize and _pitch(x) != (pitch := up(x.shape[1], 16 // item)):
+            return copied_later(b, op, x, "residual", channels_last(x.shape, pitch))
         return x if _has_room(b, x, alone=True) else copied_later(b, op, x, "residual", _pixels(x.shape, x.dtype))
 
     def stored(self, b: Builder, op: Op, out: TensorView) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.quantized_nets import FP8_GROUPS, NETS, QNet, grouped_fp8, residual_block
+from support.quantized_nets import ADDED, FP8_GROUPS, NETS, QNet, grouped_fp8, residual_block
 from support.simulated import feeds_of, simulate, tactics
 from support.sweep import sweep
 
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
+from optdnn.kernels.conv import hopper_launch
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import ConcatAttrs
@@ -66,6 +67,22 @@ def test_chains_stay_in_8_bits() -> None:
     assert tactics(program).count("conv_sm90_8bit") == 4
     kinds = [s.params["op"]["kind"] for s in program.steps]
     assert kinds == ["Pointwise", "Copy", *["QuantizedConv"] * 4, "Copy", "Pointwise"]  # copies: the border's order
+
+
+def test_a_part_of_a_wider_image_is_added_to_results_of_fp32() -> None:
+    """Such results are stored from registers, and what is added lies as they do: it is copied."""
+    n = QNet()
+    parts = [n.op("Sigmoid", n.qconv(n.fake(n.input(1, 16, 9, 7, name=k), 0.03), 16)) for k in "xz"]
+    joined = n.op("Concat", *parts, attrs=ConcatAttrs(1))
+    added = n.qconv(n.fake(n.input(1, 16, 9, 7, name="y"), 0.03), 16, epilogue=ADDED, more=parts[:1])
+    graph = n.done(added, n.qconv(n.fake(joined, 0.01), 16), joined)
+    _, program = built(graph)
+    assert tactics(program).count("conv_sm90_8bit") == 4
+    feeds = feeds_of(graph)
+    got = simulate(program, feeds)
+    for output, want in evaluate(graph, feeds).items():
+        np.testing.assert_allclose(got[output], want, rtol=0, atol=1e-5)
+    assert all(s.executor == "cuda" for s in program.steps)
 
 
 def test_parts_of_a_concatenation_are_written_in_place() -> None:
@@ -154,3 +171,14 @@ def test_narrow_heads_of_one_row(rows: int, widths: tuple[int, ...], kind: str) 
     for output, want in evaluate(graph, feeds).items():
         np.testing.assert_array_equal(got[output], want)
     assert sum("8bit" in name for name in tactics(program)) >= len(widths)
+
+
+def test_a_kernel_without_a_configuration_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_launch, "ranked", lambda problem, gpu: ())
+    n = QNet()
+    graph = n.done(n.qconv(n.fake(n.input(1, 16, 9, 7), 0.03), 16))
+    _, program = built(graph)
+    assert [s.executor for s in program.steps if "Conv" in str(s.src)] == ["host"], "nothing else runs it"
+    feeds = feeds_of(graph)
+    for output, want in evaluate(graph, feeds).items():
+        np.testing.assert_allclose(simulate(program, feeds)[output], want, rtol=0, atol=1e-5)
