@@ -15,6 +15,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import producer
+from optdnn.passes.support.products import output_axis
 from optdnn.types import Array, normalize_axis
 
 KINDS = frozenset({"Conv", "Gemm", "MatMul"})
@@ -91,8 +92,7 @@ def _weights(graph: Graph, op: Op, keep: Array) -> Array:
     """The weights of some of the joined channels."""
     weight = graph.constant_value(op.inputs[1])
     assert weight is not None
-    axis = 1 if op.kind == "Conv" or (op.kind == "Gemm" and op.attrs.transB) else 0
-    return np.ascontiguousarray(np.compress(keep, weight, axis))
+    return np.ascontiguousarray(np.compress(keep, weight, 1 - output_axis(op)))
 
 
 def _vector(op: Op, fixed: Array, weight: Array) -> Array:

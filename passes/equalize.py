@@ -15,7 +15,7 @@ import numpy as np
 from optdnn.config import QUANTIZED
 from optdnn.ir.graph import Graph, Op, Use, Value
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
-from optdnn.passes.support.facts import operand, set_operand
+from optdnn.passes.support.facts import is_depthwise, operand, set_operand
 from optdnn.passes.support.linear import by_group
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.types import FP32, Array
@@ -97,7 +97,7 @@ def _pair(graph: Graph, op: Op, plan: PrecisionPlan, report: PassReport) -> tupl
     user = graph.sole_user(op.value)
     if user is None or user.kind != "Conv" or user.inputs[0] != op.value or user.attrs.prologue:
         return None
-    if not (_depthwise(graph, op) or _depthwise(graph, user)):
+    if not (is_depthwise(graph, op) or is_depthwise(graph, user)):
         return None
     if not all(plan.of(o) in QUANTIZED for o in (op, user)):
         return None
@@ -119,11 +119,6 @@ def _own_weights(graph: Graph, op: Op) -> bool:
             return False
     w = graph.constant_value(op.inputs[1])
     return w is not None and bool(np.isfinite(w).all())
-
-
-def _depthwise(graph: Graph, op: Op) -> bool:
-    w = graph.constant_value(op.inputs[1])
-    return w is not None and op.attrs.group == len(w) and op.attrs.group > 1 and w.shape[1] == 1
 
 
 def _by_input(w: Array, group: int) -> Array:

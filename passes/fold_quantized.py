@@ -30,6 +30,7 @@ from optdnn.passes.rules.quantized_stages import dequantize_stages, quantize_sta
 from optdnn.passes.support.facts import operand, producer, scalar
 from optdnn.passes.support.integer_sums import SUMS
 from optdnn.passes.support.precision import multiplies
+from optdnn.passes.support.products import output_axis
 from optdnn.types import DTYPES, Array, is_float
 
 EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")
@@ -171,8 +172,7 @@ class QuantizedProduct(Rule):
             return "its first operand is transposed"
         if array.ndim != (2 if op.kind != "Conv" else array.ndim) or array.ndim > 4:
             return f"its weights have {array.ndim} axes"
-        rows = 0 if op.kind == "Conv" or (op.kind == "Gemm" and op.attrs.transB) else 1
-        if scale.size != 1 and axis != rows:
+        if scale.size != 1 and axis != output_axis(op):
             return f"its weights have scales along axis {axis}, not per output channel"
         if not op.outputs[0].type.is_static or (op.kind != "Conv" and (graph.type(operand(op)).rank or 0) < 2):
             return "its size is not fixed"

@@ -169,7 +169,8 @@ LINEAR_FROM = 20.0
 def thresholded_softplus(graph: Graph, op: Op) -> Match | Miss | None:
     """PyTorch's softplus, ``where(beta x > 20, x, softplus(beta x) / beta)``, has no need of its threshold."""
     condition, x = producer(graph, op.inputs[0], {"Greater"}), operand(op, 1)
-    softplus, beta = _scaled(graph, operand(op, 2), {"Softplus"})
+    inner, beta = _factor(graph, operand(op, 2))
+    softplus = producer(graph, inner, {"Softplus"})
     if condition is None or softplus is None or graph.type(x).shape != op.outputs[0].type.shape:
         return None
     threshold, argument = scalar(graph, condition.inputs[1]), operand(softplus)
@@ -184,19 +185,13 @@ def thresholded_softplus(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _factor(graph: Graph, value: Value) -> tuple[Value, float]:
-    """What is multiplied with, or divided by, a number, and the factor: itself and 1 where it is neither."""
+    """The other operand of a product with a number, or of a quotient by one, and the factor. Of any other value: itself, and 1."""
     op = producer(graph, value, {"Mul", "Div"})
     for slot in () if op is None else (1,) if op.kind == "Div" else (0, 1):
         number = scalar(graph, op.inputs[slot])  # type: ignore[union-attr]
         if number and op is not None:
             return operand(op, 1 - slot), number if op.kind == "Mul" else 1 / number
     return value, 1.0
-
-
-def _scaled(graph: Graph, value: Value, kinds: frozenset[str] | set[str]) -> tuple[Op | None, float]:
-    """The operator of one of these kinds whose result is a value but for a factor, and the factor."""
-    inner, factor = _factor(graph, value)
-    return producer(graph, inner, kinds), factor
 
 
 class FuseActivation(RulePass):

@@ -27,6 +27,7 @@ from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support.common_kernel import common_kernel
 from optdnn.passes.support.facts import bytes_of, integers, operand
+from optdnn.passes.support.products import output_axis
 from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import Array
 
@@ -124,7 +125,7 @@ def _merged(graph: Graph, patch: Patch, family: Family, kept: ConstantCache) -> 
     """The op that computes all members, its output channels in their order."""
     members, first = family.members, family.members[0]
     name = f"{first.op.outputs[0].name}.siblings"
-    weights, axis = [m.weight for m in members], _weight_axis(first.op)
+    weights, axis = [m.weight for m in members], output_axis(first.op)
     weight = kept.once(("joined", axis), weights, lambda: np.concatenate(weights, axis=axis))
     inputs: list[Value | None] = [first.op.inputs[0], patch.constant(weight, f"{name}.weight"), None]
     if any(m.bias is not None for m in members):
@@ -158,11 +159,6 @@ def _into_concat(patch: Patch, family: Family, concat: Op, merged: Value) -> Non
     patch.replace(concat.value, merged)
 
 
-def _weight_axis(op: Op) -> int:
-    """The axis of the weights along which output channels lie."""
-    return 0 if op.kind in ("Conv", "PackedMatMul") or (op.kind == "Gemm" and op.attrs.transB) else 1
-
-
 def _member(graph: Graph, op: Op) -> Member | str:
     """A sibling taken apart, or why it cannot be merged."""
     attrs: FusedAttrs = op.attrs
@@ -177,7 +173,7 @@ def _member(graph: Graph, op: Op) -> Member | str:
         return "it has its own prologue"
     if output.shape is None or len(output.shape) < 2:
         return "the rank of its result is unknown"
-    width, rank = weight.shape[_weight_axis(op)], len(output.shape)
+    width, rank = weight.shape[output_axis(op)], len(output.shape)
     axis = 1 if op.kind == "Conv" else rank - 1
     arity = op.definition.arity
     assert arity is not None

@@ -23,9 +23,20 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.widths import staged
-from optdnn.passes.support.facts import RESHAPES, exchange_last, in_shape, integers, operand, producer, shape_of
+from optdnn.passes.support.facts import (
+    RESHAPES,
+    exchange_last,
+    in_shape,
+    integers,
+    operand,
+    producer,
+    shape_of,
+    sizes_of,
+)
 from optdnn.types import INT64, Array, normalize_axis
 
+MOVES = RESHAPES | {"Expand", "Gather", "GatherElements", "Transpose"}
+"""Kinds that move rows of operand 0."""
 LESS = 2
 """Times fewer multiplications, at least."""
 
@@ -65,8 +76,8 @@ class _Product:
 def _product(graph: Graph, op: Op) -> _Product | None:
     """A plain product of each row, or pixel, by itself; None for any other operator."""
     weight, bias = graph.constant_value(op.input(1)), graph.constant_value(op.input(2))
-    shape, a = shape_of(graph, op.inputs[0]), op.attrs
-    if weight is None or shape is None or not all(isinstance(d, int) and d for d in shape) or staged(op):
+    shape, a = sizes_of(graph, operand(op)), op.attrs
+    if weight is None or shape is None or 0 in shape or staged(op):
         return None
     if op.input(2) is not None and (bias is None or bias.ndim != 1):
         return None
@@ -123,12 +134,11 @@ def _rows(graph: Graph, term: _Term) -> int:
 
 def _axis_before(graph: Graph, op: Op, axis: int) -> int | None:
     """The axis of a move's operand that holds the channels of its result, whole and in order; None where there is none."""
-    if op.kind not in RESHAPES | {"Expand", "Gather", "GatherElements", "Transpose"} or not op.inputs:
+    before = sizes_of(graph, operand(op)) if op.kind in MOVES else None
+    if before is None:
         return None
-    before, after = shape_of(graph, op.inputs[0]), op.outputs[0].type.static_shape
-    if before is None or not all(isinstance(d, int) for d in before):
-        return None
-    found = _place(graph, op, axis, before, after)  # type: ignore[arg-type]
+    after = op.outputs[0].type.static_shape
+    found = _place(graph, op, axis, before, after)
     return found if found is not None and 0 <= found < len(before) and before[found] == after[axis] else None
 
 
@@ -182,8 +192,7 @@ def _between(graph: Graph, value: Value, terms: Sequence[_Term]) -> list[Op]:
         if v in ends or v.op in found or graph.constant_value(v) is not None:
             continue
         op = found[v.op] = graph.op(v)
-        moves = op.kind in ("Expand", "Gather", "GatherElements", "Transpose") or op.kind in RESHAPES
-        waiting += [v for v in (op.inputs[:1] if moves else op.inputs) if v is not None]
+        waiting += [v for v in (op.inputs[:1] if op.kind in MOVES else op.inputs) if v is not None]
     return list(found.values())
 
 
@@ -235,20 +244,20 @@ def _moved(patch: Patch, term: _Term, y: Value, channels: int) -> Value:
 @rule("gather_by_one_index", {"GatherElements"})
 def gather_by_one_index(graph: Graph, op: Op) -> Match | None:
     """A GatherElements whose index is repeated for all channels is a Gather of rows, which lie together wherever they come from."""
-    expanded, shape = producer(graph, op.input(1), {"Expand"}), shape_of(graph, op.inputs[0])
-    after = op.outputs[0].type.shape
-    if expanded is None or shape is None or after is None or not all(isinstance(d, int) for d in (*shape, *after)):
+    expanded = producer(graph, op.input(1), {"Expand"})
+    shape, after = sizes_of(graph, operand(op)), sizes_of(graph, op.value)
+    if expanded is None or shape is None or after is None:
         return None
     index, at = shape_of(graph, expanded.inputs[0]), normalize_axis(op.attrs.axis, len(shape))
-    if len(shape) < 2 or at != len(shape) - 1 or tuple(shape[:at]) != tuple(after[:at]):
+    if len(shape) < 2 or at != len(shape) - 1 or shape[:at] != after[:at]:
         return None
-    stacks = tuple(after[: at - 1])
+    stacks = after[: at - 1]
     if index not in (
         (*stacks, 1, after[at]),
         *(((1,) * k + (after[at],)) for k in range(at + 1) if set(stacks) <= {1}),
     ):
         return None
-    return Match((op, expanded), lambda patch: _rows_by_index(patch, op, expanded, math.prod(stacks)))  # type: ignore[arg-type]
+    return Match((op, expanded), lambda patch: _rows_by_index(patch, op, expanded, math.prod(stacks)))
 
 
 def _rows_by_index(patch: Patch, op: Op, expanded: Op, stacks: int) -> Value:

@@ -19,7 +19,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.rules.widths import staged, widened
-from optdnn.passes.support.facts import integers, operand
+from optdnn.passes.support.facts import integers, is_depthwise, operand
 from optdnn.types import normalize_axis
 
 UNIT, READ = 8, 4
@@ -65,7 +65,7 @@ class _Region:
         if op.kind == "Conv":
             return self._at_convolution(op, value)
         if op.kind in BOUNDED:
-            return [op.value, *self._operands(op, value)]
+            return [op.value, *self._operands(op)]
         if op.kind == "Split" and normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)) == 1:
             return [operand(op), *results]
         if op.kind in POOLS and len(results) == 1:
@@ -82,7 +82,7 @@ class _Region:
             return [operand(op), op.value]
         return [] if op.attrs.group == 1 else f"convolution {op.name} has groups"
 
-    def _operands(self, op: Op, value: Value) -> list[Value]:
+    def _operands(self, op: Op) -> list[Value]:
         """The operands that have the channels of the result; others are constants, or broadcast along the channels."""
         channels, rank = op.outputs[0].type.dims[1], len(op.outputs[0].type.dims)
         found = [v for v in op.inputs if v is not None and self.graph.constant_value(v) is None]
@@ -97,12 +97,6 @@ class _Region:
         """Channels of a value; 1 where that is not known."""
         channels = self.graph.type(value).dims[1]
         return channels if isinstance(channels, int) else 1
-
-
-def is_depthwise(graph: Graph, op: Op) -> bool:
-    """Whether it is a convolution with one filter for each channel."""
-    weight = graph.constant_value(op.input(1))
-    return op.kind == "Conv" and weight is not None and weight.shape[1] == 1 and 1 < op.attrs.group == weight.shape[0]
 
 
 @rule("pad_channels", {"Conv"})
@@ -143,7 +137,7 @@ def _rewrite(patch: Patch, region: _Region, ops: Sequence[Op], unit: int, wide: 
             parts = [region.channels(Value(op.id, i)) // unit * wide for i in range(len(op.outputs))]
             inputs[1:], attrs = [integers(patch, parts, "sizes")], SplitAttrs(1)
         elif op.kind in BOUNDED:
-            inputs = [v if v in new.values() else _constant(patch, region, op, v, unit, wide) for v in inputs]
+            inputs = [new[v] if v in new else _constant(patch, region, op, v, unit, wide) for v in op.inputs]
         made = patch.add_op(
             op.kind, inputs, attrs, outputs=len(op.outputs), names=[o.name for o in op.outputs], src=op.src
         )

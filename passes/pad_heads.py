@@ -15,7 +15,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.rules.widths import Readers, Widths
-from optdnn.passes.support.facts import integers, operand
+from optdnn.passes.support.facts import heads_sizes, integers, operand
 from optdnn.types import FP32
 
 UNIT = 8
@@ -32,10 +32,10 @@ def _wide(features: int) -> int:
 @rule("pad_heads", {"Attention"})
 def pad_heads(graph: Graph, op: Op) -> Match | Miss | None:
     """Attention over ``features`` features as attention over the next multiple of 8."""
-    shapes = [graph.type(operand(op, i)).shape for i in range(3)]
-    if any(s is None or len(s) != 4 or not all(isinstance(d, int) for d in s) for s in shapes):
+    shapes = heads_sizes(graph, op)
+    if shapes is None:
         return None
-    q, k, v = (tuple(int(d) for d in s) for s in shapes if s is not None)  # type: ignore[arg-type]
+    q, k, v = shapes
     features, valued = q[3], v[3]
     if not (features % UNIT or valued % UNIT) or not 0 < max(features, valued) <= WIDEST or k[2] == 0:
         return None

@@ -13,7 +13,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import integers, operand, reshaped, shape_of
+from optdnn.passes.support.facts import heads_sizes, integers, operand, reshaped
 
 TILE = 64
 """Queries, and keys, of a tile."""
@@ -27,7 +27,7 @@ _HEADS_FIRST = TransposeAttrs((0, 2, 1, 3))
 @rule("one_key", {"Attention"})
 def one_key(graph: Graph, op: Op) -> Match | Miss | None:
     """``attention(q, k, v)`` of one key is ``v``, for each query."""
-    shapes = _shapes(graph, op)
+    shapes = heads_sizes(graph, op)
     if shapes is None or shapes[1][2] != 1 or not _is_plain(graph, op):
         return None
     (batch, heads, tokens, _), (_, shared, _, width) = shapes[0], shapes[2]
@@ -40,7 +40,7 @@ def one_key(graph: Graph, op: Op) -> Match | Miss | None:
 @rule("packed_items", {"Attention"})
 def packed_items(graph: Graph, op: Op) -> Match | Miss | None:
     """Neighbouring items of few tokens are one item, whose tokens see those of their own item."""
-    shapes = _shapes(graph, op)
+    shapes = heads_sizes(graph, op)
     if shapes is None or not _is_plain(graph, op):
         return None
     (batch, heads, queries, _), (_, _, keys, _) = shapes[0], shapes[1]
@@ -70,14 +70,6 @@ def _joined(patch: Patch, x: Value, shape: tuple[int, ...], together: int) -> Va
     x = patch.add("Transpose", [x], _HEADS_FIRST)
     x = reshaped(patch, x, (batch // together, together * tokens, heads, width))
     return patch.add("Transpose", [x], _HEADS_FIRST)
-
-
-def _shapes(graph: Graph, op: Op) -> list[tuple[int, ...]] | None:
-    """The shapes of queries, keys and values of four axes."""
-    found = [shape_of(graph, operand(op, i)) for i in range(3)]
-    if any(s is None or len(s) != 4 or not all(isinstance(d, int) for d in s) for s in found):
-        return None
-    return [tuple(int(d) for d in s) for s in found if s is not None]  # type: ignore[arg-type]
 
 
 def _is_plain(graph: Graph, op: Op) -> bool:

@@ -40,15 +40,12 @@ class _Product:
 def split_product(graph: Graph, op: Op) -> Match | Miss | None:
     """``f(first) * g(second)``, the parts of ``x @ W + b``, is ``f(x @ W0 + b0) * g(x @ W1 + b1)``."""
     a, b = (_before_activations(graph, operand(op, i)) for i in (0, 1))
-    if a == b or (joined := whole(graph, a, b) or whole(graph, b, a)) is None:
+    parts = None if a == b else _parts(graph, a, b)
+    found = None if parts is None else _product(graph, parts.joined)
+    if parts is None or found is None:
         return None
-    first, second = (a, b) if whole(graph, a, b) is not None else (b, a)
-    found = _product(graph, joined)
-    if found is None:
-        return None
-    splitting = {graph.op(v).id: graph.op(v) for v in (a, b)}
-    readers = [u for v in (joined, a, b) for u in graph.users(v) if u.id not in splitting]
-    if len(readers) > 2 or any(len(graph.uses(v)) > 1 for v in (a, b)):
+    first, second = parts.first, parts.second
+    if parts.read_elsewhere(graph):
         return Miss(f"a part of {found.ops[-1].name} has another reader")
     cut = graph.type(first).dims[-1]
     assert isinstance(cut, int)
@@ -62,7 +59,34 @@ def split_product(graph: Graph, op: Op) -> Match | Miss | None:
                 y = patch.add("Add", [y, patch.constant(found.bias[columns], f"{name}.bias")])
             patch.replace(part, y)
 
-    return Match((*splitting.values(), *found.ops), build)
+    return Match((*parts.splitting(graph), *found.ops), build)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A tensor and the parts that it is split into, in their order."""
+
+    joined: Value
+    first: Value
+    second: Value
+
+    def splitting(self, graph: Graph) -> tuple[Op, ...]:
+        """The operators that split it, or the one that does."""
+        return tuple({v.op: graph.op(v) for v in (self.first, self.second)}.values())
+
+    def read_elsewhere(self, graph: Graph) -> bool:
+        """Whether the tensor or a part of it has another reader than the one of each part."""
+        own = {op.id for op in self.splitting(graph)}
+        readers = [u for v in (self.joined, self.first, self.second) for u in graph.users(v) if u.id not in own]
+        return len(readers) > 2 or any(len(graph.uses(v)) > 1 for v in (self.first, self.second))
+
+
+def _parts(graph: Graph, a: Value, b: Value, *, even: bool = False, axis: int = -1) -> _Parts | None:
+    """The tensor that has these parts, in either order."""
+    for first, second in ((a, b), (b, a)):
+        if (joined := whole(graph, first, second, even=even, axis=axis)) is not None:
+            return _Parts(joined, first, second)
+    return None
 
 
 def _before_activations(graph: Graph, value: Value) -> Value:
@@ -102,15 +126,12 @@ def split_convolution(graph: Graph, op: Op) -> Match | Miss | None:
     rank = graph.type(a).rank
     if a == b or rank is None or rank not in (3, 4):
         return None
-    joined = whole(graph, a, b, even=True, axis=1 - rank)
-    first, second = (a, b) if joined is not None else (b, a)
-    joined = joined or whole(graph, b, a, even=True, axis=1 - rank)
-    terms = None if joined is None else _terms(graph, joined)
-    if joined is None or terms is None:
+    parts = _parts(graph, a, b, even=True, axis=1 - rank)
+    terms = None if parts is None else _terms(graph, parts.joined)
+    if parts is None or terms is None:
         return None
-    splitting = {graph.op(v).id: graph.op(v) for v in (a, b)}
-    readers = [u for v in (joined, a, b) for u in graph.users(v) if u.id not in splitting]
-    if len(readers) > 2 or any(len(graph.uses(v)) > 1 for v in (a, b)):
+    joined, first, second = parts.joined, parts.first, parts.second
+    if parts.read_elsewhere(graph):
         return Miss(f"a part of {graph.op(joined).name} has another reader")
     for term in terms:
         if (why := _whole_convolution(graph, term.conv)) is not None:
@@ -127,7 +148,7 @@ def split_convolution(graph: Graph, op: Op) -> Match | Miss | None:
             patch.replace(part, values[0] if len(values) == 1 else patch.add("Add", values))
 
     covered = {op.id: op for op in (graph.op(joined), *(op for t in terms for op in t.alone))}
-    return Match((*splitting.values(), *covered.values()), build)
+    return Match((*parts.splitting(graph), *covered.values()), build)
 
 
 @rule("split_sums", {"Conv"})
@@ -137,18 +158,17 @@ def split_sums(graph: Graph, op: Op) -> Match | Miss | None:
     readers = graph.users(op.value)
     if rank not in (3, 4) or not readers or any(u.kind not in PARTS for u in readers):
         return None
-    parts = [Value(u.id, port) for u in readers for port in range(len(u.outputs))]
-    if len(parts) != 2 or any(len(graph.uses(v)) != 1 for v in parts):
+    halves = [Value(u.id, port) for u in readers for port in range(len(u.outputs))]
+    if len(halves) != 2 or any(len(graph.uses(v)) != 1 for v in halves):
         return None
-    first, second = parts
-    if whole(graph, first, second, even=True, axis=1 - rank) is None:
-        first, second = second, first
-    if whole(graph, first, second, even=True, axis=1 - rank) != op.value:
+    parts = _parts(graph, *halves, even=True, axis=1 - rank)
+    if parts is None or parts.joined != op.value:
         return None
-    sums = [graph.users(v)[0] for v in parts]
+    first, second = parts.first, parts.second
+    sums = [graph.users(v)[0] for v in halves]
     if any(s.kind != "Add" or len({graph.type(operand(s, i)).shape for i in (0, 1)}) > 1 for s in sums):
         return None
-    others = [v for s, part in zip(sums, parts, strict=True) for v in s.inputs if v is not None and v != part]
+    others = [v for s, part in zip(sums, halves, strict=True) for v in s.inputs if v is not None and v != part]
     if any(graph.constant_value(v) is not None for v in others):
         return None
     if any(u.kind in PARTS for s in sums for u in graph.users(s.value)):
@@ -191,7 +211,7 @@ def _terms(graph: Graph, value: Value) -> list[_Term] | None:
 
 
 def _term(graph: Graph, value: Value) -> _Term | None:
-    """A convolution, or some channels of one of which others take the rest (the conditions of all layers: WaveGlow)."""
+    """A convolution, or some of its channels; other layers take the rest (WaveGlow has one for the conditions of all layers)."""
     op = graph.op(value)
     if op.kind == "Conv":
         return _Term(op, 0, (op,))

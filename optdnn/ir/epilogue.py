@@ -120,12 +120,8 @@ def plan_epilogue(
         scaled = allow_scale and _absorb_scale(graph, op, stage, trial, shape, channel_axis)
         begun = allow_row_bias and _absorb_row_bias(graph, op, stage, trial, shape, channel_axis)
         numbered = allow_numbers and own and _absorb_numbers(graph, op, stage, trial, shape, channel_axis)
-        if (
-            not scaled
-            and not begun
-            and not numbered
-            and not _absorb(graph, op, stage, trial, shape, channel_axis, allow_residual)
-        ):
+        own_form = scaled or begun or numbered
+        if not own_form and not _absorb(graph, op, stage, trial, shape, channel_axis, allow_residual):
             break
         if not accepts(trial.rendered):
             break

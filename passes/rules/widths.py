@@ -11,6 +11,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.support.facts import in_shape, integers, ints, operand
+from optdnn.passes.support.products import output_axis
 from optdnn.types import Array, Shape, normalize_axis, product
 
 
@@ -274,11 +275,8 @@ def _arithmetic(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int
 
 
 def _product(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wide: int) -> Sequence[Value]:
-    weights, at = constant_of(patch.graph, op, 1), 1
-    if op.kind == "Conv" or (op.kind == "Gemm" and op.attrs.transB):
-        at = 0
     inputs: list[Any] = [*op.inputs]
-    inputs[1] = patch.constant(widened(weights, at, size, wide), "widened")
+    inputs[1] = patch.constant(widened(constant_of(patch.graph, op, 1), output_axis(op), size, wide), "widened")
     if op.input(2) is not None:
         inputs[2] = patch.constant(widened(constant_of(patch.graph, op, 2), -1, size, wide), "widened")
     return [patch.add(op.kind, inputs, op.attrs)]
@@ -329,8 +327,7 @@ class Readers:
         axis = self.start
         for op in self.chain:
             if op is self.sink:
-                at = 1 if op.kind == "Conv" or (op.kind == "Gemm" and op.attrs.transB) else 0
-                weights = widened(constant_of(self.graph, op, 1), at, self.size, wide)
+                weights = widened(constant_of(self.graph, op, 1), 1 - output_axis(op), self.size, wide)
                 return patch.add(op.kind, [y, patch.constant(weights, "widened"), *op.inputs[2:]], op.attrs)
             after = _axis_behind(op, self.graph, axis, self.size)
             assert after is not None

@@ -77,6 +77,17 @@ def sizes_of(graph: Graph, value: Value) -> tuple[int, ...] | None:
     return t.static_shape if t.is_static else None
 
 
+def heads_sizes(graph: Graph, op: Op) -> list[tuple[int, ...]] | None:
+    """The shapes of an attention's queries, keys and values, four axes each, as plain integers; None where one has others."""
+    found: list[tuple[int, ...]] = []
+    for slot in range(3):
+        sizes = sizes_of(graph, operand(op, slot))
+        if sizes is None or len(sizes) != 4:
+            return None
+        found.append(sizes)
+    return found
+
+
 def bytes_of(graph: Graph, value: Value) -> int:
     """Size of a value; a symbolic dimension counts as its lowest value."""
     t = graph.type(value)
@@ -102,6 +113,12 @@ def origins(graph: Graph, values: Iterable[Value]) -> Iterator[Op]:
             seen.add(at)
             yield (op := graph.op(at))
             waiting += [v.op for v in op.inputs if v is not None]
+
+
+def is_depthwise(graph: Graph, op: Op) -> bool:
+    """Whether it is a convolution with one constant filter for each of several channels."""
+    weight = graph.constant_value(op.input(1)) if op.kind == "Conv" else None
+    return weight is not None and weight.shape[1] == 1 and 1 < op.attrs.group == weight.shape[0]
 
 
 def is_filled(value: Known | None, number: float) -> bool:

@@ -11,6 +11,11 @@ from optdnn.types import Array
 PRODUCTS = frozenset({"MatMul", "Gemm"})
 
 
+def output_axis(op: Op) -> int:
+    """The axis along which output channels lie in the weights of a product or convolution; 1 minus it: input channels."""
+    return 0 if op.kind in ("Conv", "PackedMatMul") or (op.kind == "Gemm" and op.attrs.transB) else 1
+
+
 def added_vector(graph: Graph, op: Op) -> tuple[Value, Array] | None:
     """The operand of an addition whose other one is constant along all axes but the last: (operand, that vector)."""
     for i in (0, 1):

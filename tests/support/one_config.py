@@ -10,6 +10,13 @@ from optdnn.kernels.conv import hopper_launch, implicit_gemm
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.tactic import Offer
 
+CONFIGS = (
+    Config(1, 1, 1, 40, 3), Config(2, 1, 1, 64, 2), Config(1, 1, 2, 48, 2), Config(1, 1, 1, 104, 3, alternate=True),
+    Config(1, 1, 1, 24, 2, direct=True), Config(1, 1, 1, 32, 2, split=2), Config(2, 1, 1, 256, 2), Config(1, 2, 1, 32, 2),
+    Config(1, 1, 1, 128, 2, share=(2, 1)), Config(1, 1, 1, 64, 2, stationary=True), Config(1, 1, 1, 64, 3, stream=True),
+)  # fmt: skip
+"""Each kind of configuration: tiles, rings, stores, and ways to share the work."""
+
 
 def only(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
     """Let this configuration be the choice of every launch that it can run."""
@@ -20,3 +27,18 @@ def only(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
         return [Offer(config, 1e-6)] if fits else offers(self, problem, gpu)
 
     monkeypatch.setattr(hopper_launch.HopperTactic, "offers", one)
+
+
+def only_of(monkeypatch: pytest.MonkeyPatch, tactic: Any, config: Config) -> None:
+    """Let this configuration be the one of a tactic, which is not deferred. The test is skipped where the launch cannot run it."""
+    monkeypatch.setattr(tactic, "defer", lambda self, b, op: None)
+    offers = tactic.configs
+
+    def one(self: Any, b: Any, op: Any) -> list[Offer]:
+        problem = self.problem(b, op)
+        if (why := implicit_gemm.refuse(problem, config)) is not None or (config.stores_directly and not problem.dense):
+            pytest.skip(why or "it stores rows without gaps")
+        assert offers(self, b, op)
+        return [Offer(config, 1e-6)]
+
+    monkeypatch.setattr(tactic, "configs", one)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import product
 
+from optdnn.kernels.conv import cost
 from optdnn.kernels.conv.stem_kernel import KEPT_REGISTERS, KINDS, Config, Problem, halo, refuse, resident, tiles
 from optdnn.kernels.ranking import joint, varied
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -17,22 +18,7 @@ WAIT, AHEAD, STEP, START, LAUNCH, POWER = 2080, 290, 58, 570, 1.23e-6, 2.31
 """Cycles until pixels have arrived (and if they were requested before), of a K step at least, of a block's start; seconds of a
 launch. What overlaps is summed as its POWER-th powers, hence the rates of memory and L2 above those that either has alone. All
 fitted to 570 timings on an H200 (docs/internals/kernels-convolutions.md)."""
-STAGE_ISSUE = {
-    "gelu": 12.0,
-    "gelu_tanh": 20.0,
-    "tanh": 16.0,
-    "silu": 6.0,
-    "swish": 7.0,
-    "sigmoid": 6.0,
-    "softplus": 16.0,
-    "mish": 9.0,
-    "selu": 7.0,
-    "celu": 10.0,
-    "softsign": 4.0,
-    "sin": 6.0,
-    "cos": 6.0,
-    "elu": 6.0,
-}
+STAGE_ISSUE = {**cost.STAGE_ISSUE, "gelu": 12.0, "gelu_tanh": 20.0, "tanh": 16.0}
 """Instructions of a stage of the epilogue for each result; 1 of the others."""
 
 

@@ -90,10 +90,7 @@ def _vector(op: Op, images: Sequence[TensorView]) -> int:
     channels = op.outputs[0].type.static_shape[1]
     best, item = 1, images[0].dtype.itemsize
     for count in (2, 4, 8):
-        fits = channels % count == 0 and count * item <= ACCESS
-        for x in images:
-            apart = [s for k, s in enumerate(x.strides) if k != 1 and x.shape[k] > 1]
-            fits = fits and x.strides[1] == 1 and all(n % count == 0 for n in (x.offset, *apart))
+        fits = channels % count == 0 and count * item <= ACCESS and all(_together(x, count) for x in images)
         best = count if fits else best
     return best
 
@@ -127,7 +124,7 @@ def _text(
         lines.append("}")
         done += points
     at_y = ", ".join(["o0", "channel", *(f"o{k}" for k in range(1, rank - 1))])
-    if vec > 1 and out.strides[1] == 1 and _aligned(out, vec):
+    if vec > 1 and _together(out, vec):
         narrowed = f"{each(vec)} v.lane[j] = narrow<{element}>(acc[j]);"
         lines.append(f"Pack<{element}, {vec}> v; {narrowed} v.store(p.y + at_y({at_y}));")
     else:
@@ -136,11 +133,10 @@ def _text(
     return " ".join(lines)
 
 
-def _aligned(out: TensorView, vec: int) -> bool:
-    """Whether a thread's channels of a result are one aligned store."""
-    return all(
-        n % vec == 0 for n in (out.offset, *(s for k, s in enumerate(out.strides) if k != 1 and out.shape[k] > 1))
-    )
+def _together(x: TensorView, count: int) -> bool:
+    """Whether so many neighbouring channels are one aligned access."""
+    apart = [s for k, s in enumerate(x.strides) if k != 1 and x.shape[k] > 1]
+    return x.strides[1] == 1 and all(n % count == 0 for n in (x.offset, *apart))
 
 
 def _sample(op: Op, k: int, x: TensorView, where: str, number: str, element: str, vec: int, factor: str) -> str:

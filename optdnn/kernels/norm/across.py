@@ -91,25 +91,22 @@ class NormAcross(Tactic):
         """The result, transposed."""
         b.target(op.value, turned_strides(op.outputs[0].type.static_shape))
 
-    @staticmethod
-    def _problem(op: Op) -> across.Problem:
+    def problem(self, b: Builder, op: Op) -> across.Problem:
+        """What the launch computes."""
         shape = op.outputs[0].type.static_shape
         pitch = up(shape[-2], across.LANES)
         return _problem(op, None, (pitch * shape[-1], pitch))
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        return _offers(self._problem(op), b.gpu)
+        return _offers(self.problem(b, op), b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        operands = {
-            "input": b.operand(op.inputs[0]),
-            "output": b.target(op.value, turned_strides(op.outputs[0].type.static_shape)),
-        }
-        made = across.launch(self._problem(op), config, b.gpu)
+        operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}
+        made = across.launch(self.problem(b, op), config, b.gpu)
         emit_norm(b, op, op, made, operands, op.kind, attrs_dict(op.attrs))
 
 
-class NormOfAcross(Tactic):
+class NormOfAcross(NormAcross):
     """LayerNorm or RMSNorm of rows that lie transposed, as a product over another axis leaves them; its result lies in rows."""
 
     name = "norm_of_across"
@@ -128,17 +125,8 @@ class NormOfAcross(Tactic):
         """The result, in rows without gaps."""
         b.target(op.value, row_major(op.outputs[0].type.static_shape))
 
-    @staticmethod
-    def _problem(b: Builder, op: Op) -> across.Problem:
+    def problem(self, b: Builder, op: Op) -> across.Problem:
         return _problem(op, lying_across(b.operand(op.inputs[0])), None, turned=True)
-
-    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        return _offers(self._problem(b, op), b.gpu)
-
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}
-        made = across.launch(self._problem(b, op), config, b.gpu)
-        emit_norm(b, op, op, made, operands, op.kind, attrs_dict(op.attrs))
 
 
 class AddNormAcross(AddsAndNormalizes):
