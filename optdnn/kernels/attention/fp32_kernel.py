@@ -37,7 +37,7 @@ def head(problem: Problem) -> int:
 def registers(problem: Problem, config: Config) -> int:
     """What a thread needs, fitted to where the compiler begins to spill."""
     keys, wide = config.keys, head(problem)
-    needed = 2.0 * keys + 2.2 * wide + 52 if config.tiles == 2 else 1.4 * keys + 0.65 * wide + (91 if wide > 128 else 41)
+    needed = keys + 0.9 * wide + 56
     hides = problem.mask is not None or problem.reach >= 0 or problem.lengths
     return int(needed + (0 if not hides else 20 if wide > 128 else 10))
 
@@ -54,7 +54,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | N
     if (why := general.unsuitable(problem, UNIT, WIDEST)) is not None:
         return why
     if (
-        config.warps not in (1, 2, 4, 8) or config.tiles not in (1, 2) or config.keys not in (16, 32, 48, 64)
+        config.warps not in (1, 2, 4, 8) or config.tiles != 1 or config.keys not in (16, 32, 48, 64)
         or config.slots not in (2, 3, 4) or config.split != 1
     ):  # fmt: skip
         return "not a tile of this kernel"
@@ -68,7 +68,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | N
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile. Lengths, strides and counts are parameters."""
     defines = {
-        "WARPS": config.warps, "TILES": config.tiles, "BLOCK_KEYS": config.keys, "SLOTS": config.slots, "HEAD": head(problem),
+        "WARPS": config.warps, "BLOCK_KEYS": config.keys, "SLOTS": config.slots, "HEAD": head(problem),
         "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "WINDOW": int(problem.reach >= 0), "FROM_END": int(problem.from_end),
         "SOFTCAP": int(problem.softcap > 0), "HAS_LENGTHS": int(problem.lengths), "MASK": mask_width(problem), "OPERAND_ITEM": 4,
     }  # fmt: skip
@@ -95,7 +95,7 @@ order_of_sums = general.order_of_sums
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch: it ranks configurations."""
     products, lanes = _RATES.get(device.capability, (256, 128))
-    rows, keys, wide = 16 * config.tiles, config.keys, head(problem)
+    rows, keys, wide = 16, config.keys, head(problem)
     tiles = -(-problem.keys // keys)
     blocks = -(-problem.queries // config.queries) * problem.heads * problem.batch
     working = -(-problem.queries // rows) * problem.heads * problem.batch / blocks  # warps of a block that have queries
@@ -129,15 +129,15 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
     """The configurations to time, best predicted first. Empty when the kernel cannot run the problem."""
     found: list[tuple[float, Config]] = []
-    for warps, tiles, keys in itertools.product((1, 2, 4, 8), (1, 2), (16, 32, 48, 64)):
-        if (warps - 1) * 16 * tiles >= problem.queries or (tiles - 1) * 16 >= problem.queries:
+    for warps, keys in itertools.product((1, 2, 4, 8), (16, 32, 48, 64)):
+        if (warps - 1) * 16 >= problem.queries:
             continue  # warps without queries
         if keys - 16 >= problem.keys and keys > 16:
             continue
         own: list[tuple[float, Config]] = []  # of one tile, that with the best ring
-        for slots in (2, 3, 4):
+        for slots in (2, 4):
             for blocks in (4, 3, 2, 1):  # the most that fit: fewer would not change anything
-                config = Config(warps, tiles, keys, slots, blocks)
+                config = Config(warps, 1, keys, slots, blocks)
                 if refuse(problem, config, shared=device.shared_per_block) is None:
                     own.append((estimate(problem, config, device), config))
                     break

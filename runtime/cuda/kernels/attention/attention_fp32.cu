@@ -3,9 +3,10 @@
 //
 // Tensor cores multiply tf32, which has 11 bits of a number's 24. So each number is the sum of its first 11 bits and of the rest, and a product is
 // the sum of three: first x first, first x rest, rest x first. What is left out is below 2^-20 of the product (3xTF32: Ootomo and Yokota 2022,
-// and CUTLASS). Sums of products of one tile of keys are added to the result by fp32 additions: tensor cores cut what they add off.
+// and CUTLASS). Tensor cores cut off what they add: so products with a rest have
+// sums of their own where the sum becomes an exponent, and those of each tile of keys are added to the result by fp32 additions.
 //
-// A block takes WARPS sets of TILES x 16 queries of one head, which stay in shared memory. Tiles of BLOCK_KEYS keys and of their values come by turns
+// A block takes WARPS sets of 16 queries of one head, which stay in shared memory. Tiles of BLOCK_KEYS keys and of their values come by turns
 // into a ring of SLOTS. The accumulators of eight keys' scores are, as exponentials, the first operand of their product with values, since K may be
 // in any order: column c of the operand is key 2 c for c < 4, else key 2 (c - 4) + 1. Statistics are those of the online softmax.
 //
@@ -13,13 +14,13 @@
 // column g of a tile of results. So rows of keys are PITCH floats apart (16 more than a multiple of 32) and those of values HEAD + 4: the lanes of a
 // quarter of a warp read different banks.
 //
-// generated.cuh defines WARPS, TILES, BLOCK_KEYS, SLOTS, HEAD (a multiple of 16; what the tensor lacks is zeros), MIN_BLOCKS, CAUSAL, WINDOW, FROM_END,
+// generated.cuh defines WARPS, BLOCK_KEYS, SLOTS, HEAD (a multiple of 16; what the tensor lacks is zeros), MIN_BLOCKS, CAUSAL, WINDOW, FROM_END,
 // HAS_LENGTHS, SOFTCAP, MASK (as for attention_sm80.cu, of fp32) and multiply().
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
 
-constexpr int THREADS = WARPS * 32, ROWS = TILES * 16, QUERIES = WARPS * ROWS, EIGHTS = BLOCK_KEYS / 8;
+constexpr int THREADS = WARPS * 32, ROWS = 16, QUERIES = WARPS * ROWS, EIGHTS = BLOCK_KEYS / 8;
 constexpr int PITCH = HEAD % 32 == 0 ? HEAD + 16 : HEAD, VALUE_PITCH = HEAD + 4;           // floats
 constexpr u32 SLOT_BYTES = BLOCK_KEYS * (PITCH > VALUE_PITCH ? PITCH : VALUE_PITCH) * 4;
 constexpr int FEW = HEAD % 32 == 0 ? 4 : 2, GROUPS = HEAD / (8 * FEW);                     // groups of FEW tiles of results
@@ -61,17 +62,14 @@ struct Left {                                      // operands of both parts
     }
 };
 
-// The three products of COUNT tiles of columns with TILES tiles of rows.
-template <int COUNT, int STRIDE> DEVICE void multiply_parts(float (*sums)[STRIDE][4], int from, const Left (&a)[TILES], const Parts (&b)[COUNT][2]) {
+// The three products with COUNT tiles of columns; small: sums of those of a rest.
+template <int COUNT> DEVICE void multiply_parts(float (*sums)[4], float (*small)[4], const Left& a, const Parts (&b)[COUNT][2]) {
     #pragma unroll
-    for (int part = 0; part < 3; part++)           // the smaller ones first
-        #pragma unroll
-        for (int n = 0; n < COUNT; n++)
-            #pragma unroll
-            for (int m = 0; m < TILES; m++) {
-                const u32 (&left)[4] = part == 0 ? a[m].rest : a[m].first;
-                multiply(sums[m][from + n], left, part == 1 ? b[n][0].rest : b[n][0].first, part == 1 ? b[n][1].rest : b[n][1].first);
-            }
+    for (int n = 0; n < COUNT; n++) multiply(small[n], a.rest, b[n][0].first, b[n][1].first);
+    #pragma unroll
+    for (int n = 0; n < COUNT; n++) multiply(sums[n], a.first, b[n][0].first, b[n][1].first);
+    #pragma unroll
+    for (int n = 0; n < COUNT; n++) multiply(small[n], a.first, b[n][0].rest, b[n][1].rest);
 }
 
 // COUNT rows of a head from ``first`` on; zeros from row ``end`` on, and behind the features.
@@ -85,44 +83,47 @@ template <int COUNT, int PITCH_OF> DEVICE void load_rows(u32 target, const float
 
 DEVICE float4 four(const float* at) { return *reinterpret_cast<const float4*>(at); }
 
-// Scores of a tile of keys: s[m][j][i]: query row 16 m + 8 (i / 2), key column + 8 j + i % 2. queries, keys: of the lane.
-DEVICE void multiply_keys(float (&s)[TILES][EIGHTS][4], const float* queries, const float* keys) {
+// Scores of a tile of keys: s[j][i]: query row 8 (i / 2), key column + 8 j + i % 2. queries, keys: of the lane.
+DEVICE void multiply_keys(float (&s)[EIGHTS][4], const float* queries, const float* keys) {
+    constexpr int SOME = EIGHTS % 4 == 0 ? 4 : 2;  // eights of keys at a time
     #pragma unroll
-    for (int k = 0; k < HEAD / 16; k++) {
-        Left a[2][TILES];
-        #pragma unroll
-        for (int m = 0; m < TILES; m++)
+    for (int first = 0; first < EIGHTS; first += SOME) {
+        float small[SOME][4] = {};
+        #pragma unroll 2                           // all steps' loads at once would spill
+        for (int k = 0; k < HEAD / 16; k++) {
+            Left a[2];
             #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float4 q = four(queries + (m * 16 + i * 8) * PITCH + k * 16);
-                a[0][m].set(i, q.x), a[0][m].set(i + 2, q.y), a[1][m].set(i, q.z), a[1][m].set(i + 2, q.w);
+                const float4 q = four(queries + i * 8 * PITCH + k * 16);
+                a[0].set(i, q.x), a[0].set(i + 2, q.y), a[1].set(i, q.z), a[1].set(i + 2, q.w);
             }
-        #pragma unroll
-        for (int j = 0; j < EIGHTS; j += 2) {
-            Parts b[2][2][2];
             #pragma unroll
-            for (int n = 0; n < 2; n++) {
-                const float4 v = four(keys + (j + n) * 8 * PITCH + k * 16);
-                b[0][n][0] = v.x, b[0][n][1] = v.y, b[1][n][0] = v.z, b[1][n][1] = v.w;
+            for (int j = 0; j < SOME; j += 2) {
+                Parts b[2][2][2];
+                #pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    const float4 v = four(keys + (first + j + n) * 8 * PITCH + k * 16);
+                    b[0][n][0] = v.x, b[0][n][1] = v.y, b[1][n][0] = v.z, b[1][n][1] = v.w;
+                }
+                multiply_parts(s + first + j, small + j, a[0], b[0]);
+                multiply_parts(s + first + j, small + j, a[1], b[1]);
             }
-            multiply_parts(s, j, a[0], b[0]);
-            multiply_parts(s, j, a[1], b[1]);
         }
+        #pragma unroll
+        for (int i = 0; i < SOME * 4; i++) s[first + i / 4][i % 4] += small[i / 4][i % 4];
     }
 }
 
 // The results so far, times rescale, plus the weights of a tile of keys times their values. values: of the lane.
-DEVICE void multiply_values(float (&out)[TILES][GROUPS * FEW][4], const float (&s)[TILES][EIGHTS][4], const float (&rescale)[TILES][2], const float* values) {
+DEVICE void multiply_values(float (&out)[GROUPS * FEW][4], const float (&s)[EIGHTS][4], const float (&rescale)[2], const float* values) {
     #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
-        float sums[TILES][FEW][4] = {};
+        float sums[FEW][4] = {};
         #pragma unroll
         for (int j = 0; j < EIGHTS; j++) {
-            Left a[TILES];
+            Left a;
             #pragma unroll
-            for (int m = 0; m < TILES; m++)
-                #pragma unroll
-                for (int i = 0; i < 4; i++) a[m].set(i, s[m][j][i % 2 * 2 + i / 2]);
+            for (int i = 0; i < 4; i++) a.set(i, s[j][i % 2 * 2 + i / 2]);
             Parts b[FEW][2];
             #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -133,14 +134,12 @@ DEVICE void multiply_values(float (&out)[TILES][GROUPS * FEW][4], const float (&
                 #pragma unroll
                 for (int n = 0; n < FEW; n++) b[n][i] = v[n];
             }
-            multiply_parts(sums, 0, a, b);
+            multiply_parts(sums, sums, a, b);
         }
         #pragma unroll
-        for (int m = 0; m < TILES; m++)
+        for (int n = 0; n < FEW; n++)
             #pragma unroll
-            for (int n = 0; n < FEW; n++)
-                #pragma unroll
-                for (int i = 0; i < 4; i++) out[m][group * FEW + n][i] = fmaf(out[m][group * FEW + n][i], rescale[m][i / 2], sums[m][n][i]);
+            for (int i = 0; i < 4; i++) out[group * FEW + n][i] = fmaf(out[group * FEW + n][i], rescale[i / 2], sums[n][i]);
     }
 }
 
@@ -195,78 +194,70 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
     };
 
     const float* const own_queries = reinterpret_cast<const float*>(shared) + (warp * ROWS + lane / 4) * PITCH + lane % 4 * 4;
-    const float* mask[TILES][2];
-    float out[TILES][GROUPS * FEW][4] = {}, maximum[TILES][2], sum[TILES][2] = {};
+    const float* mask[2];
+    float out[GROUPS * FEW][4] = {}, maximum[2], sum[2] = {};
     #pragma unroll
-    for (int m = 0; m < TILES; m++)
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {              // this thread's queries: own + 16 m + lane / 4, and 8 further
-            maximum[m][i] = -infinity();
-            mask[m][i] = MASK ? p.mask + batch % p.mask_period * p.mask_batch + head * p.mask_head +
-                                    min(own + m * 16 + lane / 4 + 8 * i, p.query_count - 1) * p.mask_query
-                              : nullptr;
-        }
+    for (int i = 0; i < 2; i++) {                  // this thread's queries: own + lane / 4, and 8 further
+        maximum[i] = -infinity();
+        mask[i] = MASK ? p.mask + batch % p.mask_period * p.mask_batch + head * p.mask_head + min(own + lane / 4 + 8 * i, p.query_count - 1) * p.mask_query : nullptr;
+    }
 
     for (int turn = 0; turn < tiles; turn++) {
         const int tile = begin + turn;
         const bool sees = tile * BLOCK_KEYS < own_last;
         const float* const key_tile = next_part(2 * turn);
-        float s[TILES][EIGHTS][4] = {}, rescale[TILES][2];
+        float s[EIGHTS][4] = {}, rescale[2];
         if (sees) {
             multiply_keys(s, own_queries, key_tile + lane / 4 * PITCH + lane % 4 * 4);
-            const int column = tile * BLOCK_KEYS + lane % 4 * 2;
+            const int column = tile * BLOCK_KEYS + lane % 4 * 2, row = own + lane / 4;
             #pragma unroll
-            for (int m = 0; m < TILES; m++) {
-                const int row = own + m * 16 + lane / 4;
+            for (int j = 0; j < EIGHTS; j++) {
+                if (SOFTCAP)                       // cap tanh(x / cap), as exponentials
+                    #pragma unroll
+                    for (int i = 0; i < 4; i++) s[j][i] = fmaf(__fdividef(-2.0f, 1.0f + exp2_fast(s[j][i] * p.cap_in)), p.cap, p.cap);
+                if (MASK)
+                    #pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const int at = column + 8 * j;
+                        float2 own_mask = {0.0f, 0.0f};
+                        if (MASK == 2) {
+                            if (at < p.key_count) own_mask = *reinterpret_cast<const float2*>(mask[i] + at);
+                        } else {
+                            if (at < p.key_count) own_mask.x = mask[i][at];
+                            if (at + 1 < p.key_count) own_mask.y = mask[i][at + 1];
+                        }
+                        s[j][2 * i] = fmaf(s[j][2 * i], SOFTCAP ? 1.0f : p.scale, own_mask.x);
+                        s[j][2 * i + 1] = fmaf(s[j][2 * i + 1], SOFTCAP ? 1.0f : p.scale, own_mask.y);
+                    }
+            }
+            const bool cut = (tile + 1) * BLOCK_KEYS > key_count || (CAUSAL && (tile + 1) * BLOCK_KEYS > own + offset + 1) ||
+                             (WINDOW && tile * BLOCK_KEYS < own + 15 + offset - p.reach);
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int limit = (CAUSAL ? min(key_count, row + 8 * i + offset + 1) : key_count) - column;
+                const int least = WINDOW ? row + 8 * i + offset - p.reach - column : -(1 << 30);
+                float most = maximum[i];
                 #pragma unroll
                 for (int j = 0; j < EIGHTS; j++) {
-                    if (SOFTCAP)                   // cap tanh(x / cap), as exponentials
-                        #pragma unroll
-                        for (int i = 0; i < 4; i++) s[m][j][i] = fmaf(__fdividef(-2.0f, 1.0f + exp2_fast(s[m][j][i] * p.cap_in)), p.cap, p.cap);
-                    if (MASK)
-                        #pragma unroll
-                        for (int i = 0; i < 2; i++) {
-                            const int at = column + 8 * j;
-                            float2 own_mask = {0.0f, 0.0f};
-                            if (MASK == 2) {
-                                if (at < p.key_count) own_mask = *reinterpret_cast<const float2*>(mask[m][i] + at);
-                            } else {
-                                if (at < p.key_count) own_mask.x = mask[m][i][at];
-                                if (at + 1 < p.key_count) own_mask.y = mask[m][i][at + 1];
-                            }
-                            s[m][j][2 * i] = fmaf(s[m][j][2 * i], SOFTCAP ? 1.0f : p.scale, own_mask.x);
-                            s[m][j][2 * i + 1] = fmaf(s[m][j][2 * i + 1], SOFTCAP ? 1.0f : p.scale, own_mask.y);
-                        }
+                    if (cut && (8 * j >= limit || 8 * j < least)) s[j][2 * i] = -infinity();
+                    if (cut && (8 * j + 1 >= limit || 8 * j + 1 < least)) s[j][2 * i + 1] = -infinity();
+                    most = fmaxf(most, fmaxf(s[j][2 * i], s[j][2 * i + 1]));
                 }
-                const bool cut = (tile + 1) * BLOCK_KEYS > key_count || (CAUSAL && (tile + 1) * BLOCK_KEYS > own + m * 16 + offset + 1) ||
-                                 (WINDOW && tile * BLOCK_KEYS < own + m * 16 + 15 + offset - p.reach);
+                most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+                most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+                // A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so. Differences come first: a
+                // mask may be the least finite number.
+                const float shift = most == -infinity() ? 0.0f : most;
+                rescale[i] = exp2_fast((maximum[i] - shift) * factor);
+                maximum[i] = most;
+                float total = 0.0f;
                 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int limit = (CAUSAL ? min(key_count, row + 8 * i + offset + 1) : key_count) - column;
-                    const int least = WINDOW ? row + 8 * i + offset - p.reach - column : -(1 << 30);
-                    float most = maximum[m][i];
-                    #pragma unroll
-                    for (int j = 0; j < EIGHTS; j++) {
-                        if (cut && (8 * j >= limit || 8 * j < least)) s[m][j][2 * i] = -infinity();
-                        if (cut && (8 * j + 1 >= limit || 8 * j + 1 < least)) s[m][j][2 * i + 1] = -infinity();
-                        most = fmaxf(most, fmaxf(s[m][j][2 * i], s[m][j][2 * i + 1]));
-                    }
-                    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-                    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-                    // A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so. Differences come first: a
-                    // mask may be the least finite number.
-                    const float shift = most == -infinity() ? 0.0f : most;
-                    rescale[m][i] = exp2_fast((maximum[m][i] - shift) * factor);
-                    maximum[m][i] = most;
-                    float total = 0.0f;
-                    #pragma unroll
-                    for (int j = 0; j < EIGHTS; j++) {
-                        s[m][j][2 * i] = exp2_fast((s[m][j][2 * i] - shift) * factor);
-                        s[m][j][2 * i + 1] = exp2_fast((s[m][j][2 * i + 1] - shift) * factor);
-                        total += s[m][j][2 * i] + s[m][j][2 * i + 1];
-                    }
-                    sum[m][i] = fmaf(sum[m][i], rescale[m][i], total);
+                for (int j = 0; j < EIGHTS; j++) {
+                    s[j][2 * i] = exp2_fast((s[j][2 * i] - shift) * factor);
+                    s[j][2 * i + 1] = exp2_fast((s[j][2 * i + 1] - shift) * factor);
+                    total += s[j][2 * i] + s[j][2 * i + 1];
                 }
+                sum[i] = fmaf(sum[i], rescale[i], total);
             }
         }
         const float* const value_tile = next_part(2 * turn + 1);
@@ -276,24 +267,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
     // Tile n of a group has feature FEW c + n in its column c.
     float* const target = p.output + batch * p.of_output.batch + head * p.of_output.head;
     #pragma unroll
-    for (int m = 0; m < TILES; m++)
+    for (int i = 0; i < 2; i++) {
+        const int row = own + 8 * i + lane / 4;
+        float whole = sum[i];
+        whole += __shfl_xor_sync(0xffffffffu, whole, 1);
+        whole += __shfl_xor_sync(0xffffffffu, whole, 2);
+        whole = whole == 0.0f ? 0.0f : 1.0f / whole;                           // no key at all: zeros, as ONNX's Attention has it
+        if (row >= p.query_count) continue;
         #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int row = own + m * 16 + 8 * i + lane / 4;
-            float whole = sum[m][i];
-            whole += __shfl_xor_sync(0xffffffffu, whole, 1);
-            whole += __shfl_xor_sync(0xffffffffu, whole, 2);
-            whole = whole == 0.0f ? 0.0f : 1.0f / whole;                       // no key at all: zeros, as ONNX's Attention has it
-            if (row >= p.query_count) continue;
+        for (int group = 0; group < GROUPS; group++)
             #pragma unroll
-            for (int group = 0; group < GROUPS; group++)
+            for (int f = 0; f < 2 * FEW; f += 4) {                             // of the 2 FEW features that lie side by side, four at a time
+                const int feature = group * (8 * FEW) + lane % 4 * (2 * FEW) + f;
+                float v[4];
                 #pragma unroll
-                for (int f = 0; f < 2 * FEW; f += 4) {                         // of the 2 FEW features that lie side by side, four at a time
-                    const int feature = group * (8 * FEW) + lane % 4 * (2 * FEW) + f;
-                    float v[4];
-                    #pragma unroll
-                    for (int e = 0; e < 4; e++) v[e] = out[m][group * FEW + (f + e) % FEW][2 * i + (f + e) / FEW] * whole;
-                    if (feature < p.value_features) *reinterpret_cast<float4*>(target + (long long)row * p.of_output.position + feature) = *reinterpret_cast<float4*>(v);
-                }
-        }
+                for (int e = 0; e < 4; e++) v[e] = out[group * FEW + (f + e) % FEW][2 * i + (f + e) / FEW] * whole;
+                if (feature < p.value_features) *reinterpret_cast<float4*>(target + (long long)row * p.of_output.position + feature) = *reinterpret_cast<float4*>(v);
+            }
+    }
 }
