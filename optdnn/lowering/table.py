@@ -21,6 +21,7 @@ from optdnn.kernels.conv.grouped import GroupedConv
 from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.kernels.conv.normed import NormedConv
 from optdnn.kernels.conv.paired import PairedConv
+from optdnn.kernels.conv.parts import PartsConv, PartsGemm
 from optdnn.kernels.conv.pooled import PooledConv
 from optdnn.kernels.conv.separable import Separable
 from optdnn.kernels.conv.stem import StemConv
@@ -114,6 +115,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         GroupedConv(),
         BandedConv(),
         GeneralConv(),
+        PartsConv(),
         TiledConv(),
         DirectConv(),
         CudnnConv(),
@@ -138,6 +140,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         NormedResidualGemm(),
         HopperGemm(),
         GeneralGemm(),
+        PartsGemm(),
         TiledGemm(),
         HopperMatMul(),
         TiledMatMul(),
@@ -156,6 +159,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         NormedResidualGemm(),
         HopperGemm(),
         GeneralGemm(),
+        PartsGemm(),
         TiledGemm(),
         TiledMatMul(),
         CublasLtGemm(),
