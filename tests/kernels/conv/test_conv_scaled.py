@@ -62,7 +62,7 @@ def scaled(program: Program) -> int:
 @pytest.mark.parametrize("name", NETS)
 def test_the_convolution_scales_what_it_adds(name: str, precision: str) -> None:
     program = check_simulated(NETS[name], precision, tolerance={"fp16": 1e-2, "bf16": 6e-2}.get(precision))
-    assert scaled(program) == (precision != "fp32")
+    assert scaled(program) == (precision != "fp32" or name != "channels in fours")  # those are for scalar units
 
 
 @pytest.mark.parametrize(
