@@ -41,8 +41,8 @@ def registers(problem: Problem, config: Config) -> int:
     """What a thread needs, fitted to where the compiler begins to spill."""
     keys, wide = config.keys, head(problem)
     needed = keys + 0.9 * wide + 56
-    hides = problem.mask is not None or problem.reach >= 0 or problem.lengths
-    return int(needed + (0 if not hides else 20 if wide > 128 else 10))
+    more = 20 if problem.mask is not None or wide > 128 else 10
+    return int(needed + (more if problem.mask is not None or problem.reach >= 0 or problem.lengths else 0))
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
