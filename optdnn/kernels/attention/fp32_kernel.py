@@ -41,7 +41,7 @@ def registers(problem: Problem, config: Config) -> int:
     """What a thread needs, fitted to where the compiler begins to spill."""
     keys, wide = config.keys, head(problem)
     needed = keys + 0.9 * wide + 56
-    more = 20 if problem.mask is not None or wide > 128 else 10
+    more = 24 if problem.mask is not None or wide > 128 else 10
     return int(needed + (more if problem.mask is not None or problem.reach >= 0 or problem.lengths else 0))
 
 
