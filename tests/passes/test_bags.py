@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import onnx
 import pytest
 from importers.onnxtext import model
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
+from support.simulated import check_simulated
 
 from optdnn.importers.onnx import import_model
+from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.reduce import ReduceAttrs
@@ -17,6 +22,7 @@ from optdnn.passes.base import PassContext
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.pipelines import PIPELINE
+from optdnn.types import Array
 
 GPU = PassContext(target="cuda:sm_90a")
 
@@ -151,3 +157,109 @@ def test_cpus_run_no_loop_for_them(level: int) -> None:
     """A library takes an iteration for each bag: ONNX Runtime needed 0.7 s for 26 tables of 512 bags."""
     assert any(isinstance(p, Bags) for p in PIPELINE(level, "cpu"))
     check_pass(Bags(), loop(), changes=1, context=PassContext(target="cpu"))
+
+
+# ---------------------------------------------------------------- bounds that are computed
+
+
+def given(
+    reduce: str = "ReduceSum", keep: int = 0, weights: str = "", table: str = "constant", flat: bool = True,
+    count: int = 12, trips: int = 4, bounds: int = 5, indices: str = "at",
+) -> Graph:  # fmt: skip
+    """As :func:`loop`, of a constant table, with bounds that are an input.
+
+    ``weights``: "run" (each row times its weight), or "other" (the weights of another run). ``table``: "constant", "infinite" or
+    "input"."""
+    kind, shape = f"int64[{bounds}]" if flat else f"int64[{bounds},1]", (20, 6)
+    cut = "p = Gather(starts, i)  q = Gather(ends, i)  s = Unsqueeze(p, zero)  e = Unsqueeze(q, zero)"
+    cut = cut if flat else "s = Gather(starts, i)  e = Gather(ends, i)"
+    run = {"": "", "run": "part = Slice(w, s, e, zero)", "other": "part = Slice(w, e, s, zero)"}[weights]
+    times = "one = Constant<value_ints = [1]>()  column = Unsqueeze(part, one)  found = Mul(those, column)"
+    name, times = ("those", times) if weights else ("found", "")
+    more = "1, " if keep else ""
+    inputs = f"int64[{count}] at, {kind} starts, {kind} ends" + (f", float[{count}] w" if weights else "")
+    inputs += ", float[20,6] x" if table == "input" else ""
+    text = f"""g ({inputs}) => (float[{trips},{more}6] y) <int64 trips = {{{trips}}}, bool true = {{1}}> {{
+        y = Loop<body = b (int64 i, bool go) => (bool c, float[r] v) <int64[1] zero = {{0}}> {{
+            {cut}  rows = Slice({indices}, s, e, zero)  {name} = Gather(x, rows)  {run}
+            {times}
+            v = {reduce}<keepdims = {keep}>(found, zero)  c = Identity(true)
+        }}>(trips, true) }}"""
+    proto = model(text, 18)
+    if table != "input":
+        numbers = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
+        if table == "infinite":
+            numbers[7, 2] = np.inf
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(numbers, "x"))
+    graph = import_model(proto)
+    FoldConstants()(graph)
+    DeadCode()(graph)
+    return graph
+
+
+def bounds_of(graph: Graph, starts: list[int], ends: list[int]) -> dict[str, Array]:
+    feeds = random_feeds(graph, 5)
+    shape = feeds["starts"].shape
+    return {**feeds, "starts": np.array(starts).reshape(shape), "ends": np.array(ends).reshape(shape)}
+
+
+BOUNDS = {
+    "sorted": ([0, 3, 3, 8, 0], [3, 3, 8, 12, 0]),
+    "overlapping": ([2, 0, 5, 1, 0], [9, 12, 4, 6, 0]),
+    "from the end": ([-3, -12, -20, 2, 0], [12, -9, 5, -1, 0]),
+    "behind the end": ([0, 10, 12, 30, 0], [99, 12, 40, 50, 0]),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("reduce", ["ReduceSum", "ReduceMean"])
+@pytest.mark.parametrize("weights", ["", "run"])
+def test_given_bounds_are_a_product(reduce: str, weights: str, name: str) -> None:
+    graph = given(reduce, weights=weights)
+    after, _ = check_pass(Bags(), graph, changes=1, rules={"loop_of_given_bags": 1}, context=GPU)
+    assert {k: n for k, n in after.kinds().items() if k in ("MatMul", "Gather", "Loop")} == {"MatMul": 1, "Gather": 1}
+    feeds = bounds_of(graph, *BOUNDS[name])
+    np.testing.assert_allclose(evaluate(after, feeds)["y"], evaluate(graph, feeds)["y"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("keep", [0, 1])
+def test_given_bounds_in_other_forms(keep: int, flat: bool) -> None:
+    """Bounds with an axis of their own, as many as there are bags, and a result that keeps the axis."""
+    check_pass(Bags(), given(keep=keep, flat=flat, bounds=4), changes=1, context=GPU)
+
+
+def test_a_weight_that_is_no_number_stays_in_its_bag() -> None:
+    graph = given(weights="run")
+    feeds = bounds_of(graph, *BOUNDS["sorted"])
+    feeds["w"][4] = np.nan  # an index of the third bag
+    Bags()(graph, GPU)
+    assert np.isnan(evaluate(graph, feeds)["y"]).any(1).tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"reduce": "ReduceMax"}, "maximum"),
+        ({"table": "infinite"}, "finite"),
+        ({"table": "input"}, "finite"),
+        ({"count": 1 << 25}, "larger than"),
+    ],
+)
+def test_given_bounds_that_stay(options: dict[str, Any], because: str) -> None:
+    check_refused(Bags(), given(**options), because=because, context=GPU)
+
+
+@pytest.mark.parametrize("options", [{"weights": "other"}, {"bounds": 3}, {"indices": "starts"}])
+def test_given_bounds_of_other_loops(options: dict[str, Any]) -> None:
+    """Weights of another run, fewer bounds than bags; indices that are bounds are still indices."""
+    graph = given(**options)
+    if "indices" in options:
+        check_pass(Bags(), graph, changes=1, context=GPU)
+    else:
+        check_untouched(Bags(), graph, GPU)
+
+
+def test_given_bags_run_on_the_gpu_alone() -> None:
+    program = check_simulated(given())
+    assert {step.executor for step in program.steps} == {"cuda"}
