@@ -199,7 +199,7 @@ def _assembled(patch: Patch, parts: Sequence[_Part], region: Sequence[tuple[int,
 
 @dataclass(frozen=True)
 class _Part:
-    """What ``op`` writes: the positions of ``spans``, along the other axes all there are, of ``shape``. ``target``: to reshape it to
+    """What ``op`` writes: the positions of ``spans``, and all those of the other axes of ``shape``. It is reshaped to ``target``
     first."""
 
     op: Op
