@@ -122,8 +122,8 @@ def _shift(graph: Graph, part: Value | None, axis: int, slot: int) -> Shift | No
 
 
 def _sum(graph: Graph, part: Value | None, axis: int) -> tuple[Op, Op, tuple[int, int] | None, list[Op]] | None:
-    """The sum along ``axis`` that has a size of one there, the product that it adds up, the sizes of the two axes into which channels
-    are split in between (None: they are not), and all operators on the way."""
+    """The sum along ``axis`` that has a size of one there, the product that it adds up, the sizes of the two axes that the channels
+    are split into in between (None: they are not), and all operators on the way."""
     ops = [op for op in (producer(graph, part, RESHAPES, alone=True),) if op is not None]
     total = producer(graph, operand(ops[0]) if ops else part, SUMS, alone=True)
     if total is None:
