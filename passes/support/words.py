@@ -101,6 +101,7 @@ RULES: Mapping[str, str] = {
     "outer_product": "products of one term written as multiplications",
     "loop_of_bags": "loops over embedding bags made one gather and one reduction",
     "loop_of_given_bags": "loops over embedding bags of computed bounds made one product",
+    "concat_of_given_bags": "embedding bags of computed bounds side by side made one product",
     "concat_of_bags": "reductions of runs of rows made one reduction",
     "norms_of_filters": "norms of modulated filters made products with the squares of constant ones",
     "gathered_products": "products of gathered rows computed before they are gathered",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.bags import Bags
 from optdnn.passes.base import PassContext
+from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.pipelines import PIPELINE
@@ -263,3 +265,77 @@ def test_given_bounds_of_other_loops(options: dict[str, Any]) -> None:
 def test_given_bags_run_on_the_gpu_alone() -> None:
     program = check_simulated(given())
     assert {step.executor for step in program.steps} == {"cuda"}
+
+
+def chosen(
+    bounds: Sequence[tuple[int, int]] = ((0, 1), (1, 2), (2, 3), (3, 4)), *, reduce: str = "ReduceSum", weights: str = "",
+    empty: float = 0.0, table: str = "constant", last: bool = True, kinds: Sequence[str] = (), axes: int = 0, meet: bool = True,
+) -> Graph:  # fmt: skip
+    """Bags that the importer wrote out, each of which is zeros (``empty``) where its bounds are equal (``meet``).
+
+    ``bounds``: two elements of the offsets for each bag. ``weights``: the type of factors of the rows. ``last``: whether the last one is
+    a bag as well.
+    """
+    parts = []
+    for k, (start, end) in enumerate(bounds):
+        kind = kinds[k] if kinds else reduce
+        parts.append(
+            f"""s{k} = Slice(offsets, n{start}, n{start + 1}) e{k} = Slice(offsets, n{end}, n{end + 1}) c{k} = Equal(s{k}, {f"e{k}" if meet else "n3"})
+            y{k} = If(c{k}) <then_branch = a () => (float[1,6] none) {{ none = Constant<value = float[1,6] {{{",".join([str(empty)] * 6)}}}>() }},
+            else_branch = b () => (float[1,6] sum) {{ axes = Constant<value_ints = [{axes}]>() part = Slice(rows, s{k}, e{k})
+            sum = {kind}<keepdims = 1>(part, axes) }}>"""
+        )
+    count = len(bounds)
+    if not last:
+        parts[-1] = f"y{count - 1} = Slice(rows, n0, n1)"
+    numbers = " ".join(f"n{k} = Constant<value_ints = [{k}]>()" for k in range(6))
+    rows = "rows = Mul(looked, w)" if weights else "rows = Identity(looked)"
+    inputs = (
+        "int64[12] at, int64[5] offsets"
+        + (f", {weights} w" if weights else "")
+        + (", float[20,6] x" if table == "input" else "")
+    )
+    text = f"""g ({inputs}) => (float[{count},6] y) {{ {numbers} looked = Gather(x, at) {rows} {" ".join(parts)}
+        y = Concat<axis = 0>({", ".join(f"y{k}" for k in range(count))}) }}"""
+    proto = model(text, 18)
+    if table != "input":
+        table_of = np.random.default_rng(3).standard_normal((20, 6)).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(table_of, "x"))
+    graph = import_model(proto)
+    for one in (FoldConstants(), Canonicalize(), DeadCode()):
+        one(graph)
+    return graph
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 3, 8, 12], [2, 9, 5, -4, 30], [4, 4, 4, 4, 4]])
+@pytest.mark.parametrize(("reduce", "weights"), [("ReduceSum", ""), ("ReduceMean", ""), ("ReduceSum", "float[12,1]")])
+def test_bags_that_are_chosen(reduce: str, weights: str, offsets: list[int]) -> None:
+    graph = chosen(reduce=reduce, weights=weights)
+    after, _ = check_pass(Bags(), graph, changes=1, rules={"concat_of_given_bags": 1}, context=GPU)
+    assert not after.of_kind("If", "Concat")
+    feeds = {**random_feeds(graph, 5), "offsets": np.array(offsets)}
+    np.testing.assert_allclose(evaluate(after, feeds)["y"], evaluate(graph, feeds)["y"], rtol=1e-5, atol=1e-6)
+
+
+def test_another_part_behind_them_stays() -> None:
+    after, _ = check_pass(Bags(), chosen(last=False), changes=1, context=GPU)
+    assert [len(op.inputs) for op in after.of_kind("Concat")] == [2]
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [
+        (chosen(kinds=["ReduceSum", "ReduceMean", "ReduceSum", "ReduceSum"]), "different values"),
+        (chosen(((0, 1), (2, 3), (1, 2), (3, 4))), "not in the order"),
+        (chosen(weights="float[12,6]"), "rows of a table"),
+        (chosen(table="input"), "finite"),
+    ],
+    ids=["kinds", "order", "factors", "table"],
+)
+def test_chosen_bags_that_stay(graph: Graph, because: str) -> None:
+    check_refused(Bags(), graph, because=because, context=GPU)
+
+
+@pytest.mark.parametrize("options", [{"empty": 1.0}, {"kinds": ["ReduceMax"] * 4}, {"axes": 1}, {"meet": False}])
+def test_other_choices_are_no_candidates(options: dict[str, Any]) -> None:
+    check_untouched(Bags(), chosen(**options), GPU)
