@@ -273,34 +273,30 @@ def chosen(
 ) -> Graph:  # fmt: skip
     """Bags that the importer wrote out, each of which is zeros (``empty``) where its bounds are equal (``meet``).
 
-    ``bounds``: two elements of the offsets for each bag. ``weights``: the type of factors of the rows. ``last``: whether the last one is
-    a bag as well.
+    ``bounds``: two elements of the offsets for each bag. ``weights``: the type of factors of the rows. ``last``: whether the last
+    one is a bag as well.
     """
-    parts = []
-    for k, (start, end) in enumerate(bounds):
-        kind = kinds[k] if kinds else reduce
-        parts.append(
-            f"""s{k} = Slice(offsets, n{start}, n{start + 1}) e{k} = Slice(offsets, n{end}, n{end + 1}) c{k} = Equal(s{k}, {f"e{k}" if meet else "n3"})
-            y{k} = If(c{k}) <then_branch = a () => (float[1,6] none) {{ none = Constant<value = float[1,6] {{{",".join([str(empty)] * 6)}}}>() }},
-            else_branch = b () => (float[1,6] sum) {{ axes = Constant<value_ints = [{axes}]>() part = Slice(rows, s{k}, e{k})
-            sum = {kind}<keepdims = 1>(part, axes) }}>"""
-        )
-    count = len(bounds)
+    zeros, count = ",".join([str(empty)] * 6), len(bounds)
+    parts = [
+        f"""s{k} = Slice(offsets, n{start}, n{start + 1})  e{k} = Slice(offsets, n{end}, n{end + 1})
+        c{k} = Equal(s{k}, {f"e{k}" if meet else "n3"})
+        y{k} = If(c{k}) <then_branch = a () => (float[1,6] v) {{ v = Constant<value = float[1,6] {{{zeros}}}>() }},
+            else_branch = b () => (float[1,6] v) {{ axes = Constant<value_ints = [{axes}]>()
+            part = Slice(rows, s{k}, e{k})  v = {kinds[k] if kinds else reduce}<keepdims = 1>(part, axes) }}>"""
+        for k, (start, end) in enumerate(bounds)
+    ]
     if not last:
         parts[-1] = f"y{count - 1} = Slice(rows, n0, n1)"
     numbers = " ".join(f"n{k} = Constant<value_ints = [{k}]>()" for k in range(6))
     rows = "rows = Mul(looked, w)" if weights else "rows = Identity(looked)"
-    inputs = (
-        "int64[12] at, int64[5] offsets"
-        + (f", {weights} w" if weights else "")
-        + (", float[20,6] x" if table == "input" else "")
-    )
-    text = f"""g ({inputs}) => (float[{count},6] y) {{ {numbers} looked = Gather(x, at) {rows} {" ".join(parts)}
+    more = (f", {weights} w" if weights else "") + (", float[20,6] x" if table == "input" else "")
+    text = f"""g (int64[12] at, int64[5] offsets{more}) => (float[{count},6] y) {{
+        {numbers} looked = Gather(x, at) {rows} {" ".join(parts)}
         y = Concat<axis = 0>({", ".join(f"y{k}" for k in range(count))}) }}"""
     proto = model(text, 18)
     if table != "input":
-        table_of = np.random.default_rng(3).standard_normal((20, 6)).astype(np.float32)
-        proto.graph.initializer.append(onnx.numpy_helper.from_array(table_of, "x"))
+        numbers_of = np.random.default_rng(3).standard_normal((20, 6)).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(numbers_of, "x"))
     graph = import_model(proto)
     for one in (FoldConstants(), Canonicalize(), DeadCode()):
         one(graph)
