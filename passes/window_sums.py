@@ -243,9 +243,8 @@ def _summed(patch: Patch, shift: Shift, steps: Sequence[Steps], axis: int) -> Va
     """The sums of all shifts, side by side along ``axis``. The axis that is added, the channels, goes last: convolutions around the
     sums want them there, and a thread reads neighbours."""
     if shift.split is not None:
-        shift = replace(
-            shift, **{k: _in_groups(patch, getattr(shift, k), axis, shift.split) for k in ("other", "source")}
-        )
+        other, source = (_in_groups(patch, v, axis, shift.split) for v in (shift.other, shift.source))
+        shift = replace(shift, other=other, source=source)
     shape = patch.type(shift.other).static_shape
     rank = len(shape)
     outer = [k for k in range(rank) if k != axis]

@@ -249,7 +249,7 @@ def _given_bag(graph: Graph, value: Value | None) -> _GivenBag | None:
     if any(v is not None and ints(body, v) != only for v, only in ((cut.input(3), (0,)), (cut.input(4), (1,)))):
         return None
     outside = dict(zip(map(Value, body.inputs), choice.inputs[1 + choice.attrs.then_captured :], strict=True))
-    rows, start, end = (outside.get(v) for v in cut.inputs[:3])
+    rows, start, end = (outside.get(operand(cut, k)) for k in range(3))
     same = producer(graph, choice.inputs[0], {"Equal"})
     if rows is None or start is None or end is None or same is None or {*same.inputs} != {start, end}:
         return None

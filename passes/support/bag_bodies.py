@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.support.facts import integers, ints, producer
+from optdnn.passes.support.facts import integers, ints, operand, producer
 from optdnn.passes.unroll import goes_on, number_of
 from optdnn.types import Array, normalize_axis
 
@@ -28,7 +28,7 @@ def reduction(body: Graph) -> Op | None:
 
 def takes_rows(body: Graph, gather: Op) -> bool:
     """Whether a Gather is along the first axis."""
-    return normalize_axis(gather.attrs.axis, len(body.type(gather.inputs[0]).dims)) == 0
+    return normalize_axis(gather.attrs.axis, len(body.type(operand(gather)).dims)) == 0
 
 
 def cut_of(graph: Graph, op: Op, value: Value | None) -> Op | None:
