@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ SETTLE_S, LOOK_S, CALM_S = 10.0, 0.03, 3e-4
 """Seconds: the longest wait for a quiet GPU, a look at it, and the median round trip of a launch on a quiet one."""
 MODES = {"compile": "default", "compile-max": "max-autotune-no-cudagraphs"}
 """Candidate -> the mode of torch.compile. A CUDA graph is captured around both."""
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+"""Precision of an engine -> the type of PyTorch's weights and inputs beside it. fp16 for the others."""
 
 
 def begin() -> None:
@@ -110,13 +113,27 @@ def orders(names: Sequence[str], rounds: int) -> list[list[str]]:
     return [[*names[k:], *names[:k]] for k in (turn % len(names) for turn in range(rounds))] if names else []
 
 
+def dtype_of(precision: str) -> torch.dtype:
+    return DTYPES.get(precision, torch.float16)
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Whether PyTorch may multiply fp32 numbers as tf32, meanwhile."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+
+
 def torch_graph(
-    module: torch.nn.Module, feeds: Sequence[torch.Tensor], stream: Any, *, mode: str | None
+    module: torch.nn.Module, feeds: Sequence[torch.Tensor], stream: Any, precision: str, *, mode: str | None
 ) -> tuple[Replay, Callable[[], list[torch.Tensor]]]:
-    """The module at fp16, channels last, captured into a CUDA graph: (replay, outputs). ``mode``: of torch.compile; None:
-    eager."""
+    """The module at a precision, channels last, captured into a CUDA graph: (replay, outputs). ``mode``: of torch.compile;
+    None: eager."""
     layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-    run: Any = copy.deepcopy(module).half()
+    run: Any = copy.deepcopy(module).to(dtype_of(precision))
     for weights in (p for p in run.parameters() if p.dim() in layouts):
         weights.data = weights.data.contiguous(memory_format=layouts[weights.dim()])
     for part in run.modules():
@@ -129,7 +146,8 @@ def torch_graph(
         inductor.freezing = True
         torch._dynamo.reset()
         run = torch.compile(run, mode=mode)
-    return captured(run, feeds, stream)
+    with tf32(precision == "tf32"):
+        return captured(run, feeds, stream)
 
 
 def captured(
@@ -159,8 +177,7 @@ def bind(
     engine: optdnn.Engine, context: Any, inputs: Mapping[str, torch.Tensor]
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """An engine's context bound to arrays on the GPU, and those that it writes."""
-    dtypes = {"float16": torch.float16, "float32": torch.float32, "int64": torch.int64}
-    out = {s.name: torch.empty(s.shape, dtype=dtypes[s.dtype.name], device="cuda") for s in engine.outputs}
+    out = {s.name: torch.empty(s.shape, dtype=getattr(torch, s.dtype.name), device="cuda") for s in engine.outputs}
     return context.bind(inputs, out), out
 
 

@@ -54,9 +54,11 @@ LIBRARIES = ("_cudnn", "_cublaslt")
 SHARE = {"untuned": 0.0, "libraries": 0.2}
 """How much of the time for tuning a candidate gets, if not all: the libraries' few algorithms were measured for "ours" before."""
 WRONG = 0.03
-"""Error against fp32, of the largest output, beyond which a candidate at fp16 is called wrong (unless PyTorch's is as large)."""
+"""Error against fp32, of the largest output, beyond which a candidate is called wrong (unless PyTorch's is as large)."""
 WRONG_8BIT = 0.25
 """The same at int8 and fp8: the logits of a network with random weights are small differences."""
+IO_DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16"}
+"""Precision of a workload -> the type of the inputs on the GPU, of all candidates. fp16 for the others."""
 SAMPLES = 16
 """Inputs that a network is calibrated on, on the CPU."""
 
@@ -123,7 +125,8 @@ def _built(job: Job, name: str, times: Path | None) -> Row:
     options: dict[str, Any] = {
         "target": job.options.target, "precision": precision or workload.precision, "tactics": asked, "budget": seconds or None,
     }  # fmt: skip
-    options |= {"io_dtype": "fp16"} if options["target"].startswith("cuda") else {}
+    if options["target"].startswith("cuda"):
+        options["io_dtype"] = IO_DTYPES.get(workload.precision, "fp16")
     options |= {"calib_cache": job.folder / "ranges"} if "8" in options["precision"] else {}
     options |= {"timing_cache": times} if times is not None else {}
     if plain == "one_lane":
@@ -208,7 +211,7 @@ def _raced(job: Job, place: str) -> Row:
     outside = torch.cuda.ExternalStream(stream.handle)
     feeds = [torch.from_numpy(a).cuda() for a in given.values()]
     module, want, moved = _truth(workload, feeds, [torch.from_numpy(a).cuda() for a in other.values()])
-    half = [t.half() if t.is_floating_point() else t for t in feeds]
+    rounded = [t.to(race.dtype_of(workload.precision)) if t.is_floating_point() else t for t in feeds]
     checks: dict[str, Row] = {}
     replays: dict[str, race.Replay] = {}
     results: dict[str, Any] = {}
@@ -216,7 +219,7 @@ def _raced(job: Job, place: str) -> Row:
     crowded = job.options.at_once > 1
     torch_error = 0.0
     for name in () if module is None else in_turn(asked, crowded=crowded):
-        captured = partial(race.torch_graph, module, half, outside, mode=race.MODES.get(name))
+        captured = partial(race.torch_graph, module, rounded, outside, workload.precision, mode=race.MODES.get(name))
         try:
             start = time.perf_counter()
             replays[name], outputs = searched(captured, place) if crowded and name == "eager" else captured()
@@ -235,10 +238,10 @@ def _raced(job: Job, place: str) -> Row:
             checks[name] = {"error": job.prepared["builds"][name]["error"]}
             continue
         try:
-            replays[name], checks[name], more = _engine(job, name, dict(zip(given, half, strict=True)), want, stream)
+            replays[name], checks[name], more = _engine(job, name, dict(zip(given, rounded, strict=True)), want, stream)
             bound = WRONG_8BIT if "8" in f"{workload.precision}{name.partition('@')[2]}" else WRONG
             if checks[name]["error_rel"] > bound and module is not None and not replays.keys() & {*TORCH_RIVALS}:
-                torch_error = torch_error or _rounding_error(module, feeds, want)  # PyTorch cannot run it at fp16
+                torch_error = torch_error or _rounding_error(module, feeds, want)  # PyTorch cannot run it so
             if not checks[name]["error_rel"] <= max(bound, 2 * torch_error):
                 checks[name]["wrong"] = f"{checks[name]['error_rel']:.3g} of the largest output"
             kept.append(more)

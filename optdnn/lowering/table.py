@@ -5,6 +5,7 @@ from __future__ import annotations
 from optdnn.kernels.attention.cached import CachedAttention
 from optdnn.kernels.attention.channels import ChannelAttention
 from optdnn.kernels.attention.factors import FactoredAttention
+from optdnn.kernels.attention.fp32 import Fp32Attention
 from optdnn.kernels.attention.general import GeneralAttention
 from optdnn.kernels.attention.hopper import HopperAttention
 from optdnn.kernels.attention.steps import AttentionSteps
@@ -20,6 +21,7 @@ from optdnn.kernels.conv.grouped import GroupedConv
 from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.kernels.conv.normed import NormedConv
 from optdnn.kernels.conv.paired import PairedConv
+from optdnn.kernels.conv.parts import PartsConv, PartsGemm
 from optdnn.kernels.conv.pooled import PooledConv
 from optdnn.kernels.conv.separable import Separable
 from optdnn.kernels.conv.stem import StemConv
@@ -113,6 +115,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         GroupedConv(),
         BandedConv(),
         GeneralConv(),
+        PartsConv(),
         TiledConv(),
         DirectConv(),
         CudnnConv(),
@@ -137,6 +140,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         NormedResidualGemm(),
         HopperGemm(),
         GeneralGemm(),
+        PartsGemm(),
         TiledGemm(),
         HopperMatMul(),
         TiledMatMul(),
@@ -155,6 +159,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         NormedResidualGemm(),
         HopperGemm(),
         GeneralGemm(),
+        PartsGemm(),
         TiledGemm(),
         TiledMatMul(),
         CublasLtGemm(),
@@ -200,6 +205,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         FactoredAttention(),
         HopperAttention(),
         GeneralAttention(),
+        Fp32Attention(),
         AttentionSteps(),
         CudnnAttention(),
     ),

@@ -36,11 +36,11 @@ def wide_values(batch: int, heads: int, positions: int, features: int, values: i
 
 
 TO = {"uint8": QuantParams("uint8", 0.02, 121), "int8": QuantParams("int8", 0.015, 3)}
-TOLERANCE = {"float16": 2e-3, "bfloat16": 1.5e-2}
+TOLERANCE = {"float16": 2e-3, "bfloat16": 1.5e-2, "float32": 2e-6}
 
 
 def dtype_of(problem: Problem) -> Any:
-    return np.dtype(np.float16 if problem.dtype == "float16" else ml_dtypes.bfloat16)
+    return np.dtype(ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else problem.dtype)
 
 
 def seen(flat: np.ndarray, view: HeadView, shape: tuple[int, ...]) -> np.ndarray:

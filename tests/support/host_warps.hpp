@@ -477,7 +477,7 @@ static void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
 #endif
 #if OPERAND_ITEM == 4
 typedef float Sum;
-static float element_of(u32 word, unsigned, bool) { return __uint_as_float(word); }
+static float element_of(u32 word, unsigned, bool) { return __uint_as_float(word & 0xffffe000u); }  // tf32: the rest is not multiplied
 #elif OPERAND_ITEM == 2
 typedef float Sum;
 static float element_of(u32 packed, unsigned i, bool) { return i ? high_float(packed) : low_float(packed); }

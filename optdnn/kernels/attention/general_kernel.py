@@ -111,11 +111,12 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return head(problem, config) * 2 * (config.queries + config.slots * config.keys) + exchanged
 
 
-def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | None:
-    """Why the configuration cannot run the problem, or None. ``shared``: what a block can have (99 KB on sm_86)."""
-    for features in (problem.features, problem.value_features or problem.features):
-        if features % UNIT or not UNIT <= features <= WIDEST:
-            return f"heads of {features} features (a multiple of 8 up to {WIDEST} is needed)"
+def unsuitable(problem: Problem, unit: int, widest: int) -> str | None:
+    """Why no configuration can run the problem, or None. ``unit``: elements that features, strides and offsets are multiples of;
+    ``widest``: most features of a head."""
+    for features in (problem.features, problem.values):
+        if features % unit or not unit <= features <= widest:
+            return f"heads of {features} features (a multiple of {unit} up to {widest} is needed)"
     if problem.softcap < 0 or math.isinf(problem.softcap):
         return f"a softcap of {problem.softcap}"
     if not problem.scale > 0 or math.isinf(problem.scale):
@@ -123,10 +124,19 @@ def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | N
     if problem.heads % (problem.key_heads or problem.heads):
         return f"{problem.heads} heads do not share {problem.key_heads} key heads evenly"
     for name, view in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("out", problem.out)):
-        if any(x % UNIT or x < 0 for x in (view.batch, view.head, view.position, view.offset)):
-            return f"{name}: chunks of {UNIT} elements are copied: strides and offsets must be multiples of that"
+        if any(x % unit or x < 0 for x in (view.batch, view.head, view.position, view.offset)):
+            return f"{name}: chunks of {unit} elements are copied: strides and offsets must be multiples of that"
         if view.position >= 1 << 23:
             return f"{name}: positions are {view.position} elements apart"
+    if problem.heads > 65535 or problem.batch > 65535:
+        return "the grid is too large"
+    return None
+
+
+def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | None:
+    """Why the configuration cannot run the problem, or None. ``shared``: what a block can have (99 KB on sm_86)."""
+    if (why := unsuitable(problem, UNIT, WIDEST)) is not None:
+        return why
     if (
         config.warps not in (1, 2, 4, 8) or config.tiles not in (1, 2) or config.keys % 16
         or not 16 <= config.keys <= 256 or config.slots not in (2, 3, 4)
@@ -141,8 +151,6 @@ def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | N
         return why
     if registers(problem, config) > (limit := register_limit(config)):
         return f"scores and results of a thread exceed {limit} registers"
-    if problem.heads > 65535 or problem.batch > 65535:
-        return "the grid is too large"
     return None
 
 
@@ -158,16 +166,20 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     return Recipe("attention_sm80.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
-def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
-    """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]). Views carry their offsets, so q,
-    k and v may be given the same address."""
+def grid_of(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Blocks along queries, heads and the batch."""
+    return -(-problem.queries // config.queries), problem.heads, problem.batch
+
+
+def operands(problem: Problem) -> Parameters:
+    """The parameters before the scale: where operands lie, and sizes."""
     key_heads = problem.key_heads or problem.heads
     if problem.heads % key_heads:
         raise InternalError("query heads do not share key heads evenly")
     parameters = Parameters()
     views = {"q": problem.q, "k": problem.k, "v": problem.v, "out": problem.out}
     for name, view in views.items():
-        parameters.pointer(name, offset=view.offset * (problem.out_item if name == "out" else 2))
+        parameters.pointer(name, offset=view.offset * (problem.out_item if name == "out" else problem.item))
     parameters.pointer("mask" if problem.mask is not None else None, "lengths" if problem.lengths else None)
     for view in views.values():
         parameters.i64(view.batch, view.head).i32(view.position)
@@ -175,11 +187,21 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     parameters.i32(problem.queries, problem.keys, problem.features, problem.value_features or problem.features)
     parameters.i32(problem.heads // key_heads, problem.causal_offset, problem.reach)
     parameters.i32(problem.mask_period or problem.batch)
+    return parameters
+
+
+def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
+    """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]). Views carry their offsets, so q,
+    k and v may be given the same address."""
+    parameters = operands(problem)
     parameters.f32(problem.scale * math.log2(math.e), *problem.cap)
     (narrow or QuantizedStore()).put(parameters)
-    grid = (-(-problem.queries // config.queries), problem.heads, problem.batch)
     return parameters.launch(
-        recipe(problem, config, gpu.arch), "attention_sm80", grid, config.threads, shared=shared_bytes(problem, config)
+        recipe(problem, config, gpu.arch),
+        "attention_sm80",
+        grid_of(problem, config),
+        config.threads,
+        shared=shared_bytes(problem, config),
     )
 
 

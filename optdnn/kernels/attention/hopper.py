@@ -36,7 +36,7 @@ from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region, readers
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
-from optdnn.types import BF16, FP16, FP64, Array
+from optdnn.types import BF16, FP16, FP64, Array, DType
 
 Views = tuple[HeadView, HeadView, HeadView, HeadView]
 """The views of queries, keys, values and the result."""
@@ -73,6 +73,9 @@ class HopperAttention(ProblemTactic):
     name = "attention_sm90"
     plans: ClassVar[Any] = attention
     """The module that plans its launches."""
+    dtypes: ClassVar[tuple[DType, ...]] = (FP16, BF16)
+    takes: ClassVar[str] = "16-bit floats"
+    """The element types of its operands, and their name."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if not b.arch.startswith("sm_90"):
@@ -83,8 +86,8 @@ class HopperAttention(ProblemTactic):
         """Why the kernel does not compute the operator, on whatever architecture; ``least``: its smallest tile."""
         a: AttentionAttrs = op.attrs
         q, k, v = (b.graph.type(x) for x in op.inputs[:3] if x is not None)
-        if q.dtype not in (FP16, BF16):
-            return "it is for 16-bit floats"
+        if q.dtype not in self.dtypes:
+            return f"it is for {self.takes}"
         if a.softmax_precision is not None and a.softmax_precision == FP64:
             return "its softmax is fp32"
         if is_used(b, op, WEIGHTS):

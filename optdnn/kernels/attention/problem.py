@@ -46,7 +46,7 @@ class Factors:
 class Problem:
     """``batch`` x ``heads`` attentions of ``queries`` over ``keys`` positions of ``features``.
 
-    ``key_heads`` divides ``heads`` (grouped queries). ``mask``: strides (batch, head, query) in elements of an additive 16-bit mask
+    ``key_heads`` divides ``heads`` (grouped queries). ``mask``: strides (batch, head, query) in elements of an additive mask of the operands' type
     whose last axis of ``keys`` elements is contiguous; 0 broadcasts; batch entry n has mask n % ``mask_period`` (0: its own), as
     the windows of a Swin transformer share theirs. ``causal``: query i sees keys up to i + ``causal_offset``.
     ``lengths``: an int32 per batch entry gives the number of keys. A row that sees no key is zero. ``value_features``: of values and
@@ -95,7 +95,12 @@ class Problem:
     @property
     def out_item(self) -> int:
         """Bytes of an element of the result."""
-        return 1 if self.narrow else 2
+        return 1 if self.narrow else self.item
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element of the operands."""
+        return 4 if self.dtype == "float32" else 2
 
     @property
     def values(self) -> int:
@@ -121,7 +126,7 @@ class Problem:
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         rows = self.queries * self.heads + self.keys * (self.key_heads or self.heads)
-        return 2 * self.batch * (self.features + self.values) * rows
+        return self.item * self.batch * (self.features + self.values) * rows
 
 
 def mask_width(problem: Problem) -> int:

@@ -26,6 +26,7 @@ RING_LATENCY = 1200  # cycles from asking for a stage to all of it: S - 1 steps 
 FULL_RING_LATENCY = 1800  # the same where all multiprocessors ask, from which tiles of 64 x 64 for each of them on
 NARROW_TILE, NARROW = 64, 10  # a tile of fewer pixels costs so many cycles more for each that it lacks
 MOST_SUMS = 320  # twice the sums a thread of the tiles that are proposed; the kernel takes up to 320
+DIVIDE, DIVIDE_BYTE = 200, 0.03  # cycles in which a stage of fp32 is divided into parts, and of each of its bytes
 IMAGE_FACTOR = 1500  # cycles in which a tile learns the moments of its image
 TURN = 800  # cycles between a tile's last product and the first of its warpgroup's next
 STAGE_ISSUE = {
@@ -251,10 +252,13 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     weight_bytes, pixel_bytes = tile_channels * span, tile_pixels * span
     streamed = pixel_bytes + (0 if config.stationary else weight_bytes)
     read = groups * config.mt * (span // 32) * (2048 + config.bn * 32) / 128
+    if problem.parts:  # three products; a warpgroup reads what was loaded, and stores two parts of it
+        multiply = max(3 * multiply, 3 * read + 4 * streamed / 128)
     multiply = max(multiply, read + streamed / 128)
     load = streamed / L2_PER_CLOCK
     load = max(load, problem.gathered * IM2COL_ROW * tile_pixels * span / 128)
-    load = max(load, _ring_cycles(problem, config, device, load, resident))
+    divide = DIVIDE + streamed * DIVIDE_BYTE if problem.parts else 0.0
+    load = max(load, _ring_cycles(problem, config, device, load + divide, resident))
     step = max(multiply, load)
     at_once = device.multiprocessors // config.sharers * config.sharers
     waves = -(-tiles // at_once)

@@ -147,9 +147,11 @@ class HopperConv(hopper_launch.HopperKernel):
             return "its one filter of one channel would leave most of a tile empty"
         if (width := folded(b, op)) != 0:
             rows, strides, pads, dilations = planar(weight, a, width)
-            return hopper_launch.refuse(b.arch, products(b, op), [(rows.shape[2:], strides, pads, dilations)])
+            return hopper_launch.refuse(
+                b.arch, products(b, op), [(rows.shape[2:], strides, pads, dilations)], parts=self.parts
+            )
         geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
-        return hopper_launch.refuse(b.arch, products(b, op), [geometry])
+        return hopper_launch.refuse(b.arch, products(b, op), [geometry], parts=self.parts)
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """Convolutions whose results are added."""

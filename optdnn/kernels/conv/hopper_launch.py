@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -43,11 +43,13 @@ Meaning = tuple[str, dict[str, Any], Sequence[TensorView | None]]
 """What a launch computes: an operator, its attributes, and what it reads."""
 
 
-def refuse(arch: str, dtype: str, feeds: Sequence[Geometry]) -> str | None:
-    """Why the kernel cannot run convolutions of these geometries."""
+def refuse(arch: str, dtype: str, feeds: Sequence[Geometry], *, parts: bool = False) -> str | None:
+    """Why the kernel cannot run convolutions of these geometries. ``parts``: fp32, in parts of tf32, and nothing else."""
     if not arch.startswith("sm_90"):
         return f"it needs Hopper's wgmma and TMA (sm_90a), not {arch}"
-    if dtype not in render.WGMMA_KINDS:
+    if parts and dtype != "float32":
+        return f"it multiplies fp32 in parts, not {dtype}"
+    if dtype not in render.WGMMA_KINDS or (dtype == "float32" and not parts):
         return f"the kernel takes operands of 16 or 8 bits, or tf32 where that was requested, not {dtype}"
     for kernel, strides, pads, dilations in feeds:
         if max(strides) > 8:
@@ -86,10 +88,10 @@ def ranked(problem: conv_problem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     found += [(cost(problem, c, gpu), c) for c in patch.candidates(problem, gpu)]
     if not dense:
         found = [(seconds, c) for seconds, c in found if not c.stores_directly]
-    if not exact and not any(in_one_order(c) for _, c in found):
+    if not exact and not any(in_one_order(c, parts=problem.parts) for _, c in found):
         # where tiles are small; such are dense, or stored through shared memory
         found += [(cost(problem, c, gpu), c) for c in _plain_tiles(problem, dense)[:1]]
-    offers = [Offer(c, seconds, row_invariant=exact or in_one_order(c)) for seconds, c in found]
+    offers = [Offer(c, seconds, row_invariant=exact or in_one_order(c, parts=problem.parts)) for seconds, c in found]
     offers.sort(key=lambda o: o.seconds or 0.0)
     # Stream-K comes first only where it was measured to be faster.
     streams = problem.k_steps >= STREAMED_STEPS
@@ -119,7 +121,8 @@ def offered(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> Off
         why = "it stores rows without gaps"
     if why is not None:
         raise InternalError(f"the chosen configuration {config} cannot run it: {why}")
-    return Offer(config, cost(problem, config, gpu), row_invariant=is_exact(problem) or in_one_order(config))
+    invariant = is_exact(problem) or in_one_order(config, parts=problem.parts)
+    return Offer(config, cost(problem, config, gpu), row_invariant=invariant)
 
 
 def _plain_tiles(problem: conv_problem.Problem, dense: bool) -> list[Config]:
@@ -137,11 +140,12 @@ LIMIT = 1 << 20
 """No limit: how many configurations are tried is the tuner's concern."""
 
 
-def in_one_order(config: Config) -> bool:
-    """Whether products are summed in one order that no size decides: the implicit GEMM, K not split, one set of sums."""
+def in_one_order(config: Config, *, parts: bool = False) -> bool:
+    """Whether products are summed in one order that no size decides: the implicit GEMM, K not split, one set of sums, or those of
+    ``parts`` of numbers."""
     if not isinstance(config, hopper.Config) or config.split > 1 or config.stream:
         return False
-    return config.mt * config.bn > hopper.TWO_SETS
+    return parts or config.mt * config.bn > hopper.TWO_SETS
 
 
 def cost(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> float:
@@ -159,6 +163,9 @@ def _apart(pitches: Sequence[int | None], channels: int) -> tuple[int, int]:
 
 class HopperTactic(ProblemTactic):
     """A tactic on Hopper's kernels."""
+
+    parts: ClassVar[bool] = False
+    """Whether it multiplies fp32, in parts."""
 
     def offers(self, problem: conv_problem.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         """The configurations of both kernels."""

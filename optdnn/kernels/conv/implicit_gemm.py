@@ -140,32 +140,39 @@ def direct_bytes(m_tiles: int, columns: int, split: int) -> int:
     return (m_tiles * slots * split * 2048 if split > 1 else 0) + 4 * m_tiles * slots * 640
 
 
+def stage_bytes(problem: Problem, config: Config) -> int:
+    """Shared memory of a stage of the ring; with the rests of numbers that are multiplied in parts."""
+    loaded = (config.tile[1] + (0 if config.stationary else config.tile[0])) * problem.span
+    return loaded * (2 if problem.parts else 1)
+
+
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block."""
-    span = problem.span
-    weights = config.tile[0] * span
-    stage = config.tile[1] * span + (0 if config.stationary else weights)
+    weights, stage = config.tile[0] * problem.span, stage_bytes(problem, config)
     operands = config.stages * stage + (-(-problem.k_steps // config.split) * weights if config.stationary else 0)
     operands = -(-operands // 1024) * 1024
     buffers = config.out_buffers * config.turns
     factors = 0 if problem.row_norm is None else (1 if config.stores_directly else buffers) * config.tile[1] * 8
     if config.stores_directly:
         direct = config.wgm * config.wgn * direct_bytes(config.mt, config.bn, config.split)
+        if problem.parts and config.split == 1:  # in the ring
+            return _BARRIER_BYTES + max(operands, direct)
         return _BARRIER_BYTES + operands + direct + factors
     return _BARRIER_BYTES + operands + buffers * config.tile[0] * config.tile[1] * problem.out_item + factors
 
 
 def deepest(problem: Problem, config: Config, limit: int) -> int:
     """The most stages with which a block takes no more than ``limit`` bytes of shared memory; less than 1 where none does."""
-    weights = config.tile[0] * problem.span
-    stage = config.tile[1] * problem.span + (0 if config.stationary else weights)
-    kept = -(-problem.k_steps // config.split) * weights if config.stationary else 0
-    beside = shared_bytes(problem, config) - -(-(config.stages * stage + kept) // 1024) * 1024
+    stage = stage_bytes(problem, config)
+    kept = -(-problem.k_steps // config.split) * config.tile[0] * problem.span if config.stationary else 0
+    beside = max(_BARRIER_BYTES, shared_bytes(problem, config) - -(-(config.stages * stage + kept) // 1024) * 1024)
     return ((limit - beside) // 1024 * 1024 - kept) // stage
 
 
 REGISTERS = 65536
 """Registers of a multiprocessor."""
+MOST_IN_PARTS = 96
+"""Columns (``mt * bn``) of numbers that are multiplied in parts: a thread has sums of first parts, of rests, and whole ones."""
 
 
 def register_limit(threads: int, blocks: int) -> int:
@@ -188,7 +195,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "its tiles are rows of pixels: the patch kernel's, which are parts of an image, can be pooled"
     return (
         _refuse_stages(problem, config, shared)
-        or _refuse_registers(problem, config)
+        or (_refuse_in_parts(config) if problem.parts else _refuse_registers(problem, config))
         or _refuse_parts(problem, config)
         or _refuse_forms(problem, config)
     )
@@ -227,6 +234,15 @@ def _refuse_registers(problem: Problem, config: Config) -> str | None:
         needed += -(-config.bn // 8 // config.split) * (2 + max(2, problem.out_item) * config.mt)
     if needed + 40 > limit:
         return f"{needed} accumulators and addresses exceed {limit} registers"
+    return None
+
+
+def _refuse_in_parts(config: Config) -> str | None:
+    """Why the tile does not suit numbers that are multiplied in parts, or None."""
+    if config.blocks > 1 or config.stationary or config.alternate or config.sharers > 1 or config.stream or not config.stores_directly:
+        return "numbers are multiplied in parts in blocks of one tile that have a multiprocessor to themselves"
+    if config.mt * config.bn > MOST_IN_PARTS:
+        return f"three sets of {config.mt * config.bn // 2} sums exceed the registers"
     return None
 
 
@@ -320,6 +336,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "ALTERNATE": int(config.alternate), "SHARE_CHANNELS": config.share[0], "SHARE_PIXELS": config.share[1],
         "STREAM": int(config.stream), "MIN_CTAS": config.blocks, "MODE0": modes[0], "MODE1": modes[1],
         "PROLOGUE": int(bool(problem.prologue)), "GATED": int(problem.gated), "GATE_ALONE": int(problem.prologue == (("gate",),)),
+        **({"PARTS": 1} if problem.parts else {}),
         "BATCHED": int(problem.stack is not None), "ACROSS": int(problem.across), "BANDED": int(problem.bands > 1),
     }  # fmt: skip
     instruction = render.wgmma(config.bn, problem.dtype, across=problem.across)

@@ -128,6 +128,8 @@ def shared_bytes(problem: Problem, config: PatchConfig) -> int:
 
 def refuse(problem: Problem, config: PatchConfig, *, shared: int = 232448) -> str | None:
     """Why the configuration cannot run the problem, or None."""
+    if problem.parts:
+        return "numbers are multiplied in parts by the other kernel"
     if len(problem.sources) != 1 or problem.prologue:
         return "it reads one source, as it is"
     if problem.beside is not None:

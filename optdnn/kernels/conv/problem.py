@@ -324,10 +324,16 @@ class Problem:
         """Products of the stack; 1 where there is none."""
         return math.prod(self.stack or (1,))
 
+    @property
+    def parts(self) -> bool:
+        """Whether numbers are multiplied in parts: fp32 on tensor cores, which take tf32."""
+        return self.dtype == "float32"
+
     @cached_property
     def helpers(self) -> int:
-        """Threads of a block besides the configuration's: those that apply the prologue, or two of three warps that work out a norm."""
-        return 128 if self.prologue else 64 if self.row_norm is not None else 0
+        """Threads of a block besides the configuration's: those that apply the prologue; those that divide fp32 into parts, and two idle
+        warps; or two of three warps that work out a norm."""
+        return 192 if self.parts else 128 if self.prologue else 64 if self.row_norm is not None else 0
 
     @cached_property
     def row_norm(self) -> RowNorm | None:

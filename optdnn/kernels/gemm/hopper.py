@@ -173,7 +173,7 @@ class HopperGemm(hopper_launch.HopperKernel, MatrixProduct):
     name = "gemm_sm90"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        why = hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
+        why = hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)], parts=self.parts)
         return product_refusal(b, op) or why
 
     def told(self, b: Builder, op: Op) -> TensorView | None:

@@ -197,9 +197,9 @@ def _function(
 
 WGMMA_KINDS = {
     "float16": ("f16.f16", "f32"), "bfloat16": ("bf16.bf16", "f32"), "int8": ("s8.s8", "s32"), "uint8": ("s8.u8", "s32"),
-    "float8_e4m3fn": ("e4m3.e4m3", "f32"), "tfloat32": ("tf32.tf32", "f32"),
+    "float8_e4m3fn": ("e4m3.e4m3", "f32"), "tfloat32": ("tf32.tf32", "f32"), "float32": ("tf32.tf32", "f32"),
 }  # fmt: skip
-"""Type of the pixels -> types of wgmma's operands (weights, pixels) and of its sums."""
+"""Type of the pixels -> types of wgmma's operands (weights, pixels) and of its sums. fp32 is multiplied in parts of tf32."""
 
 
 def wgmma_columns(columns: int, dtype: str) -> bool:
@@ -223,10 +223,10 @@ def wgmma(columns: int, dtype: str, *, across: bool = False, name: str = "wgmma_
     if not wgmma_columns(columns, dtype):
         raise InternalError(f"wgmma has no tile of {columns} columns of {dtype}")
     kinds, sums = WGMMA_KINDS[dtype]
-    count, depth = columns // 2, {"float16": 16, "bfloat16": 16, "tfloat32": 8}.get(dtype, 32)
+    count, depth = columns // 2, {"float16": 16, "bfloat16": 16, "tfloat32": 8, "float32": 8}.get(dtype, 32)
     acc, registers, outputs = _sums(count, sums)
     turned = f", 1, 1, {int(across)}, 0"
-    tail = {"float16": turned, "bfloat16": turned, "float8_e4m3fn": ", 1, 1", "tfloat32": ", 1, 1"}.get(dtype, "")
+    tail = {"float16": turned, "bfloat16": turned, "float8_e4m3fn": ", 1, 1", "tfloat32": ", 1, 1", "float32": ", 1, 1"}.get(dtype, "")
     return f"""DEVICE void {name}({acc} (&d)[{count}], u64 a, u64 b, int accumulate) {{
     asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 2}, 0; "
         "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.{sums}.{kinds} {{{registers}}}, %{count}, %{count + 1}, p{tail};}}"

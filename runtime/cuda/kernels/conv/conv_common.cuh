@@ -9,6 +9,9 @@ struct Source {
     int channel_blocks, taps_h, taps_w, dilation_h, dilation_w, stride_h, stride_w, pad_h, pad_w;
 };
 
+#ifndef PARTS
+#define PARTS 0
+#endif
 #ifndef VOLUME
 #define VOLUME 0                  // whether a source is a volume, whose frames are images
 #endif

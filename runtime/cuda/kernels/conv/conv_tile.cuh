@@ -6,14 +6,15 @@ constexpr int GROUPS = TILE_GROUPS * TURNS;
 constexpr int SHARERS = SHARE_CHANNELS * SHARE_PIXELS;
 constexpr int CONSUMERS = GROUPS * 128;
 // More than 128 sums a thread take registers from the loading warps, which are a whole warpgroup then: two of them idle.
-constexpr bool WIDE = MT * BN > 256;
-constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 64) + (PROLOGUE ? 128 : ROW_NORM ? (FACTOR_WARPS - 1) * 32 : 0);
+constexpr bool WIDE = MT * BN > 256 || PARTS;
+constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 64) + (PROLOGUE || PARTS ? 128 : ROW_NORM ? (FACTOR_WARPS - 1) * 32 : 0);
 constexpr int TILE_CHANNELS = WGM * MT * 64;
 constexpr int TILE_PIXELS = WGN * BN;
 constexpr int SPAN = BK * OPERAND_ITEM;
 constexpr u32 WEIGHT_BYTES = TILE_CHANNELS * SPAN;
 constexpr u32 PIXEL_BYTES = BN * SPAN;
-constexpr u32 STAGE_BYTES = WGN * PIXEL_BYTES + (WEIGHTS_STATIONARY ? 0 : WEIGHT_BYTES);
+constexpr u32 LOADED_BYTES = WGN * PIXEL_BYTES + (WEIGHTS_STATIONARY ? 0 : WEIGHT_BYTES);
+constexpr u32 STAGE_BYTES = LOADED_BYTES * (PARTS ? 2 : 1);    // with the rests behind the first parts
 constexpr u32 OUT_BYTES = BN * OUT_ROW;           // one 64-channel subtile of one warpgroup
 constexpr u32 BARRIER_BYTES = 1024;
 // Each sharer brings this part of a tile's operands to all that need it.
@@ -38,7 +39,7 @@ DEVICE void load_constants(const Params& p, int first, int lane, Channel (&const
     for (int m = 0; m < MT; m++) load_channel_pair(p, first + m * 64, lane, constants[m]);
 }
 
-constexpr int SETS = MT * BN <= 64 && SPAN >= 64 ? 2 : 1;
+constexpr int SETS = PARTS || (MT * BN <= 64 && SPAN >= 64) ? 2 : 1;
 
 // One K step: weights [64 * MT][BK] x pixels [BN][BK]; products over 32 bytes of K go to the sets of sums in turn.
 DEVICE void multiply(Acc (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, int k) {
@@ -47,9 +48,17 @@ DEVICE void multiply(Acc (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, int 
     #pragma unroll
     for (int step = 0; step < SPAN / 32; step++) {
         #pragma unroll
-        for (int m = 0; m < MT; m++)
-            wgmma_step(acc[step % SETS][m], wgmma_descriptor<SPAN>(weights + m * 64 * SPAN) + NEXT * step, b + 2 * step,
-                       ROW_BIAS || (k | (step / SETS)) != 0);
+        for (int m = 0; m < MT; m++) {
+            const u64 a = wgmma_descriptor<SPAN>(weights + m * 64 * SPAN) + NEXT * step;
+#if PARTS                                          // products of a rest, which are small, have sums of their own
+            constexpr u32 REST = LOADED_BYTES / 16;
+            wgmma_step(acc[0][m], a, b + 2 * step, (k | step) != 0);
+            wgmma_step(acc[1][m], a + REST, b + 2 * step, (k | step) != 0);
+            wgmma_step(acc[1][m], a, b + 2 * step + REST, 1);
+#else
+            wgmma_step(acc[step % SETS][m], a, b + 2 * step, ROW_BIAS || (k | (step / SETS)) != 0);
+#endif
+        }
     }
 }
 

@@ -1,0 +1,30 @@
+"""Fused attention of fp32: mma.sync on the parts of each number, every GPU from sm_80 on."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.attention import fp32_kernel
+from optdnn.kernels.attention.general_kernel import Config
+from optdnn.kernels.attention.hopper import HopperAttention
+from optdnn.kernels.builder import Builder
+from optdnn.kernels.quantized.quantizer import Quantizer
+from optdnn.runtime.cuda.gpu_facts import no_kernels
+from optdnn.types import FP32, DType
+
+
+class Fp32Attention(HopperAttention):
+    """Attention of fp32 in one launch, as exact as fp32: three products of tf32 for each, online softmax."""
+
+    name = "attention_fp32"
+    plans: ClassVar[Any] = fp32_kernel
+    dtypes: ClassVar[tuple[DType, ...]] = (FP32,)
+    takes: ClassVar[str] = "fp32"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        return no_kernels(b.arch) or self._unsuitable(b, op, Config(1, 1, 16, 2))
+
+    @staticmethod
+    def _quantizer(b: Builder, op: Op) -> Quantizer | None:
+        return None

@@ -1,0 +1,145 @@
+"""Plans of the fused attention kernel of fp32 (``attention_fp32.cu``): mma.sync on the parts of each number, every GPU from sm_80 on.
+
+Its problems are those of the general kernel (:mod:`optdnn.kernels.attention.general_kernel`) with operands of fp32, for heads of up to 192
+features.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from optdnn.kernels.attention import general_kernel as general
+from optdnn.kernels.attention.general_kernel import Config
+from optdnn.kernels.attention.problem import Problem, mask_width
+from optdnn.kernels.launch import Launch, no_room, template_options
+from optdnn.kernels.quantized.quantized_store import QuantizedStore
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+WIDEST = 192
+"""Most features of a head: wider results of 16 queries do not fit the registers of a warp."""
+UNIT = 4
+"""Elements that strides and offsets are multiples of: 16 bytes."""
+CLOCK = 1.4e9
+_RATES = {(8, 0): (512, 64), (9, 0): (600, 128)}
+"""By compute capability: multiply-adds of tf32 that mma.sync does per cycle and multiprocessor, and fp32 operations (others: 256,
+128)."""
+
+
+def head(problem: Problem) -> int:
+    """Features per head as the kernel computes them: a multiple of 16."""
+    return -(-problem.widest // 16) * 16
+
+
+def registers(problem: Problem, config: Config) -> int:
+    """What a thread needs, fitted to where the compiler begins to spill."""
+    keys, wide = config.keys, head(problem)
+    needed = keys + 0.9 * wide + 56
+    hides = problem.mask is not None or problem.reach >= 0 or problem.lengths
+    return int(needed + (0 if not hides else 20 if wide > 128 else 10))
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block: queries, and the ring."""
+    wide = head(problem)
+    pitch = wide + (16 if wide % 32 == 0 else 0)
+    return 4 * (config.queries * pitch + config.slots * config.keys * max(pitch, wide + 4))
+
+
+def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | None:
+    """Why the configuration cannot run the problem, or None. ``shared``: what a block can have (99 KB on sm_86)."""
+    if (why := general.unsuitable(problem, UNIT, WIDEST)) is not None:
+        return why
+    if (
+        config.warps not in (1, 2, 4, 8) or config.tiles != 1 or config.keys not in (16, 32, 48, 64)
+        or config.slots not in (2, 3, 4) or config.split != 1
+    ):  # fmt: skip
+        return "not a tile of this kernel"
+    if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
+        return why
+    if registers(problem, config) > (limit := general.register_limit(config)):
+        return f"scores and results of a thread exceed {limit} registers"
+    return None
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile. Lengths, strides and counts are parameters."""
+    defines = {
+        "WARPS": config.warps, "BLOCK_KEYS": config.keys, "SLOTS": config.slots, "HEAD": head(problem),
+        "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "WINDOW": int(problem.reach >= 0), "FROM_END": int(problem.from_end),
+        "SOFTCAP": int(problem.softcap > 0), "HAS_LENGTHS": int(problem.lengths), "MASK": mask_width(problem), "OPERAND_ITEM": 4,
+    }  # fmt: skip
+    text = "\n".join([render.constants(defines), render.mma("tfloat32"), ""])
+    return Recipe("attention_fp32.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
+
+
+def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
+    """The launch. Operands as those of the general kernel, of fp32; there is no ``narrow`` result."""
+    parameters = general.operands(problem)
+    parameters.f32(
+        problem.scale,
+        2 * math.log2(math.e) * problem.scale / problem.softcap if problem.softcap else 0.0,
+        problem.softcap,
+    )
+    made = recipe(problem, config, gpu.arch)
+    grid = general.grid_of(problem, config)
+    return parameters.launch(made, "attention_fp32", grid, config.threads, shared=shared_bytes(problem, config))
+
+
+order_of_sums = general.order_of_sums
+
+
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch: it ranks configurations."""
+    products, lanes = _RATES.get(device.capability, (256, 128))
+    rows, keys, wide = 16, config.keys, head(problem)
+    tiles = -(-problem.keys // keys)
+    blocks = -(-problem.queries // config.queries) * problem.heads * problem.batch
+    working = -(-problem.queries // rows) * problem.heads * problem.batch / blocks  # warps of a block that have queries
+    by_shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
+    by_registers = 65536 // (config.threads * min(255, -(-registers(problem, config) // 8) * 8))
+    resident = max(1, min(by_shared, max(config.blocks, by_registers), 1536 // config.threads))
+    # Of a warp and tile, in cycles of a multiprocessor: products of parts; exponentials, and parts of operands; fragments.
+    multiply = 3 * 2 * rows * keys * wide / products
+    parts = 2 * (2 * keys * wide + rows * wide + rows * keys * wide / 32)
+    scores = (
+        rows * keys * (1 / 16 + (12 + (6 if problem.softcap else 0)) / lanes) + parts / lanes + 25 + 20 * config.tiles
+    )
+    fragments = 4 * (2 * keys * wide + rows * wide) / 128
+    held = min(resident, -(-blocks // device.multiprocessors))
+    units = [working * held * x for x in (multiply, scores, fragments)]
+    late = {2: 500, 3: 150, 4: 0}[config.slots]  # for loads while little is computed
+    alone = 4 * (multiply + scores) + fragments + 250 + late
+    tile = max(max(units) + 0.25 * sum(units) + late / (4 * held), alone)
+    waves = blocks / (device.multiprocessors * resident)
+    waves = math.ceil(waves) if waves < 3 else waves + 0.5
+    seen = min(1.0, 0.5 + 0.5 * keys / problem.keys) if problem.causal and problem.queries == problem.keys else 1.0
+    if problem.reach >= 0:
+        seen = min(seen, (problem.reach + config.queries + keys) / problem.keys)
+    compute = waves * (tiles * seen * tile + 2000) / CLOCK
+    brought = blocks * wide * 4 * (2 * keys * tiles * seen + config.queries)
+    return 2e-6 + max(
+        compute, problem.bytes / general.MEMORY, brought / (general.L2_PER_CLOCK * device.multiprocessors * CLOCK)
+    )
+
+
+def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
+    """The configurations to time, best predicted first. Empty when the kernel cannot run the problem."""
+    found: list[tuple[float, Config]] = []
+    for warps, keys in itertools.product((1, 2, 4, 8), (16, 32, 48, 64)):
+        if (warps - 1) * 16 >= problem.queries:
+            continue  # warps without queries
+        if keys - 16 >= problem.keys and keys > 16:
+            continue
+        own: list[tuple[float, Config]] = []  # of one tile, that with the best ring
+        for slots in (2, 4):
+            for blocks in (4, 3, 2, 1):  # the most that fit: fewer would not change anything
+                config = Config(warps, 1, keys, slots, blocks)
+                if refuse(problem, config, shared=device.shared_per_block) is None:
+                    own.append((estimate(problem, config, device), config))
+                    break
+        found += sorted(own)[:1]
+    return varied(found, lambda c: c.keys, limit)

@@ -1,0 +1,288 @@
+// Fused attention of fp32 for any tensor-core GPU from sm_80 on: out = softmax(scale * q k^T + mask) v per batch and head, mma.sync fed by a
+// cp.async ring.
+//
+// Tensor cores multiply tf32, which has 11 bits of a number's 24. So each number is the sum of its first 11 bits and of the rest, and a product is
+// the sum of three: first x first, first x rest, rest x first. What is left out is below 2^-20 of the product (3xTF32: Ootomo and Yokota 2022,
+// and CUTLASS). Tensor cores cut off what they add: so products with a rest have
+// sums of their own where the sum becomes an exponent, and those of each tile of keys are added to the result by fp32 additions.
+//
+// A block takes WARPS sets of 16 queries of one head, which stay in shared memory. Tiles of BLOCK_KEYS keys and of their values come by turns
+// into a ring of SLOTS. The accumulators of eight keys' scores are, as exponentials, the first operand of their product with values, since K may be
+// in any order: column c of the operand is key 2 c for c < 4, else key 2 (c - 4) + 1. Statistics are those of the online softmax.
+//
+// A lane (row g = lane / 4, t = lane % 4) reads four features of a key at once: two steps of K. Of a value it reads FEW features at once, each the
+// column g of a tile of results. So rows of keys are PITCH floats apart (16 more than a multiple of 32) and those of values HEAD + 4: the lanes of a
+// quarter of a warp read different banks.
+//
+// generated.cuh defines WARPS, BLOCK_KEYS, SLOTS, HEAD (a multiple of 16; what the tensor lacks is zeros), MIN_BLOCKS, CAUSAL, WINDOW, FROM_END,
+// HAS_LENGTHS, SOFTCAP, MASK (as for attention_sm80.cu, of fp32) and multiply().
+#include "ptx.cuh"
+#include "mma.cuh"
+#include "generated.cuh"
+
+constexpr int THREADS = WARPS * 32, ROWS = 16, QUERIES = WARPS * ROWS, EIGHTS = BLOCK_KEYS / 8;
+constexpr int PITCH = HEAD % 32 == 0 ? HEAD + 16 : HEAD, VALUE_PITCH = HEAD + 4;           // floats
+constexpr u32 SLOT_BYTES = BLOCK_KEYS * (PITCH > VALUE_PITCH ? PITCH : VALUE_PITCH) * 4;
+constexpr int FEW = HEAD % 32 == 0 ? 4 : 2, GROUPS = HEAD / (8 * FEW);                     // groups of FEW tiles of results
+constexpr float LOG2_E = 1.4426950408889634f;
+
+struct View {                                      // strides in elements
+    long long batch, head;
+    int position;
+};
+
+struct Params {
+    const float *queries, *keys, *values;
+    float* output;
+    const float* mask;
+    const int* lengths;                            // keys of each batch
+    View of_queries, of_keys, of_values, of_output;
+    long long mask_batch, mask_head, mask_query;   // strides in elements
+    int query_count, key_count, features, value_features, group;   // group: query heads per key head
+    int causal_offset;                             // query i sees keys <= i + causal_offset
+    int reach;                                     // and with a window keys >= i + causal_offset - reach
+    int mask_period;                               // batch entry n has mask n % mask_period
+    float scale;
+    float cap_in, cap;                             // of a softcap: 2 log2(e) scale / cap, and cap
+};
+
+DEVICE float infinity() { return __int_as_float(0x7f800000); }
+
+// The first 11 bits of a number, and the rest.
+struct Parts {
+    u32 first, rest;
+    Parts() = default;
+    __device__ __forceinline__ Parts(float x) : first(__float_as_uint(x) & 0xffffe000u) { rest = __float_as_uint(x - __uint_as_float(first)); }
+};
+struct Left {                                      // operands of both parts
+    u32 first[4], rest[4];
+    __device__ __forceinline__ void set(int i, float x) {
+        const Parts parts(x);
+        first[i] = parts.first, rest[i] = parts.rest;
+    }
+};
+
+// The three products with COUNT tiles of columns; small: sums of those of a rest.
+template <int COUNT> DEVICE void multiply_parts(float (*sums)[4], float (*small)[4], const Left& a, const Parts (&b)[COUNT][2]) {
+    #pragma unroll
+    for (int n = 0; n < COUNT; n++) multiply(small[n], a.rest, b[n][0].first, b[n][1].first);
+    #pragma unroll
+    for (int n = 0; n < COUNT; n++) multiply(sums[n], a.first, b[n][0].first, b[n][1].first);
+    #pragma unroll
+    for (int n = 0; n < COUNT; n++) multiply(small[n], a.first, b[n][0].rest, b[n][1].rest);
+}
+
+// COUNT rows of a head from ``first`` on; zeros from row ``end`` on, and behind the features.
+template <int COUNT, int PITCH_OF> DEVICE void load_rows(u32 target, const float* source, int position, int features, int first, int end) {
+    for (int i = threadIdx.x; i < COUNT * (HEAD / 4); i += THREADS) {
+        const int row = i / (HEAD / 4), column = i % (HEAD / 4) * 4;
+        const bool live = first + row < end && column < features;
+        copy_16_or_zeros(target + (row * PITCH_OF + column) * 4, live ? source + (long long)(first + row) * position + column : source, live ? 16 : 0);
+    }
+}
+
+DEVICE float4 four(const float* at) { return *reinterpret_cast<const float4*>(at); }
+
+// Scores of a tile of keys: s[j][i]: query row 8 (i / 2), key column + 8 j + i % 2. queries, keys: of the lane.
+DEVICE void multiply_keys(float (&s)[EIGHTS][4], const float* queries, const float* keys) {
+    constexpr int SOME = EIGHTS % 4 == 0 ? 4 : 2;  // eights of keys at a time
+    #pragma unroll
+    for (int first = 0; first < EIGHTS; first += SOME) {
+        float small[SOME][4] = {};
+        #pragma unroll 2                           // all steps' loads at once would spill
+        for (int k = 0; k < HEAD / 16; k++) {
+            Left a[2];
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float4 q = four(queries + i * 8 * PITCH + k * 16);
+                a[0].set(i, q.x), a[0].set(i + 2, q.y), a[1].set(i, q.z), a[1].set(i + 2, q.w);
+            }
+            #pragma unroll
+            for (int j = 0; j < SOME; j += 2) {
+                Parts b[2][2][2];
+                #pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    const float4 v = four(keys + (first + j + n) * 8 * PITCH + k * 16);
+                    b[0][n][0] = v.x, b[0][n][1] = v.y, b[1][n][0] = v.z, b[1][n][1] = v.w;
+                }
+                multiply_parts(s + first + j, small + j, a[0], b[0]);
+                multiply_parts(s + first + j, small + j, a[1], b[1]);
+            }
+        }
+        #pragma unroll
+        for (int i = 0; i < SOME * 4; i++) s[first + i / 4][i % 4] += small[i / 4][i % 4];
+    }
+}
+
+// The results so far, times rescale, plus the weights of a tile of keys times their values. values: of the lane.
+DEVICE void multiply_values(float (&out)[GROUPS * FEW][4], const float (&s)[EIGHTS][4], const float (&rescale)[2], const float* values) {
+    #pragma unroll
+    for (int group = 0; group < GROUPS; group++) {
+        float sums[FEW][4] = {};
+        #pragma unroll
+        for (int j = 0; j < EIGHTS; j++) {
+            Left a;
+            #pragma unroll
+            for (int i = 0; i < 4; i++) a.set(i, s[j][i % 2 * 2 + i / 2]);
+            Parts b[FEW][2];
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float* const row = values + (j * 8 + i) * VALUE_PITCH + group * (8 * FEW);
+                float v[4];
+                if (FEW == 4) *reinterpret_cast<float4*>(v) = four(row);
+                else *reinterpret_cast<float2*>(v) = *reinterpret_cast<const float2*>(row);
+                #pragma unroll
+                for (int n = 0; n < FEW; n++) b[n][i] = v[n];
+            }
+            multiply_parts(sums, sums, a, b);
+        }
+        #pragma unroll
+        for (int n = 0; n < FEW; n++)
+            #pragma unroll
+            for (int i = 0; i < 4; i++) out[group * FEW + n][i] = fmaf(out[group * FEW + n][i], rescale[i / 2], sums[n][i]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) u8 shared[];
+    const u32 base = smem_address(shared);
+    constexpr u32 RING = QUERIES * PITCH * 4;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // Of causal order the last queries see the most keys: they begin first.
+    const int first = int(CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * QUERIES, own = first + warp * ROWS;
+    const int head = blockIdx.y, batch = blockIdx.z;
+    const float factor = MASK || SOFTCAP ? LOG2_E : p.scale * LOG2_E;
+    grid_launch_dependents();
+    grid_dependency_wait();
+
+    int key_count = p.key_count;
+    if (HAS_LENGTHS) key_count = min(key_count, max(p.lengths[batch], 0));
+    int last = key_count, own_last = own < p.query_count ? key_count : 0;      // keys that the block, and the warp, sees
+    const int offset = p.causal_offset + (FROM_END ? key_count - p.query_count : 0);
+    if (CAUSAL) {
+        last = max(0, min(last, first + QUERIES + offset));
+        own_last = min(own_last, own + ROWS + offset);
+    }
+    const int begin = WINDOW ? max(0, first + offset - p.reach) / BLOCK_KEYS : 0;
+    const int tiles = max(0, (last + BLOCK_KEYS - 1) / BLOCK_KEYS - begin);
+
+    const float* const keys = p.keys + batch * p.of_keys.batch + head / p.group * p.of_keys.head;
+    const float* const values = p.values + batch * p.of_values.batch + head / p.group * p.of_values.head;
+    // Load 2 t is tile begin + t of the keys, load 2 t + 1 that of the values.
+    auto load_part = [&](int load, int slot) {
+        const u32 to = base + RING + slot * SLOT_BYTES;
+        const int row = (begin + load / 2) * BLOCK_KEYS;
+        if (load % 2) load_rows<BLOCK_KEYS, VALUE_PITCH>(to, values, p.of_values.position, p.value_features, row, key_count);
+        else load_rows<BLOCK_KEYS, PITCH>(to, keys, p.of_keys.position, p.features, row, key_count);
+    };
+    if (tiles > 0)
+        load_rows<QUERIES, PITCH>(base, p.queries + batch * p.of_queries.batch + head * p.of_queries.head, p.of_queries.position, p.features, first, p.query_count);
+    #pragma unroll
+    for (int load = 0; load < SLOTS - 1; load++) {
+        if (load < 2 * tiles) load_part(load, load);
+        copies_commit();
+    }
+    int slot = 0;                                  // of the load whose turn it is
+    auto next_part = [&](int load) {
+        copies_wait_but<SLOTS - 2>();
+        __syncthreads();                           // this load has landed for all; the slot of the one before is free for all
+        if (load + SLOTS - 1 < 2 * tiles) load_part(load + SLOTS - 1, slot == 0 ? SLOTS - 1 : slot - 1);
+        copies_commit();
+        const float* const found = reinterpret_cast<const float*>(shared + RING + slot * SLOT_BYTES);
+        slot = slot + 1 == SLOTS ? 0 : slot + 1;
+        return found;
+    };
+
+    const float* const own_queries = reinterpret_cast<const float*>(shared) + (warp * ROWS + lane / 4) * PITCH + lane % 4 * 4;
+    const float* mask[2];
+    float out[GROUPS * FEW][4] = {}, maximum[2], sum[2] = {};
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {                  // this thread's queries: own + lane / 4, and 8 further
+        maximum[i] = -infinity();
+        mask[i] = MASK ? p.mask + batch % p.mask_period * p.mask_batch + head * p.mask_head + min(own + lane / 4 + 8 * i, p.query_count - 1) * p.mask_query : nullptr;
+    }
+
+    for (int turn = 0; turn < tiles; turn++) {
+        const int tile = begin + turn;
+        const bool sees = tile * BLOCK_KEYS < own_last;
+        const float* const key_tile = next_part(2 * turn);
+        float s[EIGHTS][4] = {}, rescale[2];
+        if (sees) {
+            multiply_keys(s, own_queries, key_tile + lane / 4 * PITCH + lane % 4 * 4);
+            const int column = tile * BLOCK_KEYS + lane % 4 * 2, row = own + lane / 4;
+            #pragma unroll
+            for (int j = 0; j < EIGHTS; j++) {
+                if (SOFTCAP)                       // cap tanh(x / cap), as exponentials
+                    #pragma unroll
+                    for (int i = 0; i < 4; i++) s[j][i] = fmaf(__fdividef(-2.0f, 1.0f + exp2_fast(s[j][i] * p.cap_in)), p.cap, p.cap);
+                if (MASK)
+                    #pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const int at = column + 8 * j;
+                        float2 own_mask = {0.0f, 0.0f};
+                        if (MASK == 2) {
+                            if (at < p.key_count) own_mask = *reinterpret_cast<const float2*>(mask[i] + at);
+                        } else {
+                            if (at < p.key_count) own_mask.x = mask[i][at];
+                            if (at + 1 < p.key_count) own_mask.y = mask[i][at + 1];
+                        }
+                        s[j][2 * i] = fmaf(s[j][2 * i], SOFTCAP ? 1.0f : p.scale, own_mask.x);
+                        s[j][2 * i + 1] = fmaf(s[j][2 * i + 1], SOFTCAP ? 1.0f : p.scale, own_mask.y);
+                    }
+            }
+            const bool cut = (tile + 1) * BLOCK_KEYS > key_count || (CAUSAL && (tile + 1) * BLOCK_KEYS > own + offset + 1) ||
+                             (WINDOW && tile * BLOCK_KEYS < own + 15 + offset - p.reach);
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int limit = (CAUSAL ? min(key_count, row + 8 * i + offset + 1) : key_count) - column;
+                const int least = WINDOW ? row + 8 * i + offset - p.reach - column : -(1 << 30);
+                float most = maximum[i];
+                #pragma unroll
+                for (int j = 0; j < EIGHTS; j++) {
+                    if (cut && (8 * j >= limit || 8 * j < least)) s[j][2 * i] = -infinity();
+                    if (cut && (8 * j + 1 >= limit || 8 * j + 1 < least)) s[j][2 * i + 1] = -infinity();
+                    most = fmaxf(most, fmaxf(s[j][2 * i], s[j][2 * i + 1]));
+                }
+                most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+                most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+                // A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so. Differences come first: a
+                // mask may be the least finite number.
+                const float shift = most == -infinity() ? 0.0f : most;
+                rescale[i] = exp2_fast((maximum[i] - shift) * factor);
+                maximum[i] = most;
+                float total = 0.0f;
+                #pragma unroll
+                for (int j = 0; j < EIGHTS; j++) {
+                    s[j][2 * i] = exp2_fast((s[j][2 * i] - shift) * factor);
+                    s[j][2 * i + 1] = exp2_fast((s[j][2 * i + 1] - shift) * factor);
+                    total += s[j][2 * i] + s[j][2 * i + 1];
+                }
+                sum[i] = fmaf(sum[i], rescale[i], total);
+            }
+        }
+        const float* const value_tile = next_part(2 * turn + 1);
+        if (sees) multiply_values(out, s, rescale, value_tile + lane % 4 * (2 * VALUE_PITCH) + lane / 4 * FEW);
+    }
+
+    // Tile n of a group has feature FEW c + n in its column c.
+    float* const target = p.output + batch * p.of_output.batch + head * p.of_output.head;
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = own + 8 * i + lane / 4;
+        float whole = sum[i];
+        whole += __shfl_xor_sync(0xffffffffu, whole, 1);
+        whole += __shfl_xor_sync(0xffffffffu, whole, 2);
+        whole = whole == 0.0f ? 0.0f : 1.0f / whole;                           // no key at all: zeros, as ONNX's Attention has it
+        if (row >= p.query_count) continue;
+        #pragma unroll
+        for (int group = 0; group < GROUPS; group++)
+            #pragma unroll
+            for (int f = 0; f < 2 * FEW; f += 4) {                             // of the 2 FEW features that lie side by side, four at a time
+                const int feature = group * (8 * FEW) + lane % 4 * (2 * FEW) + f;
+                float v[4];
+                #pragma unroll
+                for (int e = 0; e < 4; e++) v[e] = out[group * FEW + (f + e) % FEW][2 * i + (f + e) / FEW] * whole;
+                if (feature < p.value_features) *reinterpret_cast<float4*>(target + (long long)row * p.of_output.position + feature) = *reinterpret_cast<float4*>(v);
+            }
+    }
+}

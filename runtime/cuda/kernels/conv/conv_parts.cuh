@@ -1,0 +1,62 @@
+// fp32 products on tensor cores, which multiply tf32: part of conv_sm90.cu.
+//
+// A number is the sum of its first 11 bits and of the rest. Of the four products of two such sums three are computed: what is left out is below
+// 2^-20 of the product (3xTF32: Ootomo and Yokota 2022, and CUTLASS). Tensor cores cut off what they add. So the products of a rest have sums of
+// their own, and the sums of STEPS_TOGETHER steps of K are added to the whole by fp32 additions.
+// An infinity makes NaN: it has no rest, and is multiplied with the other number's.
+#pragma once
+
+#if PARTS
+static_assert(DIRECT && !STREAM && !BATCHED && !PROLOGUE && !ROW_NORM && !WEIGHTS_STATIONARY && !ALTERNATE && MIN_CTAS == 1 && OPERAND_ITEM == 4, "one tile a block");
+constexpr int STEPS_TOGETHER = 128 / BK > 0 ? 128 / BK : 1;
+constexpr bool FINISHES_IN_RING = SPLIT == 1;      // the turned results take its place
+
+// A number's bits become those of its first part; the rest.
+DEVICE u32 divide(u32& bits) {
+    const u32 whole = bits;
+    bits &= 0xffffe000u;
+    return __float_as_uint(__uint_as_float(whole) - __uint_as_float(bits));
+}
+
+// Divides the operands of each stage: the first parts where they are, the rests behind all of them. By four warps.
+DEVICE void part_stages(u32 ring, u32 full, u32 changed, int count, int lane) {
+    constexpr int ROUND = 128 * 16, ROUNDS = (LOADED_BYTES + ROUND - 1) / ROUND, TOGETHER = 4;
+    const u32 own = threadIdx.x % 128 * 16;
+    int stage = 0, parity = 0;
+    #pragma unroll 1
+    for (int k = 0; k < count; k++) {
+        barrier_wait(full + 8 * stage, parity);
+        const u32 at = ring + stage * STAGE_BYTES + own;
+        #pragma unroll
+        for (int first = 0; first < ROUNDS; first += TOGETHER) {
+            uint4 v[TOGETHER];
+            auto is_one = [&](int i) { return first + i < ROUNDS && (LOADED_BYTES % ROUND == 0 || first + i + 1 < ROUNDS || own < LOADED_BYTES % ROUND); };
+            #pragma unroll
+            for (int i = 0; i < TOGETHER; i++)
+                if (is_one(i)) v[i] = shared_load16(at + (first + i) * ROUND);
+            #pragma unroll
+            for (int i = 0; i < TOGETHER; i++) {
+                if (!is_one(i)) continue;
+                uint4 rest;
+                rest.x = divide(v[i].x), rest.y = divide(v[i].y), rest.z = divide(v[i].z), rest.w = divide(v[i].w);
+                shared_store16(at + (first + i) * ROUND, v[i]);
+                shared_store16(at + LOADED_BYTES + (first + i) * ROUND, rest);
+            }
+        }
+        async_proxy_fence();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(changed + 8 * stage);
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+}
+
+struct WholeSums {
+    Acc sums[MT][BN / 2] = {};
+    __device__ __forceinline__ void add(const Acc (&acc)[SETS][MT][BN / 2]) {
+        #pragma unroll
+        for (int i = 0; i < MT * BN / 2; i++) sums[i / (BN / 2)][i % (BN / 2)] += acc[0][i / (BN / 2)][i % (BN / 2)] + acc[1][i / (BN / 2)][i % (BN / 2)];
+    }
+};
+#else
+constexpr bool FINISHES_IN_RING = false;
+#endif

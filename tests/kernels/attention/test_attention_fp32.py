@@ -1,0 +1,248 @@
+"""The fused attention kernel of fp32: its plans, the very kernel on a processor that emulates warps, under NVRTC, and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import emulated
+from support.attention_cases import Case, apart, merged, result_on_a_gpu, wide_values
+from support.host import COMPILER, WHY_NOT
+from support.needs import why_no_hopper
+from support.sequence_cases import ATTENTION, attention
+from support.simulated import check_simulated, kinds, lowered, refusals
+from support.sweep import sweep
+
+from optdnn.kernels.attention import fp32_kernel as kernel
+from optdnn.kernels.attention.general_kernel import Config
+from optdnn.kernels.attention.problem import HeadView, Problem
+from optdnn.kernels.launch import Launch
+from optdnn.passes.pad_heads import PadHeads
+from optdnn.runtime.cuda import gpu_facts
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.program import Program
+from optdnn.types import FP64
+
+AMPERE = gpu_facts.of_arch("sm_80")
+CASES: dict[str, tuple[Problem, Config]] = {
+    "one tile": (merged(1, 1, 16, 16, dtype="float32"), Config(1, 1, 16, 2)),
+    "tails": (merged(2, 3, 37, 64, dtype="float32"), Config(2, 1, 16, 3)),
+    "ring of four": (merged(1, 2, 70, 32, dtype="float32"), Config(1, 1, 16, 4)),
+    "four eights of keys": (merged(1, 2, 70, 32, dtype="float32"), Config(2, 1, 64, 2)),
+    "warps without queries": (merged(1, 1, 20, 32, dtype="float32"), Config(4, 1, 16, 2)),
+    "a head filled up": (merged(1, 2, 30, 36, dtype="float32"), Config(2, 1, 16, 2)),
+    "a head of 4": (merged(1, 2, 30, 4, dtype="float32"), Config(1, 1, 32, 2)),
+    "a head of 80": (merged(1, 2, 33, 80, dtype="float32"), Config(2, 1, 48, 2)),
+    "a head of 192": (merged(1, 1, 20, 192, dtype="float32"), Config(1, 1, 16, 2)),
+    "causal": (merged(2, 2, 70, 32, causal=True, dtype="float32"), Config(2, 1, 16, 3)),
+    "causal, long tiles": (merged(1, 2, 70, 32, causal=True, dtype="float32"), Config(1, 1, 48, 2)),
+    "causal after a past": (
+        apart(1, 2, 5, 50, 40, causal=True, causal_offset=45, dtype="float32"),
+        Config(1, 1, 32, 2),
+    ),
+    "causal, some see nothing": (
+        apart(1, 2, 40, 20, 32, causal=True, causal_offset=-20, dtype="float32"),
+        Config(2, 1, 16, 2),
+    ),
+    "lengths": (merged(4, 2, 50, 32, lengths=True, dtype="float32"), Config(2, 1, 16, 4)),
+    "row mask": (merged(2, 2, 34, 32, mask=(34, 0, 0), dtype="float32"), Config(2, 1, 16, 2)),
+    "full mask of odd rows": (merged(1, 2, 33, 32, mask=(0, 33 * 33, 33), dtype="float32"), Config(2, 1, 16, 2)),
+    "a mask of pairs": (merged(2, 1, 40, 16, mask=(1600, 0, 40), dtype="float32"), Config(1, 1, 48, 2)),
+    "masks of windows": (
+        merged(4, 2, 18, 16, mask=(2 * 18 * 18, 18 * 18, 18), mask_period=2, dtype="float32"),
+        Config(2, 1, 16, 3),
+    ),
+    "grouped queries": (apart(2, 4, 20, 37, 32, 2, mask=(0, 0, 37), dtype="float32"), Config(1, 1, 16, 3)),
+    "wide values": (wide_values(2, 2, 33, 24, 72, dtype="float32"), Config(2, 1, 16, 2)),
+    "narrow values": (wide_values(1, 2, 33, 96, 60, dtype="float32"), Config(4, 1, 32, 2)),
+    "a window of both sides": (
+        merged(1, 2, 90, 32, reach=3, causal=True, causal_offset=5, dtype="float32"),
+        Config(2, 1, 16, 3),
+    ),
+    "causal from the end": (
+        merged(4, 2, 40, 32, lengths=True, causal=True, from_end=True, dtype="float32"),
+        Config(2, 1, 16, 2),
+    ),
+    "softcap": (merged(1, 2, 40, 32, softcap=1.5, dtype="float32"), Config(2, 1, 16, 2)),
+    "softcap and a mask": (merged(2, 2, 33, 32, softcap=0.8, mask=(33, 0, 0), dtype="float32"), Config(1, 1, 32, 2)),
+}
+QUICK = ("tails", "four eights of keys", "softcap and a mask", "causal from the end", "masks of windows")
+
+
+LEAST = -3.4028234663852886e38
+
+
+def emulated_result(case: Case, made: Launch, folder: Path) -> np.ndarray:
+    """The bytes of a result, of warps on the processor."""
+    library = emulated.compiled(made.recipe, made.function, folder)
+    raw = emulated.aligned(case.poisoned())
+    held = {name: emulated.aligned(a) for name, a in case.operands.items()}
+    held |= dict.fromkeys("qkv", held["q"]) if case.problem.k.offset else {}
+    addresses = {name: a.ctypes.data for name, a in held.items()}
+    emulated.run(library, made, {**addresses, "out": raw.ctypes.data + 32 * case.out_dtype.itemsize})
+    return raw
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", sweep(CASES, *QUICK))
+def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_path: Path) -> None:
+    problem, config = CASES[name]
+    assert kernel.refuse(problem, config, shared=232448) is None
+    case = Case(problem)
+    case.check(emulated_result(case, kernel.launch(problem, config, AMPERE), tmp_path))
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+def test_a_row_whose_keys_all_have_the_least_finite_mask_is_their_mean(tmp_path: Path) -> None:
+    problem = apart(1, 1, 16, 24, 16, mask=(0, 0, 24), dtype="float32")
+    case = Case(problem)
+    case.operands["mask"] = np.full(16 * 24, LEAST, np.float32)
+    raw = emulated_result(case, kernel.launch(problem, Config(1, 1, 16, 2), AMPERE), tmp_path)
+    case.want = np.broadcast_to(case.operands["v"].reshape(1, 1, 24, 16).mean(2, keepdims=True), (1, 1, 16, 16))
+    case.check(raw)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+def test_without_the_rests_it_would_not_be_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = nvrtc.Recipe.sources
+
+    def changed(recipe: nvrtc.Recipe) -> dict[str, str]:
+        texts = sources(recipe)
+        name, product = "attention_fp32.cu", "multiply(small[n], a.first, b[n][0].rest, b[n][1].rest);"
+        assert texts[name].count(product) == 1, "a product of a rest"
+        return {**texts, name: texts[name].replace(product, ";")}
+
+    monkeypatch.setattr(nvrtc.Recipe, "sources", changed)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        test_the_kernel_computes_attention_where_warps_are_emulated("tails", tmp_path)
+
+
+# ---------------------------------------------------------------- plans
+
+A, AC = merged(2, 4, 300, 64, dtype="float32"), Config(4, 1, 32, 2)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "reason"),
+    [
+        (merged(2, 4, 300, 38, dtype="float32"), AC, "38 features (a multiple of 4 up to 192 is needed)"),
+        (merged(2, 4, 300, 196, dtype="float32"), AC, "196 features"),
+        (replace(A, k=HeadView(8, 8, 2)), AC, "k: chunks of 4"),
+        (A, replace(AC, keys=80), "not a tile"),
+        (A, replace(AC, warps=3), "not a tile"),
+        (A, replace(AC, split=2), "not a tile"),
+        (merged(2, 4, 300, 192, dtype="float32"), Config(8, 1, 16, 2), "bytes of shared memory exceed 101376"),
+        (A, replace(AC, blocks=6), "that many blocks"),
+        (merged(2, 4, 300, 192, dtype="float32"), Config(1, 1, 32, 2), "registers"),
+        (A, replace(AC, tiles=2), "not a tile"),
+        (replace(A, batch=70000), AC, "grid"),
+    ],
+)
+def test_what_it_cannot_run_it_refuses(problem: Problem, config: Config, reason: str) -> None:
+    assert kernel.refuse(A, AC) is None
+    assert reason in (kernel.refuse(problem, config) or "")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_120"])
+def test_candidates_are_such_that_run(arch: str) -> None:
+    gpu = gpu_facts.of_arch(arch)
+    for problem in (A, merged(1, 1, 4, 16, dtype="float32"), merged(1, 8, 4096, 64, dtype="float32")):
+        found = kernel.candidates(problem, gpu)
+        assert found
+        assert all(kernel.refuse(problem, c, shared=gpu.shared_per_block) is None for c in found)
+    assert kernel.candidates(merged(1, 8, 300, 196, dtype="float32"), gpu) == []
+
+
+# ---------------------------------------------------------------- the tactic
+
+
+def chosen(program: Program) -> set[str]:
+    return {t["tactic"] for t in program.meta["tactics"] if t["kind"] == "Attention"}
+
+
+@pytest.mark.parametrize("target", ["cuda:sm_80", "cuda:sm_90a"])
+@pytest.mark.parametrize("name", sweep(ATTENTION, *list(ATTENTION)[::5]))
+def test_attention_of_fp32(name: str, target: str) -> None:
+    build, of_halves = ATTENTION[name]
+    program = check_simulated(build(), "fp32", target=target)
+    steps = of_halves == "attention_steps" or name in WIDE
+    assert chosen(program) == {"attention_steps" if steps else "attention_fp32"}
+    assert ("MaskedSoftmax" in kinds(program)) == steps
+
+
+WIDE = ("widest heads", "heads of 264")
+
+
+@pytest.mark.parametrize(
+    ("build", "precision", "reason"),
+    [
+        (attention, "fp16", "it is for fp32"),
+        (lambda: attention(softmax_precision=FP64), "fp32", "its softmax is fp32"),
+        (lambda: attention(outputs=4), "fp32", "weights are also an output"),
+        (lambda: attention(size=18), "fp32", "heads of 18 features"),
+        (lambda: attention(size=196, count=1), "fp32", "heads of 196 features"),
+    ],
+)
+def test_what_it_does_not_run_it_refuses(
+    build: Any, precision: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PadHeads, "rules", ())  # it would make heads of 24 features
+    refused = refusals(lowered(build(), precision, target="cuda:sm_80", no_cubins=True), "attention_fp32")
+    assert refused
+    assert all(reason in r for r in refused)
+
+
+# ---------------------------------------------------------------- under NVRTC
+
+COMPILED: dict[str, Problem] = {
+    "ViT": merged(32, 12, 197, 64, dtype="float32"),
+    "BERT": merged(32, 12, 128, 64, mask=(128, 0, 0), dtype="float32"),
+    "Swin": merged(64, 3, 49, 32, mask=(0, 49 * 49, 49), dtype="float32"),
+    "causal": merged(2, 4, 700, 128, causal=True, lengths=True, dtype="float32"),
+    "window, softcap": merged(2, 8, 1000, 80, causal=True, reach=200, softcap=30.0, dtype="float32"),
+    "widest": merged(2, 8, 300, 192, dtype="float32"),
+    "wide, a mask": merged(2, 8, 300, 160, mask=(300 * 300, 0, 300), dtype="float32"),
+    "narrow": merged(2, 8, 49, 16, dtype="float32"),
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.nvrtc
+def test_candidates_compile_without_spills(name: str, arch: str) -> None:
+    problem, gpu = COMPILED[name], gpu_facts.of_arch(arch)
+    for config in kernel.candidates(problem, gpu, limit=1 if arch == "sm_86" else 4):
+        made = kernel.launch(problem, config, gpu)
+        found = nvrtc.resources(made.recipe)[made.function]
+        assert found.spill_bytes == found.stack_bytes == 0, (config, found)
+        assert found.registers * made.block * config.blocks <= 65536
+        assert made.shared + found.shared_bytes <= gpu.shared_per_block
+
+
+@pytest.mark.nvrtc
+def test_the_parameter_block_has_the_kernels_layout() -> None:
+    made = kernel.launch(merged(2, 4, 128, 64, mask=(128, 0, 0), lengths=True, dtype="float32"), AC, AMPERE)
+    names = {"q": "queries", "k": "keys", "v": "values", "out": "output"}
+    places = {p.operand: p.at for p in made.pointers}
+    lines = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
+    lines += [f"static_assert(__INTADDR__(&((Params*)0)->{names.get(n, n)}) == {at});" for n, at in places.items()]
+    assert len(places) == 6
+    text = "\n".join([f'#include "{made.recipe.name}"', *lines, ""])
+    nvrtc.compile_recipe(replace(made.recipe, name="check.cu", generated={**made.recipe.generated, "check.cu": text}))
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*CASES, *COMPILED])
+def test_on_a_gpu(name: str, tmp_path: Path) -> None:
+    gpu = gpu_facts.of_arch("sm_90a" if why_no_hopper() is None else "sm_80")
+    problem = CASES[name][0] if name in CASES else COMPILED[name]
+    case = Case(problem)
+    for config in dict.fromkeys((*([CASES[name][1]] if name in CASES else []), *kernel.candidates(problem, gpu))):
+        raw, made = case.poisoned(), kernel.launch(problem, config, gpu)
+        case.check(result_on_a_gpu(made, case.operands, raw, 32 * case.out_dtype.itemsize, tmp_path))

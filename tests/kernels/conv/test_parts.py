@@ -1,0 +1,166 @@
+"""fp32 on Hopper's tensor cores, in parts: where it is taken, what it refuses, and each kind of configuration on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.needs import why_no_hopper
+from support.net import Net
+from support.one_config import only_of
+from support.simulated import check_simulated, feeds_of, lowered, refusals
+
+from optdnn.ir.graph import Graph
+from optdnn.kernels.conv import cost
+from optdnn.kernels.conv import implicit_gemm as gemm
+from optdnn.kernels.conv import patch_kernel as patch
+from optdnn.kernels.conv.hopper_launch import in_one_order, ranked
+from optdnn.kernels.conv.implicit_gemm import Config
+from optdnn.kernels.conv.parts import PartsConv, PartsGemm
+from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.runtime.cuda import gpu_facts
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.trials.check import check_arena, check_steps
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.program import Program
+
+HOPPER = gpu_facts.of_arch("sm_90a")
+CONFIGS = (
+    Config(2, 1, 1, 96, 3, direct=True), Config(1, 2, 1, 96, 3, direct=True), Config(1, 1, 1, 96, 5, direct=True),
+    Config(1, 1, 2, 48, 3, direct=True), Config(2, 1, 1, 64, 2, split=2), Config(1, 1, 1, 40, 2, split=3), Config(1, 2, 1, 32, 2, direct=True),
+    Config(1, 1, 1, 8, 2, direct=True), Config(1, 1, 1, 24, 12, split=2),
+)  # fmt: skip
+
+
+def image(n: Net) -> Any:
+    """A block of a residual network: strides, a downsample convolution that is a second source, a filter with gaps."""
+    x = n.input(3, 40, 19, 17)
+    y = n.op("Relu", n.conv(x, 72, 3, strides=2))
+    y = n.conv(y, 136, 3, pads=2, dilations=2)
+    y = n.op("Relu", n.op("Add", y, n.conv(x, 136, 1, pads=0, strides=2)))
+    return n.op("Relu", n.op("Add", n.conv(y, 136, 1, pads=0), y))
+
+
+def product(n: Net) -> Any:
+    """Rows with a residual and an activation; sizes that are no multiples of a tile."""
+    x = n.input(211, 260)
+    y = n.op("Gelu", n.op("Add", n.op("MatMul", x, n.random(260, 516)), n.random(516)))
+    return n.op("Add", n.op("MatMul", y, n.random(516, 260)), x)
+
+
+def deep(n: Net) -> Any:
+    """A long sum, whose terms have one sign: nothing is lost in adding them up."""
+    return n.op("MatMul", n.op("Abs", n.input(64, 8192)), n.op("Abs", n.random(8192, 64)))
+
+
+NETS: dict[str, tuple[Callable[[Net], Any], Any]] = {
+    "image": (image, PartsConv), "product": (product, PartsGemm), "deep": (deep, PartsGemm),
+}  # fmt: skip
+
+
+def made(name: str) -> Graph:
+    n = Net()
+    return n.done(NETS[name][0](n))
+
+
+def tactics(program: Program) -> set[str]:
+    return {t["tactic"] for t in program.meta["tactics"]}
+
+
+# ---------------------------------------------------------------- where it is taken
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_fp32_on_hopper_is_multiplied_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NETS[name][1], "defer", lambda self, b, op: None)
+    assert NETS[name][1].name in tactics(check_simulated(made(name), "fp32", target="cuda:sm_90a"))
+
+
+@pytest.mark.parametrize(("target", "precision", "reason"), [
+    ("cuda:sm_80", "fp32", "it needs Hopper's wgmma and TMA"),
+    ("cuda:sm_90a", "tf32", "it multiplies fp32 in parts, not tfloat32"),
+    ("cuda:sm_90a", "fp16", "it multiplies fp32 in parts, not float16"),
+])  # fmt: skip
+def test_elsewhere_it_refuses(target: str, precision: str, reason: str) -> None:
+    program = lowered(made("product"), precision, target=target, no_cubins=True)
+    refused = refusals(program, "gemm_parts_sm90")
+    assert refused
+    assert all(reason in r for r in refused)
+
+
+def test_where_scalar_units_are_predicted_to_be_faster_they_go_first() -> None:
+    n = Net()
+    graph = n.done(n.op("MatMul", n.input(16, 8), n.random(8, 8)))
+    program = lowered(graph, "fp32", target="cuda:sm_90a", no_cubins=True)
+    assert tactics(program) == {"gemm_fp32"}
+    assert any("it is predicted to take" in r for r in refusals(program, "gemm_parts_sm90"))
+
+
+def rows(count: int, channels: int, depth: int) -> Problem:
+    return Problem(count, channels, (Source(1, 1, depth, (1, 1), (1, 1), (0, 0, 0, 0), (1, 1)),), dtype="float32")
+
+
+@pytest.mark.parametrize(("config", "reason"), [
+    (replace(CONFIGS[7], blocks=2), "have a multiprocessor to themselves"),
+    (replace(CONFIGS[0], direct=False), "fp32 results are stored from registers"),
+    (replace(CONFIGS[0], share=(1, 2)), "have a multiprocessor to themselves"),
+    (replace(CONFIGS[0], bn=104), "three sets of 52 sums exceed the registers"),
+    (replace(CONFIGS[0], stages=5), "shared memory"),
+])  # fmt: skip
+def test_tiles_that_do_not_suit_parts_are_refused(config: Config, reason: str) -> None:
+    problem = rows(4096, 768, 768)
+    assert gemm.refuse(problem, CONFIGS[0]) is None
+    assert reason in (gemm.refuse(problem, config) or "")
+
+
+def test_patches_are_not_divided() -> None:
+    problem = Problem(4, 64, (Source(28, 28, 64, (3, 3), (1, 1), (1, 1, 1, 1), (1, 1)),), dtype="float32")
+    assert "in parts" in (patch.refuse(problem, patch.candidates(replace(problem, dtype="float16"), HOPPER)[0]) or "")
+
+
+def test_offers_are_such_that_run() -> None:
+    for problem in (rows(4096, 768, 768), rows(100, 64, 32), rows(8, 2048, 4096)):
+        offers = ranked(problem, HOPPER)
+        assert offers
+        assert all(gemm.refuse(problem, o.config, shared=HOPPER.shared_per_block) is None for o in offers)
+        assert any(o.row_invariant for o in offers)
+    assert in_one_order(CONFIGS[7], parts=True)
+    assert not in_one_order(CONFIGS[4], parts=True)
+
+
+def test_three_products_are_predicted_to_take_longer_than_one() -> None:
+    exact, rounded = (
+        cost.estimated(replace(rows(8192, 1024, 1024), dtype=d, out="float32"), HOPPER, 1)[0][0] for d in ("float32", "tfloat32")
+    )
+    assert 2 * rounded < exact < 4 * rounded
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_they_compile_without_spills(config: Config) -> None:
+    found = nvrtc.resources(gemm.recipe(rows(4096, 768, 2048), config))[gemm.FUNCTION]
+    assert found.spill_bytes == found.stack_bytes == 0
+
+
+# ---------------------------------------------------------------- on a GPU
+
+EXACT = 2e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("name", NETS)
+def test_each_configuration_on_a_gpu(name: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_of(monkeypatch, NETS[name][1], config)
+    graph = made(name)
+    context: Any = Engine(lowered(graph, "fp32", target="cuda:sm_90a")).context()
+    feeds = feeds_of(graph)
+    found = check_steps(context, feeds)
+    assert found
+    assert not [e for e in found if not e.error < EXACT]
+    assert not check_arena(context.runner, feeds)
+    first, second = context.run(feeds), context.run(feeds)
+    assert all(first[k].tobytes() == second[k].tobytes() for k in first)
