@@ -260,7 +260,7 @@ def _given_bag(graph: Graph, value: Value | None) -> _GivenBag | None:
 
 
 def _element(graph: Graph, value: Value) -> tuple[Value, int]:
-    """The list of which a value is one element, and which one (-1: it is none)."""
+    """The list that a value is one element of, and the element's number (-1: it is none)."""
     cut = producer(graph, value, {"Slice"})
     shape = None if cut is None else shape_of(graph, operand(cut))
     if (
