@@ -79,6 +79,8 @@ def _no_product(table: Array | None, bags: int, count: int) -> str | None:
     """Why rows of a table are not added up by a product."""
     if table is None or not is_float(table.dtype) or not np.isfinite(table).all():
         return "the rows that its bags add up are not a constant of finite numbers: a product would spread a NaN"
+    if not count:
+        return "there are no indices"
     if bags * count > MOST_MEMBERS:
         return f"it has {bags} bags of {count} indices: their matrix would be larger than {MOST_MEMBERS} elements"
     return None
@@ -114,6 +116,8 @@ def _given_bags(graph: Graph, op: Op, trips: int) -> _GivenBags | None:
     weights = None if product is None else _weights(graph, op, found[1], cut)
     starts, ends = (value_outside(op, g.inputs[0]) if (g := lookup(op, cut.input(i))) else None for i in (1, 2))
     if starts is None or ends is None or (product is not None and weights is None):
+        return None
+    if weights is not None and graph.type(weights).shape != graph.type(listed).shape:
         return None
     for bound in (starts, ends):
         shape = graph.type(bound).shape
@@ -238,8 +242,9 @@ def _looked_up(graph: Graph, rows: Value) -> tuple[Op, Value | None] | None:
 
 
 def _given_bag(graph: Graph, value: Value | None) -> _GivenBag | None:
+    """The bag that a part of a Concat adds up."""
     choice = producer(graph, value, {"If"}, alone=True)
-    if choice is None:
+    if choice is None or len(choice.outputs) > 1:
         return None
     empty, body = choice.attrs.then_branch.graph, choice.attrs.else_branch.graph
     reduce = producer(body, body.op(body.outputs[0]).inputs[0], {"ReduceSum", "ReduceMean"})

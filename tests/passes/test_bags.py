@@ -166,22 +166,23 @@ def test_cpus_run_no_loop_for_them(level: int) -> None:
 
 def given(
     reduce: str = "ReduceSum", keep: int = 0, weights: str = "", table: str = "constant", flat: bool = True,
-    count: int = 12, trips: int = 4, bounds: int = 5, indices: str = "at",
+    count: int = 12, trips: int = 4, bounds: int = 5, indices: str = "at", more: int = 0,
 ) -> Graph:  # fmt: skip
     """As :func:`loop`, of a constant table, with bounds that are an input.
 
-    ``weights``: "run" (each row times its weight), or "other" (the weights of another run). ``table``: "constant", "infinite" or
-    "input"."""
+    ``weights``: "run" (each row times its weight), or "other" (the weights of another run); ``more`` of them than indices.
+    ``table``: "constant", "infinite" or "input".
+    """
     kind, shape = f"int64[{bounds}]" if flat else f"int64[{bounds},1]", (20, 6)
     cut = "p = Gather(starts, i)  q = Gather(ends, i)  s = Unsqueeze(p, zero)  e = Unsqueeze(q, zero)"
     cut = cut if flat else "s = Gather(starts, i)  e = Gather(ends, i)"
     run = {"": "", "run": "part = Slice(w, s, e, zero)", "other": "part = Slice(w, e, s, zero)"}[weights]
     times = "one = Constant<value_ints = [1]>()  column = Unsqueeze(part, one)  found = Mul(those, column)"
     name, times = ("those", times) if weights else ("found", "")
-    more = "1, " if keep else ""
-    inputs = f"int64[{count}] at, {kind} starts, {kind} ends" + (f", float[{count}] w" if weights else "")
+    kept = "1, " if keep else ""
+    inputs = f"int64[{count}] at, {kind} starts, {kind} ends" + (f", float[{count + more}] w" if weights else "")
     inputs += ", float[20,6] x" if table == "input" else ""
-    text = f"""g ({inputs}) => (float[{trips},{more}6] y) <int64 trips = {{{trips}}}, bool true = {{1}}> {{
+    text = f"""g ({inputs}) => (float[{trips},{kept}6] y) <int64 trips = {{{trips}}}, bool true = {{1}}> {{
         y = Loop<body = b (int64 i, bool go) => (bool c, float[r] v) <int64[1] zero = {{0}}> {{
             {cut}  rows = Slice({indices}, s, e, zero)  {name} = Gather(x, rows)  {run}
             {times}
@@ -246,15 +247,18 @@ def test_a_weight_that_is_no_number_stays_in_its_bag() -> None:
         ({"table": "infinite"}, "finite"),
         ({"table": "input"}, "finite"),
         ({"count": 1 << 25}, "larger than"),
+        ({"count": 0}, "no indices"),
     ],
 )
 def test_given_bounds_that_stay(options: dict[str, Any], because: str) -> None:
     check_refused(Bags(), given(**options), because=because, context=GPU)
 
 
-@pytest.mark.parametrize("options", [{"weights": "other"}, {"bounds": 3}, {"indices": "starts"}])
+@pytest.mark.parametrize(
+    "options", [{"weights": "other"}, {"weights": "run", "more": 1}, {"bounds": 3}, {"indices": "starts"}]
+)
 def test_given_bounds_of_other_loops(options: dict[str, Any]) -> None:
-    """Weights of another run, fewer bounds than bags; indices that are bounds are still indices."""
+    """Weights of another run, more weights than indices, fewer bounds than bags; indices that are bounds are still indices."""
     graph = given(**options)
     if "indices" in options:
         check_pass(Bags(), graph, changes=1, context=GPU)
