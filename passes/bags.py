@@ -14,11 +14,20 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.given_bags import concat_of_given_bags, loop_of_given_bags
+from optdnn.passes.support.bag_bodies import (
+    REDUCTIONS,
+    cut_of,
+    lookup,
+    part_of,
+    reduction,
+    table_of,
+    takes_rows,
+    trips_of,
+    value_outside,
+)
 from optdnn.passes.support.facts import integers, ints, producer, reshaped, scalar, shape_of
-from optdnn.passes.unroll import goes_on, number_of
 from optdnn.types import Array, normalize_axis
-
-REDUCTIONS = frozenset({"ReduceSum", "ReduceMean", "ReduceMax"})
 
 
 @dataclass(frozen=True)
@@ -35,21 +44,15 @@ class _Bags:
 @rule("loop_of_bags", {"Loop"})
 def loop_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
     """A Loop whose iterations reduce a run of rows, or the rows that a run of indices names."""
-    trips = number_of(graph, op.input(0))
-    body = op.attrs.body.graph
-    if op.attrs.carried or len(body.outputs) != 2 or not trips or trips < 1:
+    trips = trips_of(graph, op)
+    bags = None if trips is None else _bags(graph, op, trips)
+    if trips is None or bags is None:
         return None
-    going = op.input(1)
-    if not goes_on(body) or (going is not None and not number_of(graph, going)):
-        return None
-    bags = _bags(graph, op, trips)
-    if bags is None:
-        return None
-    listed = _outer(op, bags.cut.input(0))
+    listed = value_outside(op, bags.cut.input(0))
     shape = None if listed is None else shape_of(graph, listed)
     if listed is None or not shape or not all(isinstance(d, int) for d in shape):
         return None
-    gathered = _table(graph, op, bags.gather) if bags.gather is not None else None
+    gathered = table_of(graph, op, bags.gather) if bags.gather is not None else None
     if bags.gather is not None and (gathered is None or len(shape) != 1):
         return None
     count, *dims = (int(d) for d in shape)  # type: ignore[arg-type]
@@ -63,7 +66,7 @@ def loop_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("its bags are of different sizes, or do not lie side by side")
 
     def build(patch: Patch) -> None:
-        rows = reshaped(patch, _part(patch, listed, int(starts[0]), size * trips, count), (trips, size, *dims))
+        rows = reshaped(patch, part_of(patch, listed, int(starts[0]), size * trips, count), (trips, size, *dims))
         if bags.gather is not None and gathered is not None:
             weights = patch.constant(gathered, "table") if isinstance(gathered, np.ndarray) else gathered
             rows = patch.add("Gather", [weights, rows], bags.gather.attrs)
@@ -74,53 +77,26 @@ def loop_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
 
 def _bags(graph: Graph, op: Op, trips: int) -> _Bags | None:
     body = op.attrs.body.graph
-    reduce = producer(body, body.op(body.outputs[1]).inputs[0], REDUCTIONS)
-    if reduce is None or ints(body, reduce.input(1)) != (0,):
+    reduce = reduction(body)
+    gather = None if reduce is None else producer(body, reduce.input(0), {"Gather"})
+    if reduce is None or (gather is not None and not takes_rows(body, gather)):
         return None
-    gather = producer(body, reduce.input(0), {"Gather"})
-    if gather is not None and normalize_axis(gather.attrs.axis, len(body.type(gather.inputs[0]).dims)):
-        return None
-    cut = producer(body, reduce.input(0) if gather is None else gather.input(1), {"Slice"})
+    cut = cut_of(graph, op, reduce.input(0) if gather is None else gather.input(1))
     if cut is None:
-        return None
-    if any(v is not None and _ints(graph, op, v) != only for v, only in ((cut.input(3), (0,)), (cut.input(4), (1,)))):
         return None
     starts, ends = (_each(graph, op, cut.input(i), trips) for i in (1, 2))
     return None if starts is None or ends is None else _Bags(reduce, gather, cut, starts, ends)
 
 
-def _table(graph: Graph, op: Op, gather: Op) -> Value | Array | None:
-    """What the body gathers rows of: a value outside, or a constant of its own."""
-    table = _outer(op, gather.input(0))
-    return op.attrs.body.graph.constant_value(gather.input(0)) if table is None else table
-
-
-def _outer(op: Op, value: Value | None) -> Value | None:
-    """The value outside of the loop that the body reads as ``value``."""
-    body = op.attrs.body.graph
-    places = {Value(i): k for k, i in enumerate(body.inputs)}
-    at = None if value is None else places.get(value)
-    return None if at is None or at < 2 else op.inputs[at]
-
-
-def _ints(graph: Graph, op: Op, value: Value) -> tuple[int, ...] | None:
-    """The integers that the body reads as ``value``, its own or those of outside; None where they are not known."""
-    found = ints(op.attrs.body.graph, value)
-    return ints(graph, _outer(op, value)) if found is None else found
-
-
 def _each(graph: Graph, op: Op, value: Value | None, trips: int) -> Array | None:
     """The number that each iteration takes from a constant list, by the iteration's own number."""
-    body = op.attrs.body.graph
-    while value is not None and body.op(value).kind in ("Unsqueeze", "Reshape", "Squeeze"):
-        value = body.op(value).inputs[0]
-    gather = producer(body, value, {"Gather"})
-    if gather is None or gather.inputs[1] != Value(body.inputs[0]):
+    body, gather = op.attrs.body.graph, lookup(op, value)
+    if gather is None:
         return None
     source = gather.inputs[0]
     known = body.constant_value(source)
-    if known is None and (outer := _outer(op, source)) is not None:
-        known = graph.constant_value(outer)
+    if known is None and (outside := value_outside(op, source)) is not None:
+        known = graph.constant_value(outside)
     one = (
         known is not None
         and known.ndim
@@ -128,13 +104,6 @@ def _each(graph: Graph, op: Op, value: Value | None, trips: int) -> Array | None
         and not normalize_axis(gather.attrs.axis, known.ndim)
     )
     return known.reshape(-1)[:trips].astype(np.int64) if known is not None and one and known.size >= trips else None
-
-
-def _part(patch: Patch, rows: Value, start: int, count: int, length: int) -> Value:
-    """``count`` of ``length`` rows, from ``start`` on."""
-    if count == length:
-        return rows
-    return patch.add("Slice", [rows, *(integers(patch, [n], "bags") for n in (start, start + count, 0))])
 
 
 # ---------------------------------------------------------------- iterations that the importer wrote out
@@ -168,7 +137,7 @@ def concat_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
 
     def build(patch: Patch) -> Value:
         length, *dims = (int(d) for d in graph.type(first.source).static_shape)
-        rows = _part(patch, first.source, first.start, size * len(bags), length)
+        rows = part_of(patch, first.source, first.start, size * len(bags), length)
         split = reshaped(patch, rows, (len(bags), size, *dims))
         return patch.add(first.kind, [split, integers(patch, [1], "axes")], ReduceAttrs(keepdims=False))
 
@@ -202,4 +171,4 @@ def _bag(graph: Graph, value: Value | None) -> _Bag | None:
 
 class Bags(RulePass):
     name = "bags"
-    rules = (loop_of_bags, concat_of_bags)
+    rules = (loop_of_bags, loop_of_given_bags, concat_of_bags, concat_of_given_bags)

@@ -10,13 +10,17 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.conv import resolved
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, operand, reshape_target, reshaped, shape_of
+from optdnn.types import Array, Shape
 
 LEAST = 32
 """Smallest number of elements of a patch for which the product pays (the rows of the matrix)."""
+ORDER = (0, 2, 4, 1, 3, 5)
+"""Batch, rows, columns; channels, kernel rows, kernel columns."""
 
 
 @rule("patch_rows", {"Conv"})
@@ -42,21 +46,71 @@ def patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
     bias = graph.constant_value(op.input(2))
     if op.input(2) is not None and bias is None:
         return Miss("its bias is not constant")
-    split = (before[0], before[1], height // kh, kh, width // kw, kw)
-    order = (0, 2, 4, 1, 3, 5)  # batch, rows, columns; channels, kernel rows, kernel columns
-    cut = reshape_target(before, split)
-    joined = reshape_target(tuple(split[i] for i in order), (*after[:-1], weight[0].size))
-    if cut is None or joined is None:
+    targets = _targets(before, (height // kh, kh, width // kw, kw), (*after[:-1], weight[0].size))
+    if targets is None:
         return Miss("no constant target can express how the image is cut")
 
     def build(patch: Patch) -> Value:
-        patches = patch.add("Transpose", [reshaped(patch, x, cut)], TransposeAttrs(order))
-        rows = reshaped(patch, patches, joined)
-        matrix = np.ascontiguousarray(weight.reshape(len(weight), -1).T)
-        y = patch.add("MatMul", [rows, patch.constant(matrix, "patches.weight")], MatMulAttrs())
+        rows = _rows(patch, x, *targets)
+        y = patch.add("MatMul", [rows, patch.constant(_matrix(weight), "patches.weight")], MatMulAttrs())
         return y if bias is None else patch.add("Add", [y, patch.constant(bias, "patches.bias")])
 
     return Match((op, *behind), build, behind[-1].value)
+
+
+@rule("integer_patch_rows", {"ConvInteger"})
+def integer_patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
+    """The same of a ConvInteger (dynamic quantization), whose result then has channels last, whoever reads it. A Cast of its sums
+    stays next to it: only then do they need no integers."""
+    weight, x = graph.constant_value(op.input(1)), operand(op)
+    before, result = shape_of(graph, x), op.outputs[0].type.shape
+    if weight is None or weight.ndim != 4 or before is None or result is None:
+        return None
+    a = resolved(op.attrs, graph.type(x), graph.type(operand(op, 1)))
+    kh, kw = weight.shape[2:]
+    if a.group != 1 or tuple(a.strides) != (kh, kw) or any(a.pads) or any(d != 1 for d in a.dilations) or kh * kw == 1:
+        return None
+    height, width = before[2:]
+    if not isinstance(height, int) or not isinstance(width, int) or height % kh or width % kw:
+        return Miss("its windows are not known to cover the image")
+    if weight[0].size < LEAST:
+        return Miss(f"a patch has {weight[0].size} elements, too few for a product")
+    sizes = (height // kh, kh, width // kw, kw)
+    targets = _targets(before, sizes, (result[0], sizes[0], sizes[2], weight[0].size))
+    if targets is None:
+        return Miss("no constant target can express how the image is cut")
+
+    cast = graph.sole_user(op.value)
+    behind = [] if cast is None or cast.kind != "Cast" else [cast]
+
+    def build(patch: Patch) -> Value:
+        rows, matrix = _rows(patch, x, *targets), patch.constant(_matrix(weight), "patches.weight")
+        y = patch.add("MatMulInteger", [rows, matrix, *op.inputs[2:]])
+        for after in behind:
+            y = patch.add("Cast", [y], after.attrs)
+        return patch.add("Transpose", [y], TransposeAttrs((0, 3, 1, 2)))
+
+    return Match((op, *behind), build, (behind[-1] if behind else op).value)
+
+
+Targets = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _targets(image: Shape, sizes: tuple[int, int, int, int], rows: Shape) -> Targets | None:
+    """What an image is reshaped to, before and after its axes are ordered. ``sizes``: patches and pixels of a patch, downwards and
+    across."""
+    split = (*image[:2], *sizes)
+    cut, joined = reshape_target(image, split), reshape_target(tuple(split[i] for i in ORDER), rows)
+    return None if cut is None or joined is None else (cut, joined)
+
+
+def _rows(patch: Patch, x: Value, cut: tuple[int, ...], joined: tuple[int, ...]) -> Value:
+    """The patches of an image, each a row."""
+    return reshaped(patch, patch.add("Transpose", [reshaped(patch, x, cut)], TransposeAttrs(ORDER)), joined)
+
+
+def _matrix(weight: Array) -> Array:
+    return np.ascontiguousarray(weight.reshape(len(weight), -1).T)
 
 
 def _turned(graph: Graph, conv: Op) -> list[Op] | None:
@@ -73,4 +127,4 @@ def _turned(graph: Graph, conv: Op) -> list[Op] | None:
 
 class PatchEmbedding(RulePass):
     name = "patch_rows"
-    rules = (patch_rows,)
+    rules = (patch_rows, integer_patch_rows)

@@ -3,6 +3,9 @@
 PWC-Net (Sun et al., 2018) compares each pixel of an image with all pixels near its place in another one. Exporters unroll the loop
 over the shifts: a Slice, a product and a mean over the channels for each of them, and a Concat of the means. All shifts together
 are the windows of the second image, which a kernel reads where they lie.
+
+Stereo networks cut both images to the part that they share, and put the mean into a volume of zeros (DispNetC). GwcNet (Guo et al.,
+2019) takes a mean for each group of channels.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, integers, ints, is_filled, operand, producer, reshaped, shape_of
-from optdnn.types import normalize_axis
+from optdnn.types import Array, normalize_axis
 
 SUMS = frozenset({"ReduceMean", "ReduceSum"})
 FEWEST = 4
@@ -30,13 +33,23 @@ FEWEST = 4
 
 @dataclass(frozen=True)
 class Shift:
-    """A part of a Concat: the sum (``kind``) of ``other`` times ``source`` from ``begin`` on, with zeros around it."""
+    """A part of a Concat: the sum (``kind``) of ``other`` times ``source`` from ``begin`` on, with zeros around it.
+
+    ``cut``: both were cut to the part that they share, and the sum has zeros around it. ``split``: how many groups the channels are
+    split into first, and how many channels a group has.
+    """
 
     other: Value
     source: Value
     kind: str
     begin: tuple[int, ...]
     ops: tuple[Op, ...]
+    cut: bool = False
+    split: tuple[int, int] | None = None
+
+    @property
+    def moved(self) -> bool:
+        return any(self.begin)
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,7 @@ def window_sum(graph: Graph, op: Op) -> Match | Miss | None:
         key=lambda found: len(found[1]),
     )
     end = start + len(run)
-    if not run:
+    if not any(s.moved for s in run):
         return None
     if len(run) < FEWEST:
         return Miss(f"it joins sums of {len(run)} shifts, fewer than {FEWEST}")
@@ -72,7 +85,7 @@ def window_sum(graph: Graph, op: Op) -> Match | Miss | None:
     ops = (op, *(o for s in run for o in s.ops))
 
     def build(patch: Patch) -> Value:
-        y = _summed(graph, patch, run[0], steps, axis)
+        y = _summed(patch, replace(run[0], cut=any(s.cut for s in run)), steps, axis)
         if len(run) == len(op.inputs):
             return y
         return patch.add("Concat", [*op.inputs[:start], y, *op.inputs[end:]], op.attrs)
@@ -83,27 +96,82 @@ def window_sum(graph: Graph, op: Op) -> Match | Miss | None:
 def _shift(graph: Graph, part: Value | None, axis: int, slot: int) -> Shift | None:
     """What a part of a Concat along ``axis`` sums up, where operand ``slot`` of the product is shifted; None where it is something
     else."""
-    ops: list[Op] = []
-    view = producer(graph, part, RESHAPES, alone=True)
-    if view is not None:
-        ops.append(view)
-        part = operand(view)
-    total = producer(graph, part, SUMS, alone=True)
-    product = None if total is None else producer(graph, operand(total), {"Mul"}, alone=True)
-    if total is None or product is None:
+    pad = producer(graph, part, {"Pad"}, alone=True)
+    found = _sum(graph, part if pad is None else operand(pad), axis)
+    if found is None:
         return None
-    ops += [total, product]
-    shape, axes = shape_of(graph, product.value), ints(graph, total.input(1))
-    joined = ops[0].outputs[0].type.shape
+    total, product, split, ops = found
+    moved, other = operand(product, slot), operand(product, 1 - slot)
+    sizes = shape_of(graph, product.value)
+    if shape_of(graph, moved) != sizes or shape_of(graph, other) != sizes:
+        return None
+    source, begin, moves = _sliced(graph, moved)
+    if not graph.type(source).is_static:
+        return None
+    if pad is not None:
+        shared = _uncut(graph, pad, axis, axis - 1 if split else axis, (source, begin), other)
+        if shared is None:
+            return None
+        other, begin, kept = shared
+        moves = [pad, *moves, *kept]
+    if split is not None:
+        if begin[axis - 1] or graph.type(source).static_shape[axis - 1] != split[0] * split[1]:
+            return None
+        begin = (*begin[: axis - 1], 0, 0, *begin[axis:])
+    return Shift(other, source, total.kind, begin, (*ops, *moves), pad is not None, split)
+
+
+def _sum(graph: Graph, part: Value | None, axis: int) -> tuple[Op, Op, tuple[int, int] | None, list[Op]] | None:
+    """The sum along ``axis`` that has a size of one there, the product that it adds up, the sizes of the two axes that the channels
+    are split into in between (None: they are not), and all operators on the way."""
+    ops = [op for op in (producer(graph, part, RESHAPES, alone=True),) if op is not None]
+    total = producer(graph, operand(ops[0]) if ops else part, SUMS, alone=True)
+    if total is None:
+        return None
+    shape, axes = shape_of(graph, operand(total)), ints(graph, total.input(1))
+    joined = (ops[0] if ops else total).outputs[0].type.shape
     if shape is None or axes is None or [normalize_axis(a, len(shape)) for a in axes] != [axis]:
         return None
     if joined != (*shape[:axis], 1, *shape[axis + 1 :]):
         return None
-    moved, other = operand(product, slot), operand(product, 1 - slot)
-    source, begin, moves = _sliced(graph, moved)
-    if shape_of(graph, moved) != shape or shape_of(graph, other) != shape or not graph.type(source).is_static:
+    groups = producer(graph, operand(total), {"Reshape"}, alone=True)
+    product = producer(graph, operand(total if groups is None else groups), {"Mul"}, alone=True)
+    if product is None:
         return None
-    return None if source == moved else Shift(other, source, total.kind, begin, (*ops, *moves))
+    if groups is None:
+        return total, product, None, [*ops, total, product]
+    outer, own = shape[axis - 1] if axis else None, shape[axis]
+    if not isinstance(outer, int) or not isinstance(own, int):
+        return None
+    if shape_of(graph, product.value) != (*shape[: axis - 1], outer * own, *shape[axis + 1 :]):
+        return None
+    return total, product, (outer, own), [*ops, total, groups, product]
+
+
+def _uncut(
+    graph: Graph, pad: Op, axis: int, channels: int, moved: tuple[Value, tuple[int, ...]], other: Value
+) -> tuple[Value, tuple[int, ...], list[Op]] | None:
+    """Where ``other`` is the part of an image that it shares with the shifted one, and ``pad`` puts zeros everywhere else: that
+    image, the shift, and the Slices that nothing else reads.
+
+    ``axis``: along which the sums are joined. ``channels``: those of the images.
+    """
+    before, frame = _zeros_before(graph, pad), list(pad.outputs[0].type.shape or ())
+    whole, start, moves = _sliced(graph, other)
+    source, begin = moved
+    if before is None or before[axis] or not all(graph.type(v).is_static for v in (whole, other)):
+        return None
+    if channels != axis:
+        del before[axis], frame[axis]
+    sizes, box, limits = (graph.type(v).static_shape for v in (whole, other, source))
+    frame[channels] = sizes[channels]  # that of the sums is one, or the groups
+    if tuple(frame) != sizes or list(start) != [-n for n in before] or sizes[channels] != box[channels]:
+        return None
+    shifts = tuple(b - a for a, b in zip(start, begin, strict=True))
+    for a, n, size, shift, limit in zip(start, box, sizes, shifts, limits, strict=True):
+        if (a, a + n) != (max(0, -shift), min(size, limit - shift)):
+            return None  # zeros where both images have values
+    return whole, shifts, moves
 
 
 def _sliced(graph: Graph, value: Value) -> tuple[Value, tuple[int, ...], list[Op]]:
@@ -150,7 +218,7 @@ def _longest_run(found: Sequence[Shift | None]) -> tuple[int, list[Shift]]:
     """The most neighbours that differ only in their shifts, and the place of the first one."""
     best: tuple[int, list[Shift]] = (0, [])
     at = 0
-    for _, group in itertools.groupby(found, lambda s: None if s is None else (s.other, s.source, s.kind)):
+    for _, group in itertools.groupby(found, lambda s: None if s is None else (s.other, s.source, s.kind, s.split)):
         own = list(group)
         run = [s for s in own if s is not None]
         best = (at, run) if len(run) > len(best[1]) else best
@@ -171,14 +239,18 @@ def _grid(begins: Sequence[Sequence[int]]) -> list[Steps] | None:
     return steps if [tuple(b) for b in begins] == list(wanted) else None
 
 
-def _summed(graph: Graph, patch: Patch, shift: Shift, steps: Sequence[Steps], axis: int) -> Value:
+def _summed(patch: Patch, shift: Shift, steps: Sequence[Steps], axis: int) -> Value:
     """The sums of all shifts, side by side along ``axis``. The axis that is added, the channels, goes last: convolutions around the
     sums want them there, and a thread reads neighbours."""
-    shape = graph.type(shift.other).static_shape
+    if shift.split is not None:
+        other, source = (_in_groups(patch, v, axis, shift.split) for v in (shift.other, shift.source))
+        shift = replace(shift, other=other, source=source)
+    shape = patch.type(shift.other).static_shape
     rank = len(shape)
     outer = [k for k in range(rank) if k != axis]
     last = TransposeAttrs((*outer, axis))
-    source, steps = _padded(graph, patch, shift, steps)
+    shared = _shared(shape, patch.type(shift.source).static_shape, steps, outer) if shift.cut else None
+    source, steps = _padded(patch, shift, steps)
     channels = patch.constant(steps[axis].start + np.arange(shape[axis]), "channels")
     if patch.type(source).dims[axis] != shape[axis]:
         source = patch.add("Gather", [source, channels], GatherAttrs(axis))
@@ -199,14 +271,40 @@ def _summed(graph: Graph, patch: Patch, shift: Shift, steps: Sequence[Steps], ax
     other = reshaped(patch, other, (*(shape[k] for k in outer), *[1] * len(counts), shape[axis]))
     product = patch.add("Mul", [other, windows])
     total = patch.add(shift.kind, [product, integers(patch, [-1], "axes")], ReduceAttrs(keepdims=False))
+    if shared is not None:
+        zero = patch.constant(np.zeros((), patch.type(total).dtype), "zero")
+        total = patch.add("Where", [patch.constant(shared, "shared"), total, zero])
     total = reshaped(patch, total, (*(shape[k] for k in outer), int(np.prod([s.count for s in steps]))))
     back = sorted(range(rank), key=lambda k: (*outer, axis)[k])
     return patch.add("Transpose", [total], TransposeAttrs(tuple(back)))
 
 
-def _padded(graph: Graph, patch: Patch, shift: Shift, steps: Sequence[Steps]) -> tuple[Value, list[Steps]]:
+def _in_groups(patch: Patch, image: Value, axis: int, split: tuple[int, int]) -> Value:
+    """An image whose channels are split into the axes ``axis - 1`` and ``axis``."""
+    shape = patch.type(image).static_shape
+    return reshaped(patch, image, (*shape[: axis - 1], *split, *shape[axis:]))
+
+
+def _shared(shape: Sequence[int], limits: Sequence[int], steps: Sequence[Steps], outer: Sequence[int]) -> Array:
+    """Whether an image of ``limits`` has a value at each place of one of ``shape``, for each shift: a zero that is multiplied by an
+    infinite number would be no zero. The axes are those of the sums before they are joined."""
+    counts = [k for k in outer if steps[k].count > 1]
+    shared = np.ones((1,) * (len(outer) + len(counts)), bool)
+    for at, k in enumerate(outer):
+        s = steps[k]
+        places = np.arange(shape[k])[:, None] + s.start + s.step * np.arange(s.count)
+        inside = (places >= 0) & (places < limits[k])
+        dims = [1] * shared.ndim
+        dims[at] = shape[k]
+        if s.count > 1:
+            dims[len(outer) + counts.index(k)] = s.count
+        shared = shared & inside.reshape(dims)
+    return shared
+
+
+def _padded(patch: Patch, shift: Shift, steps: Sequence[Steps]) -> tuple[Value, list[Steps]]:
     """The tensor with zeros where boxes lie outside of it, and the places in it."""
-    shape, sizes = graph.type(shift.source).static_shape, graph.type(shift.other).static_shape
+    shape, sizes = patch.type(shift.source).static_shape, patch.type(shift.other).static_shape
     ends = [(s.start, s.start + s.step * (s.count - 1)) for s in steps]
     before = [max(0, -min(e)) for e in ends]
     after = [max(0, max(e) + n - whole) for e, n, whole in zip(ends, sizes, shape, strict=True)]

@@ -6,6 +6,7 @@ looks for the places; a Concat of the kept and the written parts only copies.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,11 @@ class Span:
     @property
     def whole(self) -> bool:
         return self.count == self.size
+
+    @property
+    def end(self) -> int:
+        """Behind the last position of a dense span."""
+        return self.start + self.count
 
     @property
     def dense(self) -> bool:
@@ -95,7 +101,7 @@ def known_writes(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("assembled_writes", SCATTERS)
 def assembled_writes(graph: Graph, op: Op) -> Match | Miss | None:
-    """Scatters in a row, each of which writes its own part of one axis, become one Concat: ``y[:, t] = step(t)`` of a loop."""
+    """Scatters in a row, each of which writes its own part of the tensor, become one Concat: ``y[:, t] = step(t)`` of a loop."""
     after = graph.sole_user(op.value)
     if (after is not None and after.kind in SCATTERS and after.inputs[0] == op.value) or _writes(
         graph, op
@@ -104,57 +110,131 @@ def assembled_writes(graph: Graph, op: Op) -> Match | Miss | None:
     parts: list[_Part] = []
     write: Op | None = op
     while write is not None and (part := _part(graph, write)) is not None:
-        if parts and part.span.axis != parts[0].span.axis:
-            break
         parts.append(part)
         write = producer(graph, write.inputs[0], SCATTERS, alone=True)
-    if len(parts) <= MOST_WRITES:
-        return Miss("its writes are not parts of one axis")
-    base, size = operand(parts[-1].op), parts[0].span.size
-    parts.sort(key=lambda p: p.span.start)
-    ends = [p.span.start + p.span.count for p in parts]
-    if any(p.span.start < end for p, end in zip(parts[1:], ends, strict=False)):
+    lines = list(itertools.takewhile(lambda p: p.lines_of(parts[0]), parts))
+    if len(lines) > MOST_WRITES:
+        return _joined_lines(graph, op, lines)
+    return _joined_boxes(graph, op, parts)
+
+
+def _joined_lines(graph: Graph, op: Op, parts: list[_Part]) -> Match | Miss:
+    """The Concat of parts that lie along one axis, and of what lies between them."""
+    base, size = operand(parts[-1].op), parts[0].spans[0].size
+    parts = sorted(parts, key=lambda p: p.spans[0].start)
+    ends = [p.spans[0].end for p in parts]
+    if any(p.spans[0].start < end for p, end in zip(parts[1:], ends, strict=False)):
         return Miss("positions are written more than once")
 
     def build(patch: Patch) -> Value:
-        axis, pieces, at = parts[0].span.axis, list[Value](), 0
+        axis, pieces, at = parts[0].spans[0].axis, list[Value](), 0
         for p, end in zip(parts, ends, strict=True):
-            if p.span.start > at:
-                pieces.append(_slice(patch, base, axis, at, p.span.start))
-            pieces.append(operand(p.op, 2) if p.target is None else reshaped(patch, operand(p.op, 2), p.target))
+            if p.spans[0].start > at:
+                pieces.append(_slice(patch, base, axis, at, p.spans[0].start))
+            pieces.append(p.add_to(patch))
             at = end
         if at < size:
             pieces.append(_slice(patch, base, axis, at, size))
         return patch.add("Concat", pieces, ConcatAttrs(axis))
 
-    others = [p.op for p in parts if p.op is not op]
-    return Match((op, *others), build)
+    return Match((op, *(p.op for p in parts if p.op is not op)), build)
+
+
+def _joined_boxes(graph: Graph, op: Op, parts: list[_Part]) -> Match | Miss:
+    """The Concat of boxes of a tensor of one number, each of which has a place of its own along some axis: a cost volume, which
+    stereo networks fill shift by shift."""
+    shape = shape_of(graph, op.value)
+    filler = _filler(graph, operand(parts[-1].op)) if parts else None
+    if len(parts) <= MOST_WRITES or filler is None or shape is None or not all(isinstance(d, int) for d in shape):
+        return Miss("its writes are not parts of one axis")
+    if not _apart(parts, len(shape)):
+        return Miss("positions are written more than once")
+    sizes = tuple(int(d) for d in shape)  # type: ignore[arg-type]
+
+    def build(patch: Patch) -> Value:
+        return _assembled(patch, parts, [(0, n) for n in sizes], filler)
+
+    return Match((op, *(p.op for p in parts if p.op is not op)), build)
+
+
+def _groups(parts: Sequence[_Part], rank: int) -> tuple[int, list[list[_Part]]] | None:
+    """The first axis that separates the parts, and those of each place along it, in order. Parts of one place have it whole."""
+    for axis in range(rank):
+        places = sorted({p.place(axis) for p in parts})
+        if len(places) > 1 and all(a[1] <= b[0] for a, b in itertools.pairwise(places)):
+            return axis, [[p for p in parts if p.place(axis) == place] for place in places]
+    return None
+
+
+def _apart(parts: Sequence[_Part], rank: int) -> bool:
+    """Whether no two parts share a position, as axis after axis shows."""
+    if len(parts) == 1:
+        return True
+    found = _groups(parts, rank)
+    return found is not None and all(_apart(group, rank) for group in found[1])
+
+
+def _assembled(patch: Patch, parts: Sequence[_Part], region: Sequence[tuple[int, int]], filler: Array) -> Value:
+    """The region (begin and end of each axis) of a tensor of ``filler`` with these parts in it."""
+    if len(parts) == 1:
+        places = [parts[0].place(k) for k in range(len(region))]
+        spans = [
+            Span(k, place[0] - begin, 1, place[1] - place[0], end - begin)
+            for k, (place, (begin, end)) in enumerate(zip(places, region, strict=True))
+        ]
+        return _padded(patch, parts[0].add_to(patch), spans, filler, len(region))
+    found = _groups(parts, len(region))
+    assert found is not None
+    axis, groups = found
+    pieces, at = list[Value](), region[axis][0]
+    for group, end in [*((g, g[0].place(axis)) for g in groups), (None, (region[axis][1], 0))]:
+        if end[0] > at:
+            sizes = [end[0] - at if k == axis else b - a for k, (a, b) in enumerate(region)]
+            pieces.append(patch.constant(np.full(sizes, filler), "filler"))
+        if group is not None:
+            pieces.append(_assembled(patch, group, [end if k == axis else r for k, r in enumerate(region)], filler))
+            at = end[1]
+    return patch.add("Concat", pieces, ConcatAttrs(axis))
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What ``op`` writes: all positions of ``span``, along the other axes all there are; ``target``: to reshape it to first."""
+    """What ``op`` writes: the positions of ``spans``, and all those of the other axes of ``shape``. It is reshaped to ``target``
+    first."""
 
     op: Op
-    span: Span
+    spans: tuple[Span, ...]
+    shape: tuple[DimLike, ...]
     target: tuple[int, ...] | None
+
+    def lines_of(self, other: _Part) -> bool:
+        """Whether both are parts of the same axis, and of no other."""
+        return len(self.spans) == len(other.spans) == 1 and self.spans[0].axis == other.spans[0].axis
+
+    def place(self, axis: int) -> tuple[int, int]:
+        """Where it begins and ends along an axis."""
+        own = [(s.start, s.end) for s in self.spans if s.axis == axis]
+        return own[0] if own else (0, int(self.shape[axis]))  # type: ignore[arg-type]
+
+    def add_to(self, patch: Patch) -> Value:
+        return operand(self.op, 2) if self.target is None else reshaped(patch, operand(self.op, 2), self.target)
 
 
 def _part(graph: Graph, op: Op) -> _Part | None:
-    """The part of one axis that a scatter writes, None where it writes something else."""
+    """The box that a scatter writes, without gaps, None where it writes something else, or everything."""
     shape, given = shape_of(graph, operand(op)), shape_of(graph, operand(op, 2))
     table = graph.constant_value(op.inputs[1])
     if table is None or shape is None or given is None or not table.size or op.attrs.reduction != "none":
         return None
-    spans = [s for s in _box(op, table, shape) or () if not s.whole]
-    if len(spans) != 1 or not spans[0].dense:
+    spans = tuple(s for s in _box(op, table, shape) or () if not s.whole)
+    if not spans or not all(s.dense for s in spans):
         return None
-    (span,) = spans
-    box = tuple(span.count if k == span.axis else d for k, d in enumerate(shape))
+    counts = {s.axis: s.count for s in spans}
+    box = tuple(counts.get(k, d) for k, d in enumerate(shape))
     target = reshape_target(given, box)
     if target is None:
         return None
-    return _Part(op, span, None if given == box else target)
+    return _Part(op, spans, tuple(shape), None if given == box else target)
 
 
 def _writes(graph: Graph, op: Op) -> int:

@@ -101,7 +101,7 @@ class _Walk:
             self._keep(inverse, node)
             return
         state = next((s for s in given if s is not None), None) if node.kind in CARRIES else None
-        if _moves(node):
+        if moves(node):
             state = given[0]
         if state is not None:
             self.states[step] = _State(state.epsilon, {*state.ops, node.op.id}, state.inverse)
@@ -149,13 +149,14 @@ class _Walk:
                 return set(seen)
             if node.kind == "Pow" and isinstance(node.args[1], np.ndarray) and (node.args[1] == 2).all():
                 return set(seen)
-            if (node.kind not in CARRIES | REDUCES | {"Div"} and not _moves(node)) or len(data) != 1:
+            if (node.kind not in CARRIES | REDUCES | {"Div"} and not moves(node)) or len(data) != 1:
                 break
             (step,) = data
         return set()
 
 
-def _moves(node: Stage) -> bool:
+def moves(node: Stage) -> bool:
+    """Whether an operator only moves elements."""
     return node.kind not in STRUCTURAL and node.op.definition.traits.movement
 
 

@@ -8,25 +8,48 @@ from __future__ import annotations
 
 from optdnn.ir.graph import Graph
 from optdnn.passes.fuse_pointwise import is_pointwise
-from optdnn.passes.support.guards import StageId, nodes
+from optdnn.passes.support.guards import Stage, StageId, moves, nodes
+from optdnn.types import INT32, INT64
 
 SUMS = frozenset({"ConvInteger", "MatMulInteger"})
+COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
+CARRIES = frozenset(
+    {"Abs", "Add", "Identity", "Max", "Min", "Neg", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "Relu", "Sub"}
+)
+"""Kinds, besides movement, whose result is as large as a sum that they read."""
 
 
 def integer_sums(graph: Graph) -> dict[int, str]:
-    """Op id -> the reason, for operators that convert such sums, that scale them, and that compute a scale."""
+    """Op id -> the reason, for operators that convert such sums, that carry or scale them, and that compute a scale.
+
+    Integers that are computed from sums are as large; so are floats until they are scaled.
+    """
     if SUMS.isdisjoint(graph.kinds()):
         return {}
     stages = dict(nodes(graph))
-    sums: set[StageId] = set()
+    integers, sums, scaled = set[StageId](), set[StageId](), set[StageId]()
     found: dict[int, str] = {}
     for step, stage in stages.items():
         args = [a for a in stage.args if isinstance(a, tuple)]
-        converts = stage.kind == "Cast" and any(graph.op(a[0]).kind in SUMS for a in args)
-        if not converts and not (stage.kind in ("Mul", "Div") and sums.intersection(args)):
+        of_integers = not integers.isdisjoint(args)
+        converts = of_integers and stage.kind == "Cast"
+        scales = stage.kind in ("Mul", "Div") and not (sums | scaled).isdisjoint(args)
+        if stage.kind in SUMS or (of_integers and not converts and _stays_large(stage)):
+            integers.add(step)
+        elif scales:
+            scaled.add(step)
+        elif converts or ((stage.kind in CARRIES or moves(stage)) and not sums.isdisjoint(args)):
+            sums.add(step)
+        if step not in sums | scaled:
             continue
-        sums.add(step)
-        scales = (stages[a].op for a in args if not converts and a in stages and a not in sums)
-        for op in (stage.op, *(op for op in scales if is_pointwise(op))):
+        factors = (stages[a].op for a in args if scales and a in stages and a not in sums | scaled)
+        for op in (stage.op, *(op for op in factors if is_pointwise(op))):
             found.setdefault(op.id, "it scales sums of integers, which leave fp16's range")
     return found
+
+
+def _stays_large(stage: Stage) -> bool:
+    """Whether what a stage makes of large integers may be such integers."""
+    if stage.kind == "Narrow":  # the type of a cast within a fused operator is not known here
+        return stage.op.outputs[0].type.dtype in (INT32, INT64) or stage.op.kind == "Pointwise"
+    return stage.kind not in COMPARES

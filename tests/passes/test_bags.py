@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+import onnx
 import pytest
 from importers.onnxtext import model
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
+from support.simulated import check_simulated
 
 from optdnn.importers.onnx import import_model
+from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.bags import Bags
 from optdnn.passes.base import PassContext
+from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.pipelines import PIPELINE
+from optdnn.types import Array
 
 GPU = PassContext(target="cuda:sm_90a")
 
@@ -151,3 +159,183 @@ def test_cpus_run_no_loop_for_them(level: int) -> None:
     """A library takes an iteration for each bag: ONNX Runtime needed 0.7 s for 26 tables of 512 bags."""
     assert any(isinstance(p, Bags) for p in PIPELINE(level, "cpu"))
     check_pass(Bags(), loop(), changes=1, context=PassContext(target="cpu"))
+
+
+# ---------------------------------------------------------------- bounds that are computed
+
+
+def given(
+    reduce: str = "ReduceSum", keep: int = 0, weights: str = "", table: str = "constant", flat: bool = True,
+    count: int = 12, trips: int = 4, bounds: int = 5, indices: str = "at", more: int = 0,
+) -> Graph:  # fmt: skip
+    """As :func:`loop`, of a constant table, with bounds that are an input.
+
+    ``weights``: "run" (each row times its weight), or "other" (the weights of another run); ``more`` of them than indices.
+    ``table``: "constant", "infinite" or "input".
+    """
+    kind, shape = f"int64[{bounds}]" if flat else f"int64[{bounds},1]", (20, 6)
+    cut = "p = Gather(starts, i)  q = Gather(ends, i)  s = Unsqueeze(p, zero)  e = Unsqueeze(q, zero)"
+    cut = cut if flat else "s = Gather(starts, i)  e = Gather(ends, i)"
+    run = {"": "", "run": "part = Slice(w, s, e, zero)", "other": "part = Slice(w, e, s, zero)"}[weights]
+    times = "one = Constant<value_ints = [1]>()  column = Unsqueeze(part, one)  found = Mul(those, column)"
+    name, times = ("those", times) if weights else ("found", "")
+    kept = "1, " if keep else ""
+    inputs = f"int64[{count}] at, {kind} starts, {kind} ends" + (f", float[{count + more}] w" if weights else "")
+    inputs += ", float[20,6] x" if table == "input" else ""
+    text = f"""g ({inputs}) => (float[{trips},{kept}6] y) <int64 trips = {{{trips}}}, bool true = {{1}}> {{
+        y = Loop<body = b (int64 i, bool go) => (bool c, float[r] v) <int64[1] zero = {{0}}> {{
+            {cut}  rows = Slice({indices}, s, e, zero)  {name} = Gather(x, rows)  {run}
+            {times}
+            v = {reduce}<keepdims = {keep}>(found, zero)  c = Identity(true)
+        }}>(trips, true) }}"""
+    proto = model(text, 18)
+    if table != "input":
+        numbers = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
+        if table == "infinite":
+            numbers[7, 2] = np.inf
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(numbers, "x"))
+    graph = import_model(proto)
+    FoldConstants()(graph)
+    DeadCode()(graph)
+    return graph
+
+
+def bounds_of(graph: Graph, starts: list[int], ends: list[int]) -> dict[str, Array]:
+    feeds = random_feeds(graph, 5)
+    shape = feeds["starts"].shape
+    return {**feeds, "starts": np.array(starts).reshape(shape), "ends": np.array(ends).reshape(shape)}
+
+
+BOUNDS = {
+    "sorted": ([0, 3, 3, 8, 0], [3, 3, 8, 12, 0]),
+    "overlapping": ([2, 0, 5, 1, 0], [9, 12, 4, 6, 0]),
+    "from the end": ([-3, -12, -20, 2, 0], [12, -9, 5, -1, 0]),
+    "behind the end": ([0, 10, 12, 30, 0], [99, 12, 40, 50, 0]),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("reduce", ["ReduceSum", "ReduceMean"])
+@pytest.mark.parametrize("weights", ["", "run"])
+def test_given_bounds_are_a_product(reduce: str, weights: str, name: str) -> None:
+    graph = given(reduce, weights=weights)
+    after, _ = check_pass(Bags(), graph, changes=1, rules={"loop_of_given_bags": 1}, context=GPU)
+    assert {k: n for k, n in after.kinds().items() if k in ("MatMul", "Gather", "Loop")} == {"MatMul": 1, "Gather": 1}
+    feeds = bounds_of(graph, *BOUNDS[name])
+    np.testing.assert_allclose(evaluate(after, feeds)["y"], evaluate(graph, feeds)["y"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("keep", [0, 1])
+def test_given_bounds_in_other_forms(keep: int, flat: bool) -> None:
+    """Bounds with an axis of their own, as many as there are bags, and a result that keeps the axis."""
+    check_pass(Bags(), given(keep=keep, flat=flat, bounds=4), changes=1, context=GPU)
+
+
+def test_a_weight_that_is_no_number_stays_in_its_bag() -> None:
+    graph = given(weights="run")
+    feeds = bounds_of(graph, *BOUNDS["sorted"])
+    feeds["w"][4] = np.nan  # an index of the third bag
+    Bags()(graph, GPU)
+    assert np.isnan(evaluate(graph, feeds)["y"]).any(1).tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"reduce": "ReduceMax"}, "maximum"),
+        ({"table": "infinite"}, "finite"),
+        ({"table": "input"}, "finite"),
+        ({"count": 1 << 25}, "larger than"),
+        ({"count": 0}, "no indices"),
+    ],
+)
+def test_given_bounds_that_stay(options: dict[str, Any], because: str) -> None:
+    check_refused(Bags(), given(**options), because=because, context=GPU)
+
+
+@pytest.mark.parametrize(
+    "options", [{"weights": "other"}, {"weights": "run", "more": 1}, {"bounds": 3}, {"indices": "starts"}]
+)
+def test_given_bounds_of_other_loops(options: dict[str, Any]) -> None:
+    """Weights of another run, more weights than indices, fewer bounds than bags; indices that are bounds are still indices."""
+    graph = given(**options)
+    if "indices" in options:
+        check_pass(Bags(), graph, changes=1, context=GPU)
+    else:
+        check_untouched(Bags(), graph, GPU)
+
+
+def test_given_bags_run_on_the_gpu_alone() -> None:
+    program = check_simulated(given())
+    assert {step.executor for step in program.steps} == {"cuda"}
+
+
+def chosen(
+    bounds: Sequence[tuple[int, int]] = ((0, 1), (1, 2), (2, 3), (3, 4)), *, reduce: str = "ReduceSum", weights: str = "",
+    empty: float = 0.0, table: str = "constant", last: bool = True, kinds: Sequence[str] = (), axes: int = 0, meet: bool = True,
+) -> Graph:  # fmt: skip
+    """Bags that the importer wrote out, each of which is zeros (``empty``) where its bounds are equal (``meet``).
+
+    ``bounds``: two elements of the offsets for each bag. ``weights``: the type of factors of the rows. ``last``: whether the last
+    one is a bag as well.
+    """
+    zeros, count = ",".join([str(empty)] * 6), len(bounds)
+    parts = [
+        f"""s{k} = Slice(offsets, n{start}, n{start + 1})  e{k} = Slice(offsets, n{end}, n{end + 1})
+        c{k} = Equal(s{k}, {f"e{k}" if meet else "n3"})
+        y{k} = If(c{k}) <then_branch = a () => (float[1,6] v) {{ v = Constant<value = float[1,6] {{{zeros}}}>() }},
+            else_branch = b () => (float[1,6] v) {{ axes = Constant<value_ints = [{axes}]>()
+            part = Slice(rows, s{k}, e{k})  v = {kinds[k] if kinds else reduce}<keepdims = 1>(part, axes) }}>"""
+        for k, (start, end) in enumerate(bounds)
+    ]
+    if not last:
+        parts[-1] = f"y{count - 1} = Slice(rows, n0, n1)"
+    numbers = " ".join(f"n{k} = Constant<value_ints = [{k}]>()" for k in range(6))
+    rows = "rows = Mul(looked, w)" if weights else "rows = Identity(looked)"
+    more = (f", {weights} w" if weights else "") + (", float[20,6] x" if table == "input" else "")
+    text = f"""g (int64[12] at, int64[5] offsets{more}) => (float[{count},6] y) {{
+        {numbers} looked = Gather(x, at) {rows} {" ".join(parts)}
+        y = Concat<axis = 0>({", ".join(f"y{k}" for k in range(count))}) }}"""
+    proto = model(text, 18)
+    if table != "input":
+        numbers_of = np.random.default_rng(3).standard_normal((20, 6)).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(numbers_of, "x"))
+    graph = import_model(proto)
+    for one in (FoldConstants(), Canonicalize(), DeadCode()):
+        one(graph)
+    return graph
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 3, 8, 12], [2, 9, 5, -4, 30], [4, 4, 4, 4, 4]])
+@pytest.mark.parametrize(("reduce", "weights"), [("ReduceSum", ""), ("ReduceMean", ""), ("ReduceSum", "float[12,1]")])
+def test_bags_that_are_chosen(reduce: str, weights: str, offsets: list[int]) -> None:
+    graph = chosen(reduce=reduce, weights=weights)
+    after, _ = check_pass(Bags(), graph, changes=1, rules={"concat_of_given_bags": 1}, context=GPU)
+    assert not after.of_kind("If", "Concat")
+    feeds = {**random_feeds(graph, 5), "offsets": np.array(offsets)}
+    np.testing.assert_allclose(evaluate(after, feeds)["y"], evaluate(graph, feeds)["y"], rtol=1e-5, atol=1e-6)
+
+
+def test_another_part_behind_them_stays() -> None:
+    after, _ = check_pass(Bags(), chosen(last=False), changes=1, context=GPU)
+    assert [len(op.inputs) for op in after.of_kind("Concat")] == [2]
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [
+        (chosen(kinds=["ReduceSum", "ReduceMean", "ReduceSum", "ReduceSum"]), "different values"),
+        (chosen(((0, 1), (2, 3), (1, 2), (3, 4))), "not in the order"),
+        (chosen(weights="float[12,6]"), "rows of a table"),
+        (chosen(table="input"), "finite"),
+    ],
+    ids=["kinds", "order", "factors", "table"],
+)
+def test_chosen_bags_that_stay(graph: Graph, because: str) -> None:
+    check_refused(Bags(), graph, because=because, context=GPU)
+
+
+@pytest.mark.parametrize("options", [{"empty": 1.0}, {"kinds": ["ReduceMax"] * 4}, {"axes": 1}, {"meet": False}])
+def test_other_choices_are_no_candidates(options: dict[str, Any]) -> None:
+    check_untouched(Bags(), chosen(**options), GPU)

@@ -49,6 +49,39 @@ def test_what_scales_sums_of_integers(old: str, new: str, kept: set[str]) -> Non
     assert names(PRODUCT.replace(old, new)) == kept
 
 
+BETWEEN = {
+    "a view": "j = Transpose<perm = [1, 0]>(p) f0 = Cast<to = 1>(j) f = Transpose<perm = [1, 0]>(f0)",
+    "a sum": "j = Add(p, p) f = Cast<to = 1>(j)",
+    "a larger integer": "j = Cast<to = 7>(p) f = Cast<to = 1>(j)",
+    "an extreme": "one = Constant<value_ints = [1]>() j = ReduceMax<axes = [1]>(p) f0 = Cast<to = 1>(j) f = Add(f0, f0)",
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_operators_between_the_sums_and_their_scale(name: str) -> None:
+    text = PRODUCT.replace("f = Cast<to = 1>(p)", BETWEEN[name])
+    kept = {"f", "both", "m"} | ({"f0"} if "f0" in BETWEEN[name] else set())
+    assert names(text) == kept
+
+
+def test_a_comparison_of_sums_is_small() -> None:
+    assert names(PRODUCT.replace("f = Cast<to = 1>(p)", "j = Greater(p, p) f = Cast<to = 1>(j)")) == set()
+    assert names(PRODUCT.replace("f = Cast<to = 1>(p)", "j = Cast<to = 3>(p) f = Cast<to = 1>(j)")) == set()
+
+
+@pytest.mark.parametrize("name", ["a view", "a sum", "a larger integer"])
+def test_long_sums_that_are_read_by_others_are_right(name: str) -> None:
+    text = PRODUCT.replace("f = Cast<to = 1>(p)", BETWEEN[name]).replace("a = Add(m, bias) y = Relu(a)", "y = Relu(m)")
+    text = text.replace("float[4,6] x, int8[6,5] w", "float[16,512] x").replace("float[4,5] y", "float[16,64] y")
+    proto = onnx.parser.parse_model(text)
+    w = np.random.default_rng(0).integers(-127, 128, (512, 64)).astype(np.int8)
+    proto.graph.initializer.append(numpy_helper.from_array(w, "w"))
+    feeds = {"x": np.random.default_rng(1).uniform(-1, 3, (16, 512)).astype(np.float32)}
+    want = optdnn.build(proto, target="reference").run(feeds)["y"]
+    found = optdnn.build(proto, target="simulate", precision="fp16").run(feeds)["y"]
+    np.testing.assert_allclose(found, want, atol=2e-2 * want.std())
+
+
 def test_they_are_scaled_in_fp32_and_stored_in_fp16() -> None:
     graph = from_text(PRODUCT)
     report = AssignPrecision()(graph, PassContext(target="cuda:sm_90a", plan=PrecisionPlan("fp16")))

@@ -170,6 +170,50 @@ def test_other_writes_in_a_row_are_left(places: list[Any], reduction: str, becau
     check_refused(CANON, in_a_row(places, reduction=reduction), because="too many writes", rule="known_writes")
 
 
+SHIFTS = [table(BOTH, [k], range(k, 4)) for k in range(4)]
+"""What a stereo network writes: at each place of the second axis, less of the third one."""
+
+
+@pytest.mark.parametrize(
+    ("places", "kinds", "parts"),
+    [
+        ([*SHIFTS, *(table(BOTH, [k]) for k in range(4, 8))], {"Pad": 3, "Concat": 1}, 8),
+        ([*SHIFTS, table(BOTH, [5, 6], [1, 2])], {"Pad": 4, "Concat": 1}, 7),
+        (
+            [table([half], [k], range(half * k, 4 - k + half * k)) for k in range(4) for half in (1, 0)],
+            {"Pad": 6, "Concat": 3},
+            2,
+        ),
+    ],
+    ids=["shifts", "gaps", "halves"],
+)
+@pytest.mark.parametrize("base", [0.0, 0.5])
+def test_boxes_of_one_number_are_padded_and_joined(
+    places: list[Any], kinds: dict[str, int], parts: int, base: float
+) -> None:
+    graph = in_a_row(places, base=base)
+    after, _ = check_pass(CANON, graph, changes=1, rules={"assembled_writes": 1}, kinds=kinds)
+    (joined,) = (
+        op
+        for op in after.of_kind("Concat")
+        if after.sole_user(op.value) is None or after.sole_user(op.value).kind == "Output"
+    )  # type: ignore[union-attr]
+    assert len(joined.inputs) == parts
+
+
+@pytest.mark.parametrize(
+    ("places", "base", "because"),
+    [
+        ([*SHIFTS, table(BOTH, [2], [3])], 0.0, "positions are written more than once"),
+        ([*SHIFTS, table(BOTH, [2, 3], [0])], 0.0, "positions are written more than once"),
+        ([*SHIFTS, table(BOTH, [4], [0])], None, "not parts of one axis"),
+    ],
+    ids=["twice", "across", "computed"],
+)
+def test_boxes_that_are_left(places: list[Any], base: float | None, because: str) -> None:
+    check_refused(CANON, in_a_row(places, base=base), because=because, rule="assembled_writes")
+
+
 def test_a_result_that_is_read_in_between_is_joined_by_itself() -> None:
     n = Net(np.float64)
     results = [n.input(10, 4)]

@@ -11,8 +11,11 @@ from support.net import Net
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph
+from optdnn.ops.binary import CastAttrs
+from optdnn.ops.quant import IntegerConvAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.patch_rows import PatchEmbedding
+from optdnn.types import FP32
 
 
 def embedding(
@@ -60,3 +63,48 @@ def test_others_are_no_candidates() -> None:
     check_untouched(PatchEmbedding(), n.done(n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 3, 1)))))
     n = Net(np.float64)
     check_untouched(PatchEmbedding(), n.done(n.op("Relu", n.conv(n.input(2, 4, 8, 8), 6, 4, pads=0, strides=4))))
+
+
+def integers(
+    *, size: Any = (8, 12), patch: int = 4, channels: int = 3, pads: int = 0, batch: Any = 2, strides: int | None = None,
+    group: int = 1, zeros: Any = None, cast: bool = False,
+) -> Graph:  # fmt: skip
+    """A dynamically quantized embedding, of data with a zero point. ``zeros``: the zero points of the weights; ``cast``: its sums
+    become floats."""
+    n = Net(np.float32)
+    x = n.input(batch, channels * group, *size, name="x", dtype=np.uint8)
+    w = np.random.default_rng(0).integers(-127, 128, (6, channels, patch, patch)).astype(np.int8)
+    more = [] if zeros is None else [n.const(zeros, np.int8)]
+    attrs = IntegerConvAttrs(strides=(strides or patch,) * 2, pads=(pads,) * 4, dilations=(1, 1), group=group)
+    y = n.op("ConvInteger", x, n.const(w, np.int8), n.const(7, np.uint8), *more, attrs=attrs)
+    return n.done(n.op("Cast", y, attrs=CastAttrs(FP32)) if cast else y)
+
+
+@pytest.mark.parametrize("zeros", [None, 3, [3], [1, -2, 3, 0, 5, 6]], ids=["none", "scalar", "one", "each"])
+@pytest.mark.parametrize("batch", [2, symbol("N", 1)])
+def test_patches_of_integers(zeros: Any, batch: Any) -> None:
+    kinds = {"Reshape": 2, "Transpose": 2, "MatMulInteger": 1}
+    check_pass(PatchEmbedding(), integers(zeros=zeros, batch=batch), changes=1, kinds=kinds, sizes={"N": 3})
+
+
+def test_their_cast_stays_next_to_the_sums() -> None:
+    after, _ = check_pass(PatchEmbedding(), integers(cast=True), changes=1)
+    (product,) = after.of_kind("MatMulInteger")
+    assert [u.kind for u in after.users(product.value)] == ["Cast"]
+
+
+@pytest.mark.parametrize(
+    ("graph", "reason"),
+    [
+        (integers(size=(8, 13)), "not known to cover the image"),
+        (integers(size=(8, symbol("W", 4))), "not known to cover the image"),
+        (integers(channels=1, patch=2), "a patch has 4 elements"),
+    ],
+)
+def test_integers_that_are_refused(graph: Graph, reason: str) -> None:
+    check_refused(PatchEmbedding(), graph, because=reason)
+
+
+@pytest.mark.parametrize("options", [{"pads": 1}, {"strides": 2}, {"group": 2}, {"patch": 1}])
+def test_other_integers_are_no_candidates(options: dict[str, Any]) -> None:
+    check_untouched(PatchEmbedding(), integers(**options))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 from support.simulated import check_simulated, kinds
 
 from optdnn.dim import symbol
+from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph, Value
+from optdnn.ops.gather import ScatterNDAttrs
 from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.window_sums import WindowSums
@@ -88,6 +91,105 @@ def test_zeros_around_each_shift_are_added_once() -> None:
     graph, _ = check_pass(PASS, n.done(n.op("Concat", *parts, attrs=ConcatAttrs(1))), changes=1)
     (pad,) = graph.of_kind("Pad")
     assert graph.constant_value(pad.inputs[1]).tolist() == [0, 0, 0, 4, 0, 0, 0, 0]  # type: ignore[union-attr]
+
+
+def stereo(
+    shifts: Sequence[tuple[int, int]], *, groups: int | None = None, kind: str = "ReduceMean", turned: bool = False, off: int = 0,
+    filler: float = 0.0, more: int = 0,
+) -> Graph:  # fmt: skip
+    """Two images, cut to the part that they share at each shift, in a volume of zeros.
+
+    ``groups``: a sum for each group of channels. ``off``: zeros that are moved by as much. ``filler``: the number around the sums.
+    ``more``: zeros behind each sum.
+    """
+    n = Net()
+    x, y = n.input(2, 8, SIZE, SIZE), n.input(2, 8, SIZE, SIZE, name="y")
+    parts = []
+    for shift in shifts:
+        own, other, before, after = x, y, [0, 0], [0, more]
+        for axis, d in enumerate(shift):
+            if d:
+                a, b = (n.ints(abs(d)), n.ints(SIZE)), (n.ints(0), n.ints(SIZE - abs(d)))
+                own = n.op("Slice", own, *(a if d > 0 else b), n.ints(axis + 2))
+                other = n.op("Slice", other, *(b if d > 0 else a), n.ints(axis + 2))
+                before[axis], after[axis] = (d - off, off + more) if d > 0 else (off, -d - off + after[axis])
+        product = n.op("Mul", *((other, own) if turned else (own, other)))
+        if groups:
+            sizes = [SIZE - abs(d) for d in shift]
+            product = n.op("Reshape", product, n.ints(2, groups, 8 // groups, *sizes))
+        part = n.op(kind, product, n.ints(2 if groups else 1), attrs=ReduceAttrs())
+        if any([*before, *after]):
+            none = [0] * (3 if groups else 2)
+            part = n.op(
+                "Pad", part, n.ints(*none, *before, *none, *after), n.const(np.float32(filler)), attrs=PadAttrs()
+            )
+        parts.append(part)
+    return n.done(n.op("Concat", *parts, attrs=ConcatAttrs(2 if groups else 1)))
+
+
+@pytest.mark.parametrize(
+    "shifts",
+    [
+        [(0, k) for k in range(5)],
+        [(0, -k) for k in range(4)],
+        [(0, k) for k in range(-2, 3)],
+        [(i, 2 * j) for i in (-1, 0, 1) for j in (-1, 0, 1)],
+    ],
+    ids=["right", "left", "both", "rows"],
+)
+@pytest.mark.parametrize("groups", [None, 2, 8])
+@pytest.mark.parametrize(("kind", "turned"), [("ReduceMean", False), ("ReduceSum", True)])
+def test_images_cut_to_what_they_share(
+    shifts: list[tuple[int, int]], groups: int | None, kind: str, turned: bool
+) -> None:
+    graph, _ = check_pass(PASS, stereo(shifts, groups=groups, kind=kind, turned=turned), changes=1)
+    assert len(graph.of_kind(kind)) == len(graph.of_kind("Mul")) == len(graph.of_kind("Pad")) == 1
+    assert not graph.of_kind("Concat", "Slice")
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_no_number_beside_the_images_is_multiplied(groups: int | None) -> None:
+    """A zero of the volume stays a zero where the image that is not shifted is infinite."""
+    graph = stereo([(0, k) for k in range(4)], groups=groups)
+    feeds = random_feeds(graph, 3)
+    feeds["x"][:, :, :, 0] = np.inf
+    before = evaluate(graph, feeds)
+    PASS(graph)
+    for name, y in evaluate(graph, feeds).items():
+        np.testing.assert_allclose(y, before[name], rtol=1e-5)
+
+
+def test_sums_elsewhere_are_no_candidates() -> None:
+    shifts = [(0, k) for k in range(1, 5)]
+    check_untouched(PASS, stereo(shifts, filler=0.5))
+    check_untouched(PASS, stereo(shifts, more=1))
+    check_refused(
+        PASS, stereo(shifts, off=1), because="sums of 1 shifts"
+    )  # the first one lies where the other image has it
+
+
+def test_groups_that_other_axes_are_part_of_are_no_candidates() -> None:
+    n = Net()
+    x, y = n.input(2, 8, SIZE, SIZE), n.input(2, 8, SIZE + 4, SIZE + 4, name="y")
+    parts = [n.op("Reshape", n.op("Mul", x, taken(n, y, s)), n.ints(4, 4, SIZE, SIZE)) for s in ALL[:4]]
+    sums = [n.op("ReduceSum", p, n.ints(1), attrs=ReduceAttrs()) for p in parts]
+    check_untouched(PASS, n.done(n.op("Concat", *sums, attrs=ConcatAttrs(1))))
+
+
+def test_a_stereo_volume_takes_few_launches() -> None:
+    n = Net()
+    x, y = (n.conv(n.input(1, 8, 6, 6, name=name), 16) for name in "xy")
+    base = n.const(np.zeros((1, 2, 5, 6, 6), np.float32))
+    for k in range(5):
+        own = n.op("Slice", x, n.ints(k), n.ints(6), n.ints(3))
+        other = n.op("Slice", y, n.ints(0), n.ints(6 - k), n.ints(3))
+        split = n.op("Reshape", n.op("Mul", own, other), n.ints(1, 2, 8, 6, 6 - k))
+        total = n.op("ReduceMean", split, n.ints(2), attrs=ReduceAttrs())
+        places = np.stack(np.meshgrid([0], range(2), [k], range(6), range(k, 6), indexing="ij"), -1)
+        base = n.op("ScatterND", base, places, total, attrs=ScatterNDAttrs())
+    program = check_simulated(n.done(base))
+    assert kinds(program).count("ReduceMean") == 1
+    assert not {"ScatterND", "Concat", "Slice", "Mul"} & set(kinds(program))
 
 
 def test_parts_of_the_channels_are_taken_once() -> None:
