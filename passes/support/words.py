@@ -128,6 +128,7 @@ RULES: Mapping[str, str] = {
     "window_sum": "sums of products with shifted images made one sum over windows",
     "sampled_sum": "weighted sums of sampled images made one operator",
     "deformed_columns": "deformable convolutions made samples and a product with a matrix",
+    "product_chains": "products of products made products with one matrix",
     "vector_products": "products with vectors made one product with a matrix",
     "segment_epilogue": "a bias or activation behind sums of segments computed with them",
     "segment_sum": "sums at constant places computed segment by segment",
