@@ -4,6 +4,9 @@ A group grows from its last op: a producer joins when every user of its value is
 result, and no path leaves it and comes back (it is convex): fusing it cannot make a cycle. All values inside have the
 result's shape. Smaller operands are read from outside and broadcast: computing them inside would repeat them for each
 element. On GPUs that is done where it costs less than a launch. Types may differ inside (a comparison that feeds a Where).
+
+On GPUs, an op that reads one tensor is computed in each of its readers, where none of them needs its result from memory: they read
+that tensor instead. One reader may be a reduction, whose kernel computes what it reduces.
 """
 
 from __future__ import annotations
@@ -125,12 +128,17 @@ def _group(graph: Graph, op: Op, on_gpu: bool, rule: FuseGroup) -> Match | Miss 
 
 
 def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool, most: int) -> str | None:
-    result, inner = sink.outputs[0].type, one.outputs[0].type
     for user in graph.users(one.value):
         if user.kind == "Output":
             return f"{one.name} is an output of the network"
         if user.id not in group:
             return f"{one.name} is also used by {user.name}"
+    return _unfit(graph, sink, one, group, on_gpu, most)
+
+
+def _unfit(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool, most: int) -> str | None:
+    """Why one kernel does not compute ``one`` as well, which the group reads."""
+    result, inner = sink.outputs[0].type, one.outputs[0].type
     if result.shape is None:
         return "the rank of the result is unknown"
     if inner.shape != result.shape and not (on_gpu and _repeats_little(one, result)):
@@ -219,9 +227,50 @@ def first_operand(graph: Graph, steps: Sequence[OpenStage], op: Op, on_gpu: bool
     return max(computed, key=kept, default=None)
 
 
+class ComputedAgain(Rule):
+    """An op of one tensor, which all of its readers compute themselves."""
+
+    name = "computed_again"
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        if not context.on_gpu or not is_pointwise(op) or op.outputs[0].known is not None:
+            return None
+        readers = graph.users(op.value)
+        inner = [u for u in readers if is_pointwise(u) and u.outputs[0].known is None]
+        if len(readers) < 2 or not inner or not _reads_one(graph, op):
+            return None
+        others = [u for u in readers if u not in inner]
+        if len(others) > 1 or any(not u.kind.startswith("Reduce") for u in others):
+            return Miss(f"{op.name} is also used by {others[-1].name}")
+        for reader in inner:
+            if (why := _unfit(graph, reader, op, {reader.id: reader}, True, MAX_STAGES)) is not None:
+                return Miss(why)
+
+        def build(patch: Patch) -> None:
+            for reader in inner:
+                steps = _collect(graph, [op, reader])
+                first = first_operand(graph, steps, reader, True)
+                assert first is not None
+                fused = patch.add("Pointwise", *body(steps, first), src=op.src | reader.src)
+                patch.replace(reader.value, fused)
+
+        return Match((*inner, *(() if others else (op,))), build)
+
+
+def _reads_one(graph: Graph, op: Op) -> bool:
+    """Whether an op reads one tensor, of its result's shape and of no larger elements, and beside it only numbers."""
+    values = outside(steps_of(op))
+    tensors = [v for v in values if (array := graph.constant_value(v)) is None or array.size > 1]
+    out = op.outputs[0].type
+    if len(tensors) != 1 or graph.constant_value(tensors[0]) is not None or graph.type(tensors[0]).shape != out.shape:
+        return False
+    few = out.is_static and math.prod(out.static_shape) <= REPEATED
+    return few or graph.type(tensors[0]).dtype.itemsize <= out.dtype.itemsize
+
+
 class FusePointwise(RulePass):
     """Sinks first: each group is grown from its last op."""
 
     name = "fuse_pointwise"
-    rules: Sequence[Rule] = (FuseGroup(),)
+    rules: Sequence[Rule] = (FuseGroup(), ComputedAgain())
     sinks_first = True

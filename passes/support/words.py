@@ -35,6 +35,7 @@ RULES: Mapping[str, str] = {
     "known_branch": "Ifs with a known condition replaced by their branch",
     # arithmetic
     "constant_last": "operands put in order",
+    "sum_of_sums": "sums of reductions replaced by reductions of sums",
     "reduced_stack": "reductions of stacked tensors written as their sums",
     "sum_is_add": "Sums written as additions",
     "reciprocal": "reciprocals merged with divisions",
@@ -60,6 +61,7 @@ RULES: Mapping[str, str] = {
     "assembled_writes": "writes of all parts of a tensor joined",
     "known_writes": "writes to known places written as Concat or Pad",
     "transpose_chain": "Transposes in a row merged",
+    "split_of_concat": "splits of a concatenation replaced by its parts",
     "part_of_concat": "slices of a concatenation replaced by the part that they take",
     "interleaved_parts": "values interleaved in front of the transposes around them",
     "empty_parts": "parts of no elements left out of a concatenation",
@@ -217,6 +219,7 @@ RULES: Mapping[str, str] = {
     "rotary_rows": "rotary embeddings extended to rows that do not turn",
     "rotary_parts": "parts of a head that turn by different coordinates fused",
     "siblings": "products of one operand merged into one",
+    "computed_again": "pointwise operators computed in each of their readers",
     "pointwise": "pointwise operators fused into one kernel",
     "third_term": "sums of two products and a residual added in another order",
     "epilogue_add": "additions fused into the kernel before them",
