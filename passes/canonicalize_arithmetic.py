@@ -26,7 +26,7 @@ from optdnn.passes.rules.scale import (
     sub_is_add,
 )
 from optdnn.passes.rules.stacks import reduced_stack, sum_of_sums
-from optdnn.passes.rules.window import activation_before_pool, pool_of_all, spatial_reduction
+from optdnn.passes.rules.window import activation_before_pool, pool_of_all, scale_before_resize, spatial_reduction
 from optdnn.passes.support.facts import is_filled, operand, producer, same_shape, scalar, shape_of
 from optdnn.passes.support.pattern import Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
@@ -160,6 +160,7 @@ class CanonicalizeArithmetic(RulePass):
         *Canonicalize.rules,
         reduced_stack,
         sum_of_sums,
+        scale_before_resize,
         sum_is_add,
         reciprocal_of_one,
         times_reciprocal,

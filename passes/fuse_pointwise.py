@@ -6,14 +6,15 @@ result's shape. Smaller operands are read from outside and broadcast: computing 
 element. On GPUs that is done where it costs less than a launch. Types may differ inside (a comparison that feeds a Where).
 
 On GPUs, an op that reads one tensor is computed in each of its readers, where none of them needs its result from memory: they read
-that tensor instead. One reader may be a reduction, whose kernel computes what it reduces.
+that tensor instead. One reader may be a reduction, whose kernel computes what it reduces. The same op of several parts of a small
+tensor becomes one op of the tensor.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
@@ -259,18 +260,72 @@ class ComputedAgain(Rule):
 
 def _reads_one(graph: Graph, op: Op) -> bool:
     """Whether an op reads one tensor, of its result's shape and of no larger elements, and beside it only numbers."""
-    values = outside(steps_of(op))
-    tensors = [v for v in values if (array := graph.constant_value(v)) is None or array.size > 1]
-    out = op.outputs[0].type
+    tensors, out = _tensors(graph, op), op.outputs[0].type
     if len(tensors) != 1 or graph.constant_value(tensors[0]) is not None or graph.type(tensors[0]).shape != out.shape:
         return False
     few = out.is_static and math.prod(out.static_shape) <= REPEATED
     return few or graph.type(tensors[0]).dtype.itemsize <= out.dtype.itemsize
 
 
+class PartsTogether(Rule):
+    """The same op of several parts of a tensor: one op of the tensor, whose parts are taken after it."""
+
+    name = "parts_together"
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | None:
+        if not context.on_gpu or not is_pointwise(op) or op.outputs[0].known is not None:
+            return None
+        split = _split_before(graph, op)
+        if split is None or split.input(0) is None:
+            return None
+        form = _form(graph, op)
+        same = [u for port in range(len(split.outputs)) for u in graph.users(Value(split.id, port)) if is_pointwise(u)]
+        same = [u for u in same if _split_before(graph, u) == split and _form(graph, u) == form]
+        whole, sizes = graph.type(split.input(0)), [u.outputs[0].type for u in same]  # type: ignore[arg-type]
+        if len(same) < 2 or not all(t.is_static for t in (whole, *sizes)):
+            return None
+        if math.prod(whole.static_shape) > min(REPEATED, 2 * sum(math.prod(t.static_shape) for t in sizes)):
+            return None
+
+        def build(patch: Patch) -> None:
+            steps = [
+                replace(s, args=tuple(split.input(0) if a in op_parts else a for a in s.args)) for s in steps_of(op)
+            ]
+            y = patch.add("Pointwise", *body(steps, split.input(0)), src=frozenset().union(*(u.src for u in same)))  # type: ignore[arg-type]
+            parts = patch.add_op("Split", [y, *split.inputs[1:]], split.attrs, outputs=len(split.outputs))
+            for reader in same:
+                patch.replace(reader.value, Value(parts.id, _tensors(graph, reader)[0].port))
+
+        op_parts = _tensors(graph, op)
+        return Match(tuple(same), build)
+
+
+def _tensors(graph: Graph, op: Op) -> list[Value]:
+    """What an op reads beside numbers."""
+    return [v for v in outside(steps_of(op)) if (array := graph.constant_value(v)) is None or array.size > 1]
+
+
+def _split_before(graph: Graph, op: Op) -> Op | None:
+    """The Split of whose parts an op reads one, and beside it only numbers."""
+    tensors = _tensors(graph, op)
+    split = graph.op(tensors[0]) if len(tensors) == 1 else None
+    whole = split is not None and graph.type(tensors[0]).shape == op.outputs[0].type.shape
+    return split if split is not None and split.kind == "Split" and whole else None
+
+
+def _form(graph: Graph, op: Op) -> tuple[object, ...]:
+    """What an op does to the tensor that it reads: equal for ops that do the same."""
+
+    def told(a: Value | int | None) -> object:
+        array = graph.constant_value(a) if isinstance(a, Value) else None
+        return a if not isinstance(a, Value) else "tensor" if array is None else float(array.reshape(-1)[0])
+
+    return (op.outputs[0].type.dtype, *((s.kind, s.attrs, *map(told, s.args)) for s in steps_of(op)))
+
+
 class FusePointwise(RulePass):
     """Sinks first: each group is grown from its last op."""
 
     name = "fuse_pointwise"
-    rules: Sequence[Rule] = (FuseGroup(), ComputedAgain())
+    rules: Sequence[Rule] = (FuseGroup(), ComputedAgain(), PartsTogether())
     sinks_first = True

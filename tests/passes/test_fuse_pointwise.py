@@ -327,3 +327,33 @@ def test_halves_that_change_places_take_one_launch_each() -> None:
     assert tactics.count("gemm_sm90") == 6
     assert sum(t.startswith("reduce") for t in tactics) == 1
     assert len(tactics) <= 6 + 3 + 1 + 4, tactics  # with a copy of one half, and casts
+
+
+def parts(*kinds: str, sizes: tuple[int, ...] = (8, 16, 8), number: float = 0.5) -> Graph:
+    """Parts of a product's columns, each read by a product, and by an op of these kinds ("": none) before another product."""
+    n = Net(np.float64)
+    made = n.op("Split", n.matmul(n.input(3, 6), sum(sizes)), n.ints(*sizes), outputs=len(sizes), attrs=SplitAttrs(1))
+    ends = []
+    for k, (part, kind) in enumerate(zip(made, kinds, strict=True)):
+        more = {"Mul": (part,), "Add": (number if k else 0.5,)}.get(kind, ())
+        ends += [n.matmul(part, 4), *([n.matmul(n.op(kind, part, *more), 4)] if kind else [])]
+    return n.done(*ends)
+
+
+@pytest.mark.parametrize(("kinds", "ops"), [(("Mul",) * 3, 1), (("Add", "Add", ""), 1), (("Tanh", "Mul", "Tanh"), 2)])
+def test_the_same_op_of_several_parts_is_one(kinds: tuple[str, ...], ops: int) -> None:
+    graph, _ = check_pass(FusePointwise(), parts(*kinds), changes=1, rules={"parts_together": 1}, context=ON_GPU)
+    (fused,) = graph.of_kind("Pointwise")
+    assert graph.op(fused.inputs[0]).kind == "MatMul"  # type: ignore[arg-type]
+    assert graph.kinds()["Split"] == 2
+    assert len([op for op in graph.ops() if op.kind in ("Pointwise", "Mul", "Add", "Tanh")]) == ops
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [parts("Mul", "Tanh", ""), parts("Add", "Add", "", number=0.25), parts("Mul", "Mul", "", sizes=(8, 8, 64))],
+    ids=["different ops", "different numbers", "small parts of the tensor"],
+)
+def test_other_ops_of_parts_stay(graph: Graph) -> None:
+    check_untouched(FusePointwise(), graph, context=ON_GPU)
+    check_untouched(FusePointwise(), parts("Mul", "Mul", "Mul"))
