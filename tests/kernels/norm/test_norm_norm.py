@@ -51,7 +51,7 @@ def other(second: str = "Softmax", axis: int = -1, computed: bool = False) -> Gr
         (other(), "no other normalization reads its result"),
         (other("RMSNormalization", -2), "its rows are not along the last axis"),
         (other("RMSNormalization", computed=True), "its scale and bias are not constant"),
-        (norm_of_norm(width=40000), "do not fit the registers of a block"),
+        (norm_of_norm(width=25600), "do not fit the registers of a block"),
     ],
     ids=["a softmax", "another axis", "a computed scale", "long rows"],
 )
