@@ -30,6 +30,8 @@ MAX_OPERANDS = 8
 """Tensors that one Pointwise op reads; constants of one element do not count (they become literals)."""
 
 
+ALIGNED = 8
+"""Parts of a multiple of so many elements are read where they lie."""
 REPEATED = 1_000_000
 """Stages that a launch of a GPU may compute again for its elements, so that a smaller operand needs no launch of its own. A
 division for each of a million elements takes some hundred nanoseconds of a large GPU, a launch about a microsecond."""
@@ -284,6 +286,10 @@ class PartsTogether(Rule):
         whole, sizes = graph.type(split.input(0)), [u.outputs[0].type for u in same]  # type: ignore[arg-type]
         if len(same) < 2 or not all(t.is_static for t in (whole, *sizes)):
             return None
+        if any(
+            not t.is_static or t.static_shape[split.attrs.axis] % ALIGNED for t in (out.type for out in split.outputs)
+        ):
+            return None  # readers of a part would copy it
         if math.prod(whole.static_shape) > min(REPEATED, 2 * sum(math.prod(t.static_shape) for t in sizes)):
             return None
 

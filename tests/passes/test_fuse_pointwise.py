@@ -351,8 +351,13 @@ def test_the_same_op_of_several_parts_is_one(kinds: tuple[str, ...], ops: int) -
 
 @pytest.mark.parametrize(
     "graph",
-    [parts("Mul", "Tanh", ""), parts("Add", "Add", "", number=0.25), parts("Mul", "Mul", "", sizes=(8, 8, 64))],
-    ids=["different ops", "different numbers", "small parts of the tensor"],
+    [
+        parts("Mul", "Tanh", ""),
+        parts("Add", "Add", "", number=0.25),
+        parts("Mul", "Mul", "", sizes=(8, 8, 64)),
+        parts("Mul", "Mul", "Mul", sizes=(8, 4, 4)),
+    ],
+    ids=["different ops", "different numbers", "small parts of the tensor", "parts that would be copied"],
 )
 def test_other_ops_of_parts_stay(graph: Graph) -> None:
     check_untouched(FusePointwise(), graph, context=ON_GPU)

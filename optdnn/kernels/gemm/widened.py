@@ -46,10 +46,12 @@ class Widened(ConvolutionKernel):
             return f"it does not cast the result of {self.plain} to fp32"
         if (why := super().refuse(b, product)) is not None:
             return why
+        if op.value not in b.reserved:
+            return "its result is neither an output of the network nor a part of a larger tensor"
         c = self.convolution(b, product)
         if c.ep.rest or c.residual is not None:
             return "stages are left to another launch, or read a tensor of 16 bits"
-        return None if c.out is c.between or c.between is b.result(op.value) else "its result does not lie in rows"
+        return None if c.between is b.reserved[op.value] else "its result does not lie in rows of eight elements"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The product before it."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder
-from optdnn.kernels.layout.row_places import result_strides
+from optdnn.kernels.layout.row_places import ACCESS, result_strides, row_pitch
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, emit_norm, placed, row_problem
 from optdnn.kernels.norm.norm_add import FollowsNorm
@@ -31,6 +31,8 @@ class WidenedRows(FollowsNorm):
         norm = self.before(b.graph, op)
         if norm is None or not alone(b, norm, HalfRows.name):
             return f"it does not cast the result of {HalfRows.name} to fp32"
+        if (place := b.reserved.get(op.value)) is not None and (row_pitch(place) is None or place.offset % ACCESS):
+            return "the rows of its result do not have a constant pitch, or do not begin at multiples of 32 bytes"
         return None if self.configs(b, op) else "its rows do not fit the registers of a block"
 
     def before(self, graph: Graph, op: Op) -> Op | None:

@@ -40,7 +40,7 @@ class WidenedPointwise(Tactic):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         source = widens(b.graph, op)
-        if source is None or not alone(b, source, Elementwise.name):
+        if source is None or source.kind == "Cast" or not alone(b, source, Elementwise.name):
             return "it does not cast the result of a pointwise operator to fp32"
         return None
 

@@ -61,7 +61,7 @@ def sum_normalized() -> Graph:
         (normalized(), "gemm_widened_sm90", "it does not cast the result of gemm_sm90"),
         (classifier(), "gemv_widened", "it does not cast the result of gemv"),
         (classifier(), "pointwise_widened", "it does not cast the result of a pointwise operator"),
-        (classifier(40, 100), "gemm_widened_sm90", "its result does not lie in rows"),
+        (classifier(40, 100), "gemm_widened_sm90", "its result does not lie in rows of eight"),
     ],
     ids=["another reader", "a sum is normalized", "a residual", "a norm", "many rows", "a product", "columns that do not come in eights"],
 )  # fmt: skip
