@@ -140,6 +140,11 @@ def direct_bytes(m_tiles: int, columns: int, split: int) -> int:
     return (m_tiles * slots * split * 2048 if split > 1 else 0) + 4 * m_tiles * slots * 640
 
 
+def late(problem: Problem, config: Config) -> bool:
+    """Whether results exceed the registers beside their places, which are computed behind the last product."""
+    return config.stores_directly and problem.item == 4 and (problem.parts or config.mt * config.bn > DIRECT_COLUMNS)
+
+
 def stage_bytes(problem: Problem, config: Config) -> int:
     """Shared memory of a stage of the ring; with the rests of numbers that are multiplied in parts."""
     loaded = (config.tile[1] + (0 if config.stationary else config.tile[0])) * problem.span
@@ -155,7 +160,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     factors = 0 if problem.row_norm is None else (1 if config.stores_directly else buffers) * config.tile[1] * 8
     if config.stores_directly:
         direct = config.wgm * config.wgn * direct_bytes(config.mt, config.bn, config.split)
-        if problem.parts and config.split == 1:  # in the ring
+        if late(problem, config) and config.split == 1:  # in the ring
             return _BARRIER_BYTES + max(operands, direct)
         return _BARRIER_BYTES + operands + direct + factors
     return _BARRIER_BYTES + operands + buffers * config.tile[0] * config.tile[1] * problem.out_item + factors
@@ -169,6 +174,8 @@ def deepest(problem: Problem, config: Config, limit: int) -> int:
     return ((limit - beside) // 1024 * 1024 - kept) // stage
 
 
+DIRECT_COLUMNS = 128
+"""Columns (``mt * bn``) of tiles of 16 bits that are stored from registers."""
 REGISTERS = 65536
 """Registers of a multiprocessor."""
 MOST_IN_PARTS = 96
@@ -230,7 +237,9 @@ def _refuse_registers(problem: Problem, config: Config) -> str | None:
     limit = WIDE_REGISTERS if config.wide else register_limit(threads, config.blocks)
     sets = 2 if config.mt * config.bn <= TWO_SETS else 1  # two sets of sums where they are short
     needed = config.mt * config.bn // 2 * sets
-    if config.stores_directly:
+    if late(problem, config):
+        needed += 8 * config.mt
+    elif config.stores_directly:
         needed += -(-config.bn // 8 // config.split) * (2 + max(2, problem.out_item) * config.mt)
     if needed + 40 > limit:
         return f"{needed} accumulators and addresses exceed {limit} registers"
@@ -277,7 +286,7 @@ def _refuse_forms(problem: Problem, config: Config) -> str | None:
         return "more than 160 accumulators per thread"
     if problem.scatter and (why := refuse_scatter(problem, config.stores_directly or config.stream)):
         return why
-    if config.direct and (config.stationary or config.mt * config.bn > 128):
+    if config.direct and (config.stationary or (config.mt * config.bn > DIRECT_COLUMNS and problem.item < 4)):
         return "direct stores are for small tiles, one per block"
     return None
 

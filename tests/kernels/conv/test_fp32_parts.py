@@ -16,10 +16,12 @@ from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import cost
 from optdnn.kernels.conv import implicit_gemm as gemm
 from optdnn.kernels.conv import patch_kernel as patch
+from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.kernels.conv.hopper_launch import in_one_order, ranked
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.parts import PartsConv, PartsGemm
 from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.trials.check import check_arena, check_steps
@@ -140,7 +142,7 @@ def test_three_products_are_predicted_to_take_longer_than_one() -> None:
         cost.estimated(replace(rows(8192, 1024, 1024), dtype=d, out="float32"), HOPPER, 1)[0][0]
         for d in ("float32", "tfloat32")
     )
-    assert 2 * rounded < exact < 4 * rounded
+    assert 2 * rounded < exact < 6 * rounded
 
 
 @pytest.mark.nvrtc
@@ -150,9 +152,26 @@ def test_they_compile_without_spills(config: Config) -> None:
     assert found.spill_bytes == found.stack_bytes == 0
 
 
+LARGE = (
+    Config(2, 1, 1, 192, 4, direct=True), Config(2, 1, 1, 224, 3, direct=True), Config(1, 2, 1, 160, 4, direct=True),
+    Config(2, 1, 2, 96, 3, direct=True), Config(1, 1, 1, 160, 3, blocks=2, direct=True), Config(1, 1, 2, 112, 2, split=2),
+)  # fmt: skip
+"""Tiles of tf32 whose results exceed the registers beside their places."""
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("config", LARGE, ids=str)
+def test_large_tiles_of_tf32_compile_without_spills(config: Config) -> None:
+    problem = replace(rows(4096, 768, 2048), dtype="tfloat32", out="float32", epilogue=(("bias",), ("add",), ("relu",)))
+    assert gemm.late(problem, config)
+    assert gemm.refuse(problem, config) is None
+    found = nvrtc.resources(gemm.recipe(problem, config))[gemm.FUNCTION]
+    assert found.spill_bytes == found.stack_bytes == 0
+
+
 # ---------------------------------------------------------------- on a GPU
 
-EXACT = 2e-6
+EXACT, ROUNDED = 2e-6, 1e-4
 
 
 @pytest.mark.gpu
@@ -161,12 +180,25 @@ EXACT = 2e-6
 @pytest.mark.parametrize("name", NETS)
 def test_each_configuration_on_a_gpu(name: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     only_of(monkeypatch, NETS[name][1], config)
-    graph = made(name)
-    context: Any = Engine(lowered(graph, "fp32", target="cuda:sm_90a")).context()
+    _check(made(name), "fp32", EXACT)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("config", LARGE, ids=str)
+@pytest.mark.parametrize(("name", "tactic"), [("image", HopperConv), ("product", HopperGemm)])
+def test_large_tiles_of_tf32_on_a_gpu(name: str, tactic: Any, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_of(monkeypatch, tactic, config)
+    _check(made(name), "tf32", ROUNDED)
+
+
+def _check(graph: Graph, precision: str, bound: float) -> None:
+    """Every launch does what it means and writes nothing else; two runs give the same bits."""
+    context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
     feeds = feeds_of(graph)
     found = check_steps(context, feeds)
     assert found
-    assert not [e for e in found if not e.error < EXACT]
+    assert not [e for e in found if not e.error < bound]
     assert not check_arena(context.runner, feeds)
     first, second = context.run(feeds), context.run(feeds)
     assert all(first[k].tobytes() == second[k].tobytes() for k in first)

@@ -192,7 +192,7 @@ DEVICE void finish_columns(const Params& p, u32 tile, int quarter, int lane, con
 // they lie in registers, and it adds them in rank order (deterministic). Then each warp turns its 16 channels x 8 columns around in
 // shared memory, and a lane finishes and stores four channels of one pixel. With SPLIT == 1 nothing is sent: stores without the
 // barriers and the copy engine's latency that a TMA store has.
-template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
+template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct DirectStore {
     static constexpr int SLOTS = (COLUMNS / 8 + SPLIT_WAYS - 1) / SPLIT_WAYS;
     static constexpr u32 INBOX_BYTES = SPLIT_WAYS > 1 ? M_TILES * SLOTS * SPLIT_WAYS * 2048 : 0;   // of one warpgroup
     static constexpr u32 SCRATCH_BYTES = 4 * M_TILES * SLOTS * 640;
@@ -209,7 +209,7 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
     int channel, rank, lane, quarter;
     int pixel[SLOTS];                              // -1: outside
     Channel constants[M_TILES][4];
-    Four residual[M_TILES][SLOTS];                 // four elements
+    Four residual[LATE ? 1 : M_TILES][LATE ? 1 : SLOTS];               // four elements; LATE: one four at a time
 #if NORMED_RESIDUAL
     float scale[M_TILES][4];
 #endif
@@ -233,18 +233,18 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
         }
     }
 
+    __device__ __forceinline__ Four residual_four(const Params& p, int m, int i) const {
+        if (pixel[i] < 0 || channel + m * 64 >= p.channels) return Four();
+        return *reinterpret_cast<const Four*>(p.residual_pointer + ((long long)pixel[i] * p.residual_pitch + channel + m * 64) * OUT_ITEM);
+    }
+
     // After it.
     __device__ __forceinline__ void load_residual(const Params& p) {
-        if (!HAS_RESIDUAL) return;
+        if (!HAS_RESIDUAL || LATE) return;
         #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
             #pragma unroll
-            for (int i = 0; i < SLOTS; i++) {
-                residual[m][i] = Four();
-                if (pixel[i] >= 0 && channel + m * 64 < p.channels)
-                    residual[m][i] = *reinterpret_cast<const Four*>(
-                        p.residual_pointer + ((long long)pixel[i] * p.residual_pitch + channel + m * 64) * OUT_ITEM);
-            }
+            for (int i = 0; i < SLOTS; i++) residual[m][i] = residual_four(p, m, i);
         }
     }
 
@@ -258,7 +258,7 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
                            {normalized(low_float(r.x), f.x, f.y, scale[m][0]), normalized(high_float(r.x), f.x, f.y, scale[m][1]),
                             normalized(low_float(r.y), f.x, f.y, scale[m][2]), normalized(high_float(r.y), f.x, f.y, scale[m][3])});
 #else
-        return finish_four(p.requantize, v, constants[m], HAS_RESIDUAL ? residual[m][i] : Four());
+        return finish_four(p.requantize, v, constants[m], !HAS_RESIDUAL ? Four() : LATE ? residual_four(p, m, i) : residual[LATE ? 0 : m][LATE ? 0 : i]);
 #endif
     }
 

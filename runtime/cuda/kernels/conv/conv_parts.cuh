@@ -9,7 +9,6 @@
 #if PARTS
 static_assert(DIRECT && !STREAM && !BATCHED && !PROLOGUE && !ROW_NORM && !WEIGHTS_STATIONARY && !ALTERNATE && MIN_CTAS == 1 && OPERAND_ITEM == 4, "one tile a block");
 constexpr int STEPS_TOGETHER = 128 / BK > 0 ? 128 / BK : 1;
-constexpr bool FINISHES_IN_RING = SPLIT == 1;      // the turned results take its place
 
 // A number's bits become those of its first part; the rest.
 DEVICE u32 divide(u32& bits) {
@@ -59,5 +58,4 @@ struct WholeSums {
 };
 #else
 constexpr int STEPS_TOGETHER = 1;
-constexpr bool FINISHES_IN_RING = false;
 #endif

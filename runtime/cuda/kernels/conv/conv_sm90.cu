@@ -274,9 +274,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 return pixel < p.pixel_count ? pixel : -1;
             });
         };
-        if (!PARTS) prepare();                     // else there are no registers for it yet
+        if (!LATE) prepare();
         grid_dependency_wait();
-        if (!PARTS) store.load_residual(p);
+        if (!LATE) store.load_residual(p);
 #else
         int buffer = 0, buffer_parity = 0;
         Channel constants[MT][2];
@@ -338,11 +338,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #if PARTS
             whole.add(acc);
             Acc (&sum)[MT][BN / 2] = whole.sums;
-            prepare();
-            store.load_residual(p);
-            if (FINISHES_IN_RING) named_barrier(1 + GROUPS, CONSUMERS);        // all have read it
 #else
             Acc (&sum)[MT][BN / 2] = acc[0];
+#endif
+#if DIRECT
+            if (LATE) prepare();
+            if (FINISHES_IN_RING) named_barrier(1 + GROUPS, CONSUMERS);        // all have read it
 #endif
             #pragma unroll
             for (int i = 0; SETS == 2 && !PARTS && i < MT * BN / 2; i++) sum[i / (BN / 2)][i % (BN / 2)] += acc[SETS - 1][i / (BN / 2)][i % (BN / 2)];
