@@ -11,7 +11,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from optdnn.kernels.conv.implicit_gemm import SHARES, TWO_SETS, Config, deepest, grid_blocks, refuse, shared_bytes
+from optdnn.kernels.conv.implicit_gemm import (
+    SHARES,
+    TWO_SETS,
+    Config,
+    deepest,
+    grid_blocks,
+    late,
+    refuse,
+    shared_bytes,
+)
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.ranking import varied_pairs
 from optdnn.runtime.cuda.compile.render import Stage
@@ -27,6 +36,7 @@ FULL_RING_LATENCY = 1800  # the same where all multiprocessors ask, from which t
 NARROW_TILE, NARROW = 64, 10  # a tile of fewer pixels costs so many cycles more for each that it lacks
 MOST_SUMS = 320  # twice the sums a thread of the tiles that are proposed; the kernel takes up to 320
 DIVIDE, DIVIDE_BYTE = 200, 0.03  # cycles in which a stage of fp32 is divided into parts, and of each of its bytes
+LATE = 1500  # cycles in which results find their places, and a residual comes, behind the last product
 IMAGE_FACTOR = 1500  # cycles in which a tile learns the moments of its image
 TURN = 800  # cycles between a tile's last product and the first of its warpgroup's next
 STAGE_ISSUE = {
@@ -270,6 +280,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     epilogue = 350 + config.mt * config.bn * (issue(problem) if groups > 1 else 0.8 * issue(problem))
     if config.direct:
         epilogue -= 250
+    if late(problem, config) and not problem.parts:
+        epilogue += LATE * (2 if problem.residual else 1)
     if problem.norm is not None and problem.norm.image:
         epilogue += IMAGE_FACTOR
     if problem.prologue:  # a warp takes a stage, 16 bytes a lane at a time; as many warps as stages, up to four

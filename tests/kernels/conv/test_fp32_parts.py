@@ -16,7 +16,6 @@ from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import cost
 from optdnn.kernels.conv import implicit_gemm as gemm
 from optdnn.kernels.conv import patch_kernel as patch
-from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.kernels.conv.hopper_launch import in_one_order, ranked
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.parts import PartsConv, PartsGemm
@@ -122,6 +121,14 @@ def test_tiles_that_do_not_suit_parts_are_refused(config: Config, reason: str) -
     assert reason in (gemm.refuse(problem, config) or "")
 
 
+def test_large_tiles_of_tf32_are_for_products() -> None:
+    problem = Problem(
+        32, 256, (Source(28, 28, 64, (1, 1), (1, 1), (0, 0, 0, 0), (1, 1)),), dtype="tfloat32", out="float32"
+    )
+    assert "made convolutions slower" in (gemm.refuse(problem, LARGE[0]) or "")
+    assert gemm.refuse(problem, replace(LARGE[0], bn=128)) is None
+
+
 def test_patches_are_not_divided() -> None:
     problem = Problem(4, 64, (Source(28, 28, 64, (3, 3), (1, 1), (1, 1, 1, 1), (1, 1)),), dtype="float32")
     assert "in parts" in (patch.refuse(problem, patch.candidates(replace(problem, dtype="float16"), HOPPER)[0]) or "")
@@ -186,10 +193,9 @@ def test_each_configuration_on_a_gpu(name: str, config: Config, monkeypatch: pyt
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("config", LARGE, ids=str)
-@pytest.mark.parametrize(("name", "tactic"), [("image", HopperConv), ("product", HopperGemm)])
-def test_large_tiles_of_tf32_on_a_gpu(name: str, tactic: Any, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    only_of(monkeypatch, tactic, config)
-    _check(made(name), "tf32", ROUNDED)
+def test_large_tiles_of_tf32_on_a_gpu(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_of(monkeypatch, HopperGemm, config)
+    _check(made("product"), "tf32", ROUNDED)
 
 
 def _check(graph: Graph, precision: str, bound: float) -> None:
