@@ -126,7 +126,7 @@ def test_large_tiles_of_tf32_are_for_products() -> None:
         32, 256, (Source(28, 28, 64, (1, 1), (1, 1), (0, 0, 0, 0), (1, 1)),), dtype="tfloat32", out="float32"
     )
     assert "made convolutions slower" in (gemm.refuse(problem, LARGE[0]) or "")
-    assert gemm.refuse(problem, replace(LARGE[0], bn=128)) is None
+    assert gemm.refuse(problem, replace(LARGE[0], bn=96)) is None
 
 
 def test_patches_are_not_divided() -> None:
