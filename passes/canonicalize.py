@@ -7,7 +7,7 @@ This pass leaves arithmetic alone, so that decomposed activations and normalizat
 from __future__ import annotations
 
 from optdnn.passes.base import RulePass
-from optdnn.passes.rules.concats import concat_of_split, empty_parts, interleaved_parts, part_of_concat
+from optdnn.passes.rules.concats import concat_of_split, empty_parts, interleaved_parts, part_of_concat, split_of_concat
 from optdnn.passes.rules.grids import grid_fold, grid_gather
 from optdnn.passes.rules.input_sizes import input_target
 from optdnn.passes.rules.known_writes import assembled_writes, known_writes
@@ -46,6 +46,7 @@ class Canonicalize(RulePass):
         empty_parts,
         concat_of_split,
         part_of_concat,
+        split_of_concat,
         interleaved_parts,
         gemm_transpose,
         assembled_writes,

@@ -2,8 +2,8 @@
 
 The result of the anchor (Conv, ConvTranspose, Gemm, MatMul) must be read only by the absorbed op, and the stage must keep
 its dtype and shape. No cycle can arise: the other operands of the absorbed op depend on the anchor only through the absorbed op
-itself. With ``norms_add``, two kinds of Add are left to the normalization that reads the sum: one vector per image, and rows that
-repeat (position embeddings). Its kernel adds them; those of the anchors do not.
+itself. With ``norms_add``, three kinds of Add are left to the normalization that reads the sum: one vector per image, rows that
+repeat (position embeddings), and a second tensor. Its kernel adds them; those of the anchors do not.
 
 Where both results of an Add could absorb it, the later one does (the longer path from the inputs, then the larger id). The other
 result is ready by then, and is an operand like any other.
@@ -42,7 +42,7 @@ class _Absorb(Rule):
         miss = refuses(graph, user, op.value)
         if miss is not None:
             return miss
-        if self.norms_add and (norm := _norm_that_adds(graph, user, op.value)) is not None:
+        if self.norms_add and (norm := _norm_that_adds(graph, user, op.value, _reads_tensor(graph, op))) is not None:
             return Miss(f"the normalization {norm.name} adds {user.name} itself")
         if any(self._place(rival) > self._place(op) for rival in self._rivals(graph, op, user)):
             return None
@@ -69,8 +69,18 @@ class _Absorb(Rule):
         return self.depth.get(op.id, 0), op.id
 
 
-def _norm_that_adds(graph: Graph, op: Op, value: Value) -> Op | None:
-    """The normalization that reads the sum ``op`` of ``value`` and another operand, if its kernel adds that operand itself."""
+def _reads_tensor(graph: Graph, op: Op) -> bool:
+    """Whether the epilogue of an anchor reads a computed tensor of the result's shape already: its kernel reads no second one."""
+    slots = {a for stage in op.attrs.epilogue for a in stage.args if a is not None and a >= 0}
+    tensors = [v for a in slots if (v := op.input(a)) is not None and graph.constant_value(v) is None]
+    return any(graph.type(v).shape == op.outputs[0].type.shape for v in tensors)
+
+
+def _norm_that_adds(graph: Graph, op: Op, value: Value, second: bool) -> Op | None:
+    """The normalization that reads the sum ``op`` of ``value`` and another operand, if its kernel adds that operand itself.
+
+    ``second``: the anchor of ``value`` reads a tensor already.
+    """
     if op.kind != "Add":
         return None
     if isinstance(found := norm_addition(graph, op), NormAddition):
@@ -79,7 +89,8 @@ def _norm_that_adds(graph: Graph, op: Op, value: Value) -> Op | None:
     if norm is None:
         return None
     other = next((v for v in op.inputs if v is not None and v != value), value)
-    return norm if _repeats(graph, other, graph.type(value).dims) else None
+    rows = second and graph.type(other).shape == graph.type(value).shape
+    return norm if rows or _repeats(graph, other, graph.type(value).dims) else None
 
 
 def _repeats(graph: Graph, rows: Value, shape: Shape) -> bool:

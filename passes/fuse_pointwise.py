@@ -4,13 +4,17 @@ A group grows from its last op: a producer joins when every user of its value is
 result, and no path leaves it and comes back (it is convex): fusing it cannot make a cycle. All values inside have the
 result's shape. Smaller operands are read from outside and broadcast: computing them inside would repeat them for each
 element. On GPUs that is done where it costs less than a launch. Types may differ inside (a comparison that feeds a Where).
+
+On GPUs, an op that reads one tensor is computed in each of its readers, where none of them needs its result from memory: they read
+that tensor instead. One reader may be a reduction, whose kernel computes what it reduces. The same op of several parts of a small
+tensor becomes one op of the tensor.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
@@ -26,6 +30,8 @@ MAX_OPERANDS = 8
 """Tensors that one Pointwise op reads; constants of one element do not count (they become literals)."""
 
 
+ALIGNED = 8
+"""Parts of a multiple of so many elements are read where they lie."""
 REPEATED = 1_000_000
 """Stages that a launch of a GPU may compute again for its elements, so that a smaller operand needs no launch of its own. A
 division for each of a million elements takes some hundred nanoseconds of a large GPU, a launch about a microsecond."""
@@ -125,12 +131,17 @@ def _group(graph: Graph, op: Op, on_gpu: bool, rule: FuseGroup) -> Match | Miss 
 
 
 def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool, most: int) -> str | None:
-    result, inner = sink.outputs[0].type, one.outputs[0].type
     for user in graph.users(one.value):
         if user.kind == "Output":
             return f"{one.name} is an output of the network"
         if user.id not in group:
             return f"{one.name} is also used by {user.name}"
+    return _unfit(graph, sink, one, group, on_gpu, most)
+
+
+def _unfit(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool, most: int) -> str | None:
+    """Why one kernel does not compute ``one`` as well, which the group reads."""
+    result, inner = sink.outputs[0].type, one.outputs[0].type
     if result.shape is None:
         return "the rank of the result is unknown"
     if inner.shape != result.shape and not (on_gpu and _repeats_little(one, result)):
@@ -219,9 +230,108 @@ def first_operand(graph: Graph, steps: Sequence[OpenStage], op: Op, on_gpu: bool
     return max(computed, key=kept, default=None)
 
 
+class ComputedAgain(Rule):
+    """An op of one tensor, which all of its readers compute themselves."""
+
+    name = "computed_again"
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        if not context.on_gpu or not is_pointwise(op) or op.outputs[0].known is not None:
+            return None
+        readers = graph.users(op.value)
+        inner = [u for u in readers if is_pointwise(u) and u.outputs[0].known is None]
+        if len(readers) < 2 or not inner or not _reads_one(graph, op):
+            return None
+        others = [u for u in readers if u not in inner]
+        if len(others) > 1 or any(not u.kind.startswith("Reduce") for u in others):
+            return Miss(f"{op.name} is also used by {others[-1].name}")
+        for reader in inner:
+            if (why := _unfit(graph, reader, op, {reader.id: reader}, True, MAX_STAGES)) is not None:
+                return Miss(why)
+
+        def build(patch: Patch) -> None:
+            for reader in inner:
+                steps = _collect(graph, [op, reader])
+                first = first_operand(graph, steps, reader, True)
+                assert first is not None
+                fused = patch.add("Pointwise", *body(steps, first), src=op.src | reader.src)
+                patch.replace(reader.value, fused)
+
+        return Match((*inner, *(() if others else (op,))), build)
+
+
+def _reads_one(graph: Graph, op: Op) -> bool:
+    """Whether an op reads one tensor, of its result's shape and of no larger elements, and beside it only numbers."""
+    tensors, out = _tensors(graph, op), op.outputs[0].type
+    if len(tensors) != 1 or graph.constant_value(tensors[0]) is not None or graph.type(tensors[0]).shape != out.shape:
+        return False
+    few = out.is_static and math.prod(out.static_shape) <= REPEATED
+    return few or graph.type(tensors[0]).dtype.itemsize <= out.dtype.itemsize
+
+
+class PartsTogether(Rule):
+    """The same op of several parts of a tensor: one op of the tensor, whose parts are taken after it."""
+
+    name = "parts_together"
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | None:
+        if not context.on_gpu or not is_pointwise(op) or op.outputs[0].known is not None:
+            return None
+        split = _split_before(graph, op)
+        if split is None or split.input(0) is None:
+            return None
+        form = _form(graph, op)
+        same = [u for port in range(len(split.outputs)) for u in graph.users(Value(split.id, port)) if is_pointwise(u)]
+        same = [u for u in same if _split_before(graph, u) == split and _form(graph, u) == form]
+        whole, sizes = graph.type(split.input(0)), [u.outputs[0].type for u in same]  # type: ignore[arg-type]
+        if len(same) < 2 or not all(t.is_static for t in (whole, *sizes)):
+            return None
+        if any(
+            not t.is_static or t.static_shape[split.attrs.axis] % ALIGNED for t in (out.type for out in split.outputs)
+        ):
+            return None  # readers of a part would copy it
+        if math.prod(whole.static_shape) > min(REPEATED, 2 * sum(math.prod(t.static_shape) for t in sizes)):
+            return None
+
+        def build(patch: Patch) -> None:
+            steps = [
+                replace(s, args=tuple(split.input(0) if a in op_parts else a for a in s.args)) for s in steps_of(op)
+            ]
+            y = patch.add("Pointwise", *body(steps, split.input(0)), src=frozenset().union(*(u.src for u in same)))  # type: ignore[arg-type]
+            parts = patch.add_op("Split", [y, *split.inputs[1:]], split.attrs, outputs=len(split.outputs))
+            for reader in same:
+                patch.replace(reader.value, Value(parts.id, _tensors(graph, reader)[0].port))
+
+        op_parts = _tensors(graph, op)
+        return Match(tuple(same), build)
+
+
+def _tensors(graph: Graph, op: Op) -> list[Value]:
+    """What an op reads beside numbers."""
+    return [v for v in outside(steps_of(op)) if (array := graph.constant_value(v)) is None or array.size > 1]
+
+
+def _split_before(graph: Graph, op: Op) -> Op | None:
+    """The Split of whose parts an op reads one, and beside it only numbers."""
+    tensors = _tensors(graph, op)
+    split = graph.op(tensors[0]) if len(tensors) == 1 else None
+    whole = split is not None and graph.type(tensors[0]).shape == op.outputs[0].type.shape
+    return split if split is not None and split.kind == "Split" and whole else None
+
+
+def _form(graph: Graph, op: Op) -> tuple[object, ...]:
+    """What an op does to the tensor that it reads: equal for ops that do the same."""
+
+    def told(a: Value | int | None) -> object:
+        array = graph.constant_value(a) if isinstance(a, Value) else None
+        return a if not isinstance(a, Value) else "tensor" if array is None else float(array.reshape(-1)[0])
+
+    return (op.outputs[0].type.dtype, *((s.kind, s.attrs, *map(told, s.args)) for s in steps_of(op)))
+
+
 class FusePointwise(RulePass):
     """Sinks first: each group is grown from its last op."""
 
     name = "fuse_pointwise"
-    rules: Sequence[Rule] = (FuseGroup(),)
+    rules: Sequence[Rule] = (FuseGroup(), ComputedAgain(), PartsTogether())
     sinks_first = True

@@ -56,6 +56,7 @@ from optdnn.passes.partial_sums import PartialSums
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.pixel_shuffles import PixelShuffles
 from optdnn.passes.pool_last import PoolLast
+from optdnn.passes.product_chains import ProductChains
 from optdnn.passes.radix_sums import RadixSums
 from optdnn.passes.relative_positions import RelativePositions
 from optdnn.passes.roll_scans import RollScans
@@ -139,6 +140,7 @@ O2_GPU: tuple[Pass, ...] = (
     UnrolledScans(),  # before fusions: chains of steps have many small operators
     RollScans(),  # the chains that are left
     GatheredProducts(),  # before sums of segments and epilogues, which take in gathers and sums
+    ProductChains(),  # before the next, whose matrices products behind them take in; before siblings, which these become
     VectorProducts(),  # before views are hoisted; before siblings, which may take in the matrix
     SampledSums(),  # before precisions: places stay in fp32; before epilogues, which would take in the product with weights
     ConstantParts(),  # before constants are folded: what they add is computed; before epilogues, which add it

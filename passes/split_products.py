@@ -20,20 +20,9 @@ from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.channel_shuffles import PRECISIONS
 from optdnn.passes.support.facts import operand, producer
 from optdnn.passes.support.parts import PARTS, is_axis, span, whole
-from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
+from optdnn.passes.support.products import plain_product
 from optdnn.passes.support.stages import ACTIVATIONS
 from optdnn.target_name import HOPPER, TargetName
-from optdnn.types import Array
-
-
-@dataclass(frozen=True)
-class _Product:
-    """``x @ weight``, plus ``bias`` (a vector) where there is one; ``ops`` compute it."""
-
-    x: Value
-    weight: Array
-    bias: Array | None
-    ops: tuple[Op, ...]
 
 
 @rule("split_product", {"Mul"})
@@ -41,7 +30,7 @@ def split_product(graph: Graph, op: Op) -> Match | Miss | None:
     """``f(first) * g(second)``, the parts of ``x @ W + b``, is ``f(x @ W0 + b0) * g(x @ W1 + b1)``."""
     a, b = (_before_activations(graph, operand(op, i)) for i in (0, 1))
     parts = None if a == b else _parts(graph, a, b)
-    found = None if parts is None else _product(graph, parts.joined)
+    found = None if parts is None else plain_product(graph, parts.joined)
     if parts is None or found is None:
         return None
     first, second = parts.first, parts.second
@@ -94,29 +83,6 @@ def _before_activations(graph: Graph, value: Value) -> Value:
     while (op := producer(graph, value, ACTIVATIONS, alone=True)) is not None:
         value = operand(op)
     return value
-
-
-def _product(graph: Graph, value: Value) -> _Product | None:
-    """The product without stages that computes a value."""
-    ops: list[Op] = []
-    vectors: list[Array] = []
-    if (addition := producer(graph, value, {"Add"})) is not None:
-        found = added_vector(graph, addition)
-        if found is None:
-            return None
-        value = found[0]
-        vectors.append(found[1])
-        ops.append(addition)
-    op = producer(graph, value, PRODUCTS, alone=bool(ops))
-    taken = None if op is None else constant_matrix(graph, op)
-    if op is None or taken is None:
-        return None
-    matrix, own = taken
-    weight = graph.constant_value(matrix) if isinstance(matrix, Value) else matrix
-    assert weight is not None
-    vectors += [] if own is None else [own]
-    bias = np.array(np.broadcast_to(sum(vectors), weight.shape[1:])) if vectors else None
-    return _Product(operand(op), weight, bias, (*ops, op))
 
 
 @rule("split_convolution", {"Mul"})

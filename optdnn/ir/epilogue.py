@@ -76,6 +76,7 @@ _RENDERED: dict[str, tuple[str, ...]] = {
     "Mish": ("mish",),
     "Softsign": ("softsign",),
     "Abs": ("abs",),
+    "Sqrt": ("sqrt",),
     "Sin": ("sin",),
     "Cos": ("cos",),
 }

@@ -56,7 +56,7 @@ class NormAddNormAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class ActivatedNormAttrs(NestedAttrs):
-    """The normalization ``norm`` (a kind) with its attributes ``own``, the stages in front of it and those that follow.
+    """The normalization or softmax ``norm`` (a kind) with its attributes ``own``, the stages in front of it and those that follow.
 
     Stages read operands from slot 4 on.
     """
@@ -154,13 +154,13 @@ def _infer_add_norm(call: Call) -> Result:
 
 
 def _infer_norm_add_norm(call: Call) -> Result:
-    """Operands: the rows, what is added to them, scale and bias of the norm, scale and bias of the first norm."""
+    """Operands: the rows, what is added to them (or None), scale and bias of the norm, scale and bias of the first norm."""
     a: NormAddNormAttrs = call.attrs
     x, other, *parameters = call.types
     own, of_first = ([t for t in pair if t is not None] for pair in (parameters[:2], parameters[2:]))
     normalized = infer_as(call, a.first.norm, a.first.own, [x, *of_first]).types[:1]
-    total = infer_as(call, "Add", Attrs(), [*normalized, other])
-    return Result((*total.types, *infer_as(call, a.norm, a.own, (*total.types, *own)).types))
+    total = normalized if other is None else infer_as(call, "Add", Attrs(), [*normalized, other]).types
+    return Result((*total, *infer_as(call, a.norm, a.own, (*total, *own)).types))
 
 
 def _infer_activated_norm(call: Call) -> Result:

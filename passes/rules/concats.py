@@ -89,6 +89,29 @@ def part_of_concat(graph: Graph, op: Op) -> Match | None:
     return Match((op,), lambda patch: part)
 
 
+@rule("split_of_concat", {"Split"})
+def split_of_concat(graph: Graph, op: Op) -> Match | None:
+    """``split(concat(a, b, c))`` into the same parts is these parts: halves that change places (RealNVP: Dinh et al., 2017).
+
+    As with slices, a Concat that is read elsewhere stays.
+    """
+    concat = producer(graph, op.inputs[0], {"Concat"}, alone=True)
+    if concat is None or len(concat.inputs) != len(op.outputs):
+        return None
+    rank = len(concat.outputs[0].type.dims)
+    if normalize_axis(concat.attrs.axis, rank) != normalize_axis(op.attrs.axis, rank):
+        return None
+    parts = [operand(concat, k) for k in range(len(concat.inputs))]
+    if any(graph.type(part) != out.type for part, out in zip(parts, op.outputs, strict=True)):
+        return None
+
+    def build(patch: Patch) -> None:
+        for port, part in enumerate(parts):
+            patch.replace(Value(op.id, port), part)
+
+    return Match((op, concat), build)
+
+
 _LAST_TWO = node(RESHAPES, node("Concat", Var("a"), Var("b"), name="concat"), name="merged")
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from optdnn.ir.graph import Graph, Op
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import operand, shape_of
+from optdnn.passes.support.facts import operand, shape_of, with_rank
 from optdnn.passes.support.products import constant_matrix
+from optdnn.types import Array
 
 MOST_FLOPS = 1 << 30
 """Operations of a further product that take as long as a launch: about 1.5 microseconds."""
@@ -21,10 +24,12 @@ MOST_FLOPS = 1 << 30
 
 @rule("own_products", {"MatMul"})
 def own_products(graph: Graph, op: Op) -> Match | Miss | None:
-    """``reshape(x W) + c`` and ``reshape(x W) + d`` with constants c and d: a product, and a Reshape, for each."""
-    views = graph.users(op.value)
-    reshape = views[0] if len(views) == 1 and views[0].kind == "Reshape" else None
-    value = op.value if reshape is None else reshape.value
+    """``view(x W) + c`` and ``view(x W) + d`` with constants c and d: a product, and views, for each.
+
+    The view is a Reshape, or nothing. Behind a Transpose of heads, a constant of the heads' features is added in front of both.
+    """
+    reshape, turn = _views(graph, op)
+    value = next((view.value for view in (turn, reshape) if view is not None), op.value)
     adds = graph.users(value)
     if len(adds) < 2 or any(not _adds_constant(graph, user, value) for user in adds):
         return None
@@ -38,17 +43,46 @@ def own_products(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     if 2 * math.prod(map(int, (*rows, weight[0]))) * (len(adds) - 1) > MOST_FLOPS:  # type: ignore[arg-type]
         return Miss("further products would take longer than the additions")
+    biases = {} if turn is None else {add.id: _of_columns(graph, add, reshape, turn, int(rows[-1])) for add in adds}  # type: ignore[arg-type]
+    if any(bias is None for bias in biases.values()):
+        return Miss("what is added differs between rows, which have been transposed since")
 
     def build(patch: Patch) -> None:
-        for add in adds[1:]:
+        for add in adds if turn is not None else adds[1:]:
             y = patch.add(op.kind, op.inputs, op.attrs)
-            if reshape is not None:
-                y = patch.add("Reshape", [y, *reshape.inputs[1:]], reshape.attrs, src=reshape.src)
-            patch.replace(
-                add.value, patch.add("Add", [y if v == value else v for v in add.inputs], add.attrs, src=add.src)
-            )
+            if (bias := biases.get(add.id)) is not None:
+                y = patch.add("Add", [y, patch.constant(bias, "bias")], src=add.src)
+            for view in (reshape, turn):
+                if view is not None:
+                    y = patch.add(view.kind, [y, *view.inputs[1:]], view.attrs, src=view.src)
+            if turn is None:
+                y = patch.add("Add", [y if v == value else v for v in add.inputs], add.attrs, src=add.src)
+            patch.replace(add.value, y)
 
-    return Match((op, *([] if reshape is None else [reshape]), *adds), build)
+    return Match((op, *(view for view in (reshape, turn) if view is not None), *adds), build)
+
+
+def _views(graph: Graph, op: Op) -> tuple[Op | None, Op | None]:
+    """The Reshape that alone reads a product, and the Transpose that alone reads the Reshape."""
+    reshape = graph.sole_user(op.value)
+    if reshape is None or reshape.kind != "Reshape":
+        return None, None
+    turn = graph.sole_user(reshape.value)
+    return reshape, turn if turn is not None and turn.kind == "Transpose" and turn.attrs.perm is not None else None
+
+
+def _of_columns(graph: Graph, add: Op, reshape: Op | None, turn: Op, columns: int) -> Array | None:
+    """The constant that is added behind both views as one of the product's columns; None where rows differ in it."""
+    shape = None if reshape is None else reshape.outputs[0].type.shape
+    bias = next((array for v in add.inputs if (array := graph.constant_value(v)) is not None), None)
+    if shape is None or bias is None or any(not isinstance(n, int) for n in shape):
+        return None
+    sizes, perm = tuple(map(int, shape)), turn.attrs.perm
+    own = with_rank(bias, len(sizes)).transpose(np.argsort(perm))
+    first = next((k for k in range(len(sizes)) if math.prod(sizes[k:]) == columns), None)
+    if first is None or any(n != 1 for n in own.shape[:first]):
+        return None
+    return np.broadcast_to(own.reshape(own.shape[first:]), sizes[first:]).reshape(-1)
 
 
 def _adds_constant(graph: Graph, user: Op, value: object) -> bool:

@@ -6,6 +6,7 @@ multiplied by the weights of a softmax over that axis.
 
 from __future__ import annotations
 
+import math
 from functools import reduce
 
 import numpy as np
@@ -15,10 +16,13 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import in_shape, integers, ints, operand, producer, reshape_target, shape_of
-from optdnn.types import Shape, is_float, normalize_axis
+from optdnn.types import Shape, is_float, normalize_axis, show_shape
 
 JOINED_BY = {"ReduceSum": "Add", "ReduceMean": "Add", "ReduceMax": "Max", "ReduceMin": "Min"}
 """Reduction -> the operator of two tensors that it repeats."""
+SUMS = frozenset({"ReduceSum", "ReduceMean"})
+MOST_ELEMENTS = 1 << 20
+"""Elements of a tensor that is written and read again in less time than a launch takes."""
 MOST_PARTS = 8
 """Tensors of a stack; one kernel of a reduction is better than long chains of operators."""
 
@@ -87,3 +91,23 @@ def _weights(patch: Patch, weights: Value, axis: int, count: int) -> list[Value]
     sizes = integers(patch, [1] * count, "sizes")
     split = patch.add_op("Split", [weights, sizes], SplitAttrs(axis % len(shape)), outputs=count)
     return [_squeezed(patch, Value(split.id, port), axis) for port in range(count)]
+
+
+@rule("sum_of_sums", {"Add", "Sub"})
+def sum_of_sums(graph: Graph, op: Op) -> Match | Miss | None:
+    """``sum(a) + sum(b)`` over the same axes is ``sum(a + b)``, one launch in place of three: the terms of a flow's density."""
+    a, b = (producer(graph, v, SUMS, alone=True) for v in op.inputs)
+    if a is None or b is None or a is b or (a.kind, a.attrs) != (b.kind, b.attrs):
+        return None
+    shape, axes = shape_of(graph, operand(a)), ints(graph, a.input(1))
+    if graph.type(operand(a)) != graph.type(operand(b)) or axes is None or ints(graph, b.input(1)) != axes:
+        return None
+    if shape is None or not is_float(op.outputs[0].type.dtype) or any(not isinstance(n, int) for n in shape):
+        return None
+    if math.prod(map(int, shape)) > MOST_ELEMENTS:
+        return Miss(f"the sums are over tensors of {show_shape(shape)}, which would be written and read again")
+
+    def build(patch: Patch) -> Value:
+        return patch.add(a.kind, [patch.add(op.kind, [operand(a), operand(b)]), *a.inputs[1:]], a.attrs)
+
+    return Match((op, a, b), build)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -207,6 +208,34 @@ def activation_before_pool(graph: Graph, op: Op) -> Match | Miss | None:
         return patch.add("MaxPool", [activated], a, src=pool.src)
 
     return Match((op, pool), build)
+
+
+@rule("scale_before_resize", {"Mul", "Div"})
+def scale_before_resize(graph: Graph, op: Op) -> Match | Miss | None:
+    """A factor of each channel moves in front of a Resize that makes more pixels: styles of StyleGAN2 (Karras et al., 2020)."""
+    for slot in (0, 1) if op.kind == "Mul" else (0,):
+        resize = producer(graph, op.inputs[slot], {"Resize"}, alone=True)
+        factor = operand(op, 1 - slot)
+        if resize is None or scalar(graph, factor) is not None:
+            continue
+        before, after, own = (shape_of(graph, v) for v in (operand(resize), op.value, factor))
+        if before is None or after is None or own is None or resize.outputs[0].type.shape != after:
+            return None
+        resized = [k - len(after) for k, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+        if any(len(own) >= -k and own[k] != 1 for k in resized) or not is_float(op.outputs[0].type.dtype):
+            return None
+        if any(not isinstance(n, int) for n in (*before, *after)) or math.prod(before) >= math.prod(after):  # type: ignore[arg-type]
+            return Miss(f"{resize.name} gives fewer pixels")
+        if resize.attrs.coordinate_transformation_mode == "tf_crop_and_resize":
+            return Miss(f"{resize.name} may give pixels that are no pixels of its image")
+
+        def build(patch: Patch, resize: Op = resize, slot: int = slot) -> Value:
+            inputs = [operand(resize) if k == slot else v for k, v in enumerate(op.inputs)]
+            scaled = patch.add(op.kind, inputs, op.attrs, src=op.src)
+            return patch.add("Resize", [scaled, *resize.inputs[1:]], resize.attrs, src=resize.src)
+
+        return Match((op, resize), build)
+    return None
 
 
 @rule("spatial_reduction", {"ReduceMean", "ReduceMax"})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.passes.support.facts import operand
+from optdnn.passes.support.facts import operand, producer
 from optdnn.types import Array
 
 PRODUCTS = frozenset({"MatMul", "Gemm"})
@@ -42,3 +44,36 @@ def constant_matrix(graph: Graph, op: Op) -> tuple[Value | Array, Array | None] 
             return None
         bias = bias.reshape(-1)
     return (np.ascontiguousarray(array.T) if a.transB else weight), bias
+
+
+@dataclass(frozen=True)
+class PlainProduct:
+    """``x @ weight``, plus ``bias`` (a vector) where there is one; ``ops`` compute it."""
+
+    x: Value
+    weight: Array
+    bias: Array | None
+    ops: tuple[Op, ...]
+
+
+def plain_product(graph: Graph, value: Value) -> PlainProduct | None:
+    """The product without stages that computes a value. One that a vector is added to has no other reader."""
+    ops: list[Op] = []
+    vectors: list[Array] = []
+    if (addition := producer(graph, value, {"Add"})) is not None:
+        found = added_vector(graph, addition)
+        if found is None:
+            return None
+        value = found[0]
+        vectors.append(found[1])
+        ops.append(addition)
+    op = producer(graph, value, PRODUCTS, alone=bool(ops))
+    taken = None if op is None else constant_matrix(graph, op)
+    if op is None or taken is None:
+        return None
+    matrix, own = taken
+    weight = graph.constant_value(matrix) if isinstance(matrix, Value) else matrix
+    assert weight is not None
+    vectors += [] if own is None else [own]
+    bias = np.array(np.broadcast_to(sum(vectors), weight.shape[1:])) if vectors else None
+    return PlainProduct(operand(op), weight, bias, (*ops, op))

@@ -20,7 +20,7 @@ ACTIVATIONS = frozenset(
     {
         *("Relu", "LeakyRelu", "PRelu", "Snake", "Elu", "Selu", "Celu", "ThresholdedRelu", "Clip", "Min", "Max"),
         *("Sigmoid", "HardSigmoid", "Swish", "HardSwish", "Mish", "Gelu", "Tanh", "Softplus", "Softsign", "Neg", "Abs"),
-        *("Sin", "Cos"),
+        *("Sin", "Cos", "Sqrt"),
     }
 )
 """Kinds that every kernel template renders as a stage; nothing that changes the element type."""

@@ -11,12 +11,13 @@ import numpy as np
 from optdnn.runtime.reference.attention import rotary_embedding
 from optdnn.runtime.reference.base import ComposedKernel, Kernel, Run
 from optdnn.runtime.reference.norm import KERNELS as NORMS
+from optdnn.runtime.reference.softmax import KERNELS as SOFTMAX
 from optdnn.types import Array
 
 
 def activated_norm(x: Array, *given: Array | None, norm: str, **attrs: Any) -> tuple[Array, ...]:
-    """The normalization ``norm`` (a kind) with the scale and the bias that it has, whose stages follow."""
-    return NORMS[norm](x, *(a for a in given if a is not None), **attrs)[:1]
+    """The normalization or softmax ``norm`` (a kind) with the scale and the bias that it has, whose stages follow."""
+    return (NORMS | SOFTMAX)[norm](x, *(a for a in given if a is not None), **attrs)[:1]
 
 
 def add_norm(a: Array, b: Array, *parameters: Array | None, norm: str, **attrs: Any) -> tuple[Array, ...]:
@@ -26,14 +27,21 @@ def add_norm(a: Array, b: Array, *parameters: Array | None, norm: str, **attrs: 
 
 
 def norm_add_norm(
-    x: Array, other: Array, *parameters: Array | None, norm: str, first_norm: str, **attrs: Any
+    x: Array, other: Array | None, *parameters: Array | None, norm: str, first_norm: str, **attrs: Any
 ) -> tuple[Array, ...]:
     """``x`` normalized (by the kind ``first_norm``, whose attributes begin so) plus ``other``, and the normalization of this sum.
+
+    ``other`` None: nothing is added.
 
     Parameters: scale and bias of the second norm, then those of the first; any may be absent."""
     own, before = ([p for p in pair if p is not None] for pair in (parameters[:2], parameters[2:]))
     first = {name.removeprefix("first_"): attrs.pop(name) for name in list(attrs) if name.startswith("first_")}
-    return add_norm(NORMS[first_norm](x, *before, **first)[0], other, *own, norm=norm, **attrs)
+    rows = NORMS[first_norm](x, *before, **first)[0]
+    return (
+        (rows, NORMS[norm](rows, *own, **attrs)[0])
+        if other is None
+        else add_norm(rows, other, *own, norm=norm, **attrs)
+    )
 
 
 def norm_pair(

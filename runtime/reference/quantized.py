@@ -47,6 +47,7 @@ STAGES: dict[str, Callable[..., Array]] = {
     "selu": lambda x, alpha, gamma: np.asarray(F(gamma) * np.where(x < 0, F(alpha) * (np.exp(x) - F(1)), x)),
     "celu": lambda x, alpha: np.asarray(np.where(x < 0, F(alpha) * (np.exp(x / F(alpha)) - F(1)), x)),
     "softsign": lambda x: x / (F(1) + np.abs(x)),
+    "sqrt": np.sqrt,
     "abs": np.abs,
     "sin": np.sin,
     "cos": np.cos,

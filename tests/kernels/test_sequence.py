@@ -32,6 +32,7 @@ FLOATS = [n for n in CASES if n not in ("long", "wide heads", "widest heads", "o
 def test_fp32(name: str) -> None:
     program = check_simulated(CASES[name][0](), "fp32")
     assert {t["tactic"] for t in program.meta["tactics"] if t["kind"] in KINDS} <= {
+        "attention_fp32",
         "attention_steps",
         "rnn",
         "rnn_resident",

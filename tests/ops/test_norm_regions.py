@@ -104,6 +104,16 @@ def test_norm_add_norm(norm: str) -> None:
         infer("NormAddNorm", both, [a, random(2, 3, 7), scale, None, first, None], outputs=2)
 
 
+def test_norm_of_a_norm() -> None:
+    x, scale, first = random(2, 3, 8), random(8, seed=2), random(8, seed=3)
+    own, attrs = LayerNormAttrs(-1, 1e-3), {"axis": -1, "epsilon": 1e-3}
+    both = NormAddNormAttrs("LayerNormalization", own, AddNormAttrs("RMSNormalization", own))
+    rows, y = results("NormAddNorm", both, [x, None, scale, None, first, None], outputs=2)
+    expected = run_kernel("RMSNormalization", [x, first], attrs)[0]
+    assert np.array_equal(rows, expected)
+    assert np.array_equal(y, run_kernel("LayerNormalization", [expected, scale], attrs)[0])
+
+
 def test_activated_norm() -> None:
     x, scale, bias = random(2, 6, 5), random(6, seed=1), random(6, seed=2)
     own = GroupNormAttrs(3, 1e-3)

@@ -16,6 +16,7 @@ from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
 from optdnn.ops.index import PadAttrs
 from optdnn.ops.pool import AveragePoolAttrs, MaxPoolAttrs
 from optdnn.ops.reduce import ReduceAttrs
+from optdnn.ops.resize import ResizeAttrs
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 
@@ -342,3 +343,46 @@ def test_other_parts_of_a_transposed_convolution_are_not_crops() -> None:
     n = Net(np.float64)
     _y, part = transposed(n, step=2)
     check_untouched(CANON, n.done(part))
+
+
+def scaled(
+    *, sizes: tuple[int, int] = (8, 10), factor: tuple[int, ...] = (2, 3, 1, 1), kind: str = "Mul", flip: bool = False,
+    mode: str = "linear", read: bool = False, places: str = "half_pixel",
+) -> Graph:  # fmt: skip
+    """An image of 4 x 5 pixels that is resized, and a factor behind it."""
+    n = Net(np.float64)
+    roi = n.random(8) if places == "tf_crop_and_resize" else None
+    attrs = ResizeAttrs(mode, places)
+    y = n.op("Resize", n.input(2, 3, 4, 5), roi, None, n.ints(2, 3, *sizes), attrs=attrs)
+    by = n.op("Exp", n.input(*factor, name="f"))
+    return n.done(n.op(kind, *((by, y) if flip else (y, by))), *([n.op("Tanh", y)] if read else []))
+
+
+@pytest.mark.parametrize("mode", ["linear", "nearest", "cubic"])
+@pytest.mark.parametrize("factor", [(2, 3, 1, 1), (3, 1, 1), (1, 3, 1, 1), (2, 1, 1, 1)])
+def test_a_factor_of_channels_moves_before_a_resize(mode: str, factor: tuple[int, ...]) -> None:
+    graph = scaled(mode=mode, factor=factor, flip=len(factor) == 3)
+    done, _ = check_pass(CanonicalizeArithmetic(), graph, changes=1, rules={"scale_before_resize": 1})
+    assert done.op(done.of_kind("Resize")[0].inputs[0]).kind == "Mul"  # type: ignore[arg-type]
+
+
+def test_a_resize_of_rows_lets_factors_of_columns_pass() -> None:
+    graph = scaled(sizes=(9, 5), factor=(3, 1, 5), kind="Div")
+    check_pass(CanonicalizeArithmetic(), graph, changes=1, rules={"scale_before_resize": 1})
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [(scaled(sizes=(3, 5)), "fewer pixels"), (scaled(places="tf_crop_and_resize"), "no pixels of its image")],
+)
+def test_a_factor_that_must_stay_behind_a_resize(graph: Graph, because: str) -> None:
+    check_refused(CanonicalizeArithmetic(), graph, because=because)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [scaled(factor=(8, 10)), scaled(factor=(1, 1, 8, 1)), scaled(read=True), scaled(kind="Add"), scaled(kind="Div", flip=True)],
+    ids=["of pixels", "of rows", "the Resize is read elsewhere", "a sum", "the image divides"],
+)  # fmt: skip
+def test_other_arithmetic_behind_a_resize_stays(graph: Graph) -> None:
+    check_untouched(CanonicalizeArithmetic(), graph)

@@ -150,3 +150,24 @@ def test_other_slices_of_a_concatenation_stay(cut: tuple[int, ...]) -> None:
 
 def test_a_concatenation_that_is_read_elsewhere_stays() -> None:
     check_untouched(Canonicalize(), joined_and_cut(0, 3, read=True))
+
+
+def joined_and_split(sizes: tuple[int, ...], axis: int = 1, *, read: bool = False) -> Graph:
+    n = Net(np.float64)
+    parts = [n.op("Relu", n.input(2, width, 8, name=f"x{width}")) for width in (3, 5)]
+    joined = n.op("Concat", *parts, attrs=ConcatAttrs(-2))
+    halves = n.op("Split", joined, n.ints(*sizes), outputs=len(sizes), attrs=SplitAttrs(axis))
+    return n.done(*(n.op("Tanh", v) for v in halves[::-1]), *([n.op("Exp", joined)] if read else []))
+
+
+def test_a_split_into_the_parts_is_these_parts() -> None:
+    done, _ = check_pass(Canonicalize(), joined_and_split((3, 5)), changes=1, rules={"split_of_concat": 1})
+    assert not {"Split", "Concat"} & done.kinds().keys()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axis", "read"),
+    [((5, 3), 1, False), ((4, 4), 1, False), ((3, 5), 2, False), ((3, 2, 3), 1, False), ((3, 5), 1, True)],
+)
+def test_other_splits_of_a_concatenation_stay(sizes: tuple[int, ...], axis: int, read: bool) -> None:
+    check_untouched(Canonicalize(), joined_and_split(sizes, axis, read=read))

@@ -272,3 +272,16 @@ def test_a_residual_of_one_image_is_a_stage(constant: bool, changes: int) -> Non
     y = n.op("Add", n.matmul(n.input(1, 5, 6), 4), rows)
     graph = n.done(y, n.op("LayerNormalization", y, n.random(4), n.random(4)))
     check_pass(FuseEpilogue(norms_add=True), graph, changes=changes)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_second_tensor_is_left_to_the_norm_after_it(norm: bool) -> None:
+    """A gate, then a residual: kernels of products read one tensor, those of norms add the other."""
+    n = Net(np.float64)
+    x = n.input(2, 5, 4)
+    gated = n.op("Mul", n.matmul(x, 4), n.op("Softmax", n.input(2, 5, 4, name="gate")))
+    y = n.op("Add", gated, x)
+    graph = n.done(y, n.op("LayerNormalization", y, n.random(4), n.random(4)) if norm else n.op("Tanh", y))
+    done, report = check_pass(FuseEpilogue(norms_add=True), graph, changes=1 if norm else 2)
+    assert stages(done) == [("<MatMul>", "Mul") if norm else ("<MatMul>", "Mul", "Add")]
+    assert any("adds Add_" in miss.reason for miss in report.refused) == norm

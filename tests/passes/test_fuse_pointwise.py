@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
+from support.simulated import check_simulated
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.unary import LeakyReluAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.dce import DeadCode
@@ -249,3 +254,111 @@ def test_random_dags_keep_their_values(ops: list[tuple[str, int, int]]) -> None:
     for op in after.of_kind("Pointwise"):
         assert 2 <= len(op.attrs.epilogue) <= MAX_STAGES
         assert after.type(op.inputs[0]).shape == op.outputs[0].type.shape  # type: ignore[arg-type]
+
+
+def shared(*readers: str, rows: int = 4, first: str = "Tanh", output: bool = False) -> Graph:
+    """An op of one tensor that several others read; "ReduceSum", "MatMul" and "Rows", which repeats it, among them."""
+    n = Net(np.float64)
+    a = n.op(first, n.input(rows, 6), *([n.input(rows, 6, name="z")] if first == "Mul" else []))
+    made = {
+        "ReduceSum": lambda: n.op("ReduceSum", a, n.ints(1)),
+        "MatMul": lambda: n.op("MatMul", a, n.random(6, 6)),
+        "Rows": lambda: n.op("Add", n.input(3, rows, 6, name="many"), a),
+    }
+    ends = [
+        made[kind]() if kind in made else n.op(kind, a, n.input(rows, 6, name=f"r{k}"))
+        for k, kind in enumerate(readers)
+    ]
+    return n.done(*ends, *([a] if output else []))
+
+
+@pytest.mark.parametrize("readers", [("Mul", "Add"), ("Mul", "Add", "Sub"), ("Rows", "Mul")])
+def test_a_gpu_computes_an_op_in_each_of_its_readers(readers: tuple[str, ...]) -> None:
+    graph, report = check_pass(
+        FusePointwise(), shared(*readers), changes=1, rules={"computed_again": 1}, kinds={"Pointwise": len(readers)}, context=ON_GPU
+    )  # fmt: skip
+    assert all({"Tanh_1"} < op.src for op in graph.of_kind("Pointwise"))
+    assert "Tanh_1" in report.fired[0].nodes
+    check_refused(FusePointwise(), shared(*readers), because="Tanh_1 is also used by")
+
+
+def test_the_op_stays_for_a_reduction_which_computes_what_it_reduces() -> None:
+    kinds = {"Pointwise": 1, "Tanh": 1, "ReduceSum": 1}
+    check_pass(FusePointwise(), shared("Mul", "ReduceSum"), changes=1, kinds=kinds, context=ON_GPU)
+
+
+def test_its_readers_grow_further() -> None:
+    n = Net(np.float64)
+    a = n.op("Tanh", n.op("Exp", n.input(4, 6)))
+    graph = n.done(n.op("Neg", n.op("Mul", a, n.input(4, 6, name="r"))), n.op("Sqrt", n.op("Abs", a)))
+    check_pass(FusePointwise(), graph, changes=4, kinds={"Pointwise": 2}, context=ON_GPU)
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [
+        (shared("Mul", "MatMul"), "Tanh_1 is also used by MatMul"),
+        (shared("Mul", "ReduceSum", "ReduceSum"), "Tanh_1 is also used by ReduceSum"),
+        (shared("Mul", "Add", output=True), "Tanh_1 is (also used by|an output)"),
+        (shared("Mul", "Add", first="Mul"), "Mul_1 is also used by"),
+        (shared("Rows", "Mul", rows=1 << 18), "would be computed again for each element"),
+    ],
+    ids=["a product reads it", "two reductions", "an output", "of two tensors", "for more elements"],
+)
+def test_an_op_is_computed_once_where_its_result_is_needed(graph: Graph, because: str) -> None:
+    report = FusePointwise()(graph, ON_GPU)
+    assert report.changes == 0
+    assert any(re.search(because, miss.reason) for miss in report.refused), report.refused
+
+
+def test_halves_that_change_places_take_one_launch_each() -> None:
+    """Couplings of a flow: three launches for each perceptron, one for the coupling, and the density."""
+    n = Net()
+    x, terms = n.input(64, 16), []
+    for _ in range(3):
+        a, b = n.op("Split", x, n.ints(8, 8), outputs=2, attrs=SplitAttrs(1))
+        made = n.matmul(n.op("Relu", n.matmul(a, 32)), 16)
+        scale, shift = n.op("Split", made, n.ints(8, 8), outputs=2, attrs=SplitAttrs(1))
+        scale = n.op("Tanh", scale)
+        x = n.op("Concat", n.op("Add", n.op("Mul", b, n.op("Exp", scale)), shift), a, attrs=ConcatAttrs(1))
+        terms.append(n.op("ReduceSum", scale, n.ints(1), attrs=ReduceAttrs(keepdims=False)))
+    program = check_simulated(n.done(x, n.op("Add", n.op("Add", terms[0], terms[1]), terms[2])))
+    tactics = [str(s.params["tactic"]).split()[0] for s in program.steps]
+    assert tactics.count("gemm_sm90") == 6
+    assert sum(t.startswith("reduce") for t in tactics) == 1
+    assert len(tactics) <= 6 + 3 + 1 + 4, tactics  # with a copy of one half, and casts
+
+
+def parts(*kinds: str, sizes: tuple[int, ...] = (8, 16, 8), number: float = 0.5) -> Graph:
+    """Parts of a product's columns, each read by a product, and by an op of these kinds ("": none) before another product."""
+    n = Net(np.float64)
+    made = n.op("Split", n.matmul(n.input(3, 6), sum(sizes)), n.ints(*sizes), outputs=len(sizes), attrs=SplitAttrs(1))
+    ends = []
+    for k, (part, kind) in enumerate(zip(made, kinds, strict=True)):
+        more = {"Mul": (part,), "Add": (number if k else 0.5,)}.get(kind, ())
+        ends += [n.matmul(part, 4), *([n.matmul(n.op(kind, part, *more), 4)] if kind else [])]
+    return n.done(*ends)
+
+
+@pytest.mark.parametrize(("kinds", "ops"), [(("Mul",) * 3, 1), (("Add", "Add", ""), 1), (("Tanh", "Mul", "Tanh"), 2)])
+def test_the_same_op_of_several_parts_is_one(kinds: tuple[str, ...], ops: int) -> None:
+    graph, _ = check_pass(FusePointwise(), parts(*kinds), changes=1, rules={"parts_together": 1}, context=ON_GPU)
+    (fused,) = graph.of_kind("Pointwise")
+    assert graph.op(fused.inputs[0]).kind == "MatMul"  # type: ignore[arg-type]
+    assert graph.kinds()["Split"] == 2
+    assert len([op for op in graph.ops() if op.kind in ("Pointwise", "Mul", "Add", "Tanh")]) == ops
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        parts("Mul", "Tanh", ""),
+        parts("Add", "Add", "", number=0.25),
+        parts("Mul", "Mul", "", sizes=(8, 8, 64)),
+        parts("Mul", "Mul", "Mul", sizes=(8, 4, 4)),
+    ],
+    ids=["different ops", "different numbers", "small parts of the tensor", "parts that would be copied"],
+)
+def test_other_ops_of_parts_stay(graph: Graph) -> None:
+    check_untouched(FusePointwise(), graph, context=ON_GPU)
+    check_untouched(FusePointwise(), parts("Mul", "Mul", "Mul"))

@@ -9,7 +9,7 @@ from support.net import Net
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph
-from optdnn.ops.shape import ReshapeAttrs
+from optdnn.ops.shape import ReshapeAttrs, TransposeAttrs
 from optdnn.passes.hoist_views import HoistViews
 
 R, K, H, D = 6, 8, 2, 4
@@ -52,3 +52,35 @@ def test_a_product_that_takes_longer_than_an_addition_is_not_repeated() -> None:
 )
 def test_other_products_stay(graph: Graph) -> None:
     check_untouched(HoistViews(), graph)
+
+
+def turned_queries(*biases: tuple[int, ...], perm: tuple[int, ...] = (0, 2, 1, 3), known: bool = True) -> Graph:
+    """The same, with biases of these shapes behind the Transpose that puts the heads first: Conformer in PyTorch's exports."""
+    n = Net(np.float64)
+    x = n.input(1 if known else symbol("N"), R, K)
+    y = n.op("MatMul", x, n.random(K, H * D))
+    y = n.op("Reshape", y, n.ints(0, R, H, D), attrs=ReshapeAttrs())
+    y = n.op("Transpose", y, attrs=TransposeAttrs(perm))
+    return n.done(*(n.op("Add", y, n.random(*shape)) for shape in biases))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "perm"),
+    [(((1, H, 1, D), (H, 1, D)), (0, 2, 1, 3)), (((H, 1, 1), (1, 1, 1, D)), (0, 2, 1, 3)), (((D, 1), (H, D, 1)), (0, 2, 3, 1))],
+    ids=["of features", "of a head, of a feature", "features before rows"],
+)  # fmt: skip
+def test_biases_of_heads_move_in_front_of_both_views(
+    shapes: tuple[tuple[int, ...], ...], perm: tuple[int, ...]
+) -> None:
+    graph, _ = check_pass(HoistViews(), turned_queries(*shapes, perm=perm), changes=1, rules={"own_products": 1})
+    adds = graph.of_kind("Add")
+    assert [graph.op(op.inputs[0]).kind for op in adds] == ["MatMul"] * 2  # type: ignore[arg-type]
+    assert all(graph.users(op.value)[0].kind == "Reshape" for op in adds)
+
+
+def test_a_constant_of_rows_stays_behind_the_transpose() -> None:
+    check_refused(HoistViews(), turned_queries((1, H, 1, D), (1, H, R, D)), because="differs between rows")
+
+
+def test_views_of_unknown_sizes_stay() -> None:
+    check_untouched(HoistViews(), turned_queries((1, H, 1, D), (H, 1, D), known=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -111,3 +112,54 @@ def test_others_are_no_candidates() -> None:
     check_untouched(STACKS, n.done(n.op("ReduceSum", longer, n.ints(1))))  # parts of several elements
     n = Net(np.float64)
     check_untouched(STACKS, n.done(n.op("ReduceSum", stacked(n, *inputs(n, 2, 2, 3)), n.ints(1, 2))))
+
+
+def sums(
+    kind: str = "ReduceSum", joined: str = "Add", *, axes: Sequence[int] = (1, 1), sizes: Sequence[int] = (6, 6),
+    used: bool = False, rows: object = 4,
+) -> Graph:  # fmt: skip
+    n = Net(np.float64)
+    terms = [n.op("Tanh", n.input(rows, size, name=f"x{k}")) for k, size in enumerate(sizes)]
+    totals = [
+        n.op(kind, t, n.ints(axis), attrs=ReduceAttrs(keepdims=True)) for t, axis in zip(terms, axes, strict=True)
+    ]
+    return n.done(n.op(joined, *totals), *([n.op("Exp", totals[0])] if used else []))
+
+
+@pytest.mark.parametrize("kind", ["ReduceSum", "ReduceMean"])
+@pytest.mark.parametrize("joined", ["Add", "Sub"])
+def test_a_sum_of_sums_is_one_sum(kind: str, joined: str) -> None:
+    done, _ = check_pass(CanonicalizeArithmetic(), sums(kind, joined), changes=1, rules={"sum_of_sums": 1})
+    assert done.kinds() == {"Tanh": 2, joined: 1, kind: 1}
+
+
+def test_many_sums_are_one_sum() -> None:
+    n = Net(np.float64)
+    totals = [
+        n.op("ReduceSum", n.input(4, 6, name=f"x{k}"), n.ints(1), attrs=ReduceAttrs(keepdims=False)) for k in range(4)
+    ]
+    whole = n.op("Add", n.op("Add", totals[0], totals[1]), n.op("Add", totals[2], totals[3]))
+    check_pass(CanonicalizeArithmetic(), n.done(whole), changes=3, kinds={"Add": 3, "ReduceSum": 1})
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        sums(axes=(1, 0), sizes=(4, 4)),
+        sums(sizes=(6, 5)),
+        sums(used=True),
+        sums("ReduceMax"),
+        sums(joined="Mul"),
+        sums(rows=symbol("N")),
+    ],
+    ids=["other axes", "other sizes", "a sum is read elsewhere", "maxima", "a product", "an unknown size"],
+)
+def test_other_sums_of_reductions_stay(graph: Graph) -> None:
+    check_untouched(CanonicalizeArithmetic(), graph)
+
+
+def test_sums_over_large_tensors_stay() -> None:
+    graph = sums(rows=1 << 18)
+    report = CanonicalizeArithmetic()(graph)
+    assert report.changes == 0
+    assert ["written and read again" in miss.reason for miss in report.refused] == [True]

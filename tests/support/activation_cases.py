@@ -19,10 +19,12 @@ ACTIVATIONS: dict[str, Attrs | None] = {
     "Selu": SeluAttrs(),
     "Sin": None,
     "Softsign": None,
+    "Sqrt": None,
 }
 
 
 def activated(n: Net, x: Value, kind: str) -> Value:
+    x = n.op("Abs", x) if kind == "Sqrt" else x
     more = [n.const(np.array([0.3]))] if kind == "PRelu" else []
     return n.op(kind, x, *more, attrs=ACTIVATIONS[kind])  # type: ignore[no-any-return]
 

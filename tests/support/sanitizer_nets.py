@@ -14,6 +14,7 @@ from kernels.attention.test_attention_over_a_cache import step  # type: ignore[i
 from kernels.conv import test_conv_bands, test_conv_pool  # type: ignore[import-not-found]
 from kernels.conv.test_conv_scaled import preact  # type: ignore[import-not-found]
 from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]
+from kernels.conv.test_fp32_parts import NETS as IN_PARTS  # type: ignore[import-not-found]
 from kernels.conv.test_normed_images import NETS as NORMED_IMAGES  # type: ignore[import-not-found]
 from kernels.gemm.test_gemv_pair import excited  # type: ignore[import-not-found]
 from kernels.gemm.test_left_products import NETS as LEFT  # type: ignore[import-not-found]
@@ -186,6 +187,11 @@ def _never(*given: Any) -> None:
     """A tactic's ``defer`` where it is taken whatever the cost model predicts."""
 
 
+def _always(*_: Any) -> str:
+    """A tactic's ``defer`` where another one is to be taken."""
+    return "it is not what is to be tested"
+
+
 def in_clusters(kernel: Any, problem: Any, gpu: Any) -> tuple[tuple[Any, float], ...]:
     """The configurations of a packed product in which the blocks of a cluster share K."""
     found = (c for c in kernel.CONFIGS if c.split > 1 and kernel.refuse(problem, c) is None)
@@ -213,6 +219,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "narrow groups": {"conv.general.MARGIN": 0.0},
     "bands": {"conv.general.BandedConv.defer": _never},
     "pairs of channels": {"gemm.paired.PairedGemm.defer": _never},
+    "fp32 in parts": {"conv.parts.PartsConv.defer": _never, "conv.parts.PartsGemm.defer": _never},
+    "scalar tiles": {"conv.parts.PartsConv.defer": _always, "conv.parts.PartsGemm.defer": _always},
     "norms between products": {
         "gemm.normed.TakesNorm.defer": _never,
         "gemm.normed_residual.NormedResidualGemm.defer": _never,
@@ -385,6 +393,7 @@ def products() -> Graphs:
             f"norms between products: {name}": (net(Net, build), "fp16")
             for name, build in (NORMED | NORMED_RESIDUALS).items()
         },
+        **{f"fp32 in parts: {name}": (net(Net, build), "fp32") for name, (build, _) in IN_PARTS.items()},
         **{f"turned heads: {name}": (TURNED[name], "fp16") for name in ("halves", "neighbours of a part", "two tiles")},
     }
 
@@ -458,6 +467,7 @@ def sequences() -> Graphs:
     picked = [("attention", ATTENTION, ATTENTIONS), ("recurrent", RECURRENT, RECURRENTS)]
     return {
         **{f"{kind}: {name}": (cases[name][0], "fp16") for kind, cases, names in picked for name in names},
+        **{f"attention of fp32: {name}": (ATTENTION[name][0], "fp32") for name in ATTENTIONS},
         "attention over a cache": (step, "fp16"),
         "layers in one launch": (layers, "fp16"),
         "attention over a cache, keys shared": (lambda: step(batch=1, capacity=2048), "fp16"),

@@ -363,6 +363,25 @@ def sandwich(first: str = "RMSNormalization", second: str = "RMSNormalization", 
     return n.done(n.matmul(y, 16), n.op("Softmax", stream))
 
 
+def norm_of_norm(first: str = "LayerNormalization", second: str = "LayerNormalization", width: int = 48) -> Graph:
+    """Rows that are normalized twice, the first result read elsewhere, too: the layers of a Conformer."""
+    n = Net()
+    y = n.matmul(n.input(2, 6, 32), width)
+    made: list[Value] = []
+    for kind in (first, second):
+        more = [n.random(width)] if kind == "LayerNormalization" else []
+        y = n.op(kind, y, n.positive(width), *more, attrs=LayerNormAttrs(-1, 1e-3))
+        made.append(y)
+    return n.done(n.matmul(made[1], 8), n.op("Tanh", made[0]))
+
+
+NORMS_OF_NORMS: dict[str, Callable[[], Graph]] = {
+    "norms of norms": norm_of_norm,
+    "rms norms of long norms": lambda: norm_of_norm("RMSNormalization", "RMSNormalization", 1160),
+    "a layer norm of an rms norm": lambda: norm_of_norm("RMSNormalization"),
+}
+
+
 RESIDUAL: dict[str, tuple[Callable[[], Graph], str]] = {
     "layer norm of a sum": (residual, "add_norm_half"),
     "layer norm added to rows": (normalized_residual, "norm_add_half"),

@@ -42,6 +42,7 @@ STAGE_ISSUE = {
     "selu": 7.0,
     "celu": 10.0,
     "softsign": 4.0,
+    "sqrt": 8.0,
     "sin": 6.0,
     "cos": 6.0,
     "elu": 6.0,

@@ -7,9 +7,20 @@ from __future__ import annotations
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.conv.fp32 import TiledConv, TiledGemm
+from optdnn.kernels.conv.fused import ConvolutionKernel
 from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.kernels.gemm.hopper import HopperGemm
-from optdnn.kernels.tactic import costlier
+from optdnn.kernels.tactic import Tactic, costlier
+
+
+def _later(b: Builder, op: Op, own: ConvolutionKernel, other: Tactic) -> str | None:
+    """Why scalar units go first until both are measured, or None: they read operands as they lie, or are predicted to be faster."""
+    if other.refuse(b, op) is not None:
+        return None
+    c = own.convolution(b, op)
+    if any(x is not None and x.make is not None for x in (*(f.x for f in c.feeds), c.residual)):
+        return "its operands would be copied first"
+    return costlier(b, op, own, other)
 
 
 class PartsConv(HopperConv):
@@ -19,8 +30,7 @@ class PartsConv(HopperConv):
     parts = True
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Where scalar units are predicted to be faster."""
-        return None if TiledConv().refuse(b, op) is not None else costlier(b, op, self, TiledConv())
+        return _later(b, op, self, TiledConv())
 
 
 class PartsGemm(HopperGemm):
@@ -30,5 +40,4 @@ class PartsGemm(HopperGemm):
     parts = True
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Where scalar units are predicted to be faster."""
-        return None if TiledGemm().refuse(b, op) is not None else costlier(b, op, self, TiledGemm())
+        return _later(b, op, self, TiledGemm())

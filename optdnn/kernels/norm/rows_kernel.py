@@ -51,7 +51,7 @@ class Modulated:
 class Problem:
     """``rows`` rows of ``length`` 16-bit elements.
 
-    ``add``: a second input is added first, or to the result (``last``); ``sum``: that sum is also an output. ``scale``, ``bias``: the norm's fp32 parameters of
+    ``add``: a second input is added first, or to the result (``last``); ``sum``: what is normalized is also an output. ``scale``, ``bias``: the norm's fp32 parameters of
     ``length`` elements. ``factor`` multiplies softmax's input.
     """
 
@@ -80,14 +80,16 @@ class Problem:
     epilogue: tuple[render.Stage, ...] = ()
     """Stages without operands, through which the result of a norm goes."""
     first: FirstNorm | None = None
-    """What normalizes the input before the addend is added."""
+    """What normalizes the input before the addend is added, or before the norm if there is none."""
     modulated: Modulated | None = None
+    full: bool = False
+    """Whether the result goes out in fp32, not in 16 bits."""
 
     @property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         parameters = 4 * self.length * (self.scale + self.bias) if self.operation in OPERATIONS[:2] else 0
-        written = 2 * (self.wide + self.sum) + bool(self.narrow)
+        written = 2 * (self.wide + self.full + self.sum) + bool(self.narrow)
         added = (self.period or self.rows) * self.length * 2 if self.add else 0
         return self.rows * self.length * (2 + written) + added + parameters
 
@@ -131,7 +133,9 @@ def refuse(problem: Problem, config: Config) -> str | None:
         problem.operation not in OPERATIONS[:2] or problem.narrow or problem.add or problem.epilogue
     ):
         return "factors follow a norm that adds nothing, of 16-bit results"
-    if problem.sum and not problem.add:
+    if problem.full and (problem.narrow or problem.add or problem.epilogue or problem.modulated is not None):
+        return "results of fp32 are those of a norm or softmax that adds nothing"
+    if problem.sum and not problem.add and problem.first is None:
         return "there is no sum without an addend"
     if not problem.wide and not problem.narrow:
         return "there is no result"
@@ -180,6 +184,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     }  # fmt: skip
     if problem.modulated is not None:
         defines |= {"MODULATED": 1, "HAS_SHIFT": int(problem.modulated.shift is not None)}
+    if problem.full:
+        defines["FULL"] = 1
     stages = [render.epilogue(problem.epilogue)] if problem.epilogue else []
     text = "\n".join([render.constants(defines), *stages, ""])
     return Recipe("rows.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))

@@ -67,7 +67,7 @@ def macros() -> frozenset[str]:
     integer."""
     texts = [re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8")) for path in template_files().values()]
     used = {name for text in texts for name in re.findall(r"\b[A-Z][A-Z0-9_]+\b", text)}
-    defined = {name for text in texts for name in re.findall(r"#\s*define\s+(\w+)(?! -?\d+\b)", text)}
+    defined = {name for text in texts for name in re.findall(r"#\s*define\s+(\w+)\b(?! -?\d+\b)", text)}
     return frozenset(used - defined - DEBUGGING)
 
 

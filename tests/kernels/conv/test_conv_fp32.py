@@ -17,6 +17,7 @@ from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.conv import fp32_kernel as fp32
 from optdnn.kernels.conv.parameters import Scatter
+from optdnn.kernels.conv.parts import PartsConv, PartsGemm
 from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.ops.conv import ConvAttrs
@@ -28,6 +29,13 @@ from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.target_name import TargetName
+
+
+@pytest.fixture(autouse=True)
+def scalar_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go first, though tensor cores are predicted to be faster."""
+    for tactic in (PartsConv, PartsGemm):
+        monkeypatch.setattr(tactic, "defer", lambda self, b, op: "scalar units are tested")
 
 
 def residual_block(n: Net) -> Value:

@@ -58,5 +58,6 @@ struct WholeSums {
     }
 };
 #else
+constexpr int STEPS_TOGETHER = 1;
 constexpr bool FINISHES_IN_RING = false;
 #endif

@@ -7,11 +7,11 @@
 //
 // generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, 2 softmax, 3 log-softmax), LANES, VECTORS, GROUP, ROWS, THREADS, HAS_ADD
 // (the normalized row is input + addend), ADD_LAST (the addend is added to the normalized row instead), PERIODIC (the addend's rows
-// repeat), FIRST (1, 2: the input is normalized by operation 0 or 1 before the addend is added), HAS_FIRST_SCALE and HAS_FIRST_BIAS,
+// repeat), FIRST (1, 2: the input is normalized by operation 0 or 1 before an addend is added), HAS_FIRST_SCALE and HAS_FIRST_BIAS,
 // WALKED (the input's rows are spread over up to four axes; all else lies in rows), HAS_SUM (that sum is an output, too), HAS_SCALE and
 // HAS_BIAS; EPILOGUE (the result goes through epilogue()); MODULATED (rows of an image share factors, and with HAS_SHIFT shifts, after the
 // norm); NARROW (1: the result goes out in 8-bit integers, 2: in fp8)
-// and HAS_OUTPUT (it goes out in 16 bits).
+// and HAS_OUTPUT (it goes out in 16 bits, or with FULL in fp32).
 #include "vectors.cuh"
 #include "generated.cuh"
 #include "narrow.cuh"
@@ -25,7 +25,7 @@ struct Params {
     const u16* addend;
     const float* scale;                            // [length]
     const float* bias;                             // [length]
-    u16* output;
+    u16* output;                                   // FULL: fp32
     u16* sum;
     u8* narrow;
     int rows, length;
@@ -249,9 +249,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
 #endif
                 y[i] = value;
             }
+#if FULL
+            store_floats<LANES>(reinterpret_cast<float*>(p.output) + start + (long long)r * p.pitch + column, y);
+#else
             const Packed<LANES> packed = pack<LANES>(y);
             if (HAS_OUTPUT) store_packed(p.output + start + (long long)r * p.pitch + column, packed);
             if (NARROW) store_narrow(p, p.narrow + (long long)(row + r) * p.length + column, packed);
+#endif
         }
     }
 }

@@ -45,9 +45,9 @@ def image(n: Net) -> Any:
 
 def product(n: Net) -> Any:
     """Rows with a residual and an activation; sizes that are no multiples of a tile."""
-    x = n.input(211, 260)
-    y = n.op("Gelu", n.op("Add", n.op("MatMul", x, n.random(260, 516)), n.random(516)))
-    return n.op("Add", n.op("MatMul", y, n.random(516, 260)), x)
+    x = n.input(211, 264)
+    y = n.op("Gelu", n.op("Add", n.op("MatMul", x, n.random(264, 520)), n.random(520)))
+    return n.op("Add", n.op("MatMul", y, n.random(520, 264)), x)
 
 
 def deep(n: Net) -> Any:
@@ -90,12 +90,17 @@ def test_elsewhere_it_refuses(target: str, precision: str, reason: str) -> None:
     assert all(reason in r for r in refused)
 
 
-def test_where_scalar_units_are_predicted_to_be_faster_they_go_first() -> None:
+@pytest.mark.parametrize(
+    ("channels", "kernel", "reason"),
+    [(16, 1, "it is predicted to take"), (21, 3, "its operands would be copied first")],
+)
+def test_scalar_units_go_first(channels: int, kernel: int, reason: str) -> None:
+    """Where they are predicted to be faster, or read an image as it lies."""
     n = Net()
-    graph = n.done(n.op("MatMul", n.input(16, 8), n.random(8, 8)))
-    program = lowered(graph, "fp32", target="cuda:sm_90a", no_cubins=True)
-    assert tactics(program) == {"gemm_fp32"}
-    assert any("it is predicted to take" in r for r in refusals(program, "gemm_parts_sm90"))
+    x = n.conv(n.input(1, 16, 112, 112), channels, 1, pads=0)
+    program = lowered(n.done(n.conv(x, 16, kernel, pads=kernel // 2)), "fp32", target="cuda:sm_90a", no_cubins=True)
+    assert [t["tactic"] for t in program.meta["tactics"]][-1] == "conv_fp32"
+    assert any(reason in r for r in refusals(program, "conv_parts_sm90"))
 
 
 def rows(count: int, channels: int, depth: int) -> Problem:
@@ -132,7 +137,8 @@ def test_offers_are_such_that_run() -> None:
 
 def test_three_products_are_predicted_to_take_longer_than_one() -> None:
     exact, rounded = (
-        cost.estimated(replace(rows(8192, 1024, 1024), dtype=d, out="float32"), HOPPER, 1)[0][0] for d in ("float32", "tfloat32")
+        cost.estimated(replace(rows(8192, 1024, 1024), dtype=d, out="float32"), HOPPER, 1)[0][0]
+        for d in ("float32", "tfloat32")
     )
     assert 2 * rounded < exact < 4 * rounded
 

@@ -1,0 +1,88 @@
+"""Rows that are normalized twice in one launch, which gives both results: the last norm of a Conformer's layer and the first one of the
+next, a norm of embeddings and the first layer's (CLIP, BLOOM).
+
+The launch is emitted at the first norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.layout.row_places import aligned, result_strides
+from optdnn.kernels.norm import rows_kernel as rows
+from optdnn.kernels.norm.add_norm import norm_of
+from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, parameters, placed, row_problem, rows_offers
+from optdnn.kernels.quantized.quantizer import quantizer_of
+from optdnn.kernels.tactic import Offer, ProblemTactic, Region, readers
+from optdnn.ops.norm_regions import AddNormAttrs, NormAddNormAttrs
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+_ROWS = HalfRows()
+
+
+class NormNorm(ProblemTactic):
+    """LayerNorm or RMSNorm of rows, then LayerNorm or RMSNorm of the result, in 16-bit floats."""
+
+    name = "norm_norm_half"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        second = norm_of(b, op)
+        if second is None:
+            return "no other normalization reads its result"
+        for norm in (op, second):
+            if (why := _ROWS.refuse_rows(b, norm)) is not None:
+                return f"{norm.name}: {why}"
+            if quantizer_of(b, norm.value) is not None:
+                return f"the result of {norm.name} is quantized"
+        places = [b.reserved[v] for v in (op.value, second.value) if v in b.reserved]
+        if not aligned(b.operand(op.inputs[0])) or any(not p.dense or p.offset % 8 for p in places):
+            return "its rows and results do not lie one after the other"
+        return None if self.configs(b, op) else "its rows do not fit the registers of a block"
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """What reads the result: perhaps a normalization."""
+        return readers(graph, op)
+
+    @staticmethod
+    def _second(b: Builder, op: Op) -> Op:
+        found = norm_of(b, op)
+        assert found is not None
+        return found
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """Both normalizations."""
+        return Region(op, after=(self._second(b, op),))
+
+    def _values(self, b: Builder, op: Op) -> tuple[Value, Value]:
+        return op.value, self._second(b, op).value
+
+    def place(self, b: Builder, op: Op) -> None:
+        """Both results, in rows of one pitch."""
+        values = self._values(b, op)
+        for value in values:
+            b.target(value, result_strides(b, *values))
+
+    def problem(self, b: Builder, op: Op) -> rows.Problem:
+        second, values = self._second(b, op), self._values(b, op)
+        scale, bias = (op.input(k) is not None for k in (1, 2))
+        first = rows.FirstNorm(OPERATIONS[op.kind], scale, bias, op.attrs.epsilon)
+        out = b.result(second.value, result_strides(b, *values))
+        return placed(replace(row_problem(second), sum=True, first=first), b.operand(op.inputs[0]), out)
+
+    def offers(self, problem: rows.Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return rows_offers(problem, gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        second, x = self._second(b, op), b.operand(op.inputs[0])
+        operands: dict[str, TensorView] = {"input": x, "sum": b.target(op.value), "output": b.target(second.value)}
+        names = ("scale", "bias", "first_scale", "first_bias")
+        operands |= parameters(b, second, names[:2]) | parameters(b, op, names[2:])
+        attrs = NormAddNormAttrs(second.kind, second.attrs, AddNormAttrs(op.kind, op.attrs)).plain()
+        reads = [x, None, *(operands.get(name) for name in names)]
+        writes = [operands["sum"], operands["output"]]
+        made = rows.launch(self.problem(b, op), config, b.gpu)
+        b.emit(replace(op, src=op.src | second.src), made, operands, "NormAddNorm", attrs, reads, writes)

@@ -1,0 +1,74 @@
+"""Products of products with constant matrices become products with one matrix: ``(x A + a) B`` is ``x (A B) + a B``.
+
+Gates often multiply a projection by one of itself: the gated attention of PatchTSMixer (Ekambaram et al., 2023), context gating
+(Miech et al., 2017), the gated residual networks of temporal fusion transformers (Lim et al., 2021). With one matrix, the gate does
+not wait for the projection. Both read the same rows, and become one product (:mod:`optdnn.passes.fuse_siblings`), or one launch
+computes and multiplies them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import operand, shape_of
+from optdnn.passes.support.products import PRODUCTS, constant_matrix, plain_product
+from optdnn.types import Array
+
+MORE_MULTIPLICATIONS = 10_000_000
+"""Multiplications that take as long as a small launch."""
+MORE_WEIGHTS = 1 << 19
+"""Elements of weights that are read in less time than a launch takes."""
+
+
+@rule("product_chains", PRODUCTS)
+def product_chain(graph: Graph, op: Op) -> Match | Miss | None:
+    """The second product of ``(x A + a) B + b``."""
+    second, before = constant_matrix(graph, op), plain_product(graph, operand(op))
+    if second is None or before is None:
+        return None
+    right = graph.constant_value(second[0]) if isinstance(second[0], Value) else second[0]
+    assert right is not None
+    alone = graph.sole_user(operand(op)) == op
+    rows = shape_of(graph, op.value)
+    if (why := _dearer(before.weight.shape, right.shape[1], alone, None if rows is None else rows[:-1])) is not None:
+        return Miss(why)
+    dtype, wide = right.dtype, right.astype(np.float64)  # NumPy multiplies no bf16
+    matrix = (before.weight.astype(np.float64) @ wide).astype(dtype)
+    shifts: list[Array] = [] if second[1] is None else [second[1].astype(np.float64)]
+    if before.bias is not None:
+        shifts.append(before.bias.astype(np.float64) @ wide)
+
+    def build(patch: Patch) -> Value:
+        y = patch.add("MatMul", [before.x, patch.constant(matrix, "chain.weight")], MatMulAttrs())
+        if shifts:
+            bias = np.broadcast_to(sum(shifts), matrix.shape[1:]).astype(dtype)
+            y = patch.add("Add", [y, patch.constant(bias, "chain.bias")])
+        return y
+
+    return Match((op, *(before.ops if alone else ())), build)
+
+
+def _dearer(first: tuple[int, ...], columns: int, alone: bool, rows: tuple[object, ...] | None) -> str | None:
+    """Why the one product would take longer than both take now. ``first``: the sizes of the first matrix; ``alone``: only the
+    second product reads the first one's result."""
+    inner, middle = first
+    more = inner * columns - middle * columns - (inner * middle if alone else 0)
+    if more <= 0:
+        return None
+    if more > MORE_WEIGHTS:
+        return f"one matrix of {inner} x {columns} would have many more elements than both have now"
+    known = rows is not None and all(isinstance(n, int) for n in rows)
+    if not known or math.prod(map(int, rows)) * more > MORE_MULTIPLICATIONS:  # type: ignore[arg-type, call-overload]
+        return f"one matrix of {inner} x {columns} would take many more multiplications than both take now"
+    return None
+
+
+class ProductChains(RulePass):
+    name = "product_chains"
+    rules = (product_chain,)

@@ -1,0 +1,54 @@
+"""stage_before_reshape: activations and arithmetic with numbers move in front of a Reshape, to the product before it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_untouched
+from support.net import Net
+from support.simulated import check_simulated
+
+from optdnn.ir.graph import Graph
+from optdnn.ops.shape import ReshapeAttrs
+from optdnn.passes.hoist_views import HoistViews
+
+H, D = 2, 4
+
+
+def behind(*kinds: str, used: bool = False, source: str = "MatMul") -> Graph:
+    """A product, a Reshape and operators behind it: "Add" and "Mul" with a number, "Div" of a number, "Rows" with a row."""
+    n = Net(np.float64)
+    x = n.input(6, 8)
+    made = n.matmul(x, H * D) if source == "MatMul" else n.op(source, x)
+    y = first = n.op("Reshape", made, n.ints(6, H, D), attrs=ReshapeAttrs())
+    for kind in kinds:
+        more = {"Add": (0.5,), "Mul": (0.25,), "Rows": (n.random(D),)}.get(kind, ())
+        y = n.op("Mul" if kind == "Rows" else kind, *((2.0, y) if kind == "Div" else (y, *more)))
+    return n.done(y, *([n.op("Exp", first)] if used else []))
+
+
+@pytest.mark.parametrize("kinds", [("Tanh",), ("Mul", "Add", "Relu"), ("Div",)])
+def test_they_move_to_the_product(kinds: tuple[str, ...]) -> None:
+    rules = {"stage_before_reshape": len(kinds)}
+    graph, _ = check_pass(HoistViews(), behind(*kinds), changes=len(kinds), rules=rules)
+    (reshape,) = graph.of_kind("Reshape")
+    assert [u.kind for u in graph.users(reshape.value)] == ["Output"]
+    assert graph.kinds()["MatMul"] == 1
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [behind("Tanh", used=True), behind("Rows"), behind("Exp"), behind("Tanh", source="Sin")],
+    ids=["the Reshape is read elsewhere", "a row is no number", "no stage", "no product"],
+)
+def test_others_stay(graph: Graph) -> None:
+    check_untouched(HoistViews(), graph)
+
+
+def test_the_product_takes_them_in() -> None:
+    n = Net()
+    y = n.op("Reshape", n.matmul(n.input(32, 64), 64), n.ints(32, 4, 16), attrs=ReshapeAttrs())
+    y = n.op("Sqrt", n.op("Add", n.op("Relu", y), 0.125))
+    program = check_simulated(n.done(n.op("Softmax", y)))
+    tactics = [str(s.params["tactic"]).split()[0] for s in program.steps]
+    assert tactics.count("pointwise") == 2, tactics  # only the casts from and to fp32

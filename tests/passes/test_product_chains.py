@@ -1,0 +1,96 @@
+"""product_chains: products of products with constant matrices become products with one matrix."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated
+
+from optdnn.dim import symbol
+from optdnn.ir.graph import Graph
+from optdnn.ops.gemm import GemmAttrs
+from optdnn.passes.product_chains import ProductChains
+from optdnn.types import BF16
+
+PASS = ProductChains()
+
+
+def chain(
+    inner: int = 8, middle: int = 8, columns: int = 8, *, bias: bool = False, read: bool = False, rows: object = 6
+) -> Graph:
+    """Two products, one of the other's result. ``read``: the first one's result is read elsewhere, too."""
+    n = Net(np.float64)
+    x = n.input(2, rows, inner)
+    y = n.matmul(x, middle)
+    y = n.op("Add", y, n.random(middle)) if bias else y
+    z = n.matmul(y, columns)
+    return n.done(n.op("Add", z, n.random(columns)) if bias else z, *([n.op("Tanh", y)] if read else []))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("read", [False, True])
+def test_both_become_one(bias: bool, read: bool) -> None:
+    graph, _ = check_pass(PASS, chain(bias=bias, read=read), changes=1)
+    products = graph.of_kind("MatMul")
+    assert len(products) == 1 + read
+    assert {graph.op(p.inputs[0]).kind for p in products} == {"Input"}  # type: ignore[arg-type]
+    assert len(graph.of_kind("Add")) == bias * (2 + read)
+
+
+def test_three_become_one() -> None:
+    n = Net(np.float64)
+    y = n.matmul(n.matmul(n.matmul(n.input(5, 8), 8), 8), 4)
+    check_pass(PASS, n.done(y), changes=2, kinds={"MatMul": 1})
+
+
+def test_gemms_with_biases() -> None:
+    n = Net(np.float64)
+    y = n.op("Gemm", n.input(5, 8), n.random(6, 8), n.random(6), attrs=GemmAttrs(transB=True))
+    y = n.op("Gemm", y, n.random(6, 4), n.random(4), attrs=GemmAttrs())
+    check_pass(PASS, n.done(y), changes=1, kinds={"MatMul": 1, "Add": 1})
+
+
+def test_matrices_of_bf16_are_multiplied() -> None:
+    n = Net(BF16)
+    check_pass(PASS, n.done(n.matmul(n.matmul(n.input(3, 8), 8), 8)), changes=1, kinds={"MatMul": 1})
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [
+        (chain(2048, 16, 2048), "many more elements"),
+        (chain(256, 8, 256, rows=4096), "many more multiplications"),
+        (chain(64, 16, 64, rows=symbol("N")), "many more multiplications"),
+        (chain(64, 60, 64, read=True, rows=1 << 15), "many more multiplications"),
+    ],
+    ids=["a matrix of low rank", "many rows", "an unknown number of rows", "the first product is needed as well"],
+)
+def test_a_longer_product_is_refused(graph: Graph, because: str) -> None:
+    check_refused(PASS, graph, because=because)
+
+
+def test_rows_of_an_unknown_number_where_one_product_is_shorter() -> None:
+    check_pass(PASS, chain(8, 32, 8, rows=symbol("N")), changes=1, kinds={"MatMul": 1})
+
+
+def test_others_stay() -> None:
+    n = Net(np.float64)
+    x = n.input(4, 8)
+    active = n.matmul(n.op("Tanh", n.matmul(x, 8)), 8)
+    computed = n.op("MatMul", n.matmul(x, 8), n.input(8, 4, name="w"))
+    rows = n.matmul(n.op("Add", n.matmul(x, 8), n.random(4, 8)), 8)
+    check_untouched(PASS, n.done(active, computed, rows))
+
+
+def test_a_gate_of_a_projection_is_one_launch() -> None:
+    """Context gating: ``y * sigmoid(y B + b)`` with ``y = x A + a``; the factors are two products of x."""
+    n = Net()
+    y = n.op("Add", n.matmul(n.input(256, 64), 64), n.random(64))
+    gate = n.op("Sigmoid", n.op("Add", n.matmul(y, 64), n.random(64)))
+    program = check_simulated(n.done(n.op("Mul", y, gate)))
+    assert [tactic for s in program.steps if (tactic := str(s.params["tactic"]).split()[0]) != "pointwise"] == [
+        "gemm_paired_sm90"
+    ]
+    assert len(program.steps) == 3  # with the casts from and to fp32
