@@ -109,7 +109,7 @@ def _shift(graph: Graph, part: Value | None, axis: int, slot: int) -> Shift | No
     if not graph.type(source).is_static:
         return None
     if pad is not None:
-        shared = _uncut(graph, pad, axis, axis - 1 if split else axis, (source, begin), other)
+        shared = _uncut(graph, pad, axis, split, (source, begin), other)
         if shared is None:
             return None
         other, begin, kept = shared
@@ -149,22 +149,22 @@ def _sum(graph: Graph, part: Value | None, axis: int) -> tuple[Op, Op, tuple[int
 
 
 def _uncut(
-    graph: Graph, pad: Op, axis: int, channels: int, moved: tuple[Value, tuple[int, ...]], other: Value
+    graph: Graph, pad: Op, axis: int, split: tuple[int, int] | None, moved: tuple[Value, tuple[int, ...]], other: Value
 ) -> tuple[Value, tuple[int, ...], list[Op]] | None:
     """Where ``other`` is the part of an image that it shares with the shifted one, and ``pad`` puts zeros everywhere else: that
-    image, the shift, and the Slices that nothing else reads.
-
-    ``axis``: along which the sums are joined. ``channels``: those of the images.
-    """
+    image, the shift, and the Slices that nothing else reads. ``axis``: along which the sums are joined."""
     before, frame = _zeros_before(graph, pad), list(pad.outputs[0].type.shape or ())
     whole, start, moves = _sliced(graph, other)
     source, begin = moved
     if before is None or before[axis] or not all(graph.type(v).is_static for v in (whole, other)):
         return None
-    if channels != axis:
+    if frame[axis] != 1 or (split is not None and frame[axis - 1] != split[0]):
+        return None  # zeros beside the channels
+    channels = axis if split is None else axis - 1
+    if split is not None:
         del before[axis], frame[axis]
     sizes, box, limits = (graph.type(v).static_shape for v in (whole, other, source))
-    frame[channels] = sizes[channels]  # that of the sums is one, or the groups
+    frame[channels] = sizes[channels]
     if tuple(frame) != sizes or list(start) != [-n for n in before] or sizes[channels] != box[channels]:
         return None
     shifts = tuple(b - a for a, b in zip(start, begin, strict=True))

@@ -95,12 +95,12 @@ def test_zeros_around_each_shift_are_added_once() -> None:
 
 def stereo(
     shifts: Sequence[tuple[int, int]], *, groups: int | None = None, kind: str = "ReduceMean", turned: bool = False, off: int = 0,
-    filler: float = 0.0, more: int = 0,
+    filler: float = 0.0, more: int = 0, beside: tuple[int, int] = (0, 0),
 ) -> Graph:  # fmt: skip
     """Two images, cut to the part that they share at each shift, in a volume of zeros.
 
     ``groups``: a sum for each group of channels. ``off``: zeros that are moved by as much. ``filler``: the number around the sums.
-    ``more``: zeros behind each sum.
+    ``more``: zeros behind each sum. ``beside``: sums, or groups of them, of zeros before and behind.
     """
     n = Net()
     x, y = n.input(2, 8, SIZE, SIZE), n.input(2, 8, SIZE, SIZE, name="y")
@@ -119,10 +119,9 @@ def stereo(
             product = n.op("Reshape", product, n.ints(2, groups, 8 // groups, *sizes))
         part = n.op(kind, product, n.ints(2 if groups else 1), attrs=ReduceAttrs())
         if any([*before, *after]):
-            none = [0] * (3 if groups else 2)
-            part = n.op(
-                "Pad", part, n.ints(*none, *before, *none, *after), n.const(np.float32(filler)), attrs=PadAttrs()
-            )
+            first, last = ([0, b, *([0] if groups else [])] for b in beside)
+            pads = n.ints(*first, *before, *last, *after)
+            part = n.op("Pad", part, pads, n.const(np.float32(filler)), attrs=PadAttrs())
         parts.append(part)
     return n.done(n.op("Concat", *parts, attrs=ConcatAttrs(2 if groups else 1)))
 
@@ -166,6 +165,12 @@ def test_sums_elsewhere_are_no_candidates() -> None:
     check_refused(
         PASS, stereo(shifts, off=1), because="sums of 1 shifts"
     )  # the first one lies where the other image has it
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize("beside", [(1, 0), (0, 1)])
+def test_zeros_beside_the_sums_are_no_candidates(groups: int | None, beside: tuple[int, int]) -> None:
+    check_untouched(PASS, stereo([(0, k) for k in range(1, 5)], groups=groups, beside=beside))
 
 
 def test_groups_that_other_axes_are_part_of_are_no_candidates() -> None:
