@@ -1,9 +1,9 @@
 """Products of products with constant matrices become products with one matrix: ``(x A + a) B`` is ``x (A B) + a B``.
 
-The first product's result has another reader. Gates often multiply a projection by one of itself: the gated attention of PatchTSMixer
-(Ekambaram et al., 2023), context gating (Miech et al., 2017), gated residual networks (Lim et al., 2021). With one matrix, the gate does
-not wait for the projection. Both read the same rows, and become one product (:mod:`optdnn.passes.fuse_siblings`), or one launch
-computes and multiplies them.
+The first product's result has another reader. Gates often multiply a projection by one of itself: the gated attention of
+PatchTSMixer (Ekambaram et al., 2023), context gating (Miech et al., 2017), gated residual networks (Lim et al., 2021). With one
+matrix, the gate does not wait for the projection. Both read the same rows, and become one product
+(:mod:`optdnn.passes.fuse_siblings`), or one launch computes and multiplies them.
 """
 
 from __future__ import annotations
