@@ -1,9 +1,9 @@
 """Products of products with constant matrices become products with one matrix: ``(x A + a) B`` is ``x (A B) + a B``.
 
-Gates often multiply a projection by one of itself: the gated attention of PatchTSMixer (Ekambaram et al., 2023), context gating
-(Miech et al., 2017), the gated residual networks of temporal fusion transformers (Lim et al., 2021). With one matrix, the gate does
-not wait for the projection. Both read the same rows, and become one product (:mod:`optdnn.passes.fuse_siblings`), or one launch
-computes and multiplies them.
+The first product's result has another reader. Gates often multiply a projection by one of itself: the gated attention of
+PatchTSMixer (Ekambaram et al., 2023), context gating (Miech et al., 2017), gated residual networks (Lim et al., 2021). With one
+matrix, the gate does not wait for the projection. Both read the same rows, and become one product
+(:mod:`optdnn.passes.fuse_siblings`), or one launch computes and multiplies them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def product_chain(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     right = graph.constant_value(second[0]) if isinstance(second[0], Value) else second[0]
     assert right is not None
-    alone = graph.sole_user(operand(op)) == op
+    if graph.sole_user(operand(op)) == op:
+        return None  # factors of a matrix, which stay as they were made: each has its own precision, and may be packed
     rows = shape_of(graph, op.value)
-    if (why := _dearer(before.weight.shape, right.shape[1], alone, None if rows is None else rows[:-1])) is not None:
+    if (why := _dearer(before.weight.shape, right.shape[1], None if rows is None else rows[:-1])) is not None:
         return Miss(why)
     dtype, wide = right.dtype, right.astype(np.float64)  # NumPy multiplies no bf16
     matrix = (before.weight.astype(np.float64) @ wide).astype(dtype)
@@ -51,14 +52,13 @@ def product_chain(graph: Graph, op: Op) -> Match | Miss | None:
             y = patch.add("Add", [y, patch.constant(bias, "chain.bias")])
         return y
 
-    return Match((op, *(before.ops if alone else ())), build)
+    return Match((op,), build)
 
 
-def _dearer(first: tuple[int, ...], columns: int, alone: bool, rows: tuple[object, ...] | None) -> str | None:
-    """Why the one product would take longer than both take now. ``first``: the sizes of the first matrix; ``alone``: only the
-    second product reads the first one's result."""
+def _dearer(first: tuple[int, ...], columns: int, rows: tuple[object, ...] | None) -> str | None:
+    """Why the one product would take longer than both take now. ``first``: the sizes of the first matrix."""
     inner, middle = first
-    more = inner * columns - middle * columns - (inner * middle if alone else 0)
+    more = inner * columns - middle * columns
     if more <= 0:
         return None
     if more > MORE_WEIGHTS:

@@ -41,7 +41,6 @@ from optdnn.kernels.gemm.normed_residual import NormedResidualGemm
 from optdnn.kernels.gemm.paired import PairedGemm
 from optdnn.kernels.gemm.row_product import RowProduct
 from optdnn.kernels.gemm.turned import NormedTurnedGemm, TurnedGemm
-from optdnn.kernels.gemm.widened import WidenedGemm, WidenedGemv
 from optdnn.kernels.index import numeric, positions, regions, scatters
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
 from optdnn.kernels.index.rotary_norm import RotaryNormPair
@@ -67,14 +66,12 @@ from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
 from optdnn.kernels.norm.rows_grid import RowsGrid
 from optdnn.kernels.norm.short_rows import ShortRows, ShortRowsPair
-from optdnn.kernels.norm.widened import WidenedRows
 from optdnn.kernels.packed.eight_bits import PackedBytes
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.row_product import PackedResidentPair, PackedRowProduct
 from optdnn.kernels.packed.tactics import PackedDigits, PackedGemv, PackedMma, PackedResident, PackedWgmma
 from optdnn.kernels.pointwise.custom import Custom
 from optdnn.kernels.pointwise.elementwise import Elementwise
-from optdnn.kernels.pointwise.widened import WidenedPointwise
 from optdnn.kernels.pool.max_pool import TiledMaxPool
 from optdnn.kernels.pool.pool import StagedPool, WindowPool
 from optdnn.kernels.quantized.chained import ChainedQuantized
@@ -259,7 +256,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     ),
     "GlobalMaxPool": (StagedReduction(), ReductionParts(), Reduction()),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
-    "Cast": (ResizedPicture(), WidenedRows(), WidenedGemv(), WidenedGemm(), WidenedPointwise(), Elementwise()),
+    "Cast": (ResizedPicture(), Elementwise()),
     "Add": (NormAddNorm(), AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), GroupNormAdd(), Elementwise()),
     "Pointwise": (GroupNormAdd(), ModulatedRows(), StagedPool(), Elementwise()),
     "Concat": (Unfold(),),

@@ -56,7 +56,7 @@ class NormAddNormAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class ActivatedNormAttrs(NestedAttrs):
-    """The normalization or softmax ``norm`` (a kind) with its attributes ``own``, the stages in front of it and those that follow.
+    """The normalization ``norm`` (a kind) with its attributes ``own``, the stages in front of it and those that follow.
 
     Stages read operands from slot 4 on.
     """

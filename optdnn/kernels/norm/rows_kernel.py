@@ -82,14 +82,12 @@ class Problem:
     first: FirstNorm | None = None
     """What normalizes the input before the addend is added, or before the norm if there is none."""
     modulated: Modulated | None = None
-    full: bool = False
-    """Whether the result goes out in fp32, not in 16 bits."""
 
     @property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         parameters = 4 * self.length * (self.scale + self.bias) if self.operation in OPERATIONS[:2] else 0
-        written = 2 * (self.wide + self.full + self.sum) + bool(self.narrow)
+        written = 2 * (self.wide + self.sum) + bool(self.narrow)
         added = (self.period or self.rows) * self.length * 2 if self.add else 0
         return self.rows * self.length * (2 + written) + added + parameters
 
@@ -133,8 +131,6 @@ def refuse(problem: Problem, config: Config) -> str | None:
         problem.operation not in OPERATIONS[:2] or problem.narrow or problem.add or problem.epilogue
     ):
         return "factors follow a norm that adds nothing, of 16-bit results"
-    if problem.full and (problem.narrow or problem.add or problem.epilogue or problem.modulated is not None):
-        return "results of fp32 are those of a norm or softmax that adds nothing"
     if problem.sum and not problem.add and problem.first is None:
         return "there is no sum without an addend"
     if not problem.wide and not problem.narrow:
@@ -184,8 +180,6 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     }  # fmt: skip
     if problem.modulated is not None:
         defines |= {"MODULATED": 1, "HAS_SHIFT": int(problem.modulated.shift is not None)}
-    if problem.full:
-        defines["FULL"] = 1
     stages = [render.epilogue(problem.epilogue)] if problem.epilogue else []
     text = "\n".join([render.constants(defines), *stages, ""])
     return Recipe("rows.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))

@@ -32,7 +32,7 @@ def test_rows(kind: str, precision: str) -> None:
     n = Net()
     x = n.matmul(n.input(2, 6, 32), 48)
     y = n.op("LayerNormalization", x, n.positive(48), n.random(48), attrs=norm.LayerNormAttrs(-1, 1e-3))
-    z = n.op("RMSNormalization", y, n.positive(48))
+    z = n.op("RMSNormalization", n.op("Exp", y), n.positive(48))
     program = check_simulated(n.done(n.op(kind, n.matmul(z, 40))), precision)
     for one in ("LayerNormalization", "RMSNormalization", kind):
         assert chosen(program, one) == ["rows_half"]

@@ -50,7 +50,7 @@ template <int LANES> DEVICE Packed<LANES> pack(const float* x) {
     return v;
 }
 
-// fp32 vectors (parameters of norms, and results).
+// fp32 vectors (parameters of norms).
 template <int LANES> DEVICE void load_floats(float* x, const float* at) {
     if constexpr (LANES % 4 == 0) {
         #pragma unroll
@@ -61,15 +61,5 @@ template <int LANES> DEVICE void load_floats(float* x, const float* at) {
     } else {
         #pragma unroll
         for (int i = 0; i < LANES; i++) x[i] = __ldg(at + i);
-    }
-}
-
-template <int LANES> DEVICE void store_floats(float* at, const float* x) {
-    if constexpr (LANES % 4 == 0) {
-        #pragma unroll
-        for (int i = 0; i < LANES; i += 4) *reinterpret_cast<float4*>(at + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
-    } else {
-        #pragma unroll
-        for (int i = 0; i < LANES; i++) at[i] = x[i];
     }
 }

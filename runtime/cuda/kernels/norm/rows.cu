@@ -11,7 +11,7 @@
 // WALKED (the input's rows are spread over up to four axes; all else lies in rows), HAS_SUM (that sum is an output, too), HAS_SCALE and
 // HAS_BIAS; EPILOGUE (the result goes through epilogue()); MODULATED (rows of an image share factors, and with HAS_SHIFT shifts, after the
 // norm); NARROW (1: the result goes out in 8-bit integers, 2: in fp8)
-// and HAS_OUTPUT (it goes out in 16 bits, or with FULL in fp32).
+// and HAS_OUTPUT (it goes out in 16 bits).
 #include "vectors.cuh"
 #include "generated.cuh"
 #include "narrow.cuh"
@@ -25,7 +25,7 @@ struct Params {
     const u16* addend;
     const float* scale;                            // [length]
     const float* bias;                             // [length]
-    u16* output;                                   // FULL: fp32
+    u16* output;
     u16* sum;
     u8* narrow;
     int rows, length;
@@ -249,13 +249,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
 #endif
                 y[i] = value;
             }
-#if FULL
-            store_floats<LANES>(reinterpret_cast<float*>(p.output) + start + (long long)r * p.pitch + column, y);
-#else
             const Packed<LANES> packed = pack<LANES>(y);
             if (HAS_OUTPUT) store_packed(p.output + start + (long long)r * p.pitch + column, packed);
             if (NARROW) store_narrow(p, p.narrow + (long long)(row + r) * p.length + column, packed);
-#endif
         }
     }
 }
