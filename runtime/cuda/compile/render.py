@@ -227,7 +227,8 @@ def wgmma(columns: int, dtype: str, *, across: bool = False, name: str = "wgmma_
     count, depth = columns // 2, {"float16": 16, "bfloat16": 16, "tfloat32": 8, "float32": 8}.get(dtype, 32)
     acc, registers, outputs = _sums(count, sums)
     turned = f", 1, 1, {int(across)}, 0"
-    tail = {"float16": turned, "bfloat16": turned, "float8_e4m3fn": ", 1, 1", "tfloat32": ", 1, 1", "float32": ", 1, 1"}.get(dtype, "")
+    unturned = dict.fromkeys(("float8_e4m3fn", "tfloat32", "float32"), ", 1, 1")
+    tail = {"float16": turned, "bfloat16": turned, **unturned}.get(dtype, "")
     return f"""DEVICE void {name}({acc} (&d)[{count}], u64 a, u64 b, int accumulate) {{
     asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 2}, 0; "
         "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.{sums}.{kinds} {{{registers}}}, %{count}, %{count + 1}, p{tail};}}"

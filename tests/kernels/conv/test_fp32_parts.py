@@ -92,14 +92,20 @@ def test_elsewhere_it_refuses(target: str, precision: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("channels", "kernel", "reason"),
-    [(16, 1, "it is predicted to take"), (21, 3, "its operands would be copied first")],
+    ("channels", "kernel", "filters", "reason"),
+    [
+        (16, 1, 16, "it is predicted to take"),
+        (21, 3, 16, "its operands would be copied first"),
+        (64, 3, 21, "its result would be copied"),
+    ],
 )
-def test_scalar_units_go_first(channels: int, kernel: int, reason: str) -> None:
-    """Where they are predicted to be faster, or read an image as it lies."""
+def test_scalar_units_go_first(channels: int, kernel: int, filters: int, reason: str) -> None:
+    """Where they are predicted to be faster, or tensors lie as only they read or write them."""
     n = Net()
     x = n.conv(n.input(1, 16, 112, 112), channels, 1, pads=0)
-    program = lowered(n.done(n.conv(x, 16, kernel, pads=kernel // 2)), "fp32", target="cuda:sm_90a", no_cubins=True)
+    program = lowered(
+        n.done(n.conv(x, filters, kernel, pads=kernel // 2)), "fp32", target="cuda:sm_90a", no_cubins=True
+    )
     assert [t["tactic"] for t in program.meta["tactics"]][-1] == "conv_fp32"
     assert any(reason in r for r in refusals(program, "conv_parts_sm90"))
 
