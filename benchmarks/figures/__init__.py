@@ -25,6 +25,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "targets": gpu.targets,
     "h100": gpu.h100,
     "later": gpu.later,
+    "wide-fp32": gpu.stored_in_fp32,
     "decoding": decoding.decoding,
     "streams": gpu.lanes,
     "waits": waits.waits,

@@ -48,6 +48,8 @@ def of_group(rows: Sequence[Row], name: str) -> list[Row]:
     return [found[w.name] for w in group(name) if w.name in found]
 
 
+FP32 = ("fp32", "tf32")
+"""Precisions that store fp32."""
 README = (
     "zoo/resnet50:1@fp16", "zoo/resnet50:128@fp16", "zoo/mobilenet_v2:1@fp16", "zoo/efficientnet_b0:128@fp16",
     "zoo/vit_b_16:32@fp16", "zoo/bert_base:1:sequence_length=128@fp16", "zoo/bert_base:32:sequence_length=128@fp16",
@@ -199,7 +201,7 @@ def lanes(rows: Sequence[Row]) -> str:
 
 def h100(rows: Sequence[Row]) -> str:
     """Networks on an H100."""
-    others = {w.name for w in group("later")}
+    others = {w.name for other in ("later", "wide-fp32") for w in group(other)}
     beside = [r for r in speeds(rows, "H100") if r["workload"] not in others and "eager" in r["times"]]
     mine = list({workload(r).label: r for r in beside}.values())
     mine.sort(key=lambda r: (workload(r).label.partition(",")[0], workload(r).batch))
@@ -231,6 +233,36 @@ def later(rows: Sequence[Row]) -> str:
     how = "fp16, by the cost model; all in CUDA graphs; each result was first compared with PyTorch in fp32. Where a run had no "
     how += "torch.compile, its time is of an earlier one."
     return table(lines, said, how=how, rows=mine)
+
+
+def stored_in_fp32(rows: Sequence[Row]) -> str:
+    """Networks at fp32 and tf32 on an H100, beside PyTorch at the same precision."""
+    found = {r["workload"]: r for r in of_group(speeds(rows, "H100"), "wide-fp32") if ms(r, "compile") is not None}
+    names = list(dict.fromkeys(w.name.partition("@")[0] for w in group("wide-fp32")))
+    columns, said = ["optdnn ms", "eager ms", "torch.compile ms", "faster"], []
+    lines = [["network, batch", *(f"{p} {c}" if c == columns[0] else c for p in FP32 for c in columns)]]
+    ratios: dict[str, list[float]] = {p: [] for p in FP32}
+    for name in names:
+        pair = [found.get(f"{name}@{p}") for p in FP32]
+        if None in pair:
+            continue
+        cells = []
+        for precision, row in zip(FP32, pair, strict=True):
+            assert row is not None
+            ours, eager, theirs = (ms(row, n) or math.nan for n in ("ours", "eager", "compile"))
+            ratios[precision].append(theirs / ours)
+            cells += [f"{ours:.3f}", f"{eager:.3f}", f"{theirs:.3f}", f"{theirs / ours:.2f}×"]
+        w = parse(name)[0]
+        lines.append([", ".join([w.short, str(w.batch), *(str(v) for _, v in w.settings)]), *cells])
+    for precision, over in ratios.items():
+        if over:
+            slower = sum(r < 1 for r in over)
+            said.append(f"{precision}: {geometric(over):.2f} times as fast as torch.compile in geometric mean, slower: {slower}.")
+    how = (
+        "By the cost model; all in CUDA graphs, PyTorch at the same precision (tf32: it may use tf32 for convolutions and products); "
+        "each result was first compared with PyTorch in fp32."
+    )
+    return table(lines, " ".join(said), how=how, rows=list(found.values())) if len(lines) > 1 else ""
 
 
 def growth(rows: Sequence[Row]) -> str:

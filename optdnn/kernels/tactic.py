@@ -129,9 +129,11 @@ class Tactic(ABC):
         return ""
 
 
-def costlier(b: Builder, op: Op, own: Tactic, other: Tactic, margin: float = 1.0) -> str | None:
-    """What is predicted, where ``own`` takes more than ``margin`` times as long as ``other``; else None."""
+def costlier(b: Builder, op: Op, own: Tactic, other: Tactic, margin: float = 1.0, more: float = 0.0) -> str | None:
+    """What is predicted, where ``own`` takes more than ``margin`` times as long as ``other``; else None. ``more``: seconds of other
+    launches that ``own`` needs."""
     seconds, theirs = (min((o.seconds or 0.0 for o in t.configs(b, op)), default=0.0) for t in (own, other))
+    seconds += more
     if seconds <= margin * theirs:
         return None
     return f"it is predicted to take {seconds * 1e6:.1f} us, {other.name} {theirs * 1e6:.1f}"
