@@ -55,6 +55,8 @@ SHARE = {"untuned": 0.0, "libraries": 0.2}
 """How much of the time for tuning a candidate gets, if not all: the libraries' few algorithms were measured for "ours" before."""
 WRONG = 0.03
 """Error against fp32, of the largest output, beyond which a candidate is called wrong (unless PyTorch's is as large)."""
+WRONG_FP32 = 3e-4
+"""The same at fp32."""
 WRONG_8BIT = 0.25
 """The same at int8 and fp8: the logits of a network with random weights are small differences."""
 IO_DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16"}
@@ -239,7 +241,7 @@ def _raced(job: Job, place: str) -> Row:
             continue
         try:
             replays[name], checks[name], more = _engine(job, name, dict(zip(given, rounded, strict=True)), want, stream)
-            bound = WRONG_8BIT if "8" in f"{workload.precision}{name.partition('@')[2]}" else WRONG
+            bound = _most_error(f"{workload.precision}{name.partition('@')[2]}")
             if checks[name]["error_rel"] > bound and module is not None and not replays.keys() & {*TORCH_RIVALS}:
                 torch_error = torch_error or _rounding_error(module, feeds, want)  # PyTorch cannot run it so
             if not checks[name]["error_rel"] <= max(bound, 2 * torch_error):
@@ -263,6 +265,11 @@ def _raced(job: Job, place: str) -> Row:
     if workload.source == "products":
         found["of_bandwidth"] = products.of_bandwidth(workload, found["times"])
     return {**found, **quiet, "checks": checks, "another_input": moved, **verdict(checks, workload)}
+
+
+def _most_error(precisions: str) -> float:
+    """The error that a right engine of these precisions has at most, where PyTorch's is smaller."""
+    return WRONG_8BIT if "8" in precisions else WRONG_FP32 if precisions == "fp32" else WRONG
 
 
 def in_turn(asked: Sequence[str], *, crowded: bool) -> list[str]:

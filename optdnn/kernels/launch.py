@@ -27,11 +27,16 @@ def no_room(needed: int, shared: int, blocks: int) -> str | None:
     return None
 
 
-def template_options(*dtypes: str, exact: bool = False, checked: bool = False) -> tuple[str, ...]:
+def template_options(*dtypes: str, exact: bool = False, fast: bool = True, checked: bool = False) -> tuple[str, ...]:
     """Compiler options of a kernel template on these element types. ``exact``: products are rounded before they are added to;
-    ``checked``: a wait that never ends traps instead of hanging the GPU."""
-    wanted = {"--fmad=false": exact, "-DDTYPE_BF16": "bfloat16" in dtypes, "-DBARRIER_TRAP": checked}
-    return ("--std=c++17", "--use_fast_math", *(option for option, on in wanted.items() if on))
+    ``fast``: functions are inexact in the last bits of fp32; ``checked``: a wait that never ends traps instead of hanging the GPU."""
+    wanted = {
+        "--use_fast_math": fast,
+        "--fmad=false": exact,
+        "-DDTYPE_BF16": "bfloat16" in dtypes,
+        "-DBARRIER_TRAP": checked,
+    }
+    return ("--std=c++17", *(option for option, on in wanted.items() if on))
 
 
 @dataclass(frozen=True)

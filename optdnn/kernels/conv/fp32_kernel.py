@@ -247,7 +247,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "SPLIT": config.split, "WHOLE": int(problem.whole), "PLANAR": int(problem.planar), "VECTOR": int(problem.vector),
         "HAS_RESIDUAL": int(problem.residual), "SCATTER": int(problem.scatter is not None), "MIN_BLOCKS": _blocks_wanted(config),
     }  # fmt: skip
-    text = "\n".join([render.constants(defines), render.exact_epilogue(problem.epilogue), ""])
+    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue, exact=True), ""])
     return Recipe("conv_fp32.cu", arch, {"generated.cuh": text}, ("--std=c++17",))
 
 

@@ -397,8 +397,10 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str, pairs
         **({} if problem.norm is None else {"NORMED": 1 if problem.norm.mean else 2}),
         **({} if problem.residual_norm is None else {"NORMED_RESIDUAL": 1 if problem.residual_norm.mean else 2}),
     }  # fmt: skip
-    pairs = pairs and problem.beside is None
-    stages = (render.paired_epilogue if pairs else render.epilogue)(problem.epilogue)
+    if pairs and problem.beside is None and not problem.parts:
+        stages = render.paired_epilogue(problem.epilogue)
+    else:
+        stages = render.epilogue(problem.epilogue, exact=problem.parts)
     if problem.beside is not None:
         stages += "\n" + render.epilogue(problem.beside, "epilogue_beside")
     if problem.item == 1:
@@ -408,8 +410,10 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str, pairs
 
 
 def options(problem: Problem, checked: bool) -> tuple[str, ...]:
-    """Compiler options. Quantized results are exact to the bit, so their arithmetic is not contracted."""
-    return template_options(problem.dtype, problem.out_dtype, exact=problem.item == 1, checked=checked)
+    """Compiler options. Quantized results are exact to the bit, so their arithmetic is not contracted; those of fp32 to its last bits."""
+    return template_options(
+        problem.dtype, problem.out_dtype, exact=problem.item == 1, fast=not problem.parts, checked=checked
+    )
 
 
 # ---- launch ---------------------------------------------------------------------------------------------------------------

@@ -86,15 +86,17 @@ def uses_residual(stages: Sequence[Stage]) -> bool:
     return any(stage[0] in ("add", "mul") for stage in stages)
 
 
-def epilogue(stages: Sequence[Stage], name: str = "epilogue") -> str:
+def epilogue(stages: Sequence[Stage], name: str = "epilogue", *, exact: bool = False) -> str:
     """CUDA source of ``float epilogue(float x, float c, float r)`` (or of another ``name``), the stages applied in order. With
     :data:`SCALE_SHIFT`, c is the channel's factor and shift, which its bias is a part of.
-    With :data:`CHANNEL_STAGES` it is the channel's bias, and the numbers of the stage. Raises InternalError."""
+    With :data:`CHANNEL_STAGES` it is the channel's bias, and the numbers of the stage. ``exact``: to the last bits of fp32
+    (:data:`EXACT`). Raises InternalError."""
+    texts = STAGES | EXACT if exact else STAGES
     if SCALE_SHIFT in stages:
-        return _function(f"{name}(float x, float2 c, float r)", stages, STAGES | _SCALED)
+        return _function(f"{name}(float x, float2 c, float r)", stages, texts | _SCALED)
     if reads_channels(stages):
-        return _function(f"{name}(float x, float4 c, float r)", stages, STAGES | CHANNEL_STAGES)
-    return _function(f"{name}(float x, float c, float r)", stages)
+        return _function(f"{name}(float x, float4 c, float r)", stages, texts | CHANNEL_STAGES)
+    return _function(f"{name}(float x, float c, float r)", stages, texts)
 
 
 CHANNEL_STAGES: dict[str, tuple[int, str]] = {
@@ -134,11 +136,6 @@ EXACT: dict[str, tuple[int, str]] = {
     "celu": (1, "x = x < 0.0f ? {0} * expm1f(x / {0}) : x;"),
 }
 """The stages of :data:`INEXACT` to the last bits of fp32 (compile without fast math), where 20 bits are too few."""
-
-
-def exact_epilogue(stages: Sequence[Stage]) -> str:
-    """Like :func:`epilogue`, exact to the last bits of fp32."""
-    return _function("epilogue(float x, float c, float r)", stages, STAGES | EXACT)
 
 
 PROLOGUE_STAGES: dict[str, tuple[int, str]] = {

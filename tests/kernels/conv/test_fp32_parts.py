@@ -158,10 +158,18 @@ def test_three_products_are_predicted_to_take_longer_than_one() -> None:
     assert 2 * rounded < exact < 6 * rounded
 
 
+def test_functions_behind_them_are_exact() -> None:
+    made = gemm.recipe(replace(rows(4096, 768, 768), epilogue=(("bias",), ("gelu",))), CONFIGS[0])
+    assert "erff" in made.generated["generated.cuh"]
+    assert "--use_fast_math" not in made.options
+
+
 @pytest.mark.nvrtc
+@pytest.mark.parametrize("stage", ["relu", "gelu", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_they_compile_without_spills(config: Config) -> None:
-    found = nvrtc.resources(gemm.recipe(rows(4096, 768, 2048), config))[gemm.FUNCTION]
+def test_they_compile_without_spills(config: Config, stage: str) -> None:
+    problem = replace(rows(4096, 768, 2048), epilogue=(("bias",), ("add",), (stage,)))
+    found = nvrtc.resources(gemm.recipe(problem, config))[gemm.FUNCTION]
     assert found.spill_bytes == found.stack_bytes == 0
 
 

@@ -35,7 +35,7 @@ def test_infinite_bounds_are_literals_that_compile() -> None:
 def test_exact_epilogues_approximate_nothing() -> None:
     for name, (count, _) in render.STAGES.items():
         stages = ((name, *[1.5] * count),)
-        text = render.exact_epilogue(stages)
+        text = render.epilogue(stages, exact=True)
         assert not re.search(r"__expf|__fdividef|saturated_fma|tanh_fast", text), name
         assert (text != render.epilogue(stages)) == (name in render.EXACT)
     assert set(render.EXACT) == render.INEXACT - {"tanh", "gelu_tanh"}, "which call tanhf"
@@ -127,7 +127,7 @@ def test_activations_on_the_processor(name: str, tmp_path: Path) -> None:
     source = f"""#include "{SUPPORT / "host.hpp"}"
 #define DEVICE static inline
 {render.epilogue(stages, "fast")}
-{render.exact_epilogue(stages)}
+{render.epilogue(stages, exact=True)}
 extern "C" void run(const float* x, float* fast_y, float* y, int n) {{
     for (int i = 0; i < n; i++) {{ fast_y[i] = fast(x[i], 0, 0); y[i] = epilogue(x[i], 0, 0); }}
 }}
