@@ -259,7 +259,7 @@ def stored_in_fp32(rows: Sequence[Row]) -> str:
             slower = sum(r < 1 for r in over)
             said.append(f"{precision}: {geometric(over):.2f} times as fast as torch.compile in geometric mean, slower: {slower}.")
     how = (
-        "By the cost model; all in CUDA graphs, PyTorch at the same precision (tf32: it may use that for convolutions and products); "
+        "By the cost model; all in CUDA graphs, PyTorch at the same precision (tf32: allowed for convolutions and products); "
         "each result was first compared with PyTorch in fp32."
     )
     return table(lines, " ".join(said), how=how, rows=list(found.values())) if len(lines) > 1 else ""
