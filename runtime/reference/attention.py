@@ -90,7 +90,7 @@ def attention(
     if qk_matmul_output_mode == 3:
         shown = p
     y = np.matmul(p.reshape(q.shape[0], k.shape[1], groups * rows, cols), v).reshape(*q.shape[:3], v.shape[3])
-    return y, k, v, shown
+    return y.astype(q.dtype, copy=False), k, v, shown
 
 
 def rotary_embedding(

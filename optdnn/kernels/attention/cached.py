@@ -11,7 +11,7 @@ from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.attention import cached_kernel as cached
-from optdnn.kernels.attention.operands import KEYS, VALUES, WEIGHTS, fits_tma, is_used, order_wanted
+from optdnn.kernels.attention.operands import KEYS, VALUES, WEIGHTS, fits_tma, is_used, order_wanted, several_types
 from optdnn.kernels.attention.problem import HeadView
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.pointwise.pointwise import copied, copy
@@ -110,6 +110,8 @@ class CachedAttention(ProblemTactic):
         q, _, v = (b.graph.type(x).static_shape for x in op.inputs[:3] if x is not None)
         if op.outputs[0].type.dtype not in (FP16, BF16):
             return "it is for 16-bit floats"
+        if (why := several_types(b, op)) is not None:
+            return why
         if any(is_used(b, op, port) for port in (KEYS, VALUES, WEIGHTS)):
             return "its keys, values or weights are also outputs"
         if q[2] != 1 or b.graph.type(step.values.inputs[1]).static_shape[2] != 1:  # type: ignore[arg-type]

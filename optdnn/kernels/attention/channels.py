@@ -15,7 +15,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.attention import channels_kernel as channels
-from optdnn.kernels.attention.operands import WEIGHTS, is_used
+from optdnn.kernels.attention.operands import WEIGHTS, is_used, several_types
 from optdnn.kernels.attention.problem import HeadView
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region
@@ -86,6 +86,8 @@ class ChannelAttention(ProblemTactic):
         q, k, v = (b.graph.type(x) for x in op.inputs[:3] if x is not None)
         if q.dtype not in (FP16, BF16):
             return "it is for 16-bit floats"
+        if (why := several_types(b, op)) is not None:
+            return why
         if any(op.input(slot) is not None for slot in range(3, 7)) or a.is_causal or a.softcap:
             return "its scores have a mask or a softcap, or its keys have a past"
         if a.left_window_size >= 0 or a.right_window_size >= 0:

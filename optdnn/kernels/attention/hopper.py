@@ -24,6 +24,7 @@ from optdnn.kernels.attention.operands import (
     keys_and_values,
     place_keys_and_values,
     result_of,
+    several_types,
     target_of,
     with_four_axes,
 )
@@ -88,6 +89,8 @@ class HopperAttention(ProblemTactic):
         q, k, v = (b.graph.type(x) for x in op.inputs[:3] if x is not None)
         if q.dtype not in self.dtypes:
             return f"it is for {self.takes}"
+        if (why := several_types(b, op)) is not None:
+            return why
         if a.softmax_precision is not None and a.softmax_precision == FP64:
             return "its softmax is fp32"
         if is_used(b, op, WEIGHTS):

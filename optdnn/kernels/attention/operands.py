@@ -19,6 +19,12 @@ def is_used(b: Builder, op: Op, port: int) -> bool:
     return port < len(op.outputs) and bool(b.graph.uses(Value(op.id, port)))
 
 
+def several_types(b: Builder, op: Op) -> str | None:
+    """Why a kernel of one element type does not run an Attention whose values (or past) have another one than its queries; or None."""
+    found = {b.graph.type(x).dtype for slot in (0, 1, 2, 4, 5) if (x := op.input(slot)) is not None}
+    return "queries, keys and values are of several types" if len(found) > 1 else None
+
+
 def place_keys_and_values(b: Builder, op: Op) -> None:
     """Decide where the keys and values that are results lie: where they came from, if there are none of the past."""
     for port, slot in ((KEYS, 1), (VALUES, 2)):

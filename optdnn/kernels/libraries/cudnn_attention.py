@@ -27,6 +27,8 @@ class CudnnAttention(Called):
         q, k, v = (b.graph.type(x) for x in op.inputs[:3] if x is not None)
         if q.dtype not in (FP16, BF16):
             return "it is for 16-bit floats"
+        if (why := operands.several_types(b, op)) is not None:
+            return why
         if a.softcap or a.left_window_size >= 0 or a.right_window_size >= 0:
             return "it has no softcap and no windows"
         if any(op.input(i) is not None for i in (4, 5, 6)):

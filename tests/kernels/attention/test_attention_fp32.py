@@ -12,6 +12,7 @@ from support import emulated
 from support.attention_cases import Case, apart, merged, result_on_a_gpu, wide_values
 from support.host import COMPILER, WHY_NOT
 from support.needs import why_no_hopper
+from support.net import Net
 from support.sequence_cases import ATTENTION, attention
 from support.simulated import check_simulated, kinds, lowered, refusals
 from support.sweep import sweep
@@ -193,6 +194,18 @@ def test_what_it_does_not_run_it_refuses(
     refused = refusals(lowered(build(), precision, target="cuda:sm_80", no_cubins=True), "attention_fp32")
     assert refused
     assert all(reason in r for r in refused)
+
+
+@pytest.mark.parametrize(("precision", "kernel_name"), [("fp32", "attention_fp32"), ("fp16", "attention_sm90")])
+def test_values_of_another_type_are_refused(precision: str, kernel_name: str) -> None:
+    """ONNX's Attention may have them."""
+    n = Net()
+    q, k = (n.input(1, 2, 8, 16, name=name, dtype=np.float32 if precision == "fp32" else np.float16) for name in "qk")
+    values = n.input(1, 2, 8, 16, name="v", dtype=np.float16 if precision == "fp32" else np.float64)
+    graph = n.done(n.op("Attention", q, k, values))
+    program = check_simulated(graph, precision, target="cuda:sm_90a", tolerance=4e-3)
+    assert chosen(program) == {"attention_steps"}
+    assert "queries, keys and values are of several types" in refusals(program, kernel_name)
 
 
 # ---------------------------------------------------------------- under NVRTC
