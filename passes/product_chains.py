@@ -64,7 +64,7 @@ def _dearer(first: tuple[int, ...], columns: int, rows: tuple[object, ...] | Non
     if more > MORE_WEIGHTS:
         return f"one matrix of {inner} x {columns} would have many more elements than both have now"
     known = rows is not None and all(isinstance(n, int) for n in rows)
-    if not known or math.prod(map(int, rows)) * more > MORE_MULTIPLICATIONS:  # type: ignore[arg-type, call-overload]
+    if not known or math.prod(map(int, rows)) * more > MORE_MULTIPLICATIONS:  # type: ignore[arg-type]
         return f"one matrix of {inner} x {columns} would take many more multiplications than both take now"
     return None
 

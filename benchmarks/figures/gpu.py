@@ -257,7 +257,9 @@ def stored_in_fp32(rows: Sequence[Row]) -> str:
     for precision, over in ratios.items():
         if over:
             slower = sum(r < 1 for r in over)
-            said.append(f"{precision}: {geometric(over):.2f} times as fast as torch.compile in geometric mean, slower: {slower}.")
+            said.append(
+                f"{precision}: {geometric(over):.2f} times as fast as torch.compile in geometric mean, slower: {slower}."
+            )
     how = (
         "By the cost model; all in CUDA graphs, PyTorch at the same precision (tf32: allowed for convolutions and products); "
         "each result was first compared with PyTorch in fp32."

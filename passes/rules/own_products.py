@@ -14,7 +14,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import operand, shape_of, with_rank
+from optdnn.passes.support.facts import operand, shape_of, sizes_of, with_rank
 from optdnn.passes.support.products import constant_matrix
 from optdnn.types import Array
 
@@ -73,11 +73,11 @@ def _views(graph: Graph, op: Op) -> tuple[Op | None, Op | None]:
 
 def _of_columns(graph: Graph, add: Op, reshape: Op | None, turn: Op, columns: int) -> Array | None:
     """The constant that is added behind both views as one of the product's columns; None where rows differ in it."""
-    shape = None if reshape is None else reshape.outputs[0].type.shape
+    sizes = None if reshape is None else sizes_of(graph, reshape.value)
     bias = next((array for v in add.inputs if (array := graph.constant_value(v)) is not None), None)
-    if shape is None or bias is None or any(not isinstance(n, int) for n in shape):
+    if sizes is None or bias is None:
         return None
-    sizes, perm = tuple(map(int, shape)), turn.attrs.perm
+    perm = turn.attrs.perm
     own = with_rank(bias, len(sizes)).transpose(np.argsort(perm))
     first = next((k for k in range(len(sizes)) if math.prod(sizes[k:]) == columns), None)
     if first is None or any(n != 1 for n in own.shape[:first]):

@@ -15,7 +15,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import SplitAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import in_shape, integers, ints, operand, producer, reshape_target, shape_of
+from optdnn.passes.support.facts import in_shape, integers, ints, operand, producer, reshape_target, shape_of, sizes_of
 from optdnn.types import Shape, is_float, normalize_axis, show_shape
 
 JOINED_BY = {"ReduceSum": "Add", "ReduceMean": "Add", "ReduceMax": "Max", "ReduceMin": "Min"}
@@ -99,12 +99,12 @@ def sum_of_sums(graph: Graph, op: Op) -> Match | Miss | None:
     a, b = (producer(graph, v, SUMS, alone=True) for v in op.inputs)
     if a is None or b is None or a is b or (a.kind, a.attrs) != (b.kind, b.attrs):
         return None
-    shape, axes = shape_of(graph, operand(a)), ints(graph, a.input(1))
+    shape, axes = sizes_of(graph, operand(a)), ints(graph, a.input(1))
     if graph.type(operand(a)) != graph.type(operand(b)) or axes is None or ints(graph, b.input(1)) != axes:
         return None
-    if shape is None or not is_float(op.outputs[0].type.dtype) or any(not isinstance(n, int) for n in shape):
+    if shape is None or not is_float(op.outputs[0].type.dtype):
         return None
-    if math.prod(map(int, shape)) > MOST_ELEMENTS:
+    if math.prod(shape) > MOST_ELEMENTS:
         return Miss(f"the sums are over tensors of {show_shape(shape)}, which would be written and read again")
 
     def build(patch: Patch) -> Value:

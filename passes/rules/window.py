@@ -21,6 +21,7 @@ from optdnn.passes.support.facts import (
     reshaped,
     scalar,
     shape_of,
+    sizes_of,
 )
 from optdnn.passes.support.stages import ACTIVATIONS, ANCHORS
 from optdnn.types import is_float, normalize_axis
@@ -224,7 +225,8 @@ def scale_before_resize(graph: Graph, op: Op) -> Match | Miss | None:
         resized = [k - len(after) for k, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
         if any(len(own) >= -k and own[k] != 1 for k in resized) or not is_float(op.outputs[0].type.dtype):
             return None
-        if any(not isinstance(n, int) for n in (*before, *after)) or math.prod(before) >= math.prod(after):  # type: ignore[arg-type]
+        small, large = sizes_of(graph, operand(resize)), sizes_of(graph, op.value)
+        if small is None or large is None or math.prod(small) >= math.prod(large):
             return Miss(f"{resize.name} gives fewer pixels")
         if resize.attrs.coordinate_transformation_mode == "tf_crop_and_resize":
             return Miss(f"{resize.name} may give pixels that are no pixels of its image")

@@ -394,7 +394,9 @@ def test_tf32_is_for_products_and_only_where_it_was_asked_for() -> None:
     exact = lowered(graph, "fp32")
     assert not any("tf32" in s.params["op"]["attrs"] for s in exact.steps)
     on_tensor_cores = [k for k in exact.kernels if k.function.startswith(("conv_sm", "conv_patch"))]
-    assert all("#define PARTS 1" in k.generated["generated.cuh"] for k in on_tensor_cores), "fp32 is multiplied in all its parts"
+    assert all("#define PARTS 1" in k.generated["generated.cuh"] for k in on_tensor_cores), (
+        "fp32 is multiplied in all its parts"
+    )
     program = check_simulated(graph, "tf32")
     marked = [f for f, s in zip(functions(program), program.steps, strict=True) if "tf32" in s.params["op"]["attrs"]]
     assert marked == [f for f in functions(program) if f.startswith("conv_")]
