@@ -38,15 +38,13 @@ def patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
     before, after = shape_of(graph, x), None if behind is None else behind[-1].outputs[0].type.shape
     if behind is None or before is None or after is None:
         return None
-    height, width = before[2:]
-    if not isinstance(height, int) or not isinstance(width, int) or height % kh or width % kw:
-        return Miss("its windows are not known to cover the image")
-    if weight[0].size < LEAST:
-        return Miss(f"a patch has {weight[0].size} elements, too few for a product")
+    sizes = _cut(before, weight)
+    if isinstance(sizes, Miss):
+        return sizes
     bias = graph.constant_value(op.input(2))
     if op.input(2) is not None and bias is None:
         return Miss("its bias is not constant")
-    targets = _targets(before, (height // kh, kh, width // kw, kw), (*after[:-1], weight[0].size))
+    targets = _targets(before, sizes, (*after[:-1], weight[0].size))
     if targets is None:
         return Miss("no constant target can express how the image is cut")
 
@@ -70,12 +68,9 @@ def integer_patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
     kh, kw = weight.shape[2:]
     if a.group != 1 or tuple(a.strides) != (kh, kw) or any(a.pads) or any(d != 1 for d in a.dilations) or kh * kw == 1:
         return None
-    height, width = before[2:]
-    if not isinstance(height, int) or not isinstance(width, int) or height % kh or width % kw:
-        return Miss("its windows are not known to cover the image")
-    if weight[0].size < LEAST:
-        return Miss(f"a patch has {weight[0].size} elements, too few for a product")
-    sizes = (height // kh, kh, width // kw, kw)
+    sizes = _cut(before, weight)
+    if isinstance(sizes, Miss):
+        return sizes
     targets = _targets(before, sizes, (result[0], sizes[0], sizes[2], weight[0].size))
     if targets is None:
         return Miss("no constant target can express how the image is cut")
@@ -94,6 +89,16 @@ def integer_patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 Targets = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _cut(image: Shape, weight: Array) -> tuple[int, int, int, int] | Miss:
+    """Patches and pixels of a patch, downwards and across; or why the image is not cut into patches of the filter's size."""
+    (height, width), (kh, kw) = image[2:], weight.shape[2:]
+    if not isinstance(height, int) or not isinstance(width, int) or height % kh or width % kw:
+        return Miss("its windows are not known to cover the image")
+    if weight[0].size < LEAST:
+        return Miss(f"a patch has {weight[0].size} elements, too few for a product")
+    return height // kh, kh, width // kw, kw
 
 
 def _targets(image: Shape, sizes: tuple[int, int, int, int], rows: Shape) -> Targets | None:

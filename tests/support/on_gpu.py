@@ -12,12 +12,13 @@ from support.simulated import feeds_of, lowered
 TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3}
 
 
-def checked_launches(graph: Graph, precision: str) -> list[StepError]:
-    """Every launch of the network does what its step means and writes nothing else; two runs give the same bits."""
+def checked_launches(graph: Graph, precision: str, bound: float = 0.0) -> list[StepError]:
+    """Every launch of the network does what its step means and writes nothing else; two runs give the same bits. ``bound``: the
+    largest error (0: that of the precision)."""
     context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
     feeds = feeds_of(graph)
     found = check_steps(context, feeds)
-    assert not [e for e in found if not e.error < TOLERANCE[precision]]
+    assert not [e for e in found if not e.error < (bound or TOLERANCE[precision])]
     assert not check_arena(context.runner, feeds)
     first, second = context.run(feeds), context.run(feeds)
     assert all(first[k].tobytes() == second[k].tobytes() for k in first)

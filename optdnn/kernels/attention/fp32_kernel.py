@@ -23,7 +23,6 @@ WIDEST = 192
 """Most features of a head: wider results of 16 queries do not fit the registers of a warp."""
 UNIT = 4
 """Elements that strides and offsets are multiples of: 16 bytes."""
-CLOCK = 1.4e9
 _RATES = {(8, 0): (512, 64), (9, 0): (600, 128)}
 """By compute capability: multiply-adds of tf32 that mma.sync does per cycle and multiprocessor, and fp32 operations (others: 256,
 128)."""
@@ -82,11 +81,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
     """The launch. Operands as those of the general kernel, of fp32; there is no ``narrow`` result."""
     parameters = general.operands(problem)
-    parameters.f32(
-        problem.scale,
-        2 * math.log2(math.e) * problem.scale / problem.softcap if problem.softcap else 0.0,
-        problem.softcap,
-    )
+    parameters.f32(problem.scale, problem.cap[0], problem.softcap)
     made = recipe(problem, config, gpu.arch)
     grid = general.grid_of(problem, config)
     return parameters.launch(made, "attention_fp32", grid, config.threads, shared=shared_bytes(problem, config))
@@ -99,34 +94,19 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch: it ranks configurations."""
     products, lanes = _RATES.get(device.capability, (256, 128))
     rows, keys, wide = 16, config.keys, head(problem)
-    tiles = -(-problem.keys // keys)
-    blocks = -(-problem.queries // config.queries) * problem.heads * problem.batch
+    blocks = math.prod(general.grid_of(problem, config))
     working = -(-problem.queries // rows) * problem.heads * problem.batch / blocks  # warps of a block that have queries
-    by_shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
-    by_registers = 65536 // (config.threads * min(255, -(-registers(problem, config) // 8) * 8))
-    resident = max(1, min(by_shared, max(config.blocks, by_registers), 1536 // config.threads))
+    resident = general.blocks_at_once(config, device, shared_bytes(problem, config), registers(problem, config))
     # Of a warp and tile, in cycles of a multiprocessor: products of parts; exponentials, and parts of operands; fragments.
     multiply = 3 * 2 * rows * keys * wide / products
     parts = 2 * (2 * keys * wide + rows * wide + rows * keys * wide / 32)
-    scores = (
-        rows * keys * (1 / 16 + (12 + (6 if problem.softcap else 0)) / lanes) + parts / lanes + 25 + 20 * config.tiles
-    )
+    scores = rows * keys * (1 / 16 + (12 + (6 if problem.softcap else 0)) / lanes) + parts / lanes + 45
     fragments = 4 * (2 * keys * wide + rows * wide) / 128
     held = min(resident, -(-blocks // device.multiprocessors))
     units = [working * held * x for x in (multiply, scores, fragments)]
-    late = {2: 500, 3: 150, 4: 0}[config.slots]  # for loads while little is computed
-    alone = 4 * (multiply + scores) + fragments + 250 + late
-    tile = max(max(units) + 0.25 * sum(units) + late / (4 * held), alone)
-    waves = blocks / (device.multiprocessors * resident)
-    waves = math.ceil(waves) if waves < 3 else waves + 0.5
-    seen = min(1.0, 0.5 + 0.5 * keys / problem.keys) if problem.causal and problem.queries == problem.keys else 1.0
-    if problem.reach >= 0:
-        seen = min(seen, (problem.reach + config.queries + keys) / problem.keys)
-    compute = waves * (tiles * seen * tile * FEW_WARPS.get(config.warps, 1.0) * SHORT.get(keys, 1.0) + 2000) / CLOCK
-    brought = blocks * wide * 4 * (2 * keys * tiles * seen + config.queries)
-    return 2e-6 + max(
-        compute, problem.bytes / general.MEMORY, brought / (general.L2_PER_CLOCK * device.multiprocessors * CLOCK)
-    )
+    alone = 4 * (multiply + scores) + fragments + 250
+    tile = general.tile_cycles(config, units, alone, held) * FEW_WARPS.get(config.warps, 1.0) * SHORT.get(keys, 1.0)
+    return general.launch_seconds(problem, config, device, tile, resident, wide)
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from optdnn.errors import InternalError
@@ -214,14 +215,11 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch: it ranks configurations."""
     products, lanes = _RATES.get(device.capability, (512, 128))
     rows, keys, wide, split = 16 * config.tiles, config.keys, head(problem, config), config.split
-    tiles = -(-problem.keys // keys)
-    blocks = -(-problem.queries // config.queries) * problem.heads * problem.batch
+    blocks = math.prod(grid_of(problem, config))
     working = (
         -(-problem.queries // rows) * problem.heads * problem.batch / blocks * split
     )  # warps of a block that have queries
-    by_shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
-    by_registers = 65536 // (config.threads * min(255, -(-registers(problem, config) // 8) * 8))
-    resident = max(1, min(by_shared, max(config.blocks, by_registers), 1536 // config.threads))
+    resident = blocks_at_once(config, device, shared_bytes(problem, config), registers(problem, config))
     # Of a warp and tile, in cycles of a multiprocessor: both products; exponentials and arithmetic of the scores; fragments.
     multiply = 2 * rows * keys * wide / products / split
     own = 8 + (4 if problem.mask is not None else 0) + (6 if problem.softcap else 0)
@@ -232,16 +230,35 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     copies = 4 * keys * wide / 128  # of a block
     held = min(resident, -(-blocks // device.multiprocessors))
     units = [working * held * x for x in (multiply, scores)] + [held * (working * fragments + copies)]
+    alone = 4 * (multiply + scores) + fragments + 250
+    tile = tile_cycles(config, units, alone, held)
+    return launch_seconds(problem, config, device, tile, resident, wide)
+
+
+def blocks_at_once(config: Config, device: GpuFacts, shared: int, needed: int) -> int:
+    """Blocks of a multiprocessor, of ``shared`` bytes and ``needed`` registers a thread."""
+    by_shared = device.shared_per_multiprocessor // (shared + 1024)
+    by_registers = 65536 // (config.threads * min(255, -(-needed // 8) * 8))
+    return max(1, min(by_shared, max(config.blocks, by_registers), 1536 // config.threads))
+
+
+def tile_cycles(config: Config, units: Sequence[float], alone: float, held: int) -> float:
+    """Cycles of a tile of keys: ``units`` of a multiprocessor that has ``held`` blocks, or those of one warp ``alone``."""
     late = {2: 500, 3: 150, 4: 0}[config.slots]  # for loads while little is computed
-    alone = 4 * (multiply + scores) + fragments + 250 + late
-    tile = max(max(units) + 0.25 * sum(units) + late / (4 * held), alone)
+    return max(max(units) + 0.25 * sum(units) + late / (4 * held), alone + late)
+
+
+def launch_seconds(problem: Problem, config: Config, device: GpuFacts, tile: float, resident: int, wide: int) -> float:
+    """Seconds of a launch whose tiles of keys take ``tile`` cycles, of heads of ``wide`` features."""
+    keys = config.keys
+    tiles, blocks = -(-problem.keys // keys), math.prod(grid_of(problem, config))
     waves = blocks / (device.multiprocessors * resident)
     waves = math.ceil(waves) if waves < 3 else waves + 0.5
     seen = min(1.0, 0.5 + 0.5 * keys / problem.keys) if problem.causal and problem.queries == problem.keys else 1.0
     if problem.reach >= 0:
         seen = min(seen, (problem.reach + config.queries + keys) / problem.keys)
     compute = waves * (tiles * seen * tile + 2000) / CLOCK
-    brought = blocks * wide * 2 * (2 * keys * tiles * seen + config.queries)
+    brought = blocks * wide * problem.item * (2 * keys * tiles * seen + config.queries)
     return 2e-6 + max(compute, problem.bytes / MEMORY, brought / (L2_PER_CLOCK * device.multiprocessors * CLOCK))
 
 

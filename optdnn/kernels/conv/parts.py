@@ -20,8 +20,8 @@ where 177 are predicted, and 217.8 on scalar units."""
 
 
 def _later(b: Builder, op: Op, own: ConvolutionKernel, other: ConvolutionKernel, result: TensorView) -> str | None:
-    """What is predicted, where scalar units, which read and write tensors as they lie, are faster; else None. ``result``: where the
-    result goes."""
+    """Why scalar units go first: they are predicted to be faster. They read and write tensors as they lie, which saves copies.
+    ``result``: where the result goes."""
     if other.refuse(b, op) is not None:
         return None
     c = own.convolution(b, op)

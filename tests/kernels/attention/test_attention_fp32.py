@@ -78,7 +78,7 @@ LEAST = -3.4028234663852886e38
 
 def emulated_result(case: Case, made: Launch, folder: Path) -> np.ndarray:
     """The bytes of a result, of warps on the processor."""
-    library = emulated.compiled(made.recipe, made.function, folder)
+    library = emulated.compiled(made.recipe, made.function, folder, headers=("attention_mma.cuh",))
     raw = emulated.aligned(case.poisoned())
     held = {name: emulated.aligned(a) for name, a in case.operands.items()}
     held |= dict.fromkeys("qkv", held["q"]) if case.problem.k.offset else {}

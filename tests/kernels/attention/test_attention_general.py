@@ -81,7 +81,7 @@ def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_p
         Case(problem),
         general.launch(problem, config, AMPERE, QuantizedStore.of(TO[problem.narrow]) if problem.narrow else None),
     )
-    library = emulated.compiled(made.recipe, made.function, tmp_path)
+    library = emulated.compiled(made.recipe, made.function, tmp_path, headers=("attention_mma.cuh",))
     raw = emulated.aligned(case.poisoned())
     held = {name: emulated.aligned(a) for name, a in case.operands.items()}
     held |= dict.fromkeys("qkv", held["q"]) if problem.k.offset else {}

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from support.needs import why_no_hopper
 from support.net import Net
+from support.on_gpu import checked_launches
 from support.one_config import only_of
-from support.simulated import check_simulated, feeds_of, lowered, refusals
+from support.simulated import check_simulated, lowered, refusals
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import cost
@@ -23,8 +24,6 @@ from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.compile import nvrtc
-from optdnn.runtime.cuda.trials.check import check_arena, check_steps
-from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
 
 HOPPER = gpu_facts.of_arch("sm_90a")
@@ -201,7 +200,7 @@ EXACT, ROUNDED = 2e-6, 1e-4
 @pytest.mark.parametrize("name", NETS)
 def test_each_configuration_on_a_gpu(name: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     only_of(monkeypatch, NETS[name][1], config)
-    _check(made(name), "fp32", EXACT)
+    assert checked_launches(made(name), "fp32", EXACT)
 
 
 @pytest.mark.gpu
@@ -209,16 +208,4 @@ def test_each_configuration_on_a_gpu(name: str, config: Config, monkeypatch: pyt
 @pytest.mark.parametrize("config", LARGE, ids=str)
 def test_large_tiles_of_tf32_on_a_gpu(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     only_of(monkeypatch, HopperGemm, config)
-    _check(made("product"), "tf32", ROUNDED)
-
-
-def _check(graph: Graph, precision: str, bound: float) -> None:
-    """Every launch does what it means and writes nothing else; two runs give the same bits."""
-    context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
-    feeds = feeds_of(graph)
-    found = check_steps(context, feeds)
-    assert found
-    assert not [e for e in found if not e.error < bound]
-    assert not check_arena(context.runner, feeds)
-    first, second = context.run(feeds), context.run(feeds)
-    assert all(first[k].tobytes() == second[k].tobytes() for k in first)
+    assert checked_launches(made("product"), "tf32", ROUNDED)

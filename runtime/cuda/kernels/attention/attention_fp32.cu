@@ -2,7 +2,7 @@
 // cp.async ring.
 //
 // Tensor cores multiply tf32, which has 11 bits of a number's 24. So each number is the sum of its first 11 bits and of the rest, and a product is
-// the sum of three: first x first, first x rest, rest x first. What is left out is below 2^-20 of the product (3xTF32: Ootomo and Yokota 2022,
+// the sum of three: first x first, first x rest, rest x first. The fourth, rest x rest, is below 2^-20 of the product (3xTF32: Ootomo and Yokota 2022,
 // and CUTLASS). Tensor cores cut off what they add: so products with a rest have
 // sums of their own where the sum becomes an exponent, and those of each tile of keys are added to the result by fp32 additions.
 //
@@ -19,34 +19,17 @@
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
+#include "attention_mma.cuh"
 
 constexpr int THREADS = WARPS * 32, ROWS = 16, QUERIES = WARPS * ROWS, EIGHTS = BLOCK_KEYS / 8;
 constexpr int PITCH = HEAD % 32 == 0 ? HEAD + 16 : HEAD, VALUE_PITCH = HEAD + 4;           // floats
 constexpr u32 SLOT_BYTES = BLOCK_KEYS * (PITCH > VALUE_PITCH ? PITCH : VALUE_PITCH) * 4;
 constexpr int FEW = HEAD % 32 == 0 ? 4 : 2, GROUPS = HEAD / (8 * FEW);                     // groups of FEW tiles of results
-constexpr float LOG2_E = 1.4426950408889634f;
 
-struct View {                                      // strides in elements
-    long long batch, head;
-    int position;
-};
-
-struct Params {
-    const float *queries, *keys, *values;
-    float* output;
-    const float* mask;
-    const int* lengths;                            // keys of each batch
-    View of_queries, of_keys, of_values, of_output;
-    long long mask_batch, mask_head, mask_query;   // strides in elements
-    int query_count, key_count, features, value_features, group;   // group: query heads per key head
-    int causal_offset;                             // query i sees keys <= i + causal_offset
-    int reach;                                     // and with a window keys >= i + causal_offset - reach
-    int mask_period;                               // batch entry n has mask n % mask_period
+struct Params : Operands<float, float> {
     float scale;
     float cap_in, cap;                             // of a softcap: 2 log2(e) scale / cap, and cap
 };
-
-DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
 // The first 11 bits of a number, and the rest.
 struct Parts {
@@ -155,16 +138,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
     grid_launch_dependents();
     grid_dependency_wait();
 
-    int key_count = p.key_count;
-    if (HAS_LENGTHS) key_count = min(key_count, max(p.lengths[batch], 0));
-    int last = key_count, own_last = own < p.query_count ? key_count : 0;      // keys that the block, and the warp, sees
-    const int offset = p.causal_offset + (FROM_END ? key_count - p.query_count : 0);
-    if (CAUSAL) {
-        last = max(0, min(last, first + QUERIES + offset));
-        own_last = min(own_last, own + ROWS + offset);
-    }
-    const int begin = WINDOW ? max(0, first + offset - p.reach) / BLOCK_KEYS : 0;
-    const int tiles = max(0, (last + BLOCK_KEYS - 1) / BLOCK_KEYS - begin);
+    const Seen seen(p, batch, first, QUERIES, own, ROWS);
+    const int key_count = seen.key_count, own_last = seen.own_last, offset = seen.offset, begin = seen.begin, tiles = seen.tiles;
 
     const float* const keys = p.keys + batch * p.of_keys.batch + head / p.group * p.of_keys.head;
     const float* const values = p.values + batch * p.of_values.batch + head / p.group * p.of_values.head;

@@ -19,6 +19,7 @@
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
+#include "attention_mma.cuh"
 #include "narrow.cuh"
 
 constexpr int THREADS = WARPS * 32, ROWS = TILES * 16, QUERIES = WARPS / SPLIT * ROWS;
@@ -29,24 +30,8 @@ constexpr int SWIZZLE = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;         /
 constexpr u32 SLOT_BYTES = BLOCK_KEYS * ROW_BYTES;
 constexpr int WEIGHT_CHUNKS = BLOCK_KEYS / 8, WEIGHT_ROW_BYTES = BLOCK_KEYS * 2;
 constexpr int WEIGHT_SWIZZLE = WEIGHT_CHUNKS % 8 == 0 ? 8 : WEIGHT_CHUNKS % 4 == 0 ? 4 : 2;
-constexpr float LOG2_E = 1.4426950408889634f;
 
-struct View {                                      // strides in elements
-    long long batch, head;
-    int position;
-};
-
-struct Params {
-    const u16 *queries, *keys, *values;
-    u8* output;
-    const u16* mask;
-    const int* lengths;                            // keys of each batch
-    View of_queries, of_keys, of_values, of_output;
-    long long mask_batch, mask_head, mask_query;   // strides in elements
-    int query_count, key_count, features, value_features, group;   // group: query heads per key head
-    int causal_offset;                             // query i sees keys <= i + causal_offset
-    int reach;                                     // and with a window keys >= i + causal_offset - reach
-    int mask_period;                               // batch entry n has mask n % mask_period
+struct Params : Operands<u16, u8> {
     float scale_log2;                              // the scale times log2(e)
     float cap_in, cap_out;                         // of a softcap: 2 log2(e) scale / cap, and cap log2(e)
     Narrow narrow;
@@ -55,7 +40,6 @@ struct Params {
 // What the chunks of a row are XORed with: a row of CHUNKS begins at bank group row * CHUNKS % 8.
 DEVICE int swizzle_of(int row) { return row / (8 / SWIZZLE) % SWIZZLE; }
 DEVICE int weight_swizzle(int row) { return row / (8 / WEIGHT_SWIZZLE) % WEIGHT_SWIZZLE; }
-DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
 // COUNT rows of a head from ``first`` on; zeros from row ``end`` on, and behind the features. A thread copies every STEP-th row's chunks
 // of one place in the swizzle.
@@ -100,16 +84,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
     grid_launch_dependents();
     grid_dependency_wait();
 
-    int key_count = p.key_count;
-    if (HAS_LENGTHS) key_count = min(key_count, max(p.lengths[batch], 0));
-    int last = key_count, own_last = own < p.query_count ? key_count : 0;      // keys that the block, and the warp, sees
-    const int offset = p.causal_offset + (FROM_END ? key_count - p.query_count : 0);
-    if (CAUSAL) {
-        last = max(0, min(last, first + QUERIES + offset));
-        own_last = min(own_last, own + ROWS + offset);
-    }
-    const int begin = WINDOW ? max(0, first + offset - p.reach) / BLOCK_KEYS : 0;
-    const int tiles = max(0, (last + BLOCK_KEYS - 1) / BLOCK_KEYS - begin);
+    const Seen seen(p, batch, first, QUERIES, own, ROWS);
+    const int key_count = seen.key_count, own_last = seen.own_last, offset = seen.offset, begin = seen.begin, tiles = seen.tiles;
 
     const u16* keys = p.keys + batch * p.of_keys.batch + head / p.group * p.of_keys.head;
     const u16* values = p.values + batch * p.of_values.batch + head / p.group * p.of_values.head;

@@ -1,7 +1,7 @@
 // fp32 products on tensor cores, which multiply tf32: part of conv_sm90.cu.
 //
-// A number is the sum of its first 11 bits and of the rest. Of the four products of two such sums three are computed: what is left out is below
-// 2^-20 of the product (3xTF32: Ootomo and Yokota 2022, and CUTLASS). Tensor cores cut off what they add. So the products of a rest have sums of
+// A number is the sum of its first 11 bits and of the rest. The product of two numbers is then four products. The one of both rests is left out: it is below
+// 2^-20 of the whole (3xTF32: Ootomo and Yokota 2022, and CUTLASS). Tensor cores cut off what they add. So the products of a rest have sums of
 // their own, and the sums of STEPS_TOGETHER steps of K are added to the whole by fp32 additions.
 // An infinity makes NaN: it has no rest, and is multiplied with the other number's.
 #pragma once
