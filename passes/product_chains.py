@@ -16,7 +16,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import operand, shape_of
+from optdnn.passes.support.facts import operand, sizes_of
 from optdnn.passes.support.products import PRODUCTS, constant_matrix, plain_product
 from optdnn.types import Array
 
@@ -36,7 +36,7 @@ def product_chain(graph: Graph, op: Op) -> Match | Miss | None:
     assert right is not None
     if graph.sole_user(operand(op)) == op:
         return None  # factors of a matrix, which stay as they were made: each has its own precision, and may be packed
-    rows = shape_of(graph, op.value)
+    rows = sizes_of(graph, op.value)
     if (why := _dearer(before.weight.shape, right.shape[1], None if rows is None else rows[:-1])) is not None:
         return Miss(why)
     dtype, wide = right.dtype, right.astype(np.float64)  # NumPy multiplies no bf16
@@ -55,7 +55,7 @@ def product_chain(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op,), build)
 
 
-def _dearer(first: tuple[int, ...], columns: int, rows: tuple[object, ...] | None) -> str | None:
+def _dearer(first: tuple[int, ...], columns: int, rows: tuple[int, ...] | None) -> str | None:
     """Why the one product would take longer than both take now. ``first``: the sizes of the first matrix."""
     inner, middle = first
     more = inner * columns - middle * columns
@@ -63,8 +63,7 @@ def _dearer(first: tuple[int, ...], columns: int, rows: tuple[object, ...] | Non
         return None
     if more > MORE_WEIGHTS:
         return f"one matrix of {inner} x {columns} would have many more elements than both have now"
-    known = rows is not None and all(isinstance(n, int) for n in rows)
-    if not known or math.prod(map(int, rows)) * more > MORE_MULTIPLICATIONS:  # type: ignore[arg-type]
+    if rows is None or math.prod(rows) * more > MORE_MULTIPLICATIONS:
         return f"one matrix of {inner} x {columns} would take many more multiplications than both take now"
     return None
 

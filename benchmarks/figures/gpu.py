@@ -50,6 +50,7 @@ def of_group(rows: Sequence[Row], name: str) -> list[Row]:
 
 FP32 = ("fp32", "tf32")
 """Precisions that store fp32."""
+EARLIER = "Where a run had no torch.compile, its time is of an earlier one."
 README = (
     "zoo/resnet50:1@fp16", "zoo/resnet50:128@fp16", "zoo/mobilenet_v2:1@fp16", "zoo/efficientnet_b0:128@fp16",
     "zoo/vit_b_16:32@fp16", "zoo/bert_base:1:sequence_length=128@fp16", "zoo/bert_base:32:sequence_length=128@fp16",
@@ -228,10 +229,9 @@ def later(rows: Sequence[Row]) -> str:
         return ""
     said = (
         f"optdnn is {geometric(ratios):.2f} times as fast as torch.compile (default mode) in geometric mean of {len(ratios)} "
-        f"networks; slower: {sum(r < 1 for r in ratios)}. –: PyTorch cannot run it at fp16, or not in a CUDA graph."
+        f"networks; slower: {sum(r < 1 for r in ratios)}. –: PyTorch cannot run it at fp16 or in a CUDA graph, or was not run."
     )
-    how = "fp16, by the cost model; all in CUDA graphs; each result was first compared with PyTorch in fp32. Where a run had no "
-    how += "torch.compile, its time is of an earlier one."
+    how = f"fp16, by the cost model; all in CUDA graphs; each result was first compared with PyTorch in fp32. {EARLIER}"
     return table(lines, said, how=how, rows=mine)
 
 
@@ -262,7 +262,7 @@ def stored_in_fp32(rows: Sequence[Row]) -> str:
             )
     how = (
         "By the cost model; all in CUDA graphs, PyTorch at the same precision (tf32: allowed for convolutions and products); "
-        "each result was first compared with PyTorch in fp32."
+        f"each result was first compared with PyTorch in fp32. {EARLIER}"
     )
     return table(lines, " ".join(said), how=how, rows=list(found.values())) if len(lines) > 1 else ""
 
