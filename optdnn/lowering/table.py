@@ -57,7 +57,6 @@ from optdnn.kernels.norm.add_group_norm import AddGroupNorm
 from optdnn.kernels.norm.add_norm import AddNorm
 from optdnn.kernels.norm.group_norm import GroupNorm
 from optdnn.kernels.norm.group_norm_add import GroupNormAdd
-from optdnn.kernels.norm.half_rows import OPERATIONS, ActivatedRows, HalfRows, QuantizedRows
 from optdnn.kernels.norm.modulated import ModulatedRows
 from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.norm_add_norm import NormAddNorm
@@ -65,6 +64,7 @@ from optdnn.kernels.norm.norm_norm import NormNorm
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
 from optdnn.kernels.norm.rows_grid import RowsGrid
+from optdnn.kernels.norm.rows_once import OPERATIONS, ActivatedRows, QuantizedRows, RowsOnce
 from optdnn.kernels.norm.short_rows import ShortRows, ShortRowsPair
 from optdnn.kernels.packed.eight_bits import PackedBytes
 from optdnn.kernels.packed.gemm import PackedGemm
@@ -215,14 +215,14 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **dict.fromkeys(COLLECTIVES, (Collect(),)),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
-    **dict.fromkeys(OPERATIONS, (HalfRows(), RowsGrid(), Rows())),
+    **dict.fromkeys(OPERATIONS, (RowsOnce(), RowsGrid(), Rows())),
     "LayerNormalization": (
         QuantizedRows(),
         NormNorm(),
         NormAcross(),
         NormOfAcross(),
         ActivatedRows(),
-        HalfRows(),
+        RowsOnce(),
         RowTiles(),
         ShortRowsPair(),
         ShortRows(),
@@ -236,7 +236,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         NormAcross(),
         NormOfAcross(),
         ActivatedRows(),
-        HalfRows(),
+        RowsOnce(),
         ShortRowsPair(),
         ShortRows(),
         RowsGrid(),

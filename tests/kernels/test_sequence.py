@@ -41,6 +41,10 @@ def test_fp32(name: str) -> None:
         "group_norm",
         "add_group_norm",
         "row_tiles",
+        "rows_once",
+        "norm_add",
+        "norm_add_norm",
+        "add_norm",
     }
 
 

@@ -57,6 +57,7 @@ def compiled(
         kernel = kernel.replace(f"extern __shared__ __align__({align}) u8 shared[];", "u8* const shared = memory;")
     shim = (HERE / "host_warps.hpp").read_text(encoding="utf-8")
     before = [shim, *(_text(texts[name]) for name in first), defines] if first else [defines, shim]
+    texts |= {"l2_priority.cuh": (HERE / "host_l2.hpp").read_text(encoding="utf-8")}
     parts = [*before, rendered, *(_text(texts[name]) for name in headers), kernel, _RUN.replace("ENTRY", entry)]
     defined = [o for o in recipe.options if o.startswith("-D")]
     return library("\n".join(parts), folder, "-Og", [*defined, *options])

@@ -1,5 +1,5 @@
 // Warps, on top of host.hpp: barriers that wait for every thread of a block, however often its warp has met for a shuffle, and the
-// functions of ptx.cuh and l2_priority.cuh that plain kernels use.
+// functions of ptx.cuh that plain kernels use.
 #include <algorithm>
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -48,12 +48,6 @@ static u16 pack1(float v) { return float_to_half(v); }
 static float unpack1(u16 bits) { return half_to_float(bits); }
 static void grid_dependency_wait() {}
 static void grid_launch_dependents() {}
-static u64 evict_first() { return 0; }
-static u64 evict_normally() { return 0; }
-template <int N> static void load_words(u32 (&word)[N], const void* at, u64) {
-    if (reinterpret_cast<u64>(at) % (4 * N)) abort();
-    memcpy(word, at, 4 * N);
-}
 
 // Blocks run one after the other: a second run of the launch finds what all of them told in the first.
 static void meet(u32*) { block_barrier(); }

@@ -13,7 +13,7 @@ from optdnn.types import Array
 from support.host import HERE, library
 
 _REPLACED = ("ptx.cuh", "l2_priority.cuh", "grid_meeting.cuh")
-"""Headers whose functions ``host_tiles.hpp`` has."""
+"""Headers whose functions ``host_tiles.hpp`` and ``host_l2.hpp`` have."""
 _SHARED = re.compile(r"extern __shared__ __align__\(16\) (\w+) (\w+)\[\];")
 
 
@@ -26,7 +26,7 @@ def run_launches(launches: Sequence[Launch], memory: Mapping[str, Array], folder
     }
     body = _inlined(template_files()[recipe.name].read_text(encoding="utf-8"), {**texts, **recipe.generated})
     body = _SHARED.sub(r"\1* \2 = reinterpret_cast<\1*>(dynamic_shared);", body).replace("#pragma unroll", "//")
-    parts = [(HERE / name).read_text(encoding="utf-8") for name in ("host.hpp", "host_tiles.hpp")]
+    parts = [(HERE / name).read_text(encoding="utf-8") for name in ("host.hpp", "host_tiles.hpp", "host_l2.hpp")]
     for launch in launches:
         struct = re.search(rf"{launch.function}\(const __grid_constant__ (\w+)", body)
         assert struct is not None

@@ -383,19 +383,19 @@ NORMS_OF_NORMS: dict[str, Callable[[], Graph]] = {
 
 
 RESIDUAL: dict[str, tuple[Callable[[], Graph], str]] = {
-    "layer norm of a sum": (residual, "add_norm_half"),
-    "layer norm added to rows": (normalized_residual, "norm_add_half"),
-    "rms norm added to rows": (lambda: normalized_residual("RMSNormalization", 768, turn=True), "norm_add_half"),
-    "layer norm between sums": (lambda: normalized_residual(before=True), "add_norm_half"),
-    "norms around sums": (sandwich, "norm_add_norm_half"),
+    "layer norm of a sum": (residual, "add_norm"),
+    "layer norm added to rows": (normalized_residual, "norm_add"),
+    "rms norm added to rows": (lambda: normalized_residual("RMSNormalization", 768, turn=True), "norm_add"),
+    "layer norm between sums": (lambda: normalized_residual(before=True), "add_norm"),
+    "norms around sums": (sandwich, "norm_add_norm"),
     "layer norms around sums": (
         lambda: sandwich("LayerNormalization", "LayerNormalization", 768),
-        "norm_add_norm_half",
+        "norm_add_norm",
     ),
-    "a layer norm, a sum and an rms norm": (lambda: sandwich("LayerNormalization"), "norm_add_norm_half"),
+    "a layer norm, a sum and an rms norm": (lambda: sandwich("LayerNormalization"), "norm_add_norm"),
     "an rms norm, a sum and a layer norm": (
         lambda: sandwich(second="LayerNormalization", width=1160),
-        "norm_add_norm_half",
+        "norm_add_norm",
     ),
-    "rms norm of a sum": (lambda: residual("RMSNormalization", 768), "add_norm_half"),
+    "rms norm of a sum": (lambda: residual("RMSNormalization", 768), "add_norm"),
 }

@@ -19,11 +19,11 @@ from optdnn.kernels.conv.fused import Convolution, bias_row
 from optdnn.kernels.conv.problem import MOMENT_CHANNELS, Problem, RowNorm
 from optdnn.kernels.gemm.hopper import HopperGemm, rows_of
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
-from optdnn.kernels.norm.half_rows import HalfRows
+from optdnn.kernels.norm.rows_once import RowsOnce
 from optdnn.kernels.tactic import Tactic
 from optdnn.types import BF16, FP16, Array
 
-PLAIN, ROWS = HopperGemm(), HalfRows()
+PLAIN, ROWS = HopperGemm(), RowsOnce()
 KINDS = {"LayerNormalization": True, "RMSNormalization": False}
 """Kind -> whether it takes the mean away."""
 PRODUCTS = frozenset({"MatMul", "Gemm"})

@@ -1,4 +1,4 @@
-"""Where rows of 16-bit elements may lie: at one pitch, or spread over a few axes."""
+"""Where rows of floats may lie: at one pitch, or spread over a few axes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import math
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, row_major, up
 from optdnn.kernels.pointwise.strides import merge
+from optdnn.types import DType
 
-ACCESS = 8
-"""Elements of 16 bytes."""
+ACCESS = 16
+"""Bytes of an access. Rows that lie apart begin at multiples of them."""
 PRODUCTS = frozenset({"MatMul", "Gemm", "Conv"})
 """Kinds that read rows by TMA: rows begin at multiples of 16 bytes, or are copied first."""
 MOST_AXES = 4
@@ -29,12 +30,18 @@ def walked(x: TensorView) -> tuple[tuple[int, int], ...] | None:
     return tuple(zip(sizes, strides, strict=True)) if len(sizes) <= MOST_AXES else None
 
 
+def access(dtype: DType) -> int:
+    """Elements of an access."""
+    return ACCESS // dtype.itemsize
+
+
 def aligned(x: TensorView) -> bool:
-    """Whether rows have no gaps, or lie where :func:`walked` finds them and begin at multiples of 16 bytes."""
+    """Whether rows have no gaps, or lie where :func:`walked` finds them and begin at multiples of :data:`ACCESS`."""
+    unit = access(x.dtype)
     if x.dense:
-        return x.offset % ACCESS == 0
+        return x.offset % unit == 0
     walk = walked(x)
-    return walk is not None and not any(n % ACCESS for n in (x.offset, *(stride for _, stride in walk)))
+    return walk is not None and not any(n % unit for n in (x.offset, *(stride for _, stride in walk)))
 
 
 def row_pitch(x: TensorView) -> int | None:
@@ -54,13 +61,13 @@ def result_strides(b: Builder, *results: Value) -> tuple[int, ...] | None:
         t.layout
         or t.dtype.itemsize != 2
         or not shape
-        or shape[-1] % ACCESS == 0
+        or shape[-1] % access(t.dtype) == 0
         or any(v in b.reserved for v in results)
     ):
         return None
     if not any(_multiplied(b.graph, v, len(shape) - 1, DEPTH) for v in results):
         return None
-    return (*(s * up(shape[-1], ACCESS) for s in row_major(shape[:-1])), 1)
+    return (*(s * up(shape[-1], access(t.dtype)) for s in row_major(shape[:-1])), 1)
 
 
 def _multiplied(graph: Graph, value: Value, axis: int, depth: int) -> bool:

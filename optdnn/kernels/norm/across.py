@@ -16,12 +16,12 @@ from optdnn.kernels.builder import Builder, TensorView, map_dtype, row_major, up
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.norm import across_kernel as across
 from optdnn.kernels.norm.add_norm import AddsAndNormalizes, norm_of
-from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, emit_norm
+from optdnn.kernels.norm.rows_once import OPERATIONS, RowsOnce, emit_norm
 from optdnn.kernels.tactic import Offer, Tactic
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
-_ROWS = HalfRows()
+_ROWS = RowsOnce()
 _PRODUCTS = frozenset({"MatMul", "Gemm"})
 
 
@@ -74,7 +74,7 @@ class NormAcross(Tactic):
     name = "norm_across"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if (why := _ROWS.refuse_rows(b, op)) is not None:
+        if (why := _ROWS.refuse_narrow_rows(b, op)) is not None:
             return why
         rank = len(op.outputs[0].type.static_shape)
         turned = b.graph.sole_user(op.value)
@@ -112,7 +112,7 @@ class NormOfAcross(NormAcross):
     name = "norm_of_across"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if (why := _ROWS.refuse_rows(b, op)) is not None:
+        if (why := _ROWS.refuse_narrow_rows(b, op)) is not None:
             return why
         x = b.operand(op.inputs[0])
         if x.dense or lying_across(x) is None:
@@ -138,7 +138,7 @@ class AddNormAcross(AddsAndNormalizes):
         norm, t = norm_of(b, op), op.outputs[0].type
         if norm is None:
             return "no normalization is the only reader of the sum"
-        if (why := _ROWS.refuse_rows(b, norm)) is not None:
+        if (why := _ROWS.refuse_narrow_rows(b, norm)) is not None:
             return f"the normalization after it: {why}"
         if any(v is None or b.graph.type(v).shape != t.shape or b.graph.type(v).dtype != t.dtype for v in op.inputs):
             return "an operand is broadcast"

@@ -14,7 +14,7 @@ from optdnn.kernels.pointwise.pointwise import single
 from optdnn.kernels.tactic import ProblemTactic, Region, readers
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import PointwiseAttrs, plain_stages
-from optdnn.types import BF16, FP16
+from optdnn.types import BF16, FP16, FP32
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def output_of(b: Builder, norm: Op) -> NormOutput:
     """The normalization, and the one pointwise operator that reads its result, where that has no tensor operands of its own."""
     alone = NormOutput(norm, norm, Epilogue())
     t, user = norm.outputs[0].type, b.graph.sole_user(norm.value)
-    if user is None or norm.value in b.reserved or t.dtype not in (FP16, BF16) or user.outputs[0].type != t:
+    if user is None or norm.value in b.reserved or t.dtype not in (FP16, BF16, FP32) or user.outputs[0].type != t:
         return alone
     if not user.definition.traits.pointwise or user.inputs.count(norm.value) != 1 or user.inputs[0] != norm.value:
         return alone

@@ -16,12 +16,12 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.layout.row_places import aligned, result_strides, row_pitch
 from optdnn.kernels.norm import rows_kernel as rows
-from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, placed, row_problem, rows_offers
+from optdnn.kernels.norm.rows_once import RowsOnce, emit_norm, placed, row_problem, rows_offers
 from optdnn.kernels.tactic import Offer, Region, Tactic, readers
 from optdnn.ops.base import attrs_dict
 
 NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
-_ROWS = HalfRows()
+_ROWS = RowsOnce()
 
 
 def norm_of(b: Builder, op: Op) -> Op | None:
@@ -68,9 +68,9 @@ class AddsAndNormalizes(Tactic):
 
 
 class AddNorm(AddsAndNormalizes):
-    """Add of two tensors of one shape, or of rows and rows that repeat, then LayerNorm or RMSNorm of the sum's rows, in 16-bit floats."""
+    """Add of two tensors of one shape, or of rows and rows that repeat, then LayerNorm or RMSNorm of the sum's rows."""
 
-    name = "add_norm_half"
+    name = "add_norm"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         norm, t = norm_of(b, op), op.outputs[0].type

@@ -163,8 +163,10 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     }
     defines |= {"WIDE": int(problem.itemsize == 4), "HAS_RESIDUAL": int(problem.residual)}
     defines |= group_sums.defines(config.slab, problem.group, config.lanes, config.threads)
-    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
-    return Recipe("group_norm.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
+    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue, exact=problem.itemsize == 4), ""])
+    return Recipe(
+        "group_norm.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, fast=problem.itemsize == 2)
+    )
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:

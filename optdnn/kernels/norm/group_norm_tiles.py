@@ -91,8 +91,13 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     defines = {"LANES": config.lanes, "THREADS": config.threads, "WIDE": int(problem.itemsize == 4)}
     defines |= {"ADDED": int(problem.added_pitch is not None)}
     defines |= group_sums.defines(config.slab, problem.group, config.lanes, config.threads)
-    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
-    return Recipe("group_norm_tiles.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
+    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue, exact=problem.itemsize == 4), ""])
+    return Recipe(
+        "group_norm_tiles.cu",
+        arch,
+        {"generated.cuh": text},
+        template_options(problem.dtype, fast=problem.itemsize == 2),
+    )
 
 
 def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, Launch]:

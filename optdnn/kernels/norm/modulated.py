@@ -12,15 +12,15 @@ from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
-from optdnn.kernels.layout.row_places import ACCESS, aligned, result_strides, row_pitch
+from optdnn.kernels.layout.row_places import access, aligned, result_strides, row_pitch
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.add_norm import NORMS
-from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, placed, row_problem
 from optdnn.kernels.norm.norm_add import FollowsNorm
+from optdnn.kernels.norm.rows_once import RowsOnce, emit_norm, placed, row_problem
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 
-_ROWS = HalfRows()
+_ROWS = RowsOnce()
 _SLOTS = 3
 """Operands of a norm's meaning in front of those that stages read: input, scale and bias."""
 
@@ -70,7 +70,7 @@ def _given(op: Op, slot: int) -> Value:
 
 
 class ModulatedRows(FollowsNorm):
-    """LayerNorm or RMSNorm of 16-bit rows, then a factor and a shift for each image and feature."""
+    """LayerNorm or RMSNorm of rows, then a factor and a shift for each image and feature."""
 
     name = "rows_modulated"
 
@@ -145,4 +145,4 @@ def _pitch(x: TensorView, shape: Sequence[int]) -> int | None:
     ):
         return None
     pitch = strides[0] if own[0] > 1 else 0
-    return None if pitch % ACCESS or x.offset % ACCESS else pitch
+    return None if pitch % access(x.dtype) or x.offset % access(x.dtype) else pitch

@@ -15,13 +15,13 @@ from optdnn.kernels.builder import Builder
 from optdnn.kernels.layout.row_places import aligned, result_strides, row_pitch
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.add_norm import NORMS
-from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, placed, row_problem, rows_offers
+from optdnn.kernels.norm.rows_once import RowsOnce, emit_norm, placed, row_problem, rows_offers
 from optdnn.kernels.tactic import Offer, ProblemTactic, Region
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
-_ROWS = HalfRows()
+_ROWS = RowsOnce()
 
 
 def normalized_operand(graph: Graph, op: Op) -> tuple[Op, Value] | None:
@@ -68,9 +68,9 @@ class FollowsNorm(ProblemTactic):
 
 
 class NormAdd(FollowsNorm):
-    """LayerNorm or RMSNorm of rows, then Add of a tensor of the same shape, in 16-bit floats."""
+    """LayerNorm or RMSNorm of rows, then Add of a tensor of the same shape."""
 
-    name = "norm_add_half"
+    name = "norm_add"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         found, t = normalized_operand(b.graph, op), op.outputs[0].type

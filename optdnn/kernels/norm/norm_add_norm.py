@@ -13,18 +13,18 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.add_norm import AddNorm, norm_of
-from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, parameters
 from optdnn.kernels.norm.norm_add import normalized_operand, of_another_launch
+from optdnn.kernels.norm.rows_once import OPERATIONS, RowsOnce, parameters
 from optdnn.kernels.tactic import Region
 from optdnn.ops.norm_regions import AddNormAttrs, NormAddNormAttrs
 
-_ROWS = HalfRows()
+_ROWS = RowsOnce()
 
 
 class NormAddNorm(AddNorm):
-    """LayerNorm or RMSNorm of rows, Add of a tensor of the same shape, then LayerNorm or RMSNorm of the sum, in 16-bit floats."""
+    """LayerNorm or RMSNorm of rows, Add of a tensor of the same shape, then LayerNorm or RMSNorm of the sum."""
 
-    name = "norm_add_norm_half"
+    name = "norm_add_norm"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         found = normalized_operand(b.graph, op)

@@ -15,19 +15,19 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.layout.row_places import aligned, result_strides
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.add_norm import norm_of
-from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, parameters, placed, row_problem, rows_offers
+from optdnn.kernels.norm.rows_once import OPERATIONS, RowsOnce, parameters, placed, row_problem, rows_offers
 from optdnn.kernels.quantized.quantizer import quantizer_of
 from optdnn.kernels.tactic import Offer, ProblemTactic, Region, readers
 from optdnn.ops.norm_regions import AddNormAttrs, NormAddNormAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
-_ROWS = HalfRows()
+_ROWS = RowsOnce()
 
 
 class NormNorm(ProblemTactic):
-    """LayerNorm or RMSNorm of rows, then LayerNorm or RMSNorm of the result, in 16-bit floats."""
+    """LayerNorm or RMSNorm of rows, then LayerNorm or RMSNorm of the result."""
 
-    name = "norm_norm_half"
+    name = "norm_norm"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         second = norm_of(b, op)

@@ -89,8 +89,10 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     defines = {
         "LANES": config.lanes, "THREADS": config.threads, "WIDE": int(problem.itemsize == 4), "EACH": int(problem.run == 1),
     }  # fmt: skip
-    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
-    return Recipe("row_norm_tiles.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
+    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue, exact=problem.itemsize == 4), ""])
+    return Recipe(
+        "row_norm_tiles.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, fast=problem.itemsize == 2)
+    )
 
 
 def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, ...]:

@@ -13,12 +13,12 @@ from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.norm import row_norm_tiles as tiles
 from optdnn.kernels.norm.activation import ActivatedNorm, output_of
 from optdnn.kernels.norm.group_norm import emit_one_launch, emit_two_reads, groups_of, no_plain_norm, norm_operands
-from optdnn.kernels.norm.half_rows import HalfRows
+from optdnn.kernels.norm.rows_once import RowsOnce
 from optdnn.kernels.tactic import MANY, Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import normalize_axis
 
-_ROWS = HalfRows()
+_ROWS = RowsOnce()
 
 
 @lru_cache(maxsize=1024)

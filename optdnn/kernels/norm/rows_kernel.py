@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from optdnn.kernels.launch import Launch, Parameters, template_options
-from optdnn.kernels.layout.row_places import MOST_AXES
+from optdnn.kernels.layout.row_places import ACCESS, MOST_AXES
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -39,7 +39,7 @@ class FirstNorm:
 @dataclass(frozen=True)
 class Modulated:
     """After a norm: ``rows`` rows share a factor, to which ``plus`` is added, and a shift for each feature. ``factor``, ``shift``: elements from
-    those of some rows to those of the next ones, in 16 bits (None: there is no shift)."""
+    those of some rows to those of the next ones (None: there is no shift)."""
 
     rows: int
     factor: int
@@ -49,7 +49,7 @@ class Modulated:
 
 @dataclass(frozen=True)
 class Problem:
-    """``rows`` rows of ``length`` 16-bit elements.
+    """``rows`` rows of ``length`` elements of ``dtype``: 16-bit floats or fp32.
 
     ``add``: a second input is added first, or to the result (``last``); ``sum``: what is normalized is also an output. ``scale``, ``bias``: the norm's fp32 parameters of
     ``length`` elements. ``factor`` multiplies softmax's input.
@@ -70,13 +70,13 @@ class Problem:
     narrow: str = ""
     """8-bit element type that the result goes out in; "": none."""
     wide: bool = True
-    """Whether it goes out in 16 bits."""
+    """Whether it goes out in ``dtype``."""
     last: bool = False
     walk: tuple[tuple[int, int], ...] = ()
     """Where the input's rows lie: sizes of up to :data:`MOST_AXES` axes and their strides in elements, the slowest first; (): one after
     the other."""
     pitches: tuple[int, int] = (0, 0)
-    """Elements from a row of the addend, and of the 16-bit results, to the next one; 0: ``length``."""
+    """Elements from a row of the addend, and of the results of ``dtype``, to the next one; 0: ``length``."""
     epilogue: tuple[render.Stage, ...] = ()
     """Stages without operands, through which the result of a norm goes."""
     first: FirstNorm | None = None
@@ -84,12 +84,17 @@ class Problem:
     modulated: Modulated | None = None
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         parameters = 4 * self.length * (self.scale + self.bias) if self.operation in OPERATIONS[:2] else 0
-        written = 2 * (self.wide + self.sum) + bool(self.narrow)
-        added = (self.period or self.rows) * self.length * 2 if self.add else 0
-        return self.rows * self.length * (2 + written) + added + parameters
+        written = self.itemsize * (self.wide + self.sum) + bool(self.narrow)
+        added = (self.period or self.rows) * self.length * self.itemsize if self.add else 0
+        return self.rows * self.length * (self.itemsize + written) + added + parameters
 
 
 @dataclass(frozen=True, order=True)
@@ -124,13 +129,13 @@ def refuse(problem: Problem, config: Config) -> str | None:
     if problem.first is not None and (not problem.sum or problem.operation not in OPERATIONS[:2]):
         return "a norm before the addition is for sums that are normalized, and stored"
     if problem.epilogue and (problem.narrow or problem.add or problem.operation not in OPERATIONS[:2]):
-        return "stages follow a norm that adds nothing, of 16-bit results"
+        return "stages follow a norm that adds nothing, and whose result is not quantized"
     if render.uses_residual(problem.epilogue) or ("bias",) in problem.epilogue:
         return "the stages after a norm have no operands"
     if problem.modulated is not None and (
         problem.operation not in OPERATIONS[:2] or problem.narrow or problem.add or problem.epilogue
     ):
-        return "factors follow a norm that adds nothing, of 16-bit results"
+        return "factors follow a norm that adds nothing, and whose result is not quantized"
     if problem.sum and not problem.add and problem.first is None:
         return "there is no sum without an addend"
     if not problem.wide and not problem.narrow:
@@ -143,6 +148,10 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return "no rows, or more rows than the kernel can count"
     if config.lanes not in (1, 2, 4, 8) or problem.length % config.lanes:
         return f"rows of {problem.length} elements are not vectors of {config.lanes}"
+    if config.lanes * problem.itemsize > ACCESS:
+        return f"{config.lanes} elements exceed an access of {ACCESS} bytes"
+    if problem.narrow and problem.itemsize != 2:
+        return "what is quantized was rounded to 16 bits"
     if config.group & (config.group - 1) if config.group <= 32 else config.group % 32 or config.group != config.threads:
         return f"{config.group} threads are no group of a block of {config.threads}"
     if not 32 <= config.threads <= 1024 or config.threads % 32:
@@ -168,9 +177,9 @@ def _vectors(problem: Problem) -> tuple[int, ...]:
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile. The sizes are parameters."""
-    norm = problem.operation in OPERATIONS[:2]
+    norm, wide = problem.operation in OPERATIONS[:2], problem.itemsize == 4
     defines = {
-        "OPERATION": OPERATIONS.index(problem.operation), "LANES": config.lanes, "VECTORS": config.vectors,
+        "OPERATION": OPERATIONS.index(problem.operation), "WIDE": int(wide), "LANES": config.lanes, "VECTORS": config.vectors,
         "GROUP": config.group, "ROWS": config.rows, "THREADS": config.threads,
         "HAS_ADD": int(problem.add), "ADD_LAST": int(problem.last), "HAS_SUM": int(problem.sum), "PERIODIC": int(problem.period > 0),
         "HAS_SCALE": int(norm and problem.scale), "HAS_BIAS": int(norm and problem.bias),
@@ -180,9 +189,9 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     }  # fmt: skip
     if problem.modulated is not None:
         defines |= {"MODULATED": 1, "HAS_SHIFT": int(problem.modulated.shift is not None)}
-    stages = [render.epilogue(problem.epilogue)] if problem.epilogue else []
+    stages = [render.epilogue(problem.epilogue, exact=wide)] if problem.epilogue else []
     text = "\n".join([render.constants(defines), *stages, ""])
-    return Recipe("rows.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
+    return Recipe("rows.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, fast=not wide))
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
@@ -216,7 +225,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     resident = max(1, min(2048 // config.threads, int(65536 / (registers * config.threads)), 32))
     near = problem.bytes < device.l2_bytes  # rows that the last kernel left in L2
     busy = min(blocks, resident * device.multiprocessors)
-    in_flight = busy * config.threads * elements * 2 * (1 + problem.add)
+    in_flight = busy * config.threads * elements * problem.itemsize * (1 + problem.add)
     bandwidth = min(5.5e12 if near else MEMORY, in_flight / 0.8e-6)
     work = blocks * config.threads * (elements * 12 + 80 + 40 * math.log2(max(2, config.group)))
     compute = work / min(busy, device.multiprocessors) / 128 / CLOCK
@@ -231,7 +240,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:
     """The configurations to time, best predicted first. Empty when a row is too long."""
-    lanes = next(n for n in (8, 4, 2, 1) if problem.length % n == 0)
+    lanes = next(n for n in (8, 4, 2, 1) if problem.length % n == 0 and n * problem.itemsize <= ACCESS)
     found: list[tuple[float, Config]] = []
     for group in (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024):
         vectors = -(-problem.length // (group * lanes))

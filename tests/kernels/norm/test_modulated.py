@@ -85,7 +85,7 @@ def test_the_kernel_refuses() -> None:
     config = rows.candidates(MODULATED, GPU)[0]
     assert rows.refuse(MODULATED, config) is None
     other = rows.Problem("softmax", 512, 384, modulated=MODULATED.modulated)
-    assert rows.refuse(other, config) == "factors follow a norm that adds nothing, of 16-bit results"
+    assert rows.refuse(other, config) == "factors follow a norm that adds nothing, and whose result is not quantized"
     odd = rows.Problem("layer_norm", 512, 384, modulated=rows.Modulated(256, 2308, None, 0.0))
     assert rows.refuse(odd, config) == "rows do not begin at multiples of 8 elements"
 

@@ -1,4 +1,4 @@
-"""norm_add_half: which additions of normalized rows are part of the norm's launch; tests of its numbers are in test_sequence.py."""
+"""norm_add: which additions of normalized rows are part of the norm's launch; tests of its numbers are in test_sequence.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROBLEM = rows.Problem("layer_norm", 50176, 96, add=True, last=True)
 
 def reasons(program: Program) -> list[str]:
     """Why the tactic refuses the additions of a network."""
-    return refusals(program, "norm_add_half", kind="Add")
+    return refusals(program, "norm_add", kind="Add")
 
 
 def test_the_normalized_rows_are_not_stored() -> None:

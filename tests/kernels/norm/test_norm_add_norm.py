@@ -1,4 +1,4 @@
-"""norm_add_norm_half: norms on both sides of an addition in one launch; tests of its numbers are in test_sequence.py."""
+"""norm_add_norm: norms on both sides of an addition in one launch; tests of its numbers are in test_sequence.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROBLEM = rows.Problem("rms_norm", 128, 1536, add=True, sum=True, bias=False, fi
 
 def reasons(program: Program) -> list[str]:
     """Why the tactic refuses the additions of a network."""
-    return refusals(program, "norm_add_norm_half", kind="Add")
+    return refusals(program, "norm_add_norm", kind="Add")
 
 
 def test_one_launch_normalizes_adds_and_normalizes() -> None:

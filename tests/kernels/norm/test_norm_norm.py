@@ -1,4 +1,4 @@
-"""norm_norm_half: two norms, one of the other's result, in one launch."""
+"""norm_norm: two norms, one of the other's result, in one launch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def other(second: str = "Softmax", axis: int = -1, computed: bool = False) -> Gr
     ids=["a softmax", "another axis", "a computed scale", "long rows"],
 )
 def test_refusals(graph: Graph, because: str) -> None:
-    check_not_taken(graph, "norm_norm_half", because)
+    check_not_taken(graph, "norm_norm", because)
 
 
 def test_the_kernel_gives_the_first_result() -> None:
@@ -71,7 +71,9 @@ def test_the_kernel_gives_the_first_result() -> None:
 def test_the_kernel_on_a_processor(length: int, config: rows.Config, tmp_path: Path) -> None:
     problem, rng = replace(PROBLEM, length=length), np.random.default_rng(0)
     made = rows.launch(problem, config, GPU)
-    library = emulated.compiled(made.recipe, made.function, tmp_path, first=["vectors.cuh"])
+    library = emulated.compiled(
+        made.recipe, made.function, tmp_path, first=["vectors.cuh"], headers=["l2_priority.cuh", "tile_vectors.cuh"]
+    )
     held = {name: rng.standard_normal(length).astype(np.float32) for name in ("scale", "first_scale", "first_bias")}
     held |= {name: rng.standard_normal((13, length)).astype(FP16) for name in ("input", "sum", "output")}
     held = {name: emulated.aligned(held[name]) for name in made.operands}

@@ -1,6 +1,7 @@
-// Vectors of LANES elements (16-bit floats, with WIDE fp32) of tensors that two launches read one after the other, as fp32.
+// Vectors of LANES elements (16-bit floats, with WIDE fp32) of tensors, as fp32.
 //
-// Each access says how long L2 should keep its lines: what is not read again makes room first.
+// Of tensors that two launches read one after the other, each access says how long L2 should keep its lines: what is not read again makes
+// room first.
 #pragma once
 #include "l2_priority.cuh"
 #include "vectors.cuh"
@@ -44,7 +45,7 @@ DEVICE float element_of(const Element* at) {
 #endif
 }
 
-// A vector as it is, to and from shared memory.
+// A vector as it is.
 DEVICE void put_vector(Element* at, const Vector& v) {
     if constexpr (VECTOR_BYTES == 16) *reinterpret_cast<uint4*>(at) = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
     else if constexpr (VECTOR_BYTES == 8) *reinterpret_cast<uint2*>(at) = make_uint2(v.word[0], v.word[1]);
@@ -67,16 +68,20 @@ DEVICE Vector get_vector(const Element* at) {
     return v;
 }
 
-DEVICE void store_vector(Element* at, const float (&x)[LANES]) {
-#if WIDE
+DEVICE Vector vector_of(const float* x) {
     Vector v;
+#if WIDE
     #pragma unroll
     for (int i = 0; i < LANES; i++) v.word[i] = __float_as_uint(x[i]);
-    put_vector(at, v);
 #else
-    store_packed(at, pack<LANES>(x));
+    const Packed<LANES> packed = pack<LANES>(x);
+    #pragma unroll
+    for (int i = 0; i < (LANES + 1) / 2; i++) v.word[i] = packed.word[i];
 #endif
+    return v;
 }
+
+DEVICE void store_vector(Element* at, const float (&x)[LANES]) { put_vector(at, vector_of(x)); }
 
 // ---- tiles and their moments -------------------------------------------------------------------------------------------
 

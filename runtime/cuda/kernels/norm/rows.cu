@@ -1,19 +1,18 @@
-// Normalization and softmax over the last axis of a matrix: [rows][length], 16-bit storage, fp32 statistics.
+// Normalization and softmax over the last axis of a matrix: [rows][length] in 16-bit floats or (WIDE) fp32, with fp32 statistics.
 //
 // GROUP threads take a row. Each holds VECTORS vectors of LANES elements of it in registers as fp32, so that a row is read once
 // and written once: mean, then the squared deviations from it (no cancellation), then the result. GROUP <= 32 is part of a warp,
 // and a block takes several rows; a larger GROUP is the whole block. ROWS: rows of a group of part of a warp, all loaded before the
 // first is reduced; they share one reading of the parameters, which are four times as long as a row.
 //
-// generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, 2 softmax, 3 log-softmax), LANES, VECTORS, GROUP, ROWS, THREADS, HAS_ADD
+// generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, 2 softmax, 3 log-softmax), WIDE, LANES, VECTORS, GROUP, ROWS, THREADS, HAS_ADD
 // (the normalized row is input + addend), ADD_LAST (the addend is added to the normalized row instead), PERIODIC (the addend's rows
 // repeat), FIRST (1, 2: the input is normalized by operation 0 or 1 before an addend is added), HAS_FIRST_SCALE and HAS_FIRST_BIAS,
 // WALKED (the input's rows are spread over up to four axes; all else lies in rows), HAS_SUM (that sum is an output, too), HAS_SCALE and
 // HAS_BIAS; EPILOGUE (the result goes through epilogue()); MODULATED (rows of an image share factors, and with HAS_SHIFT shifts, after the
 // norm); NARROW (1: the result goes out in 8-bit integers, 2: in fp8)
-// and HAS_OUTPUT (it goes out in 16 bits).
-#include "vectors.cuh"
-#include "generated.cuh"
+// and HAS_OUTPUT (it goes out in the input's type).
+#include "tile_vectors.cuh"
 #include "narrow.cuh"
 
 constexpr int WARPS = GROUP > 32 ? GROUP / 32 : 1;
@@ -21,30 +20,41 @@ constexpr int COUNT = VECTORS * LANES;
 constexpr bool EARLY_PARAMETERS = COUNT <= 16;     // few enough to wait for the predecessor with the parameters in registers
 
 struct Params {
-    const u16* input;
-    const u16* addend;
+    const Element* input;
+    const Element* addend;
     const float* scale;                            // [length]
     const float* bias;                             // [length]
-    u16* output;
-    u16* sum;
+    Element* output;
+    Element* sum;
     u8* narrow;
     int rows, length;
     float epsilon, inverse_length, factor;         // factor multiplies softmax's input
     Narrow to;
     int period;                                    // rows of the addend, where they repeat
-    int addend_pitch, pitch;                       // elements from a row of the addend, and of both 16-bit results, to the next one
+    int addend_pitch, pitch;                       // elements from a row of the addend, and of both results in its type, to the next one
     int sizes[3];                                  // WALKED: of the three inner axes over which the input's rows are spread
     long long strides[4];                          // WALKED: elements from a row to the next one of each axis
     const float* first_scale;                      // FIRST: [length]
     const float* first_bias;
     float first_epsilon;
 #if MODULATED
-    const u16* factors;
-    const u16* shifts;
+    const Element* factors;
+    const Element* shifts;
     int shared, factor_pitch, shift_pitch;         // rows that share factors and shifts, and elements to those of the next rows
     float plus;                                    // is added to a factor
 #endif
 };
+
+// As exact as the elements are.
+#if WIDE
+DEVICE float exponential(float x) { return expf(x); }
+DEVICE float logarithm(float x) { return logf(x); }
+DEVICE float reciprocal(float x) { return 1.0f / x; }
+#else
+DEVICE float exponential(float x) { return __expf(x); }
+DEVICE float logarithm(float x) { return __logf(x); }
+DEVICE float reciprocal(float x) { return __fdividef(1.0f, x); }
+#endif
 
 // Where a row of the input begins.
 DEVICE long long input_at(const Params& p, int row) {
@@ -76,7 +86,7 @@ template <bool MAXIMUM> DEVICE float reduce(float x, int slot) {
 // What normalizes a row of the input: its mean (MEAN) and the reciprocal of its deviation. `inside`: columns that the row has. The last
 // sum is exchanged through slot 1, as the row's next reduction takes slot 0.
 template <bool MEAN>
-DEVICE void moments(const Packed<LANES> (&raw)[VECTORS], int first, int inside, float inverse_length, float epsilon, float& shift, float& factor) {
+DEVICE void moments(const Vector (&raw)[VECTORS], int first, int inside, float inverse_length, float epsilon, float& shift, float& factor) {
     #pragma unroll
     for (int pass = MEAN ? 0 : 1; pass < 2; pass++) {
         float total = 0.0f;
@@ -85,7 +95,7 @@ DEVICE void moments(const Packed<LANES> (&raw)[VECTORS], int first, int inside, 
             if (first + v * GROUP * LANES >= inside) continue;
             #pragma unroll
             for (int i = 0; i < LANES; i++) {
-                const float d = element(raw[v], i) - shift;
+                const float d = lane_of(raw[v], i) - shift;
                 total += pass == 0 ? d : d * d;
             }
         }
@@ -95,14 +105,14 @@ DEVICE void moments(const Packed<LANES> (&raw)[VECTORS], int first, int inside, 
     }
 }
 
-// LANES bytes of what was rounded to 16 bits, as a reader of the 16-bit result would quantize it.
-DEVICE void store_narrow(const Params& p, u8* at, const Packed<LANES>& x) {
+// LANES bytes of the result, as a reader of it in the input's type would quantize it.
+DEVICE void store_narrow(const Params& p, u8* at, const Vector& x) {
     u32 word[(LANES + 3) / 4];
     #pragma unroll
     for (int i = 0; i < LANES; i += 4) {
         float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         #pragma unroll
-        for (int j = 0; j < 4 && i + j < LANES; j++) v[j] = element(x, i + j);
+        for (int j = 0; j < 4 && i + j < LANES; j++) v[j] = lane_of(x, i + j);
         word[i / 4] = narrow_four<NARROW == 2>(p.to, v[0], v[1], v[2], v[3]);
     }
     if constexpr (LANES == 8)
@@ -115,7 +125,7 @@ DEVICE void store_narrow(const Params& p, u8* at, const Packed<LANES>& x) {
         *at = u8(word[0]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ Params p) {
     grid_launch_dependents();
     const int row = (blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP) * ROWS, first = threadIdx.x % GROUP * LANES;
     const long long start = (long long)row * p.pitch;
@@ -134,16 +144,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
     }
     grid_dependency_wait();
 
-    Packed<LANES> raw[ROWS][VECTORS], other[HAS_ADD ? ROWS : 1][HAS_ADD ? VECTORS : 1];
+    Vector raw[ROWS][VECTORS], other[HAS_ADD ? ROWS : 1][HAS_ADD ? VECTORS : 1];
     #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
             const int column = first + v * GROUP * LANES;
             if (row + r >= p.rows || column >= p.length) continue;
-            raw[r][v] = load_packed<LANES>(p.input + input_at(p, row + r) + column);
+            raw[r][v] = get_vector(p.input + input_at(p, row + r) + column);
             const long long added = (long long)(PERIODIC ? (row + r) % p.period : row + r) * p.addend_pitch;
-            if (HAS_ADD) other[HAS_ADD ? r : 0][HAS_ADD ? v : 0] = load_packed<LANES>(p.addend + added + column);
+            if (HAS_ADD) other[HAS_ADD ? r : 0][HAS_ADD ? v : 0] = get_vector(p.addend + added + column);
         }
     }
     float x[ROWS][COUNT], shift[ROWS], factor[ROWS];
@@ -165,13 +175,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
             #pragma unroll
             for (int i = 0; i < LANES; i++) {
                 float value = 0.0f;
-                if (inside) value = element(raw[r][v], i);
+                if (inside) value = lane_of(raw[r][v], i);
                 if (FIRST && inside) {
                     value = (value - first_shift) * first_factor;
                     if (HAS_FIRST_SCALE) value *= first_scale[at + i];
                     if (HAS_FIRST_BIAS) value += first_bias[at + i];
                 }
-                if (HAS_ADD && !ADD_LAST && inside) value += element(other[HAS_ADD ? r : 0][HAS_ADD ? v : 0], i);
+                if (HAS_ADD && !ADD_LAST && inside) value += lane_of(other[HAS_ADD ? r : 0][HAS_ADD ? v : 0], i);
                 if (OPERATION >= 2) {
                     value *= p.factor;
                     if (inside) total = fmaxf(total, value), nan |= value != value;
@@ -180,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
                 }
                 x[r][v * LANES + i] = value;
             }
-            if (HAS_SUM && inside) store_packed(p.sum + start + (long long)r * p.pitch + column, pack<LANES>(x[r] + v * LANES));
+            if (HAS_SUM && inside) put_vector(p.sum + start + (long long)r * p.pitch + column, vector_of(x[r] + v * LANES));
         }
         if (OPERATION >= 2) {
             shift[r] = reduce<true>(total, 0);
@@ -190,14 +200,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
                 if (first + v * GROUP * LANES >= p.length) continue;
                 #pragma unroll
                 for (int i = 0; i < LANES; i++) {
-                    const float e = __expf(x[r][v * LANES + i] - shift[r]);
+                    const float e = exponential(x[r][v * LANES + i] - shift[r]);
                     if (OPERATION == 2) x[r][v * LANES + i] = e;
                     sum += e;
                 }
             }
             sum = reduce<false>(sum, 1);
-            if (OPERATION == 2) shift[r] = 0.0f, factor[r] = __fdividef(1.0f, sum);
-            else shift[r] += __logf(sum), factor[r] = 1.0f;
+            if (OPERATION == 2) shift[r] = 0.0f, factor[r] = reciprocal(sum);
+            else shift[r] += logarithm(sum), factor[r] = 1.0f;
         } else if (OPERATION == 0) {
             shift[r] = reduce<false>(total, 0) * p.inverse_length;
             float squares = 0.0f;
@@ -230,9 +240,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
             float y[LANES];
 #if MODULATED
             const long long image = (row + r) / p.shared;
-            const Packed<LANES> factors = load_packed<LANES>(p.factors + image * p.factor_pitch + column);
-            Packed<LANES> shifts;
-            if (HAS_SHIFT) shifts = load_packed<LANES>(p.shifts + image * p.shift_pitch + column);
+            const Vector factors = get_vector(p.factors + image * p.factor_pitch + column);
+            Vector shifts;
+            if (HAS_SHIFT) shifts = get_vector(p.shifts + image * p.shift_pitch + column);
 #endif
             #pragma unroll
             for (int i = 0; i < LANES; i++) {
@@ -240,17 +250,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
                 if (OPERATION < 2 && HAS_SCALE) value *= scale[at + i];
                 if (OPERATION < 2 && HAS_BIAS) value += bias[at + i];
 #if MODULATED
-                value *= element(factors, i) + p.plus;
-                if (HAS_SHIFT) value += element(shifts, i);
+                value *= lane_of(factors, i) + p.plus;
+                if (HAS_SHIFT) value += lane_of(shifts, i);
 #endif
-                if (ADD_LAST) value += element(other[HAS_ADD ? r : 0][HAS_ADD ? v : 0], i);
+                if (ADD_LAST) value += lane_of(other[HAS_ADD ? r : 0][HAS_ADD ? v : 0], i);
 #if EPILOGUE
                 value = epilogue(value, 0.0f, 0.0f);
 #endif
                 y[i] = value;
             }
-            const Packed<LANES> packed = pack<LANES>(y);
-            if (HAS_OUTPUT) store_packed(p.output + start + (long long)r * p.pitch + column, packed);
+            const Vector packed = vector_of(y);
+            if (HAS_OUTPUT) put_vector(p.output + start + (long long)r * p.pitch + column, packed);
             if (NARROW) store_narrow(p, p.narrow + (long long)(row + r) * p.length + column, packed);
         }
     }

@@ -26,7 +26,7 @@ def reasons(program: Program, kind: str) -> str:
     return "; ".join(refusals(program, kind=kind))
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32", "tf32"])
 @pytest.mark.parametrize("kind", ["Softmax", "LogSoftmax"])
 def test_rows(kind: str, precision: str) -> None:
     n = Net()
@@ -35,7 +35,7 @@ def test_rows(kind: str, precision: str) -> None:
     z = n.op("RMSNormalization", n.op("Exp", y), n.positive(48))
     program = check_simulated(n.done(n.op(kind, n.matmul(z, 40))), precision)
     for one in ("LayerNormalization", "RMSNormalization", kind):
-        assert chosen(program, one) == ["rows_half"]
+        assert chosen(program, one) == ["rows_once"]
     for step in program.steps:
         parsed = parse(step, program)
         if program.kernels[parsed.launch.kernel].template == "rows.cu":
@@ -55,10 +55,11 @@ def activated(kind: str, activation: str, rows: int = 12) -> Graph:
     return n.done(n.matmul(n.op(activation, y, *bounds), 16))
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization"])
-def test_activations_after_norms_of_rows(kind: str, activation: str) -> None:
-    program = check_simulated(activated(kind, activation))
+def test_activations_after_norms_of_rows(kind: str, activation: str, precision: str) -> None:
+    program = check_simulated(activated(kind, activation), precision)
     assert chosen(program, kind) == ["rows_activated"]
     assert [s.params["op"]["kind"] for s in program.steps].count("ActivatedNorm") == 1
 
@@ -67,14 +68,14 @@ def test_norms_without_an_activation_have_none() -> None:
     n = Net()
     y = n.op("RMSNormalization", n.matmul(n.input(12, 32), 48), n.positive(48))
     program = check_simulated(n.done(n.matmul(y, 16), n.op("Gelu", y)))
-    assert chosen(program, "RMSNormalization") == ["rows_half"]
+    assert chosen(program, "RMSNormalization") == ["rows_once"]
     assert "no activation is the only reader of its result" in reasons(program, "RMSNormalization")
 
 
 def test_stages_that_are_refused() -> None:
     stages = (("gelu",),)
     config = rows_kernel.candidates(rows_kernel.Problem("layer_norm", 40, 48, epilogue=stages), of_arch("sm_90a"))[0]
-    alone = "stages follow a norm that adds nothing, of 16-bit results"
+    alone = "stages follow a norm that adds nothing, and whose result is not quantized"
     for problem in (
         rows_kernel.Problem("softmax", 40, 48, epilogue=stages),
         rows_kernel.Problem("layer_norm", 40, 48, add=True, epilogue=stages),
@@ -124,7 +125,7 @@ def cropped(kind: str) -> Graph:
 @pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization", "Softmax"])
 def test_rows_of_a_part_of_an_image(kind: str) -> None:
     program = check_simulated(cropped(kind))
-    assert chosen(program, kind) == ["rows_half"]
+    assert chosen(program, kind) == ["rows_once"]
 
 
 def test_rows_are_spread_over_their_axes() -> None:
@@ -162,7 +163,7 @@ def post_norm(kind: str = "LayerNormalization", windows: bool = False) -> Graph:
 def test_rows_are_padded_for_products(kind: str) -> None:
     """No launch copies rows to where products can read them."""
     program = check_simulated(post_norm(kind))
-    assert chosen(program, "Add").count("norm_add_half") == 2
+    assert chosen(program, "Add").count("norm_add") == 2
     kinds = [s.params["op"]["kind"] for s in program.steps]
     assert "Copy" not in kinds
     assert kinds.count("ActivatedNorm") == 2

@@ -1,4 +1,4 @@
-"""Tactics of normalizations and softmax of 16-bit rows that are read once."""
+"""Tactics of normalizations and softmax of rows that are read once: each fits the registers of the threads that take it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.launch import Launch
-from optdnn.kernels.layout.row_places import ACCESS, result_strides, row_pitch, walked
+from optdnn.kernels.layout.row_places import access, result_strides, row_pitch, walked
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.activation import output_of
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
@@ -20,10 +20,10 @@ from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
 from optdnn.kernels.tactic import Offer, Region, Tactic, readers
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
-from optdnn.types import BF16, FP16, normalize_axis
+from optdnn.types import BF16, FP16, FP32, normalize_axis
 
-SHORT = tuple(ACCESS << k for k in range(6))
-"""Elements of rows that a power of two of lanes share."""
+SHORT = tuple(1 << k for k in range(6))
+"""Accesses of rows that a power of two of lanes share."""
 
 
 @lru_cache(maxsize=1024)
@@ -39,10 +39,10 @@ OPERATIONS = {
 """Kind -> the row kernel's operation."""
 
 
-class HalfRows(Tactic):
-    """LayerNorm, RMSNorm, Softmax and LogSoftmax of 16-bit rows, each read once. The rows of the result lie at one pitch."""
+class RowsOnce(Tactic):
+    """LayerNorm, RMSNorm, Softmax and LogSoftmax of rows of 16-bit floats or fp32. The rows of the result lie at one pitch."""
 
-    name = "rows_half"
+    name = "rows_once"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := self.refuse_rows(b, op)) is not None:
@@ -54,7 +54,7 @@ class HalfRows(Tactic):
         return None if x.dense else _refuse_apart(op, x)
 
     def result(self, b: Builder, op: Op) -> Value:
-        """The value that the launch writes in 16 bits."""
+        """The value that the launch writes in the type of its input."""
         return op.value
 
     def refuse_rows(self, b: Builder, op: Op) -> str | None:
@@ -62,8 +62,8 @@ class HalfRows(Tactic):
         t = op.outputs[0].type
         if (why := no_kernels(b.arch)) is not None:
             return why
-        if t.dtype not in (FP16, BF16) or not t.static_shape:
-            return "it is for rows of 16-bit floats"
+        if t.dtype not in (FP16, BF16, FP32) or not t.static_shape:
+            return "it is for rows of 16-bit floats or fp32"
         if b.graph.type(op.inputs[0]).dtype != t.dtype:  # type: ignore[arg-type]
             return "its operand is of another type than its result"
         if normalize_axis(op.attrs.axis, len(t.static_shape)) != len(t.static_shape) - 1:
@@ -78,6 +78,12 @@ class HalfRows(Tactic):
         if not rows_offers(row_problem(op), b.gpu):
             return f"rows of {shape[-1]} elements do not fit the registers of a block"
         return None
+
+    def refuse_narrow_rows(self, b: Builder, op: Op) -> str | None:
+        """Why a launch for rows of 16-bit floats alone cannot run the operator."""
+        if op.outputs[0].type.dtype.itemsize != 2:
+            return "it is for rows of 16-bit floats"
+        return self.refuse_rows(b, op)
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
         """What the launch computes."""
@@ -108,9 +114,10 @@ def _refuse_apart(op: Op, x: TensorView) -> str | None:
     walk = walked(x)
     if walk is None:
         return "its rows have gaps inside, or lie over too many axes"
-    if x.offset % ACCESS or any(stride % ACCESS for _, stride in walk):
+    unit = access(x.dtype)
+    if x.offset % unit or any(stride % unit for _, stride in walk):
         return "its rows do not begin at multiples of 16 bytes"
-    if "Normalization" in op.kind and x.shape[-1] in SHORT:
+    if "Normalization" in op.kind and x.shape[-1] in [unit * n for n in SHORT]:
         return "short rows that lie apart have a kernel of their own"
     return None
 
@@ -151,8 +158,8 @@ def emit_norm(
     b.emit(covers, made, operands, kind, attrs, reads, writes)
 
 
-class ActivatedRows(HalfRows):
-    """A norm of 16-bit rows with the activation after it."""
+class ActivatedRows(RowsOnce):
+    """A norm with the activation after it."""
 
     name = "rows_activated"
 
@@ -183,7 +190,7 @@ class ActivatedRows(HalfRows):
         emit_norm(b, to.covers, op, made, operands, *to.meaning(), after=to.operands(b))
 
 
-class QuantizedRows(HalfRows):
+class QuantizedRows(RowsOnce):
     """A norm of 16-bit rows with the quantization of its result, which goes out in 16 bits only where something else reads it."""
 
     name = "rows_quantized"
@@ -194,7 +201,7 @@ class QuantizedRows(HalfRows):
             return "nothing quantizes its result"
         if (why := no_conversion(to.to.dtype, b.arch)) is not None:
             return why
-        return super().refuse(b, op)
+        return self.refuse_narrow_rows(b, op) or super().refuse(b, op)
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """What reads the result: perhaps a quantization."""

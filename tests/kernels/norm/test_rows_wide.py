@@ -1,0 +1,97 @@
+"""Rows of fp32 that are read once: the kernel on the processor is exact to the last bits, and the accesses stay within 16 bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import emulated
+from support.host import COMPILER, WHY_NOT
+
+from optdnn.kernels.norm import rows_kernel as rows
+from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.types import Array
+
+GPU = of_arch("sm_90a")
+PLAIN = rows.Problem("layer_norm", 11, 96, "float32")
+SHIFTED = 40.0
+"""Mean of the rows, which would cancel in sums of squares."""
+
+
+def expected(problem: rows.Problem, x: Array, scale: Array, bias: Array) -> Array:
+    if problem.operation == "softmax":
+        e = np.exp(x - x.max(1, keepdims=True))
+        return e / e.sum(1, keepdims=True)
+    if problem.operation == "log_softmax":
+        y = x - x.max(1, keepdims=True)
+        return y - np.log(np.exp(y).sum(1, keepdims=True))
+    y = x - x.mean(1, keepdims=True) if problem.operation == "layer_norm" else x
+    y = y / np.sqrt(np.square(y).mean(1, keepdims=True) + problem.epsilon) * scale
+    y = y + bias if problem.bias else y
+    return y / (1 + np.exp(-y)) if problem.epilogue else y
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        (PLAIN, rows.Config(8, 3, 4, 64)),
+        (PLAIN, rows.Config(8, 3, 4, 64, 2)),
+        (replace(PLAIN, length=301), rows.Config(64, 5, 1, 64)),
+        (replace(PLAIN, epilogue=(("silu",),)), rows.Config(32, 1, 4, 64)),
+        (rows.Problem("rms_norm", 11, 96, "float32", bias=False), rows.Config(32, 2, 2, 64)),
+        (rows.Problem("softmax", 11, 96, "float32"), rows.Config(8, 3, 4, 64)),
+        (rows.Problem("log_softmax", 11, 301, "float32"), rows.Config(64, 5, 1, 64)),
+    ],
+)
+def test_the_kernel_on_a_processor(problem: rows.Problem, config: rows.Config, tmp_path: Path) -> None:
+    assert rows.refuse(problem, config) is None
+    rng, shape = np.random.default_rng(0), (problem.rows, problem.length)
+    memory: dict[str, Array] = {
+        name: rng.standard_normal(problem.length).astype(np.float32) for name in ("scale", "bias")
+    }
+    memory |= {
+        "input": (rng.standard_normal(shape) + SHIFTED).astype(np.float32),
+        "output": np.zeros(shape, np.float32),
+    }
+    made = rows.launch(problem, config, GPU)
+    held = {name: emulated.aligned(memory[name]) for name in made.operands}
+    stages = render.epilogue(problem.epilogue, exact=True) if problem.epilogue else ""
+    library = emulated.compiled(
+        made.recipe,
+        made.function,
+        tmp_path,
+        first=["vectors.cuh"],
+        headers=["l2_priority.cuh", "tile_vectors.cuh"],
+        rendered=stages,
+    )
+    emulated.run(library, made, {name: array.ctypes.data for name, array in held.items()})
+    want = expected(problem, *(memory[name].astype(np.float64) for name in ("input", "scale", "bias")))
+    np.testing.assert_allclose(held["output"], want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_accesses_have_sixteen_bytes_at_most() -> None:
+    assert rows.refuse(PLAIN, rows.Config(4, 3, 8, 64)) == "8 elements exceed an access of 16 bytes"
+    assert {c.lanes for c in rows.candidates(PLAIN, GPU)} == {4}
+    assert (
+        rows.refuse(replace(PLAIN, narrow="int8"), rows.Config(8, 3, 4, 64))
+        == "what is quantized was rounded to 16 bits"
+    )
+
+
+def test_a_row_has_twice_the_bytes() -> None:
+    half = replace(PLAIN, dtype="float16", scale=False, bias=False)
+    assert replace(half, dtype="float32").bytes == 2 * half.bytes
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("operation", rows.OPERATIONS)
+@pytest.mark.parametrize("length", [32, 96, 768, 4096])
+def test_candidates_compile_without_spills(operation: str, length: int) -> None:
+    problem = rows.Problem(operation, 4096, length, "float32")
+    for config in rows.candidates(problem, GPU, 3):
+        kernel = nvrtc.resources(rows.recipe(problem, config))["rows"]
+        assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
