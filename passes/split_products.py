@@ -17,12 +17,14 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
-from optdnn.passes.channel_shuffles import PRECISIONS
 from optdnn.passes.support.facts import operand, producer
 from optdnn.passes.support.parts import PARTS, is_axis, span, whole
 from optdnn.passes.support.products import plain_product
 from optdnn.passes.support.stages import ACTIVATIONS
 from optdnn.target_name import HOPPER, TargetName
+
+PAIRED = ("fp32", "tf32", "fp16", "bf16")
+"""Precisions at which a launch computes both convolutions of a gate."""
 
 
 @rule("split_product", {"Mul"})
@@ -225,5 +227,5 @@ class SplitProducts(RulePass):
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
         """Only Hopper has a kernel for both convolutions of a gate: elsewhere they would read the image twice."""
         machine = TargetName.parse(context.target)
-        paired = context.precision in PRECISIONS and machine.on_gpu and (machine.arch or HOPPER) == HOPPER
+        paired = context.precision in PAIRED and machine.on_gpu and (machine.arch or HOPPER) == HOPPER
         return self.rules if paired else tuple(r for r in self.rules if r is not split_convolution)

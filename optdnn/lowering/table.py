@@ -20,7 +20,7 @@ from optdnn.kernels.conv.general import BandedConv, GeneralConv, GeneralGemm
 from optdnn.kernels.conv.grouped import GroupedConv
 from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.kernels.conv.normed import NormedConv
-from optdnn.kernels.conv.paired import PairedConv
+from optdnn.kernels.conv.paired import PairedConv, PairedParts
 from optdnn.kernels.conv.parts import PartsConv, PartsGemm
 from optdnn.kernels.conv.pooled import PooledConv
 from optdnn.kernels.conv.separable import Separable
@@ -38,7 +38,7 @@ from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.gemm.matmul import TiledMatMul
 from optdnn.kernels.gemm.normed import NormedGemm, NormedPair
 from optdnn.kernels.gemm.normed_residual import NormedResidualGemm
-from optdnn.kernels.gemm.paired import PairedGemm
+from optdnn.kernels.gemm.paired import PairedGemm, PairedPartsGemm
 from optdnn.kernels.gemm.row_product import RowProduct
 from optdnn.kernels.gemm.turned import NormedTurnedGemm, TurnedGemm
 from optdnn.kernels.index import numeric, positions, regions, scatters
@@ -116,6 +116,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         GroupedConv(),
         BandedConv(),
         GeneralConv(),
+        PairedParts(),
         PartsConv(),
         TiledConv(),
         DirectConv(),
@@ -141,6 +142,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         NormedResidualGemm(),
         HopperGemm(),
         GeneralGemm(),
+        PairedPartsGemm(),
         PartsGemm(),
         TiledGemm(),
         HopperMatMul(),
@@ -160,6 +162,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         NormedResidualGemm(),
         HopperGemm(),
         GeneralGemm(),
+        PairedPartsGemm(),
         PartsGemm(),
         TiledGemm(),
         TiledMatMul(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
@@ -101,14 +103,16 @@ def gate(n: Net, y: Value) -> Value:
     return n.op("Mul", n.op("Tanh", a), n.op("Sigmoid", b))
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32", "fp32"])
 @pytest.mark.parametrize("dims", [(2, 3, 9), (2, 3, 5, 6)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_gate_is_two_convolutions(dims: tuple[int, ...], bias: bool) -> None:
+def test_a_gate_is_two_convolutions(dims: tuple[int, ...], bias: bool, precision: str) -> None:
     n = Net(np.float64)
     graph = n.done(gate(n, n.conv(n.input(*dims), 10, bias=bias)))
     after, _ = check_pass(
-        SplitProducts(), graph, context=HALF, changes=1, kinds={"Conv": 2, "Tanh": 1, "Sigmoid": 1, "Mul": 1}
-    )
+        SplitProducts(), graph, context=replace(HALF, precision=precision), changes=1,
+        kinds={"Conv": 2, "Tanh": 1, "Sigmoid": 1, "Mul": 1},
+    )  # fmt: skip
     assert all(o.outputs[0].type.dims[1] == 5 for o in after.of_kind("Conv"))
     check_pass(FuseEpilogue(), after, changes=3, kinds={"Conv": 2})
 
@@ -176,7 +180,7 @@ def test_gates_that_are_not_seen() -> None:
 
 @pytest.mark.parametrize(
     "context",
-    [PassContext("cuda:sm_90a", "fp32"), PassContext("cuda:sm_80", "fp16"), PassContext("cpu", "fp16")],
+    [PassContext("cuda:sm_90a", "int8"), PassContext("cuda:sm_80", "fp16"), PassContext("cpu", "fp16")],
 )
 def test_gates_stay_where_no_kernel_computes_both_factors(context: PassContext) -> None:
     n = Net(np.float64)

@@ -16,6 +16,11 @@ CONFIGS = (
     Config(1, 1, 1, 128, 2, share=(2, 1)), Config(1, 1, 1, 64, 2, stationary=True), Config(1, 1, 1, 64, 3, stream=True),
 )  # fmt: skip
 """Each kind of configuration: tiles, rings, stores, and ways to share the work."""
+STORED = (
+    Config(2, 1, 1, 96, 3, direct=True), Config(1, 2, 1, 96, 3, direct=True), Config(1, 1, 2, 48, 3, direct=True),
+    Config(2, 1, 1, 64, 2, split=2), Config(1, 1, 1, 40, 2, split=3),
+)  # fmt: skip
+"""Larger tiles that are stored from registers, as those of fp32 are."""
 
 
 def only(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:

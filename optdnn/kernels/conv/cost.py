@@ -363,7 +363,7 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
         if blocks == 1 and tiles * split <= device.multiprocessors and steps <= 4:
             continue
         for stationary in (False, True) if many and split == 1 and steps <= 12 and channel_tiles <= 16 else (False,):
-            wide = problem.out_item == 4  # stored from registers, whatever the number of tiles
+            wide = problem.from_registers  # whatever the number of tiles
             for buffers in ((1, 2) if blocks == 2 else (1, 2, 3)) if many and split == 1 and not wide else (1,):
                 most = max(2, min(12, steps if not many else 12))
                 shallow = Config(wgm, wgn, mt, bn, 1, split, buffers, stationary, blocks, wide and split == 1)

@@ -161,6 +161,12 @@ def _apart(pitches: Sequence[int | None], channels: int) -> tuple[int, int]:
     return output, residual
 
 
+def paired_pitches(out: TensorView) -> tuple[int, int]:
+    """The pitches of a result of which two channels each are one element."""
+    pitch = pitch_of(out)
+    return _apart([None if pitch is None else 2 * pitch, None], 2 * out.shape[1])
+
+
 class HopperTactic(ProblemTactic):
     """A tactic on Hopper's kernels."""
 

@@ -210,7 +210,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
 
 def _refuse_stages(problem: Problem, config: Config, shared: int) -> str | None:
     """Why the tile's parts do not fit wgmma, TMA or shared memory, or None."""
-    if problem.out_item == 4 and not config.stores_directly:
+    if problem.from_registers and not config.stores_directly:
         return "fp32 results are stored from registers"
     if not render.wgmma_columns(config.bn, problem.dtype):
         return f"wgmma has no tile of {config.bn} columns of {problem.dtype}"
@@ -402,7 +402,7 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str, pairs
     else:
         stages = render.epilogue(problem.epilogue, exact=problem.parts)
     if problem.beside is not None:
-        stages += "\n" + render.epilogue(problem.beside, "epilogue_beside")
+        stages += "\n" + render.epilogue(problem.beside, "epilogue_beside", exact=problem.parts)
     if problem.item == 1:
         stages = render.runtime_epilogue(problem.epilogue, problem.out_dtype in ("int8", "uint8"))
     before = [render.prologue(problem.prologue)] if problem.prologue else []

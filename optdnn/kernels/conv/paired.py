@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -30,13 +30,11 @@ from optdnn.kernels.conv.hopper import (
     row_width,
     with_pitch,
 )
-from optdnn.kernels.conv.maps import pitch_of
+from optdnn.kernels.conv.parts import PartsConv
 from optdnn.kernels.tactic import Region
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
-from optdnn.types import BF16, FP16, UINT8, Array
-
-_ALONE = HopperConv()
+from optdnn.types import FP16, UINT8, Array
 
 
 @dataclass(frozen=True)
@@ -97,15 +95,15 @@ def _walk(graph: Graph, op: Op) -> tuple[Any, ...]:
 
 
 class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
-    """Two ungrouped convolutions of 16-bit floats over one or two spatial axes, on Hopper's kernel."""
+    """Two ungrouped convolutions of floats over one or two spatial axes, on Hopper's kernel."""
 
     name = "conv_paired_sm90"
+    one: ClassVar[HopperConv] = HopperConv()
+    """What runs one of them."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if (why := _ALONE.refuse(b, op)) is not None:
+        if (why := self.one.refuse(b, op)) is not None:
             return why
-        if op.outputs[0].type.dtype not in (FP16, BF16):
-            return "it is for 16-bit floats"
         own = factor(b.graph, op)
         other = multiplier(b.graph, own)
         if other is None:
@@ -126,7 +124,7 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
 
     def _unfit(self, b: Builder, conv: Op) -> str | None:
         """Why a convolution cannot be a source of the sum."""
-        if (why := _ALONE.refuse(b, conv)) is not None:
+        if (why := self.one.refuse(b, conv)) is not None:
             return f"the convolution {conv.name}: {why}"
         if conv.attrs.prologue:
             return f"the convolution {conv.name} has a prologue"
@@ -140,7 +138,7 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
         other = multiplier(b.graph, own)
         assert other is not None
         one = self.configs(b, op)[0].seconds or 0.0
-        apart = sum(_ALONE.configs(b, x)[0].seconds or 0.0 for x in (op, other.op))
+        apart = sum(self.one.configs(b, x)[0].seconds or 0.0 for x in (op, other.op))
         if one < apart:
             return None
         return f"two launches are predicted to take {apart * 1e6:.1f} us, one {one * 1e6:.1f}"
@@ -191,18 +189,17 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
         batch, channels = c.out.shape[:2]
         return conv_problem.Problem(
             batch, 2 * channels, tuple(f.source for f in c.feeds), (("bias",), *c.ep.rendered), products(b, op),
-            map_dtype(c.out.dtype), beside=(("bias",), *beside.rendered), dense=pitch_of(c.out) == channels,
+            map_dtype(c.out.dtype), beside=(("bias",), *beside.rendered), pitches=hopper_launch.paired_pitches(c.out),
         )  # fmt: skip
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Any) -> None:
         _own, other = self._factors(b, op)
         weights = hopper_launch.packed_weights(b, op, problem, c.feeds)
         bias, channels = bias_row(b, op, c.bias, problem.channels), c.out.shape[1]
-        operands = {"weights": weights, "channel": bias, "output": as_bytes(c.out), **hopper_launch.pixels(c.feeds)}
+        operands = {"weights": weights, "channel": bias, "output": in_halves(c.out), **hopper_launch.pixels(c.feeds)}
         reads: list[TensorView | None] = []
         for feed, view in zip(c.feeds, conv_maps.weight_views(weights, problem, c.feeds), strict=True):
-            (eights, eight, _, *shape), (far, near, half, *strides) = view.shape, view.strides
-            reads += [feed.x, *(view.view((eights, eight, *shape), (far, near, *strides), k * half) for k in range(2))]
+            reads += [feed.x, *factors_of(problem, view)]
         reads[3:3] = [bias.view((channels,), (2,), k) for k in range(2)]
         beside = plan_epilogue(b.graph, other.rest, channel_axis=1)
         attrs = {
@@ -211,6 +208,14 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
         }  # fmt: skip
         made = hopper_launch.launch(problem, config, b.gpu, c.feeds, operands)
         hopper_launch.emit(b, op, made, problem, config, {**operands, "output": c.out}, ("PairedConv", attrs, reads))
+
+
+class PairedParts(PairedConv):
+    """The same of fp32, in parts of tf32."""
+
+    name = "conv_paired_parts_sm90"
+    one = PartsConv()
+    parts = True
 
 
 def _bias(b: Builder, own: Factor) -> Array | None:
@@ -231,10 +236,21 @@ def stages_with_other(ep: Epilogue) -> list[Stage]:
     return [replace(s, args=tuple(1 if a == RESIDUAL else a for a in s.args)) for s in ep.stages]
 
 
-def as_bytes(x: TensorView) -> TensorView:
-    """A channels-last image (n, channels, h, w) of 16-bit elements as one of bytes, with twice the channels."""
+def in_halves(x: TensorView) -> TensorView:
+    """A channels-last image (n, channels, h, w) of floats as one of elements of half the bytes, with twice the channels."""
     n, channels, h, w = x.shape
     image_step, _, row, column = (2 * s for s in x.strides)
+    dtype = UINT8 if x.dtype.itemsize == 2 else FP16
     return replace(
-        x, dtype=UINT8, shape=(n, 2 * channels, h, w), strides=(image_step, 1, row, column), offset=2 * x.offset
+        x, dtype=dtype, shape=(n, 2 * channels, h, w), strides=(image_step, 1, row, column), offset=2 * x.offset
     )
+
+
+def factors_of(problem: conv_problem.Problem, packed: TensorView) -> list[TensorView]:
+    """The weights of each factor in the packed ones (of :func:`maps.weight_views`), as ``[eights of rows, 8, i, h, w]``."""
+    if problem.out_item == 1:
+        (eights, eight, _, *shape), (far, near, half, *strides) = packed.shape, packed.strides
+    else:
+        (rows, *shape), (half, *strides) = packed.shape, packed.strides
+        eights, eight, far, near = rows // 16, 8, 16 * half, 2 * half
+    return [packed.view((eights, eight, *shape), (far, near, *strides), k * half) for k in range(2)]

@@ -243,7 +243,7 @@ class Problem:
     """Whether the sums of each row of int8 are multiplied by a scale of the row, and the weights are another launch's result."""
     beside: tuple[render.Stage, ...] | None = None
     """Stages of every second channel, whose value ``epilogue`` of the channel before it reads where it would read a residual: the two are
-    one 16-bit result. A channel then counts as one byte of the result. None: each channel is a result."""
+    one result, of which a channel counts as half of the bytes. None: each channel is a result."""
     bands: int = 1
     """Equal parts of the channels, each a sum over its own part of the source's: ``channels`` of a source are those of one band."""
     dense: bool = True
@@ -281,8 +281,8 @@ class Problem:
         if self.row_scale and (self.dtype != "int8" or self.out_item != 2 or not self.rows_alone):
             raise InternalError("rows that have a scale each are of products of int8 with 16-bit results")
         changed = self.stack or self.bands > 1 or self.prologue or self.scatter or self.pooled or self.volume
-        if self.beside is not None and (self.item != 2 or self.out_dtype != self.dtype or changed):
-            raise InternalError("pairs of channels are of images or rows in 16 bits, as they are")
+        if self.beside is not None and (self.item < 2 or ITEM[self.out_dtype] != self.item or changed):
+            raise InternalError("pairs of channels are of images or rows of floats, as they are")
         if self.bands > 1 and (self.channels % self.bands or len(self.sources) > 1 or self.stack or self.prologue):
             raise InternalError("bands are equal parts of the channels, of one source as it is")
         if self.prologue and (self.item != 2 or [s.mode for s in self.sources] != [ROWS]):
@@ -363,7 +363,12 @@ class Problem:
     @cached_property
     def out_item(self) -> int:
         """Bytes of a result's (and residual's) element, for each channel."""
-        return ITEM[self.out_dtype] if self.beside is None else 1
+        return ITEM[self.out_dtype] // (1 if self.beside is None else 2)
+
+    @property
+    def from_registers(self) -> bool:
+        """Whether results are stored from registers alone: TMA stores those of 16 and 8 bits."""
+        return ITEM[self.out_dtype] == 4
 
     @cached_property
     def out_span(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,14 +18,12 @@ from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import Convolution, bias_row
-from optdnn.kernels.conv.maps import pitch_of
-from optdnn.kernels.conv.paired import as_bytes, in_turn, stages_with_other
+from optdnn.kernels.conv.paired import in_halves, in_turn, stages_with_other
+from optdnn.kernels.conv.parts import PartsGemm
 from optdnn.kernels.gemm.hopper import HopperGemm, MatrixProduct, product_refusal
 from optdnn.kernels.tactic import Region
 from optdnn.ops.fused import plain_stages
-from optdnn.types import BF16, FP16
 
-_ALONE = HopperGemm()
 _PRODUCTS = frozenset({"MatMul", "Gemm"})
 
 
@@ -57,15 +55,15 @@ class _Pair:
 
 
 class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
-    """Two MatMuls or Gemms of 16-bit rows with constant matrices, on Hopper's kernel."""
+    """Two MatMuls or Gemms of rows of floats with constant matrices, on Hopper's kernel."""
 
     name = "gemm_paired_sm90"
+    one: ClassVar[HopperGemm] = HopperGemm()
+    """What runs one of them."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if (why := _ALONE.refuse(b, op)) is not None:
+        if (why := self.one.refuse(b, op)) is not None:
             return why
-        if op.outputs[0].type.dtype not in (FP16, BF16):
-            return "it is for 16-bit floats"
         other = multiplier(b.graph, op)
         if other is None:
             return "it is not multiplied by another product of the same rows"
@@ -84,7 +82,9 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         """Unmeasured, the cost model decides."""
         other = multiplier(b.graph, op)
         assert other is not None
-        seconds = [tactic.configs(b, x)[0].seconds or 0.0 for tactic, x in ((self, op), (_ALONE, other), (_ALONE, op))]
+        seconds = [
+            tactic.configs(b, x)[0].seconds or 0.0 for tactic, x in ((self, op), (self.one, other), (self.one, op))
+        ]
         if seconds[0] < sum(seconds[1:]):
             return None
         return f"two launches are predicted to take {sum(seconds[1:]) * 1e6:.1f} us, one {seconds[0] * 1e6:.1f}"
@@ -122,7 +122,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         rows, columns = c.out.shape[:2]
         return conv_problem.Problem(
             rows, 2 * columns, (c.feed.source,), (("bias",), *c.ep.rendered), products(b, op), map_dtype(c.out.dtype),
-            beside=(("bias",), *self._pair(b, op).beside.rendered), dense=pitch_of(c.out) == columns,
+            beside=(("bias",), *self._pair(b, op).beside.rendered), pitches=hopper_launch.paired_pitches(c.out),
         )  # fmt: skip
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Any) -> None:
@@ -144,8 +144,8 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Any, operands: dict[str, TensorView],
         meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
     ) -> None:  # fmt: skip
-        """Add the launch, whose result counts as bytes."""
-        made = hopper_launch.launch(problem, config, b.gpu, c.feeds, {**operands, "output": as_bytes(c.out)})
+        """Add the launch, of whose result a channel counts as half of an element."""
+        made = hopper_launch.launch(problem, config, b.gpu, c.feeds, {**operands, "output": in_halves(c.out)})
         written = c.out.view(c.out.shape[:2], c.out.strides[:2])
         hopper_launch.emit(b, op, made, problem, config, {**operands, "output": written}, meaning)
 
@@ -155,10 +155,19 @@ def halves(
 ) -> list[list[TensorView]]:
     """The packed weights of each product, of ``inside`` features, and its part of each row of ``channels``."""
     depth, columns = problem.k_steps * problem.block, problem.channels // 2
-    return [  # of sixteen rows of the packed weights, each product has eight
+    near, half = (depth, 8 * depth) if problem.out_item == 1 else (2 * depth, depth)  # rows of eight in turn, or each
+    return [
         [
-            weights.view((columns // 8, 8, inside), (16 * depth, depth, 1), 8 * depth * k),
+            weights.view((columns // 8, 8, inside), (16 * depth, near, 1), half * k),
             *(x.view((columns,), (2,), k) for x in channels),
         ]
         for k in range(2)
     ]
+
+
+class PairedPartsGemm(PairedGemm):
+    """The same of fp32, in parts of tf32."""
+
+    name = "gemm_paired_parts_sm90"
+    one = PartsGemm()
+    parts = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from optdnn.errors import InternalError
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv import implicit_gemm, patch_kernel
 from optdnn.kernels.conv.implicit_gemm import Config
-from optdnn.kernels.conv.paired import PairedConv
+from optdnn.kernels.conv.paired import PairedConv, PairedParts
+from optdnn.kernels.conv.parts import PartsConv
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.index import SplitAttrs
@@ -66,15 +68,18 @@ NETS: dict[str, Callable[[Net], Value]] = {
 }
 
 
+@pytest.mark.parametrize("precision", ["fp16", "tf32", "fp32"])
 @pytest.mark.parametrize("name", NETS)
-def test_a_gate_is_one_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PairedConv, "defer", lambda self, b, op: None)
+def test_a_gate_is_one_launch(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tactic in (PairedConv, PairedParts, PartsConv):
+        monkeypatch.setattr(tactic, "defer", lambda self, b, op: None)
     n = Net()
-    program = check_simulated(n.done(NETS[name](n)))
+    program = check_simulated(n.done(NETS[name](n)), precision)
+    tactic = PairedParts.name if precision == "fp32" else PairedConv.name
     layers = 2 if name == "of_two_layers" else 1
     assert kinds(program).count("PairedConv") == layers
     assert kinds(program).count("Conv") == (layers if name == "of_two_layers" else 0)
-    assert [t for t in tactics(program, "Conv") if t == "conv_paired_sm90"] == ["conv_paired_sm90"] * layers
+    assert [t for t in tactics(program, "Conv") if t.startswith("conv_paired")] == [tactic] * layers
 
 
 def two(n: Net, change: str = "") -> Value:
@@ -99,7 +104,7 @@ def two(n: Net, change: str = "") -> Value:
         (lambda n: two(n, "kernel"), "fp16", "it is not multiplied by another convolution of the same image"),
         (lambda n: two(n, "odd"), "fp16", "its number of channels is not a multiple of 8"),
         (lambda n: two(n, "scaled"), "fp16", "its stages have constants"),
-        (two, "tf32", "it is for 16-bit floats"),
+        (lambda n: two(n, "sum"), "fp32", "it is not multiplied by another convolution of the same image"),
         (lambda n: gate(n, n.conv(n.input(1, 3, 12, 12), 32)), "fp16", "reads 3 channels"),
         (
             lambda n: gate(n, n.conv(n.input(1, 16, 800), 32, 3, pads=150, dilations=150)),
@@ -187,7 +192,7 @@ def test_patches_and_other_results_take_no_pairs() -> None:
     config = next(iter(patch_kernel.candidates(problem(beside=None, epilogue=(("bias",),)), _gpu())))
     assert patch_kernel.refuse(problem(), config) == "its results are of one channel each"
     for wrong in ({"pooled": True}, {"scatter": True}, {"out": "float32"}):
-        with pytest.raises(InternalError, match="pairs of channels are of images or rows in 16 bits"):
+        with pytest.raises(InternalError, match="pairs of channels are of images or rows of floats"):
             problem(**wrong)
 
 
@@ -209,6 +214,11 @@ def test_the_kernel_compiles_without_spills() -> None:
         ):
             assert implicit_gemm.refuse(made, config) is None
             (found,) = nvrtc.resources(implicit_gemm.recipe(made, config)).values()
+            assert found.spill_bytes == 0
+        for dtype in ("tfloat32", "float32"):
+            wide, config = replace(made, dtype=dtype, out="float32"), Config(2, 1, 1, 96, 2, direct=True)
+            assert implicit_gemm.refuse(wide, config) is None
+            (found,) = nvrtc.resources(implicit_gemm.recipe(wide, config)).values()
             assert found.spill_bytes == 0
 
 

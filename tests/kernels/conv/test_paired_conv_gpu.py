@@ -8,16 +8,16 @@ import pytest
 from kernels.conv.test_paired_conv import NETS, gate  # type: ignore[import-not-found]
 from support.needs import why_no_hopper
 from support.net import Net
-from support.one_config import CONFIGS, only_of
+from support.one_config import CONFIGS, STORED, only_of
 from support.simulated import feeds_of, lowered
 
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv.implicit_gemm import Config
-from optdnn.kernels.conv.paired import PairedConv
+from optdnn.kernels.conv.paired import PairedConv, PairedParts
 from optdnn.runtime.cuda.trials.check import check_arena, check_steps
 from optdnn.runtime.engine import Engine
 
-TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2}
+TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "tf32": 4e-3, "fp32": 4e-6}
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 
@@ -29,10 +29,10 @@ def large(n: Net) -> Value:
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", [*CONFIGS, *STORED], ids=str)
 @pytest.mark.parametrize("name", [*NETS, "large"])
 def test_each_configuration(name: str, config: Config, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    only_of(monkeypatch, PairedConv, config)
+    only_of(monkeypatch, PairedParts if precision == "fp32" else PairedConv, config)
     n = Net()
     graph = n.done({**NETS, "large": large}[name](n))
     context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from support.net import Net
@@ -12,8 +13,9 @@ from optdnn.errors import InternalError
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv import implicit_gemm
 from optdnn.kernels.conv.implicit_gemm import Config
+from optdnn.kernels.conv.parts import PartsGemm
 from optdnn.kernels.conv.problem import Problem, Source
-from optdnn.kernels.gemm.paired import PairedGemm
+from optdnn.kernels.gemm.paired import PairedGemm, PairedPartsGemm
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.unary import GeluAttrs
 from optdnn.runtime.cuda.compile import nvrtc
@@ -49,12 +51,18 @@ NETS: dict[str, Callable[[Net], Value]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("precision", "tactic"), [("fp16", PairedGemm), ("tf32", PairedGemm), ("fp32", PairedPartsGemm)]
+)
 @pytest.mark.parametrize("name", NETS)
-def test_a_gated_unit_is_one_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PairedGemm, "defer", lambda self, b, op: None)
+def test_a_gated_unit_is_one_launch(
+    name: str, precision: str, tactic: type[PairedGemm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for deferring in (PairedGemm, PairedPartsGemm, PartsGemm):
+        monkeypatch.setattr(deferring, "defer", lambda self, b, op: None)
     n = Net()
-    program = check_simulated(n.done(NETS[name](n)))
-    assert tactics(program, "MatMul", "Gemm") == ["gemm_paired_sm90"]
+    program = check_simulated(n.done(NETS[name](n)), precision)
+    assert tactics(program, "MatMul", "Gemm") == [tactic.name]
     assert "PairedProduct" in kinds(program)
     assert "MatMul" not in kinds(program)
 
@@ -92,7 +100,7 @@ def _scaled(n: Net) -> Value:
         (_other_rows, "fp16", "it is not multiplied by another product of the same rows"),
         (_odd, "fp16", "its number of columns is not a multiple of 8"),
         (_scaled, "fp16", "its stages have constants"),
-        (_fires, "tf32", "it is for 16-bit floats"),
+        (_added, "fp32", "it is not multiplied by another product of the same rows"),
     ],
 )
 def test_what_is_refused(build: Callable[[Net], Value], precision: str, because: str) -> None:
@@ -111,7 +119,7 @@ def test_two_launches_that_are_predicted_to_be_faster_are_kept(monkeypatch: pyte
     assert any("two launches are predicted to take" in r for r in reasons)
 
 
-def test_pairs_are_of_rows_in_16_bits() -> None:
+def test_pairs_are_of_rows_of_floats() -> None:
     stages = {"epilogue": (("bias",), ("mul",)), "beside": (("bias",), ("silu",))}
     assert not Problem(64, 48, (Source(1, 1, 64),), **stages).residual
     for wrong in (
@@ -120,7 +128,7 @@ def test_pairs_are_of_rows_in_16_bits() -> None:
         {"bands": 2},
         {"prologue": (("relu",),)},
     ):
-        with pytest.raises(InternalError, match="pairs of channels are of images or rows in 16 bits"):
+        with pytest.raises(InternalError, match="pairs of channels are of images or rows of floats"):
             Problem(**{"batch": 64, "channels": 48, "sources": (Source(1, 1, 64),), **stages, **wrong})
 
 
@@ -134,4 +142,9 @@ def test_the_kernel_compiles_without_spills() -> None:
     ):
         assert implicit_gemm.refuse(problem, config) is None
         (found,) = nvrtc.resources(implicit_gemm.recipe(problem, config)).values()
+        assert found.spill_bytes == 0
+    for dtype in ("tfloat32", "float32"):
+        wide, config = replace(problem, dtype=dtype, out="float32"), Config(2, 1, 1, 96, 3, direct=True)
+        assert implicit_gemm.refuse(wide, config) is None
+        (found,) = nvrtc.resources(implicit_gemm.recipe(wide, config)).values()
         assert found.spill_bytes == 0

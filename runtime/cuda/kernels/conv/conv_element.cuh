@@ -6,7 +6,7 @@
 // SCALED: 16-bit sums and residuals are multiplied by a factor of the channel, then a shift is added, in epilogue().
 // CHANNEL_STAGES: stages of 16-bit results read numbers of the channel besides its bias.
 // ROW_SCALED: RowScales has made integer sums floats, in place.
-// PAIRED: a channel and the next one become one 16-bit result, so OUT_ITEM is 1. Where epilogue() of the first channel would read a
+// PAIRED: a channel and the next one become one result, so OUT_ITEM is half of its bytes. Where epilogue() of the first channel would read a
 // residual, it gets what epilogue_beside() makes of the second.
 #pragma once
 #include "narrow.cuh"
@@ -80,7 +80,18 @@ DEVICE u32 finish_pair(const Requantize& q, Acc a, Acc b, Channel first, Channel
     return pack2(x, y);
 }
 
-#if OUT_ITEM == 2
+#if PAIRED
+static_assert(OPERAND_ITEM == 2 * OUT_ITEM && !HAS_RESIDUAL, "pairs are of floats, whose stages read no other tensor");
+
+DEVICE float of_pair(Acc a, Channel first, Acc b, Channel second) { return epilogue(a, first, epilogue_beside(b, second, 0.0f)); }
+#endif
+
+#if PAIRED && OUT_ITEM == 2
+typedef uint2 Four;
+DEVICE Four finish_four(const Requantize&, Acc4 v, const Channel (&c)[4], Four) {
+    return make_uint2(__float_as_uint(of_pair(v.x, c[0], v.y, c[1])), __float_as_uint(of_pair(v.z, c[2], v.w, c[3])));
+}
+#elif OUT_ITEM == 2
 typedef uint2 Four;
 DEVICE Four finish_four(const Requantize& q, Acc4 v, const Channel (&c)[4], const float (&r)[4]) {
     return make_uint2(finish_pair(q, v.x, v.y, c[0], c[1], r[0], r[1]), finish_pair(q, v.z, v.w, c[2], c[3], r[2], r[3]));
@@ -117,12 +128,9 @@ DEVICE void widen_residual(const Requantize& q, u32 word, float (&r)[4]) {
 }
 
 #if PAIRED
-static_assert(OPERAND_ITEM == 2 && !HAS_RESIDUAL, "pairs are of 16-bit products, whose stages read no other tensor");
-
 // Two pairs of sums, each with the constants of its channels -> two 16-bit results in one word.
 DEVICE u32 finish_pairs(const Acc (&a)[2], const Channel (&first)[2], const Acc (&b)[2], const Channel (&second)[2]) {
-    return pack2(epilogue(a[0], first[0], epilogue_beside(a[1], first[1], 0.0f)),
-                 epilogue(b[0], second[0], epilogue_beside(b[1], second[1], 0.0f)));
+    return pack2(of_pair(a[0], first[0], a[1], first[1]), of_pair(b[0], second[0], b[1], second[1]));
 }
 
 DEVICE Four finish_four(const Requantize&, Acc4 v, const Channel (&c)[4], Four) {
