@@ -4,12 +4,13 @@
 other, all of it is the work of products: the activation and the multiplication are stages of their epilogues. The same goes for the
 channels of a convolution, or of a sum of two (WaveNet: van den Oord et al., 2016): ``tanh(a) * sigmoid(b)``. And halves that are
 added to two tensors, the residual and the skip of a layer (WaveGlow: Prenger et al., 2019), are two convolutions, which add these.
+A depthwise convolution becomes two of the halves of its image (NAFNet, Restormer: Chen, Zamir et al., 2022).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
-from optdnn.passes.support.facts import operand, producer
+from optdnn.passes.support.facts import integers, is_depthwise, operand, producer
 from optdnn.passes.support.parts import PARTS, is_axis, span, whole
 from optdnn.passes.support.products import plain_product
 from optdnn.passes.support.stages import ACTIVATIONS
@@ -25,6 +26,8 @@ from optdnn.target_name import HOPPER, TargetName
 
 PAIRED = ("fp32", "tf32", "fp16", "bf16")
 """Precisions at which a launch computes both convolutions of a gate."""
+TOGETHER = 4
+"""Channels that a thread of the depthwise kernel reads at once."""
 
 
 @rule("split_product", {"Mul"})
@@ -87,16 +90,43 @@ def _before_activations(graph: Graph, value: Value) -> Value:
     return value
 
 
+def _gate(graph: Graph, op: Op) -> _Parts | None:
+    """The halves of the channels whose activations ``op`` multiplies."""
+    a, b = (_before_activations(graph, operand(op, i)) for i in (0, 1))
+    rank = graph.type(a).rank
+    return None if a == b or rank not in (3, 4) else _parts(graph, a, b, even=True, axis=1 - rank)
+
+
+@rule("split_depthwise", {"Mul"})
+def split_depthwise(graph: Graph, op: Op) -> Match | Miss | None:
+    """``f(first) * g(second)``, the halves of a depthwise convolution's channels, has a convolution of each half of the image."""
+    parts = _gate(graph, op)
+    if parts is None or not is_depthwise(graph, conv := graph.op(parts.joined)):
+        return None
+    if parts.read_elsewhere(graph):
+        return Miss(f"a part of {conv.name} has another reader")
+    if conv.input(2) is not None and graph.constant_value(conv.input(2)) is None:
+        return Miss(f"the bias of {conv.name} is not constant")
+    half = conv.attrs.group // 2
+    if half % TOGETHER:
+        return Miss(f"each half has {half} channels, which do not come in {TOGETHER}s")
+
+    def build(patch: Patch) -> None:
+        for part, begin in ((parts.first, 0), (parts.second, half)):
+            channels = slice(begin, begin + half)
+            limits = [integers(patch, [n], "bounds") for n in (channels.start, channels.stop, 1)]
+            image = patch.add("Slice", [conv.inputs[0], *limits])
+            patch.replace(part, _some(graph, patch, conv, channels, graph.output(part).name, image))
+
+    return Match((*parts.splitting(graph), conv), build)
+
+
 @rule("split_convolution", {"Mul"})
 def split_convolution(graph: Graph, op: Op) -> Match | Miss | None:
     """``f(first) * g(second)``, the halves of the channels of a convolution or of a sum of two, has a convolution for each half."""
-    a, b = (_before_activations(graph, operand(op, i)) for i in (0, 1))
-    rank = graph.type(a).rank
-    if a == b or rank is None or rank not in (3, 4):
-        return None
-    parts = _parts(graph, a, b, even=True, axis=1 - rank)
+    parts = _gate(graph, op)
     terms = None if parts is None else _terms(graph, parts.joined)
-    if parts is None or terms is None:
+    if parts is None or terms is None or is_depthwise(graph, graph.op(parts.joined)):
         return None
     joined, first, second = parts.joined, parts.first, parts.second
     if parts.read_elsewhere(graph):
@@ -210,22 +240,27 @@ def _whole_convolution(graph: Graph, op: Op) -> str | None:
     return None
 
 
-def _some(graph: Graph, patch: Patch, op: Op, channels: slice, name: str) -> Value:
-    """The convolution with some of its channels."""
+def _some(graph: Graph, patch: Patch, op: Op, channels: slice, name: str, image: Value | None = None) -> Value:
+    """The convolution with some of its channels. ``image``: those of them that a depthwise one reads."""
     rows = [None if v is None else graph.constant_value(v) for v in op.inputs[1:3]]
     parts = [
         None if r is None else patch.constant(np.ascontiguousarray(r[channels]), f"{name}.{op.name}.{k}")
         for k, r in enumerate(rows)
     ]
-    return patch.add("Conv", [op.inputs[0], *parts], op.attrs)
+    attrs = op.attrs if image is None else replace(op.attrs, group=channels.stop - channels.start)
+    return patch.add("Conv", [op.inputs[0] if image is None else image, *parts], attrs)
 
 
 class SplitProducts(RulePass):
     name = "split_products"
-    rules = (split_product, split_convolution, split_sums)
+    rules = (split_product, split_convolution, split_sums, split_depthwise)
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        """Only Hopper has a kernel for both convolutions of a gate: elsewhere they would read the image twice."""
+        """Only GPUs have a kernel for both convolutions of a gate, and but for depthwise ones only Hopper.
+
+        Elsewhere they would read the image twice."""
         machine = TargetName.parse(context.target)
-        paired = context.precision in PAIRED and machine.on_gpu and (machine.arch or HOPPER) == HOPPER
-        return self.rules if paired else tuple(r for r in self.rules if r is not split_convolution)
+        if context.precision not in PAIRED or not machine.on_gpu:
+            return tuple(r for r in self.rules if r not in (split_convolution, split_depthwise))
+        hopper = (machine.arch or HOPPER) == HOPPER
+        return self.rules if hopper else tuple(r for r in self.rules if r is not split_convolution)

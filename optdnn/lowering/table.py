@@ -11,7 +11,8 @@ from optdnn.kernels.attention.hopper import HopperAttention
 from optdnn.kernels.attention.steps import AttentionSteps
 from optdnn.kernels.conv.blocks import BlockConv
 from optdnn.kernels.conv.chained import ChainedConv
-from optdnn.kernels.conv.depthwise import HalfDepthwise, Int8Depthwise
+from optdnn.kernels.conv.depthwise import Int8Depthwise, TiledDepthwise
+from optdnn.kernels.conv.depthwise_paired import PairedDepthwise
 from optdnn.kernels.conv.direct import Depthwise, DirectConv, DirectConvTranspose
 from optdnn.kernels.conv.edges import EdgeConvTranspose, EdgeDepthwise
 from optdnn.kernels.conv.expanded import Expanded
@@ -111,7 +112,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         PairedConv(),
         HopperConv(),
         EdgeDepthwise(),
-        HalfDepthwise(),
+        PairedDepthwise(),
+        TiledDepthwise(),
         Depthwise(),
         GroupedConv(),
         BandedConv(),

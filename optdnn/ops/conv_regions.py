@@ -123,6 +123,17 @@ class PairedConvAttrs(Attrs):
 
 
 @dataclass(frozen=True)
+class GatedConvAttrs(ConvGeometry):
+    """The geometry of two convolutions.
+
+    ``beside``: stages of the second; ``epilogue``: of the first one, which reads the second as operand 1.
+    """
+
+    epilogue: tuple[Stage, ...] = ()
+    beside: tuple[Stage, ...] = ()
+
+
+@dataclass(frozen=True)
 class SeparableConvAttrs(NestedAttrs):
     """Two convolutions. The first reads the first ``operands`` operands; its result is rounded to ``through``."""
 
@@ -317,6 +328,15 @@ def _infer_paired_conv(call: Call) -> Result:
     return Result((results[0],))
 
 
+def _infer_gated_conv(call: Call) -> Result:
+    require_length(call.types, 6, "GatedConv operands")
+    geometry = ConvAttrs(**without(attrs_dict(call.attrs), "epilogue", "beside"))
+    first, second = (infer_as(call, "Conv", geometry, call.types[k : k + 3]).types[0] for k in (0, 3))
+    for m, n in zip(first.dims, second.dims, strict=True):
+        agree(m, n, f"GatedConv combines {first} and {second}")
+    return Result((first,))
+
+
 def _infer_pooled(call: Call) -> Result:
     (y,) = infer_as(call, "Conv", call.attrs, call.types).types
     require_rank(y, 4, "PooledConv result")
@@ -396,6 +416,7 @@ DEFS: tuple[OpDef, ...] = (
     region("ConvBlocks", _infer_conv_blocks, ConvBlocksAttrs, tol=_TOL, arity=3),
     region("ConvSqueeze", _infer_conv_squeeze, ConvSqueezeAttrs, tol=_TOL),
     region("ConvSum", _infer_conv_sum, ConvSumAttrs, tol=_TOL),
+    region("GatedConv", _infer_gated_conv, GatedConvAttrs, tol=_TOL, arity=6),
     region("ImageConv", _infer_image_conv, ImageConvAttrs, tol=_TOL, arity=3),
     region("ExcitationGate", _infer_excitation_gate, ExcitationGateAttrs, tol=_TOL),
     region("MeanProduct", _infer_mean_product, ConvAttrs, tol=_TOL, arity=3),

@@ -153,6 +153,15 @@ def paired_conv(
     return run("Pointwise", [sums[0], other], {"epilogue": epilogue, "arity": 1})
 
 
+def gated_conv(
+    run: Run, *operands: Array, epilogue: Sequence[Any], beside: Sequence[Any], **geometry: Any
+) -> tuple[Array, ...]:
+    """Two convolutions of one form, each of an image, weights and a bias. The first one's stages read the second as operand 1."""
+    first, second = (run("Conv", operands[k : k + 3], geometry)[0] for k in (0, 3))
+    (other,) = run("Pointwise", [second], {"epilogue": beside, "arity": 1})
+    return run("Pointwise", [first, other], {"epilogue": epilogue, "arity": 1})
+
+
 def _threes(operands: Sequence[Array]) -> list[Sequence[Array]]:
     return [operands[i : i + 3] for i in range(0, len(operands), 3)]
 
@@ -282,6 +291,7 @@ COMPOSED: dict[str, ComposedKernel] = {
     "ConvSum": conv_sum,
     "EdgePadded": edge_padded,
     "ExcitationGate": excitation_gate,
+    "GatedConv": gated_conv,
     "MeanProduct": mean_product,
     "PairedConv": paired_conv,
     "PooledConv": pooled_conv,

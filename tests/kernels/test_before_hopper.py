@@ -65,9 +65,9 @@ def rows_net(kind: str) -> Graph:
 
 
 NETS: dict[str, tuple[Callable[[], Graph], str]] = {
-    "depthwise": (depthwise_net, "depthwise_half"),
-    "depthwise 5x5, strided": (lambda: depthwise_net(kernel=5, pads=2, strides=2), "depthwise_half"),
-    "squeeze and excitation": (lambda: depthwise_net(squeeze=True), "depthwise_half"),
+    "depthwise": (depthwise_net, "depthwise_tiles"),
+    "depthwise 5x5, strided": (lambda: depthwise_net(kernel=5, pads=2, strides=2), "depthwise_tiles"),
+    "squeeze and excitation": (lambda: depthwise_net(squeeze=True), "depthwise_tiles"),
     "norms and softmax": (lambda: rows_net("Softmax"), "rows_once"),
     "log-softmax": (lambda: rows_net("LogSoftmax"), "rows_once"),
     "a normalized sum": (residual, "add_norm"),
@@ -130,7 +130,7 @@ def test_architectures_that_nothing_is_compiled_for_are_refused(graph: Callable[
     optimize(copy, options, "cuda:sm_80")
     turing = replace(of_arch("sm_80"), capability=(7, 5))
     program = lower_cuda(copy, options, turing, {})
-    assert not {"depthwise_half", "group_norm", "rows_once"} & chosen(program)
+    assert not {"depthwise_tiles", "group_norm", "rows_once"} & chosen(program)
     assert f"it is compiled for {', '.join(gpu_facts.ARCHS)}, not sm_75" in reasons(program)
 
 

@@ -189,7 +189,7 @@ def attending(n: Net, batch: int) -> Value:
 
 
 ORDERS: dict[str, tuple[Callable[[Net, int], Value], str, Callable[[str], str]]] = {
-    "a squeeze": (squeezed, "depthwise_half", lambda config: config),
+    "a squeeze": (squeezed, "depthwise_tiles", lambda config: config),
     "a group norm": (group_normalized, "GroupNormalization", lambda config: config),
     "attention": (attending, "Attention", lambda config: config.split("n")[-1].partition("s")[0]),  # keys in a tile
 }

@@ -187,6 +187,43 @@ def test_gates_stay_where_no_kernel_computes_both_factors(context: PassContext) 
     check_untouched(SplitProducts(), n.done(gate(n, n.conv(n.input(2, 3, 9), 10))), context=context)
 
 
+GPU = [("cuda:sm_90a", p) for p in ("fp16", "bf16", "tf32", "fp32")] + [("cuda:sm_80", "fp16"), ("simulate", "fp32")]
+
+
+@pytest.mark.parametrize(("target", "precision"), GPU)
+@pytest.mark.parametrize("dims", [(2, 8, 9), (2, 8, 5, 6)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gate_of_a_depthwise_convolution_is_two(
+    dims: tuple[int, ...], bias: bool, target: str, precision: str
+) -> None:
+    n = Net(np.float64)
+    graph = n.done(gate(n, n.conv(n.input(*dims), 8, group=8, bias=bias)))
+    kinds = {"Slice": 2, "Conv": 2, "Tanh": 1, "Sigmoid": 1, "Mul": 1}
+    after, _ = check_pass(SplitProducts(), graph, context=PassContext(target, precision), changes=1, kinds=kinds)
+    assert all(o.attrs.group == o.outputs[0].type.dims[1] == 4 for o in after.of_kind("Conv"))
+    check_pass(FuseEpilogue(), after, changes=3, kinds={"Slice": 2, "Conv": 2})
+
+
+def test_depthwise_gates_that_are_refused() -> None:
+    n = Net(np.float64)
+    graph = n.done(gate(n, n.conv(n.input(2, 12, 9), 12, group=12)))
+    check_refused(SplitProducts(), graph, context=HALF, because="each half has 6 channels, which do not come in 4s")
+    n = Net(np.float64)
+    a, b = halves(n, n.conv(n.input(2, 8, 9), 8, group=8), axis=1)
+    graph = n.done(n.op("Mul", n.op("Tanh", a), b), n.op("Relu", b))
+    check_refused(SplitProducts(), graph, context=HALF, because="has another reader")
+    n = Net(np.float64)
+    attrs = ConvAttrs((1,), (1, 1), (1,), 8)
+    y = n.op("Conv", n.input(2, 8, 9), n.random(8, 1, 3), n.input(8, name="bias"), attrs=attrs)
+    check_refused(SplitProducts(), n.done(gate(n, y)), context=HALF, because="is not constant")
+
+
+@pytest.mark.parametrize("context", [PassContext("cuda:sm_90a", "int8"), PassContext("cpu", "fp16")])
+def test_depthwise_gates_stay_elsewhere(context: PassContext) -> None:
+    n = Net(np.float64)
+    check_untouched(SplitProducts(), n.done(gate(n, n.conv(n.input(2, 8, 9), 8, group=8))), context=context)
+
+
 def residual_and_skip(n: Net, *, group: int = 1, read: str = "", kind: str = "Split", sum_: bool = False) -> Graph:
     """WaveGlow: one half of the channels goes on, the other one to the end."""
     x, out = n.input(2, 4, 9, name="x"), n.input(2, 4, 9, name="out")

@@ -1,10 +1,10 @@
-"""Tactics of depthwise convolutions of images and sequences that lie channels-last: 16-bit floats, and 8-bit integers."""
+"""Tactics of depthwise convolutions of images and sequences that lie channels-last: floats, and 8-bit integers."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from optdnn.ir.epilogue import plan_epilogue
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import depthwise_bands_kernel as bands
@@ -32,7 +32,7 @@ from optdnn.ops.base import attrs_dict
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.requantize import Requantize, byte_bias
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
-from optdnn.types import BF16, FP16
+from optdnn.types import BF16, FP16, FP32
 
 Config = depthwise.Config | tma.Config | bands.Config
 """A tile of one of the three kernels: loads by the threads, or by TMA, or products by tensor cores."""
@@ -78,9 +78,9 @@ def relu_before(op: Op) -> bool:
     return [stage.kind for stage in op.attrs.prologue] == ["Relu"]
 
 
-def _image(x: TensorView, columns: int = 1) -> TensorView:
+def image_of(x: TensorView, columns: int = 1) -> TensorView:
     """An image, or a sequence as an image of one column: a thread then meets each element once, however many taps there are.
-    ``columns``: so many columns of the image are channels, see :func:`_columns`."""
+    ``columns``: so many columns of the image are channels, see :func:`columns_of`."""
     if len(x.shape) == 3:
         (n, c, length), (sn, sc, step) = x.shape, x.strides
         return x.view((n, c, length, 1), (sn, sc, step, step))
@@ -91,7 +91,7 @@ def _image(x: TensorView, columns: int = 1) -> TensorView:
     return x.view((n, c * w, h, 1), (sn, sw, sh, sh))
 
 
-def _columns(b: Builder, op: Op) -> int:
+def columns_of(b: Builder, op: Op) -> int:
     """How many columns of an image are treated as channels of their own, with their channel's filter: all of them, or 1.
 
     The filter must have one column. The rows of the image, and those of the result's place if it has one, must hold the columns of a
@@ -110,14 +110,14 @@ def _joined(shape: Sequence[int]) -> tuple[int, int, int, int]:
     return h * c * w, w, c * w, 1
 
 
-def _geometry(a: ConvAttrs) -> tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]:
-    """Strides, pads and dilations of the convolution of :func:`_image`."""
+def geometry(a: ConvAttrs) -> tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]:
+    """Strides, pads and dilations of the convolution of :func:`image_of`."""
     (sh, sw), (dh, dw) = (*a.strides, 1)[:2], (*a.dilations, 1)[:2]
     top, left, bottom, right = a.pads if len(a.pads) == 4 else (a.pads[0], 0, a.pads[1], 0)
     return (sh, sw), (top, left, bottom, right), (dh, dw)
 
 
-def _unit(*images: TensorView) -> int:
+def unit_of(*images: TensorView) -> int:
     """Of how many elements the pixels' places are multiples: 8, 4, or 0 where they lie otherwise."""
     return next((n for n in (8, 4) if all(conv_maps.pitch_of(x, n) is not None for x in images)), 0)
 
@@ -127,7 +127,7 @@ def _misplaced(x: TensorView, out: TensorView) -> str | None:
     for name, image in (("input", x), ("result", out)):
         if image.shape[1] > 1 and image.strides[1] != 1:
             return f"its {name} is not channels-last"
-        if _unit(image) == 0:
+        if unit_of(image) == 0:
             return f"the pixels of its {name} do not begin at multiples of 8 bytes, one after another"
     return None
 
@@ -167,6 +167,10 @@ class DepthwiseTactic(MakesMeans, ProblemTactic):
         return _offers(problem, gpu)
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """What takes the means of the result."""
+        return self.pools(graph, op)
+
+    def pools(self, graph: Graph, op: Op) -> Sequence[Op]:
         """What takes the means of a depthwise convolution's result."""
         weight = graph.constant_value(op.inputs[1])
         if weight is None or weight.ndim != 4 or weight.shape[1] != 1:
@@ -181,10 +185,10 @@ def suits(b: Builder, op: Op, pool: Op) -> bool:
     return same and (place is None or place.is_like((out.static_shape[1], 1, 1, 1)))
 
 
-class HalfDepthwise(DepthwiseTactic):
-    """Depthwise convolutions of 16-bit images and sequences that lie channels-last; either may be some channels of a larger one."""
+class TiledDepthwise(DepthwiseTactic):
+    """Depthwise convolutions of floats, of images and sequences that lie channels-last; either may be some channels of a larger one."""
 
-    name = "depthwise_half"
+    name = "depthwise_tiles"
     means = "GlobalAveragePool"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
@@ -193,9 +197,9 @@ class HalfDepthwise(DepthwiseTactic):
             return why
         if weight is None or weight.ndim not in (3, 4) or weight.shape[1] != 1 or a.group != weight.shape[0]:
             return "it is not a depthwise convolution of images or sequences with constant weights"
-        if op.outputs[0].type.dtype not in (FP16, BF16):
-            return f"it is for 16-bit floats, not {op.outputs[0].type.dtype.name}"
-        if (channels := weight.shape[0] * _columns(b, op)) % 4:
+        if op.outputs[0].type.dtype not in (FP16, BF16, FP32):
+            return f"it is for floats of 16 and 32 bits, not {op.outputs[0].type.dtype.name}"
+        if (channels := weight.shape[0] * columns_of(b, op)) % 4:
             return f"its {channels} channels are not a multiple of 4"
         if op.input(2) is not None and bias_of(b, op) is None:
             return "its bias is not constant"
@@ -209,13 +213,13 @@ class HalfDepthwise(DepthwiseTactic):
 
     def pool(self, b: Builder, op: Op) -> Op | None:
         """The global average pool (squeeze-and-excitation)."""
-        if plan_epilogue(b.graph, op, channel_axis=1).rest or _columns(b, op) > 1:
+        if plan_epilogue(b.graph, op, channel_axis=1).rest or columns_of(b, op) > 1:
             return None
-        return next((user for user in self.neighbours(b.graph, op) if suits(b, op, user)), None)
+        return next((user for user in self.pools(b.graph, op) if suits(b, op, user)), None)
 
     def place(self, b: Builder, op: Op) -> None:
         """The result, in the order of the image where columns are channels."""
-        b.target(op.value, self._strides(op, _columns(b, op)))
+        b.target(op.value, self._strides(op, columns_of(b, op)))
         super().place(b, op)
 
     @staticmethod
@@ -224,8 +228,8 @@ class HalfDepthwise(DepthwiseTactic):
         return None if columns == 1 else _joined(op.outputs[0].type.static_shape)
 
     def _places(self, b: Builder, op: Op) -> tuple[TensorView, TensorView, int]:
-        """What the kernel reads and writes, where the latter may still have to be made, and :func:`_columns`."""
-        columns, ep = _columns(b, op), plan_epilogue(b.graph, op, channel_axis=1)
+        """What the kernel reads and writes, where the latter may still have to be made, and :func:`columns_of`."""
+        columns, ep = columns_of(b, op), plan_epilogue(b.graph, op, channel_axis=1)
         strides = self._strides(op, columns)
         out = result_place(b, op, ep, b.result(op.value, strides), True, strides=strides)
         return b.source(op.inputs[0]), out, columns
@@ -233,14 +237,14 @@ class HalfDepthwise(DepthwiseTactic):
     def _images(self, b: Builder, op: Op) -> tuple[TensorView, TensorView]:
         """The same as the kernel sees them."""
         x, out, columns = self._places(b, op)
-        return _image(x, columns), _image(out, columns)
+        return image_of(x, columns), image_of(out, columns)
 
     def problem(self, b: Builder, op: Op) -> depthwise.Problem:
         weight, (x, out) = b.weights(op), self._images(b, op)
         n, c, h, w = x.shape
         ep = plan_epilogue(b.graph, op, channel_axis=1)
-        source = Source(h, w, c, (*weight.shape[2:], 1)[:2], *_geometry(op.attrs))
-        dtype, pool, unit = map_dtype(op.outputs[0].type.dtype), self.pool(b, op), _unit(x, out)
+        source = Source(h, w, c, (*weight.shape[2:], 1)[:2], *geometry(op.attrs))
+        dtype, pool, unit = map_dtype(op.outputs[0].type.dtype), self.pool(b, op), unit_of(x, out)
         read, written = (conv_maps.pitch_of(image, unit) or 0 for image in (x, out))
         return depthwise.Problem(
             n, source, (("bias",), *ep.rendered), dtype, pool is not None, pitches=(read, written), unit=unit,
@@ -248,40 +252,59 @@ class HalfDepthwise(DepthwiseTactic):
         )  # fmt: skip
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        problem, (source, out, columns) = self.problem(b, op), self._places(b, op)
-        ep, weight = plan_epilogue(b.graph, op, channel_axis=1), b.weights(op).repeat(columns, 0)
-        x, target = _image(b.made(source), columns), b.target(op.value)
-        channels, (high, wide) = weight.shape[0], problem.source.kernel
-        between = b.made(out)
+        problem, (_, out, columns) = self.problem(b, op), self._places(b, op)
+        ep, target, between = plan_epilogue(b.graph, op, channel_axis=1), b.target(op.value), b.made(out)
+        operands = {**self.reads(b, op, columns), "output": image_of(between, columns)}
+        kind, attrs, reads = self.meaning(b, op, ep, operands, columns)
+        made = _family(config).launch(problem, config, b.gpu)
+        squeezed = self.pool(b, op)
+        if squeezed is None:
+            b.emit(self.covers(b, op), made, operands, kind, attrs, reads, [operands["output"]])
+        else:
+            _emit_squeezed(b, self.covers(b, op), squeezed, problem, config, made, operands, attrs, reads, of=kind)
+        finish(b, op, ep, between, target)
+
+    @staticmethod
+    def covers(b: Builder, op: Op) -> Op:
+        """The operator, with the nodes of all that the launch computes."""
+        return op
+
+    def reads(self, b: Builder, op: Op, columns: int = 1) -> dict[str, TensorView]:
+        """What the launch reads of a convolution, by name."""
+        x, weight = image_of(b.made(b.source(op.inputs[0])), columns), b.weights(op).repeat(columns, 0)
         packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
-        logical = packed.view((channels, 1, high, wide), (1, 0, wide * channels, channels))
-        added = ep.added_to(bias_of(b, op))
-        bias = bias_row(b, op, None if added is None else added.repeat(columns), channels)
-        operands = {"input": x, "output": _image(between, columns), "weights": packed, "bias": bias}
+        added = plan_epilogue(b.graph, op, channel_axis=1).added_to(bias_of(b, op))
+        bias = bias_row(b, op, None if added is None else added.repeat(columns), len(weight))
+        return {"input": x, "weights": packed, "bias": bias}
+
+    def filtered(self, b: Builder, op: Op, operands: Mapping[str, TensorView], columns: int = 1) -> list[TensorView]:
+        """Image, weights and bias of a convolution, as its meaning reads them."""
+        channels, (high, wide) = b.weights(op).shape[0] * columns, (*b.weights(op).shape[2:], 1)[:2]
+        logical = operands["weights"].view((channels, 1, high, wide), (1, 0, wide * channels, channels))
+        return [operands["input"], logical, operands["bias"]]
+
+    def meaning(
+        self, b: Builder, op: Op, ep: Epilogue, operands: dict[str, TensorView], columns: int
+    ) -> tuple[str, dict[str, Any], list[TensorView | None]]:
+        """The launch's kind, its attributes and what it reads. Adds to the operands what the epilogue reads."""
         residual = None
         if ep.residual is not None:
             dense = _dense(b, op, b.operand(ep.residual), "residual", columns)
-            residual = operands["residual"] = _image(dense, columns)
-        attrs = conv_attrs(_geometry(op.attrs), channels, ep.stages, op.attrs.prologue)
-        made = _family(config).launch(problem, config, b.gpu)
-        reads = [x, logical, bias, *stage_operands(b, ep, residual)]
-        squeezed = self.pool(b, op)
-        if squeezed is None:
-            b.emit(op, made, operands, "Conv", attrs, reads, [operands["output"]])
-        else:
-            _emit_squeezed(b, op, squeezed, problem, config, made, operands, attrs, reads)
-        finish(b, op, ep, between, target)
+            residual = operands["residual"] = image_of(dense, columns)
+        attrs = conv_attrs(geometry(op.attrs), len(b.weights(op)) * columns, ep.stages, op.attrs.prologue)
+        return "Conv", attrs, [*self.filtered(b, op, operands, columns), *stage_operands(b, ep, residual)]
 
 
 def _emit_squeezed(
     b: Builder, op: Op, pool: Op, problem: depthwise.Problem, config: Config, launch: Launch,
     operands: dict[str, TensorView], attrs: dict[str, Any], reads: list[TensorView | None], mean: QuantizedStore | None = None,
+    *, of: str = "",
 ) -> None:  # fmt: skip
-    """The convolution that also sums its result. ``mean``: how means of 8 bits are made of sums."""
+    """The convolution that also sums its result. ``mean``: how means of 8 bits are made of sums; ``of`` as of :func:`emit_squeezed`."""
     _, tiles_x, tiles_y = _family(config).tiles(problem, config)
     tile = Tile(_family(config).squeeze_mode(problem, config), config.tile, tiles_x * tiles_y)
     second = depthwise.launch_squeeze(problem, tile.count, b.gpu, mean)
-    emit_squeezed(b, op, pool, tile, (launch, second), operands, attrs, reads, mean)
+    emit_squeezed(b, op, pool, tile, (launch, second), operands, attrs, reads, mean, of=of)
 
 
 @dataclass(frozen=True)
@@ -344,7 +367,7 @@ class Int8Depthwise(DepthwiseTactic):
         """The mean of few enough pixels, from the zero point of the result."""
         if math.prod(op.outputs[0].type.static_shape[2:]) > depthwise.MAX_PIXELS:
             return None
-        users = (user for user in self.neighbours(b.graph, op) if user.attrs.input_zero == op.attrs.zero)
+        users = (user for user in self.pools(b.graph, op) if user.attrs.input_zero == op.attrs.zero)
         return next((user for user in users if suits(b, op, user)), None)
 
     def problem(self, b: Builder, op: Op) -> depthwise.Problem:

@@ -87,7 +87,7 @@ def refuse(
     s = problem.source
     if capability < (9, 0):
         return f"TMA feeds it, which GPUs of capability {capability[0]}.{capability[1]} have not"
-    if problem.item != 2 or problem.out_dtype != problem.dtype or problem.residual:
+    if problem.item != 2 or problem.out_dtype != problem.dtype or problem.residual or problem.beside is not None:
         return "it is for 16-bit images in and out, with nothing added"
     if problem.unit < 8:
         return "TMA reads pixels that begin at multiples of 16 bytes"

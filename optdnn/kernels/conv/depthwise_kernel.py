@@ -1,4 +1,4 @@
-"""Plans of the depthwise convolution (``depthwise.cu``): NHWC, 16-bit, any stride, dilation and padding.
+"""Plans of the depthwise convolution (``depthwise.cu``): NHWC, floats or 8 bits, any stride, dilation and padding.
 
 ``out[n, y, x, c] = epilogue(sum over taps of in[n, y*sh - ph + r*dh, x*sw - pw + s*dw, c] * w[r, s, c])``. Optionally also the
 mean over all pixels of each image and channel (the squeeze of squeeze-and-excitation), summed in a fixed order.
@@ -24,7 +24,8 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import Array
 
-MAX_TAPS = 128
+MAX_TAPS, MAX_WIDE_TAPS = 128, 32
+"""Taps of a filter; of fp32: loads of more are moved ahead by the compiler until registers spill."""
 MOST_PRODUCTS = 49 * 64
 """Multiplications of a thread, which its code has one by one."""
 MAX_PIXELS = 1 << 16
@@ -64,9 +65,23 @@ class Problem(OneSource):
     unit: int = 8
     """Pixels of input and result begin at multiples of so many elements: 4 or 8."""
     relu: bool = False
-    """Whether the ReLU of a 16-bit input is filtered."""
+    """Whether the ReLU of an input of floats is filtered."""
     summed: bool = False
     """Of a squeeze: whether the launch that reads the means adds up the sums of tiles itself."""
+    beside: tuple[render.Stage, ...] | None = None
+    """Stages of a second convolution of the same form, whose result ``epilogue`` reads where it would read a residual; None: there is none."""
+    second_pitch: int = 0
+    """Elements from a pixel to the next of the second convolution's image; 0: its channels."""
+
+    @property
+    def residual(self) -> bool:
+        """Whether the epilogue reads a second tensor of the result's shape."""
+        return self.beside is None and super().residual
+
+    @property
+    def filters(self) -> int:
+        """Convolutions of a launch."""
+        return 1 if self.beside is None else 2
 
     @property
     def out_dtype(self) -> str:
@@ -97,14 +112,15 @@ class Problem(OneSource):
     @property
     def flops(self) -> int:
         """Multiply-adds counted as two."""
-        return 2 * self.batch * math.prod(self.out_size) * self.channels * math.prod(self.source.kernel)
+        return 2 * self.filters * self.batch * math.prod(self.out_size) * self.channels * math.prod(self.source.kernel)
 
     @property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         s = self.source
         out = math.prod(self.out_size) * self.out_item * (2 if self.residual else 1)
-        return self.channels * (self.batch * (s.height * s.width * self.item + out) + 2 * math.prod(s.kernel))
+        read = self.batch * s.height * s.width * self.item + weight_item(self) * math.prod(s.kernel)
+        return self.channels * (self.filters * read + self.batch * out)
 
 
 @dataclass(frozen=True, order=True)
@@ -153,17 +169,21 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     s = problem.source
     if config.lanes not in (4, 8) or problem.channels % config.lanes:
         return f"{problem.channels} channels are not a multiple of {config.lanes}"
+    if config.lanes * problem.item > 16:
+        return f"{config.lanes} elements exceed an access of 16 bytes"
     if config.lanes > problem.unit:
         return f"pixels that begin at multiples of {problem.unit} elements are not read {config.lanes} at a time"
     if (why := no_kernel(problem)) is not None:
         return why
     if math.prod(s.kernel) > MAX_TAPS:
         return f"{math.prod(s.kernel)} taps exceed {MAX_TAPS}: weights would not fit"
+    if problem.item == 4 and math.prod(s.kernel) > MAX_WIDE_TAPS:
+        return f"{math.prod(s.kernel)} taps of fp32 exceed the registers"
     if min(problem.out_size) < 1:
         return "the output is empty"
     if not 1 <= config.threads <= 256:
         return f"{config.threads} threads are not a block of this kernel"
-    if (sums := config.tile_h * config.tile_w * config.lanes) > 64:
+    if (sums := problem.filters * config.tile_h * config.tile_w * config.lanes) > 64:
         return "more than 64 accumulators per thread"
     if sums * math.prod(s.kernel) > MOST_PRODUCTS:
         return f"{sums * math.prod(s.kernel)} multiplications a thread: its code would be too long"
@@ -188,10 +208,17 @@ def no_kernel(problem: Problem) -> str | None:
     if (
         problem.out_dtype not in results
         or (quantized and problem.squeeze and not exact)
-        or (problem.item != 2 and not quantized)
+        or problem.dtype == "float8_e4m3fn"
     ):
         return f"no kernel turns {problem.dtype} into {problem.out_dtype}"
+    if problem.beside is not None and (quantized or problem.relu):
+        return "pairs are of floats as they are"
     return None
+
+
+def weight_item(problem: Problem) -> int:
+    """Bytes of a weight: 8-bit ones are held in 16 bits."""
+    return max(2, problem.item)
 
 
 def squeeze_mode(problem: Problem, config: Strips) -> int:
@@ -204,7 +231,7 @@ def squeeze_mode(problem: Problem, config: Strips) -> int:
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block: weights of large filters, then the squeeze's sums in the same place."""
     taps = math.prod(problem.source.kernel)
-    weights = taps * config.vectors * config.lanes * 2 if taps > 9 else 0
+    weights = problem.filters * taps * config.vectors * config.lanes * weight_item(problem) if taps > 9 else 0
     sums = config.threads * config.lanes * 4 if problem.squeeze else 0
     return max(weights, sums)
 
@@ -227,8 +254,11 @@ def generated(problem: Problem, tile: Mapping[str, int]) -> str:
         "HAS_RESIDUAL": int(problem.residual), "OPERAND_ITEM": problem.item, "OUT_ITEM": problem.out_item, "INTEGER": 0,
         "OUT_FLOAT8": 0, "OUT_ZERO": int(problem.zero_point), "INPUT_UNSIGNED": int(problem.dtype == "uint8"),
         "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"), "RELU_BEFORE": int(problem.relu),
+        "BESIDE": problem.filters - 1,
     }  # fmt: skip
-    stages = render.epilogue(problem.epilogue)
+    stages = render.epilogue(problem.epilogue, exact=problem.item == 4)
+    if problem.beside is not None:
+        stages += "\n" + render.epilogue(problem.beside, "epilogue_beside", exact=problem.item == 4)
     if problem.item == 1:
         stages = render.runtime_epilogue(problem.epilogue, problem.out_item == 1)
     return "\n".join([render.constants({**tile, **types}), stages, ""])
@@ -236,7 +266,9 @@ def generated(problem: Problem, tile: Mapping[str, int]) -> str:
 
 def options(problem: Problem, checked: bool = False) -> tuple[str, ...]:
     """Compiler options. Of 8-bit images, products are summed exactly in whatever way, and nothing else may be contracted."""
-    return template_options(problem.dtype, problem.out_dtype, exact=problem.item == 1, checked=checked)
+    return template_options(
+        problem.dtype, problem.out_dtype, exact=problem.item == 1, fast=problem.item != 4, checked=checked
+    )
 
 
 def pack_weights(weight: Array) -> Array:
@@ -254,8 +286,8 @@ def launch(
     requantize: Requantize | None = None,
     mean: QuantizedStore | None = None,
 ) -> Launch:
-    """The launch. Operands: ``input``, ``output``, ``weights`` (packed, 16-bit), ``bias`` (fp32 [channels]; of 8-bit images scale
-    and bias, [channels, 2]), ``residual``, and for a squeeze ``sums`` (fp32 [batch, tiles, channels]) or ``means`` ([batch,
+    """The launch. Operands: ``input``, ``output``, ``weights`` (packed; of 8-bit images 16-bit ones), ``bias`` (fp32 [channels]; of 8-bit images
+    scale and bias, [channels, 2]), ``residual``, of a pair ``second``, ``second_weights`` and ``second_bias``, and for a squeeze ``sums`` (fp32 [batch, tiles, channels]) or ``means`` ([batch,
     channels], of the result's type; ``mean``: how 8-bit ones are made of sums), by :func:`squeeze_mode`."""
     s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
     blocks_c, blocks_x, blocks_y = tiles(problem, config)
@@ -267,6 +299,8 @@ def launch(
     (mean or QuantizedStore(1.0 / (out_h * out_w))).put(parameters)
     parameters.i32(four_bytes(problem.outside))
     put_requantize(parameters, problem.epilogue, requantize)
+    if problem.beside is not None:
+        parameters.pointer("second", "second_weights", "second_bias").i32(problem.second_pitch or problem.channels)
     grid, shared = (blocks_c, blocks_x * blocks_y, problem.batch), shared_bytes(problem, config)
     return parameters.launch(recipe(problem, config, gpu.arch), "depthwise", grid, config.threads, shared=shared)
 
@@ -278,7 +312,8 @@ def four_bytes(value: int) -> int:
 
 def squeeze_recipe(problem: Problem, arch: str = "sm_90a") -> Recipe:
     """The kernel of :func:`launch_squeeze`."""
-    kind = ("-DNARROW",) if problem.out_item == 1 else ("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()
+    kind = {"bfloat16": ("-DDTYPE_BF16",), "float32": ("-DWIDE",)}.get(problem.out_dtype, ())
+    kind = ("-DNARROW",) if problem.out_item == 1 else kind
     return Recipe("squeeze_finish.cu", arch, {}, ("--std=c++17", "--use_fast_math", *kind))
 
 
@@ -304,10 +339,10 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     outputs, taps = config.tile_h * config.tile_w, math.prod(s.kernel)
     # Instructions of a thread: multiply-adds, conversions of inputs and weights, loads with their bounds, the epilogue.
     lanes = config.lanes
-    convert, finish = (1.0, 5) if problem.item == 2 else (2.2, 15)  # bytes become floats, and results bytes
-    work = outputs * taps * lanes + rows * columns * (convert * lanes + 6) + taps * lanes
+    convert, finish = {1: (2.2, 15), 2: (1.0, 5), 4: (0.0, 4)}[problem.item]  # bytes become floats, and results bytes
+    work = problem.filters * (outputs * taps * lanes + rows * columns * (convert * lanes + 6) + taps * lanes)
     work += outputs * (finish * lanes + 4) + 150
-    registers = min(255, outputs * lanes + taps * lanes + 2 * columns * lanes // 2 + 40)
+    registers = min(255, problem.filters * (outputs * lanes + taps * lanes) + 2 * columns * lanes // 2 + 40)
     resident = max(1, config.blocks, 65536 // (registers * config.threads))
     resident = min(resident, 2048 // config.threads)
     waves = blocks / (device.multiprocessors * resident)
@@ -317,7 +352,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     tile_h, tile_w = config.tile
     patch = (tile_h * s.stride[0] + s.kernel[0] - s.stride[0]) * (tile_w * s.stride[1] + s.kernel[1] - s.stride[1])
     size = config.vectors * lanes * problem.item
-    pixels = blocks * (patch + tile_h * tile_w)
+    pixels = blocks * (problem.filters * patch + tile_h * tile_w)
     moved = sectors(problem, config) * SECTOR
     l2 = pixels * moved / L2
     unread = (
@@ -348,7 +383,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
     """The configurations to time, best predicted first; at most two of one thread tile."""
     out_h, out_w = problem.out_size
     found: list[tuple[float, Config]] = []
-    for lanes in (8, 4) if problem.channels % 8 == 0 else (4,):
+    for lanes in (8, 4) if problem.channels % 8 == 0 and problem.item < 4 else (4,):
         vectors = problem.channels // lanes
         widths = [v for v in (8, 16, 12, 10, 9, 6, 5, 4, 7, 11, 3, 2, 1) if v <= vectors and vectors % v == 0][:3]
         if vectors > 16 and (not widths or widths[0] < 4):

@@ -54,7 +54,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     channels, taps = config.vectors * config.lanes, math.prod(problem.source.kernel)
     ring = config.stages * (-(-math.prod(patch(problem, config)) * channels * problem.item // 128) * 128)
     sums = config.strips_x * config.strips_y * channels * 4 if problem.squeeze else 0
-    return _HEAD_BYTES + ring + (taps * channels * 2 if taps > 9 else 0) + sums
+    return _HEAD_BYTES + ring + (taps * channels * depthwise.weight_item(problem) if taps > 9 else 0) + sums
 
 
 def refuse(
@@ -66,6 +66,10 @@ def refuse(
         return f"TMA feeds it, which GPUs of capability {capability[0]}.{capability[1]} have not"
     if problem.channels % 8 or config.lanes not in (4, 8):
         return f"{problem.channels} channels are not a multiple of 8"
+    if config.lanes * problem.item > 16:
+        return f"{config.lanes} elements exceed an access of 16 bytes"
+    if problem.beside is not None:
+        return "its ring holds patches of one image"
     if problem.unit < 8:
         return "TMA reads pixels that begin at multiples of 16 bytes"
     if (why := depthwise.no_kernel(problem)) is not None:
@@ -112,6 +116,9 @@ def registers(problem: Problem, config: Config) -> int:
         weights = taps * config.lanes // 2 if taps <= 9 else 8
         found = sums + weights + 30 + (columns + 1) * config.lanes + more
         return math.ceil(found * (0.9 if config.lanes == 4 else 1.0))
+    if problem.item == 4:
+        weights = taps * config.lanes if taps <= 9 else 8
+        return sums + weights + columns * config.lanes + (28 if problem.squeeze else 18) + 2 * config.tile_h + more
     weights = taps * config.lanes // 2 if taps <= 9 else 8 if sums < 64 else 16
     rest = (24 if problem.squeeze else 14) + 2 * (config.tile_h + config.lanes)
     return sums + weights + columns * config.lanes // 2 + rest + more
@@ -177,7 +184,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
     # Instructions of a thread and tile: multiply-adds, conversions, shared loads, the epilogue with its store.
     # Bytes take two instructions to become floats; results, three times as many.
-    convert, finish = (1.3 * (lanes + 1), 6) if problem.item == 2 else (2.2 * lanes + 1, 15)
+    convert, finish = {1: (2.2 * lanes + 1, 15), 2: (1.3 * (lanes + 1), 6), 4: (1.3, 5)}[problem.item]
     work = outputs * taps * lanes + rows * columns * convert + config.tile_h * taps * (lanes + 1)
     work += outputs * (finish * lanes + 6) + 60
     per_block = -(-count // max(1, blocks // slabs))
@@ -185,7 +192,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     tile = config.threads * work / 128 / min(0.8, 0.35 + 0.03 * warps)
     compute = (per_block * tile * resident(problem, config) + 1500) / CLOCK
     box = math.prod(patch(problem, config)) * config.vectors * lanes * problem.item
-    l2 = slabs * count * (box + config.threads * outputs * lanes * 2) / 5.0e12
+    l2 = slabs * count * (box + config.threads * outputs * lanes * max(2, problem.out_item)) / 5.0e12
     in_flight = min(1.0, (config.stages - 1) * box * resident(problem, config) / 40000)
     second = depthwise.finish_seconds(problem, squeeze_mode(problem, config))
     return 1.0e-6 + max(compute, l2, problem.bytes / MEMORY / (0.6 + 0.35 * in_flight)) + second

@@ -97,7 +97,13 @@ DC = depthwise.Config(2, 2, 8, 7, 2)
         (depthwise.Problem(4, same(99, 99, 64, (7, 7), dilation=(3, 3))), DC, "input vectors"),
         (replace(D, batch=70000), DC, "grid is too large"),
         (replace(D, pitches=(1 << 24, 64)), DC, "an image has more elements than the kernel addresses"),
-        (replace(D, dtype="float32"), DC, "no kernel turns float32 into float32"),
+        (replace(D, dtype="float32"), DC, "8 elements exceed an access of 16 bytes"),
+        (
+            depthwise.Problem(4, same(14, 14, 64, (7, 7)), dtype="float32"),
+            replace(DC, lanes=4),
+            "49 taps of fp32 exceed",
+        ),
+        (replace(D, dtype="float32", out="float16"), replace(DC, lanes=4), "no kernel turns float32 into float16"),
     ],
 )
 def test_depthwise_refuses(problem: depthwise.Problem, config: depthwise.Config, reason: str) -> None:

@@ -22,7 +22,7 @@ from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import depthwise_bands_kernel as depthwise_bands
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import grouped_kernel as grouped
-from optdnn.kernels.conv.depthwise import HalfDepthwise
+from optdnn.kernels.conv.depthwise import TiledDepthwise
 from optdnn.kernels.conv.grouped import GroupedConv, together
 from optdnn.kernels.conv.problem import Source
 from optdnn.lowering.choose import TacticChoice
@@ -244,7 +244,7 @@ def test_every_configuration_on_a_gpu_gives_what_it_means(group: int, squeeze: b
     key = next(t["signature"] for t in plain.meta["tactics"] if any(n == "Conv_3" for n in t["nodes"]))
     problem: Any = depthwise.Problem(2, same(17, 18, 64, (5, 5)), STAGES, squeeze=squeeze)
     found: list[Any] = depthwise_bands.candidates(problem, facts, 8)
-    name = HalfDepthwise.name
+    name = TiledDepthwise.name
     if group < 64:
         found, name = (
             grouped.candidates(grouped.Problem(2, same(17, 18, 64), group, STAGES, squeeze=squeeze), facts, 8),

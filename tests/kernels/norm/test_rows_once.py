@@ -200,7 +200,7 @@ def depthwise(channels: int = 16, **options: Any) -> Graph:
 @pytest.mark.parametrize("options", [{}, {"kernel": 5, "pads": 2, "strides": 2}, {"dilations": 2, "pads": 2}])
 def test_depthwise(options: dict[str, Any]) -> None:
     program = check_simulated(depthwise(**options))
-    assert "depthwise_half" in chosen(program, "Conv")
+    assert "depthwise_tiles" in chosen(program, "Conv")
 
 
 def test_other_depthwise_convolutions_run_elsewhere() -> None:
@@ -214,7 +214,7 @@ def test_a_depthwise_convolution_adds_its_residual() -> None:
     x = n.op("Relu", n.conv(n.input(2, 8, 9, 9), 16))
     y = n.op("Relu", n.op("Add", n.conv(x, 16, group=16), x))
     program = check_simulated(n.done(n.conv(y, 8, 1, pads=0)))
-    assert "depthwise_half" in chosen(program, "Conv")
+    assert "depthwise_tiles" in chosen(program, "Conv")
     assert "Pointwise" not in [s.params["op"]["kind"] for s in program.steps[:-1]]
 
 

@@ -1,18 +1,19 @@
-// Depthwise convolution, NHWC, 16- or 8-bit storage, fp32 accumulation. Bound by memory: each input element should leave DRAM once.
+// Depthwise convolution, NHWC, fp32, 16- or 8-bit storage, fp32 accumulation. Bound by memory: each input element should leave DRAM once.
 //
 // A thread computes TILE_H x TILE_W output pixels of LANES (4 or 8) channels. It walks the input rows it needs once, top to bottom; a row's
 // vectors serve all taps and all output rows that touch it. A block takes block_vectors x strips_x x strips_y such strips, so that
 // the rows and columns that neighbours share are found in L1.
 //
 // generated.cuh defines LANES, KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, TILE_H, TILE_W, MAX_THREADS, MIN_BLOCKS,
-// HAS_RESIDUAL, RELU_BEFORE (of 16-bit elements: the ReLU of the input is filtered), SQUEEZE (0 none, 1 partial sums, 2 finished means)
-// and epilogue().
+// HAS_RESIDUAL, RELU_BEFORE (of floats: the ReLU of the input is filtered), SQUEEZE (0 none, 1 partial sums, 2 finished means)
+// and epilogue(). BESIDE: a second convolution of the same form, of other channels or of another image; epilogue() reads what
+// epilogue_beside() makes of it where it would read a residual.
 #include "depthwise_core.cuh"
 
 struct Params {
     const Element* input;
     u8* output;
-    const u16* weights;                            // [taps][channels]
+    const Weight* weights;                         // [taps][channels]
     const Channel* channel;                        // [channels]: bias, or scale and bias
     const u8* residual;                            // as output
     float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
@@ -23,6 +24,54 @@ struct Params {
     Narrow mean;                                   // factor alone counts where results are floats
     u32 outside;                                   // four bytes of what lies outside of an 8-bit image
     Requantize requantize;                         // of 8-bit operands
+#if BESIDE
+    const Element* second;                         // likewise, of the second convolution
+    const Weight* second_weights;
+    const Channel* second_channel;
+    int second_pitch;
+#endif
+};
+
+// The weights and constants of a thread's channels, which depend on no other kernel.
+struct Filter {
+    Vector own[WEIGHTS_IN_SHARED ? 1 : TAPS];
+    const Vector* shared;
+    Channel constants[LANES];
+
+    __device__ __forceinline__ Filter(const Params& p, const Weight* weights, const Channel* channel, Vector* place, int vector) : shared(place) {
+        if (WEIGHTS_IN_SHARED) {
+            for (int i = threadIdx.x; i < TAPS * p.block_vectors; i += blockDim.x) {
+                const int v = blockIdx.x * p.block_vectors + i % p.block_vectors;
+                place[i] = v < p.vectors ? load_weights(weights + ((i / p.block_vectors) * p.vectors + v) * LANES) : zeros();
+            }
+        } else {
+            #pragma unroll
+            for (int i = 0; i < TAPS; i++)
+                own[i] = vector < p.vectors ? load_weights(weights + (i * p.vectors + vector) * LANES) : zeros();
+        }
+        #pragma unroll
+        for (int i = 0; i < LANES; i++) constants[i] = no_channel();
+        if (vector < p.vectors) load_constants(channel + vector * LANES, constants);
+    }
+
+    // The sums of the pixels from (out_y, out_x) on.
+    __device__ __forceinline__ void convolve(const Params& p, const Element* input, int pitch, int n, int out_y, int out_x, int vector, int local, Tile& acc) const {
+        const int top = out_y * STRIDE_H - p.pad_h, left = out_x * STRIDE_W - p.pad_w;
+        const Element* image = input + (long long)n * p.height * p.width * pitch + vector * LANES;
+        accumulate(
+            acc,
+            [&](int r, Input (&in)[COLUMNS]) {
+                const int y = top + r;
+                const Element* row = image + (long long)y * p.width * pitch;
+                #pragma unroll
+                for (int c = 0; c < COLUMNS; c++) {
+                    const int x = left + c;
+                    in[c] = no_input(p.outside);
+                    if (unsigned(y) < unsigned(p.height) && unsigned(x) < unsigned(p.width)) in[c] = load_input(row + x * pitch);
+                }
+            },
+            [&](int tap) { return WEIGHTS_IN_SHARED ? shared[tap * p.block_vectors + local] : own[WEIGHTS_IN_SHARED ? 0 : tap]; });
+    }
 };
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(const __grid_constant__ Params p) {
@@ -35,50 +84,28 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     const int out_y = (tile_y * p.strips_y + strip / p.strips_x) * TILE_H;
     const bool live = vector < p.vectors && out_x < p.out_w && out_y < p.out_h;
 
-    // Weights and bias depend on no other kernel.
     Vector* shared_weights = reinterpret_cast<Vector*>(shared);
-    Vector own_weights[WEIGHTS_IN_SHARED ? 1 : TAPS];
-    Channel constants[LANES];
-    if (WEIGHTS_IN_SHARED) {
-        for (int i = threadIdx.x; i < TAPS * p.block_vectors; i += blockDim.x) {
-            const int v = blockIdx.x * p.block_vectors + i % p.block_vectors;
-            shared_weights[i] = v < p.vectors ? load_packed<LANES>(p.weights + ((i / p.block_vectors) * p.vectors + v) * LANES) : zeros();
-        }
-        __syncthreads();
-    } else {
-        #pragma unroll
-        for (int i = 0; i < TAPS; i++)
-            own_weights[i] = vector < p.vectors ? load_packed<LANES>(p.weights + (i * p.vectors + vector) * LANES) : zeros();
-    }
-    #pragma unroll
-    for (int i = 0; i < LANES; i++) constants[i] = no_channel();
-    if (vector < p.vectors) load_constants(p.channel + vector * LANES, constants);
+    const Filter filter(p, p.weights, p.channel, shared_weights, vector);
+#if BESIDE
+    const Filter second(p, p.second_weights, p.second_channel, shared_weights + TAPS * p.block_vectors, vector);
+#endif
+    if (WEIGHTS_IN_SHARED) __syncthreads();
     grid_dependency_wait();
 
     Tile acc;
-    if (live) {
-        const int top = out_y * STRIDE_H - p.pad_h, left = out_x * STRIDE_W - p.pad_w;
-        const Element* image = p.input + (long long)n * p.height * p.width * p.pitch + vector * LANES;
-        accumulate(
-            acc,
-            [&](int r, Input (&in)[COLUMNS]) {
-                const int y = top + r;
-                const Element* row = image + (long long)y * p.width * p.pitch;
-                #pragma unroll
-                for (int c = 0; c < COLUMNS; c++) {
-                    const int x = left + c;
-                    in[c] = no_input(p.outside);
-                    if (unsigned(y) < unsigned(p.height) && unsigned(x) < unsigned(p.width))
-                        in[c] = load_input(row + x * p.pitch);
-                }
-            },
-            [&](int tap) {
-                return WEIGHTS_IN_SHARED ? shared_weights[tap * p.block_vectors + local] : own_weights[WEIGHTS_IN_SHARED ? 0 : tap];
-            });
-    }
     float sum[LANES];
     const Output target = {p.output, p.residual, p.out_h, p.out_w, p.out_pitch, p.vectors, &p.requantize};
-    finish(target, acc, constants, sum, live, n, out_y, out_x, vector);
+    if (live) filter.convolve(p, p.input, p.pitch, n, out_y, out_x, vector, local, acc);
+#if BESIDE
+    Tile beside;
+    if (live) second.convolve(p, p.second, p.second_pitch, n, out_y, out_x, vector, local, beside);
+    #pragma unroll
+    for (int i = 0; i < TILE_H * TILE_W * LANES; i++)
+        (&beside[0][0][0])[i] = epilogue_beside((&beside[0][0][0])[i], second.constants[i % LANES], 0.0f);
+    finish(target, acc, filter.constants, sum, live, n, out_y, out_x, vector, &beside);
+#else
+    finish(target, acc, filter.constants, sum, live, n, out_y, out_x, vector);
+#endif
 
 #if SQUEEZE
     // The block's sums of each channel over its strips, in a fixed order.

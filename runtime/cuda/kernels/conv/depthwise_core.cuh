@@ -1,4 +1,5 @@
-// What both depthwise kernels, of 16-bit and of 8-bit images, do in registers: TILE_H x TILE_W output pixels of LANES channels per thread, from rows of input vectors.
+// What both depthwise kernels, of fp32, 16-bit and 8-bit images, do in registers: TILE_H x TILE_W output pixels of LANES channels per thread, from
+// rows of input vectors.
 #pragma once
 #include "vectors.cuh"
 #include "generated.cuh"
@@ -9,10 +10,35 @@ constexpr int ROWS = (TILE_H - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;
 constexpr int COLUMNS = (TILE_W - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1;
 constexpr bool WEIGHTS_IN_SHARED = TAPS > 9;
 
-typedef Packed<LANES> Vector;                      // 16-bit: weights (8-bit ones are exact in fp16), and results
 typedef float Tile[TILE_H][TILE_W][LANES];
 
-#if OPERAND_ITEM == 1
+#if OPERAND_ITEM == 4
+static_assert(LANES == 4, "one access");
+typedef float Weight;
+struct Vector { u32 word[LANES]; };
+DEVICE float element(const Vector& v, int i) { return __uint_as_float(v.word[i]); }
+DEVICE Vector load_weights(const Weight* at) {
+    const uint4 x = *reinterpret_cast<const uint4*>(at);
+    return {x.x, x.y, x.z, x.w};
+}
+#else
+typedef u16 Weight;                                // 8-bit ones are exact in fp16
+typedef Packed<LANES> Vector;                      // of weights, and of 16-bit results
+DEVICE Vector load_weights(const Weight* at) { return load_packed<LANES>(at); }
+#endif
+
+#if OPERAND_ITEM == 4
+typedef float Element;
+typedef Vector Input;
+DEVICE Input load_input(const Element* at) {
+    Input v = load_weights(at);
+    #pragma unroll
+    for (int i = 0; RELU_BEFORE && i < LANES; i++)  // a NaN stays
+        v.word[i] = v.word[i] >> 31 && (v.word[i] & 0x7fffffffu) <= 0x7f800000u ? 0u : v.word[i];
+    return v;
+}
+DEVICE float value(const Input& v, int i) { return element(v, i); }
+#elif OPERAND_ITEM == 1
 typedef u8 Element;
 struct Input { u32 word[LANES / 4]; };             // LANES bytes
 
@@ -54,7 +80,7 @@ DEVICE Input no_input(u32 word) {
 DEVICE Vector zeros() {
     Vector v;
     #pragma unroll
-    for (int i = 0; i < LANES / 2; i++) v.word[i] = 0u;
+    for (int i = 0; i < int(sizeof(Vector)) / 4; i++) v.word[i] = 0u;
     return v;
 }
 
@@ -99,9 +125,17 @@ struct Output {
     const Requantize* requantize;
 };
 
-// LANES results of one pixel from their sums, at ``at``; what is added to them lies at ``added``.
-DEVICE void finish_vector(const Output& p, long long at, long long added, const float (&acc)[LANES], const Channel (&c)[LANES], float (&y)[LANES]) {
-#if OUT_ITEM == 1
+// LANES results of one pixel from their sums, at ``at``; what is added to them lies at ``added``, or (BESIDE) what they are combined with is ``beside``.
+DEVICE void finish_vector(const Output& p, long long at, long long added, const float (&acc)[LANES], const Channel (&c)[LANES], const float* beside, float (&y)[LANES]) {
+#if BESIDE
+    #pragma unroll
+    for (int i = 0; i < LANES; i++) y[i] = finished(*p.requantize, acc[i], c[i], beside[i]);
+#if OUT_ITEM == 4
+    reinterpret_cast<float4*>(p.output)[at / 4] = make_float4(y[0], y[1], y[2], y[3]);
+#else
+    store_packed(reinterpret_cast<u16*>(p.output) + at, pack<LANES>(y));
+#endif
+#elif OUT_ITEM == 1
     u32 words[LANES / 4];
     #pragma unroll
     for (int i = 0; i < LANES; i += 4) {
@@ -140,6 +174,8 @@ DEVICE void finish_vector(const Output& p, long long at, long long added, const 
 DEVICE void store_mean(u8* means, long long at, float total, const Narrow& to) {
 #if OUT_ITEM == 1
     means[at] = u8(narrow_four<false>(to, total, 0.0f, 0.0f, 0.0f));
+#elif OUT_ITEM == 4
+    reinterpret_cast<float*>(means)[at] = total * to.factor;
 #else
     reinterpret_cast<u16*>(means)[at] = pack1(total * to.factor);
 #endif
@@ -150,9 +186,9 @@ DEVICE void load_constants(const Channel* at, Channel (&c)[LANES]) {
     for (int i = 0; i < LANES; i += 4) load_four(at, i, LANES, *reinterpret_cast<Channel(*)[4]>(&c[i]));
 }
 
-// Epilogue and store of what lies inside the image; adds up each channel for the squeeze.
+// Epilogue and store of what lies inside the image; adds up each channel for the squeeze. ``beside``: of BESIDE results.
 DEVICE void finish(const Output& p, const Tile& acc, const Channel (&constants)[LANES], float (&sum)[LANES], bool live, int n, int out_y,
-                   int out_x, int vector) {
+                   int out_x, int vector, const Tile* beside = nullptr) {
     #pragma unroll
     for (int i = 0; i < LANES; i++) sum[i] = 0.0f;
     #pragma unroll
@@ -162,7 +198,8 @@ DEVICE void finish(const Output& p, const Tile& acc, const Channel (&constants)[
             if (!live || out_y + t >= p.out_h || out_x + x >= p.out_w) continue;
             const long long pixel = ((long long)n * p.out_h + out_y + t) * p.out_w + out_x + x;
             float y[LANES];
-            finish_vector(p, pixel * p.pitch + vector * LANES, (pixel * p.vectors + vector) * LANES, acc[t][x], constants, y);
+            finish_vector(p, pixel * p.pitch + vector * LANES, (pixel * p.vectors + vector) * LANES, acc[t][x], constants,
+                          BESIDE ? (*beside)[t][x] : nullptr, y);
             #pragma unroll
             for (int i = 0; i < LANES; i++) sum[i] += y[i];
         }

@@ -16,7 +16,7 @@ constexpr u32 PATCH_LOAD = PATCH_H * PATCH_W * CHANNELS * OPERAND_ITEM, PATCH_BY
 struct Params {
     TensorMap input;                               // (channel, x, y, n)
     u8* output;
-    const u16* weights;                            // [taps][channels]
+    const Weight* weights;                         // [taps][channels]
     const Channel* channel;                        // [channels]: bias, or scale and bias
     const u8* residual;                            // as output
     float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
@@ -54,11 +54,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
     if (WEIGHTS_IN_SHARED) {
         for (int i = threadIdx.x; i < TAPS * VECTORS; i += THREADS) {
             const int v = slab * VECTORS + i % VECTORS;
-            shared_weights[i] = v < p.vectors ? load_packed<LANES>(p.weights + (i / VECTORS * p.vectors + v) * LANES) : zeros();
+            shared_weights[i] = v < p.vectors ? load_weights(p.weights + (i / VECTORS * p.vectors + v) * LANES) : zeros();
         }
     } else {
         #pragma unroll
-        for (int i = 0; i < TAPS; i++) own_weights[i] = live ? load_packed<LANES>(p.weights + (i * p.vectors + vector) * LANES) : zeros();
+        for (int i = 0; i < TAPS; i++) own_weights[i] = live ? load_weights(p.weights + (i * p.vectors + vector) * LANES) : zeros();
     }
     __syncthreads();
     grid_launch_dependents();

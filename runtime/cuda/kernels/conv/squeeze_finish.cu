@@ -1,6 +1,6 @@
 // The second launch of a depthwise convolution's squeeze: adds up the sums of its tiles.
 //
-// -DNARROW: means are 8-bit integers, else 16-bit floats.
+// -DNARROW: means are 8-bit integers, -DWIDE: fp32, else 16-bit floats.
 #include "ptx.cuh"
 #include "narrow.cuh"
 
@@ -31,6 +31,8 @@ extern "C" __global__ void __launch_bounds__(512) squeeze_finish(const FinishPar
     const long long at = (long long)n * p.channels + channel;
 #ifdef NARROW
     p.means[at] = u8(narrow_four<false>(p.mean, total, 0.0f, 0.0f, 0.0f));
+#elif defined(WIDE)
+    reinterpret_cast<float*>(p.means)[at] = total * p.mean.factor;
 #else
     reinterpret_cast<u16*>(p.means)[at] = pack1(total * p.mean.factor);
 #endif

@@ -1,0 +1,240 @@
+"""Gates of filtered features: two depthwise convolutions in one launch, on a processor and on a GPU, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import emulated
+from support.conv_cases import convolve, same
+from support.host import COMPILER, WHY_NOT
+from support.needs import why_no_hopper
+from support.net import Net
+from support.on_gpu import checked_launches
+from support.simulated import check_simulated, kinds, lowered, refusals, tactics
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.conv import depthwise_bands_kernel as bands
+from optdnn.kernels.conv import depthwise_kernel as depthwise
+from optdnn.kernels.conv import depthwise_tma_kernel as tma
+from optdnn.kernels.conv.depthwise_kernel import Config, Problem
+from optdnn.kernels.conv.depthwise_paired import PairedDepthwise
+from optdnn.kernels.tactic import Offer
+from optdnn.ops.index import SplitAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.gpu_facts import of_arch
+
+HOPPER = of_arch("sm_90a")
+GATE: dict[str, Any] = {"epilogue": (("bias",), ("gelu",), ("mul",)), "beside": (("bias",), ("relu",))}
+
+
+def gated(n: Net, y: Value, acts: tuple[str, str] = ("Gelu", "")) -> Value:
+    halves = n.op("Split", y, attrs=SplitAttrs(1, 2), outputs=2)
+    return n.op("Mul", *(n.op(a, h) if a else h for a, h in zip(acts, halves, strict=True)))
+
+
+def image(kernel: int = 3, half: int = 24, **attrs: Any) -> Callable[[Net], Value]:
+    def build(n: Net) -> Value:
+        x = n.conv(n.input(2, 16, 9, 11), 2 * half, 1, pads=0)
+        y = gated(n, n.conv(x, 2 * half, kernel, pads=kernel // 2, group=2 * half, bias=True, **attrs))
+        return n.conv(y, 16, 1, pads=0)
+
+    return build
+
+
+def line(n: Net) -> Value:
+    x = n.conv(n.input(2, 16, 37), 48, 1, pads=0)
+    return n.conv(gated(n, n.conv(x, 48, 9, pads=(8, 0), group=48), ("Tanh", "Sigmoid")), 16, 1, pads=0)
+
+
+def squeezed(n: Net) -> Value:
+    """As NAFNet has it: the means of the gated features weigh them."""
+    x = n.conv(n.input(2, 16, 9, 11), 48, 1, pads=0)
+    y = gated(n, n.conv(x, 48, 3, group=48, bias=True), ("", ""))
+    weights = n.conv(n.op("GlobalAveragePool", y), 24, 1, pads=0, bias=True)
+    return n.conv(n.op("Mul", y, weights), 16, 1, pads=0)
+
+
+def two_images(n: Net) -> Value:
+    x, y = (n.conv(n.input(2, 16, 9, 11, name=name), 24, 1, pads=0) for name in "xy")
+    return n.op("Mul", n.op("Swish", n.conv(x, 24, group=24)), n.conv(y, 24, group=24, bias=True))
+
+
+NETS: dict[str, Callable[[Net], Value]] = {
+    "image": image(), "large filters": image(5), "strides": image(strides=2), "dilations": image(dilations=2), "line": line,
+    "squeezed": squeezed, "two images": two_images,
+}  # fmt: skip
+
+
+def made(build: Callable[[Net], Value]) -> Graph:
+    n = Net()
+    return n.done(build(n))
+
+
+@pytest.mark.parametrize("target", ["cuda:sm_90a", "cuda:sm_80"])
+@pytest.mark.parametrize("precision", ["fp16", "tf32", "fp32"])
+@pytest.mark.parametrize("name", NETS)
+def test_a_gate_is_one_launch(name: str, precision: str, target: str) -> None:
+    program = check_simulated(made(NETS[name]), precision, target=target)
+    assert tactics(program, "Conv").count("depthwise_paired") == 1
+    found = kinds(program)
+    assert found.count("GatedConv") + sum(s.params["op"]["attrs"].get("of") == "GatedConv" for s in program.steps) == 1
+    assert not {"Slice", "Split", "Mul"} & set(found)
+    assert found.count("Copy") <= len(program.inputs) + len(program.outputs)  # between orders of images
+    if name == "squeezed":
+        assert "ConvSqueeze" in found
+
+
+def changed(change: str) -> Callable[[Net], Value]:
+    """``Relu(conv(x)) * conv(y)`` of two images, one of them changed."""
+
+    def build(n: Net) -> Value:
+        x, y = (n.conv(n.input(2, 16, 9, 11, name=name), 24, 1, pads=0) for name in "xy")
+        one = n.op("Relu", n.conv(x, 24, group=24))
+        y = n.op("Relu", y) if change == "relu" else y
+        size = 5 if change == "kernel" else 3
+        other = n.conv(y, 24, size, pads=size // 2, group=24)
+        if change == "relu":
+            y = n.op("Add", y, n.op("Sigmoid", y))
+        if change == "scaled":
+            other = n.op("Mul", n.op("Tanh", other), n.const(3.0))
+        if change == "residual":
+            other = n.op("Add", n.op("Tanh", other), x)
+        return n.op("Add" if change == "sum" else "Mul", one, other)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("change", "because"),
+    [
+        ("sum", "it is not multiplied by another depthwise convolution of its form"),
+        ("kernel", "it is not multiplied by another depthwise convolution of its form"),
+        ("scaled", "its stages have constants"),
+        ("residual", "is more than an activation"),
+    ],
+)
+def test_what_is_refused(change: str, because: str) -> None:
+    program = lowered(made(changed(change)))
+    assert any(because in reason for reason in refusals(program, "depthwise_paired"))
+    assert "GatedConv" not in kinds(program)
+
+
+def test_a_gate_of_channels_that_come_in_no_fours_is_refused() -> None:
+    n = Net()
+    x, y = (n.conv(n.input(2, 16, 9, 11, name=name), 18, 1, pads=0) for name in "xy")
+    program = lowered(n.done(n.op("Mul", n.conv(x, 18, group=18), n.conv(y, 18, group=18))))
+    assert any("its 18 channels are not a multiple of 4" in reason for reason in refusals(program, "depthwise_paired"))
+
+
+PROBLEM = Problem(2, same(9, 10, 24), **GATE)
+CONFIG = Config(2, 1, 3, 8, 4)
+
+
+def test_other_kernels_take_no_pairs() -> None:
+    plain = replace(PROBLEM, epilogue=(("bias",),), beside=None)
+    assert tma.refuse(plain, config := tma.candidates(plain, HOPPER)[0]) is None
+    assert tma.refuse(PROBLEM, config) == "its ring holds patches of one image"
+    assert bands.refuse(plain, tile := bands.Config(1, 4, 4, 1, 1, 2, 3, 2)) is None
+    assert "with nothing added" in (bands.refuse(PROBLEM, tile) or "")
+    assert depthwise.no_kernel(replace(PROBLEM, relu=True)) == "pairs are of floats as they are"
+    assert depthwise.no_kernel(replace(PROBLEM, dtype="int8", out="float16")) == "pairs are of floats as they are"
+    assert depthwise.refuse(PROBLEM, replace(CONFIG, tile_w=4)) == "more than 64 accumulators per thread"
+    assert not PROBLEM.residual
+    assert PROBLEM.flops == 2 * plain.flops
+
+
+CASES: dict[str, tuple[Problem, Config]] = {
+    "fp16": (PROBLEM, CONFIG),
+    "bf16": (replace(PROBLEM, dtype="bfloat16"), CONFIG),
+    "fp32": (replace(PROBLEM, dtype="float32"), replace(CONFIG, vectors=6, lanes=4, strips_x=4)),
+    "shared weights": (Problem(2, same(9, 10, 24, (5, 5)), **GATE), CONFIG),
+    "shared weights, fp32": (Problem(2, same(9, 10, 24, (5, 5)), dtype="float32", **GATE), replace(CONFIG, vectors=6, lanes=4, strips_x=4)),
+    "pitches": (replace(PROBLEM, pitches=(48, 40), second_pitch=56), CONFIG),
+    "means": (Problem(2, same(8, 8, 32), squeeze=True, **GATE), Config(2, 1, 4, 8, 4)),
+    "means, fp32": (Problem(2, same(8, 8, 32), dtype="float32", squeeze=True, **GATE), Config(2, 2, 8, 4, 4, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
+    problem, config = CASES[name]
+    assert depthwise.refuse(problem, config) is None
+    s, rng, (read, written) = problem.source, np.random.default_rng(3), problem.pitch
+    kind = np.dtype({"bfloat16": ml_dtypes.bfloat16}.get(problem.dtype, problem.dtype))
+    launch = depthwise.launch(problem, config, HOPPER)
+    text = launch.recipe.generated["generated.cuh"]
+    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    library = emulated.compiled(
+        launch.recipe, launch.function, tmp_path, rendered=rendered, headers=("conv_element.cuh", "depthwise_core.cuh"),
+        first=("vectors.cuh",),
+    )  # fmt: skip
+    images = [
+        rng.standard_normal((2, s.height, s.width, p)).astype(kind) for p in (read, problem.second_pitch or s.channels)
+    ]
+    weights = [(rng.standard_normal((s.channels, 1, *s.kernel)) / 5).astype(kind) for _ in range(2)]
+    biases = [rng.standard_normal(s.channels).astype(np.float32) for _ in range(2)]
+    arrays = {"input": images[0], "second": images[1], "bias": biases[0], "second_bias": biases[1],
+              "weights": depthwise.pack_weights(weights[0]), "second_weights": depthwise.pack_weights(weights[1]),
+              "output": np.full((2, *problem.out_size, written), 7, kind), "means": np.zeros((2, s.channels), kind)}  # fmt: skip
+    held = {key: emulated.aligned(arrays[key]) for key in launch.operands}
+    emulated.run(library, launch, {key: a.ctypes.data for key, a in held.items()})
+    one, other = (
+        convolve(x[..., : s.channels].astype(np.float64), w.astype(np.float64), s) + bias
+        for x, w, bias in zip(images, weights, biases, strict=True)
+    )
+    gelu = one * 0.5 * (1 + np.vectorize(math.erf)(one / 2**0.5))
+    want = gelu * np.maximum(other, 0)
+    tolerance = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 3e-6}[problem.dtype] * np.abs(want).max()
+    np.testing.assert_allclose(held["output"][..., : s.channels].astype(np.float64), want, rtol=0, atol=tolerance)
+    assert (held["output"][..., s.channels :] == 7).all()
+    if problem.squeeze:
+        assert depthwise.squeeze_mode(problem, config) == 2
+        np.testing.assert_allclose(held["means"].astype(np.float64), want.mean((1, 2)), rtol=0, atol=tolerance)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("kernel", [3, 5])
+@pytest.mark.parametrize("beside", [None, (("bias",),)])
+def test_candidates_compile_without_spills(dtype: str, kernel: int, beside: Any) -> None:
+    stages: Any = (("bias",), ("gelu",)) if beside is None else (("bias",), ("gelu",), ("mul",))
+    problem = Problem(1, same(64, 64, 64, (kernel, kernel)), stages, dtype, squeeze=True, beside=beside)
+    for family in (depthwise, tma):
+        for config in family.candidates(problem, HOPPER, 3):
+            (found,) = nvrtc.resources(family.recipe(problem, config)).values()
+            assert found.spill_bytes == 0, str(config)
+
+
+# ---------------------------------------------------------------- on a GPU
+
+TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "tf32": 4e-3, "fp32": 4e-6}
+
+
+def large(n: Net) -> Value:
+    """More tiles than multiprocessors, and last tiles that are cut."""
+    x = n.conv(n.input(2, 16, 97, 101), 144, 1, pads=0)
+    y = gated(n, n.conv(x, 144, 3, group=144, bias=True))
+    return n.conv(n.op("Mul", y, n.op("GlobalAveragePool", y)), 16, 1, pads=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("name", [*NETS, "large"])
+def test_each_tile_on_a_gpu(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, configs = made({**NETS, "large": large}[name]), PairedDepthwise.configs
+    for k in range(4):
+
+        def one(self: Any, b: Any, op: Any, k: int = k) -> list[Offer]:
+            return [configs(self, b, op)[k % len(configs(self, b, op))]]
+
+        monkeypatch.setattr(PairedDepthwise, "configs", one)
+        assert checked_launches(graph, precision, TOLERANCE[precision])
