@@ -15,7 +15,7 @@ from optdnn.types import Array, TensorSpec
 
 GENERATED = "generated.cuh"
 """The one rendered header of a kernel."""
-OPTIONS = frozenset(("--std=c++17", "--use_fast_math", "--fmad=false", "-DDTYPE_BF16", "-DNARROW"))
+OPTIONS = frozenset(("--std=c++17", "--use_fast_math", "--fmad=false", "-DDTYPE_BF16", "-DNARROW", "-DWIDE"))
 """The compiler options of kernels in engines. None of them names a file."""
 COLLECTIVES = ("AllReduce", "AllGather")
 """Kinds of steps that all ranks take together."""

@@ -91,6 +91,15 @@ def test_a_gate_is_one_launch(name: str, precision: str, target: str) -> None:
         assert "ConvSqueeze" in found
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_sums_of_tiles_are_added_up_by_a_second_launch(precision: str) -> None:
+    n = Net()
+    x = n.conv(n.input(1, 16, 70, 66), 48, 1, pads=0)
+    y = gated(n, n.conv(x, 48, 3, group=48))
+    found = kinds(check_simulated(n.done(n.op("Mul", y, n.op("GlobalAveragePool", y))), precision))
+    assert found.count("ConvSqueeze") == found.count("SqueezeFinish") == 1
+
+
 def changed(change: str) -> Callable[[Net], Value]:
     """``Relu(conv(x)) * conv(y)`` of two images, one of them changed."""
 
