@@ -172,7 +172,7 @@ def _float(plan: PrecisionPlan, op: Op) -> str:
 
 def _allow_tf32(graph: Graph, plan: PrecisionPlan) -> None:
     """Let the products for which tf32 was requested round their fp32 factors; no type changes."""
-    for op in graph.of_kind(*sorted({*ANCHORS, "PackedMatMul"})):
+    for op in graph.of_kind(*sorted({*ANCHORS, "Attention", "PackedMatMul"})):
         precision = plan.base if plan.of(op) in PACKED_WEIGHTS else plan.of(op)
         if precision == "tf32" and op.outputs[0].type.dtype == FP32:
             graph.set_op(replace(op, attrs=replace(op.attrs, factors="tf32")))

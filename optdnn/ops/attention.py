@@ -14,16 +14,19 @@ import numpy as np
 from optdnn.dim import DimLike, bounds
 from optdnn.errors import ShapeError
 from optdnn.ops.attention_export import export_attention, export_rotary, export_tensor_scatter
-from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Traits, promote_types
+from optdnn.ops.base import EXACT, Attrs, Call, Cost, ProductAttrs, Result, Tol, Traits, promote_types
 from optdnn.ops.checks import agree, elements, emit, extent, per_element, require_rank, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, NodeSpec, Ref, read_attrs
 from optdnn.ops.fused import product_flops
 from optdnn.types import DType, TensorType, broadcast_dims, is_float, normalize_axis
 
+MULTIPLIED = (0, 1, 2, 4, 5)
+"""Operands that Attention multiplies: queries, keys and values, past keys and values."""
+
 
 @dataclass(frozen=True)
-class AttentionAttrs(Attrs):
+class AttentionAttrs(ProductAttrs):
     """``scale``: None for 1 / sqrt(head size); ``softcap`` 0: none. Windows of -1 are unbounded.
 
     ``qk_matmul_output_mode``: output 3 is the scores as the product gives them (0), after softcap (1), with the mask added

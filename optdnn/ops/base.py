@@ -57,17 +57,26 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class FusedAttrs(Attrs):
+class ProductAttrs(Attrs):
+    """Attributes of a kind that multiplies its operands.
+
+    ``factors``: what fp32 operands may be rounded to before they are multiplied ("tf32"; "": they are not), which only
+    assign_precision decides; or "float" where the model has no weights there, so that they are not quantized: the matrix of a
+    Fourier transform.
+    """
+
+    factors: str = field(default="", kw_only=True)
+
+
+@dataclass(frozen=True)
+class FusedAttrs(ProductAttrs):
     """Attributes of a kind that can hold stages. ``prologue`` transforms operand 0, ``epilogue`` the result.
 
-    The operands that stages read follow the kind's own operands (``OpDef.arity`` of them). ``factors``: what fp32 operands may be
-    rounded to before they are multiplied ("tf32"; "": they are not), which only assign_precision decides; or "float" where the
-    model has no weights there, so that they are not quantized: the matrix of a Fourier transform.
+    The operands that stages read follow the kind's own operands (``OpDef.arity`` of them).
     """
 
     prologue: tuple[Stage, ...] = field(default=(), kw_only=True)
     epilogue: tuple[Stage, ...] = field(default=(), kw_only=True)
-    factors: str = field(default="", kw_only=True)
 
 
 STAGE_FIELDS = frozenset(f.name for f in fields(FusedAttrs))

@@ -23,6 +23,7 @@ from optdnn.ops.base import (
     Infer,
     Known,
     NestedAttrs,
+    ProductAttrs,
     Result,
     Stage,
     Traits,
@@ -164,7 +165,7 @@ def plain_attrs(definition: OpDef, attrs: Attrs) -> dict[str, Any]:
     plain = {k: v.plain if isinstance(v, Body) else plain_value(v) for k, v in attrs_dict(attrs).items()}
     if not plain.keys().isdisjoint(("prologue", "epilogue")) and definition.arity is not None:
         plain["arity"] = definition.arity
-    if isinstance(attrs, FusedAttrs):
+    if isinstance(attrs, ProductAttrs):
         del plain["factors"]  # the reference rounds nothing
     return plain
 

@@ -26,6 +26,7 @@ from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.extract import single
 from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ops.attention import MULTIPLIED
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext
 from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key
@@ -226,10 +227,11 @@ def _with_rounded_factors(part: Graph, feeds: Mapping[str, Array]) -> dict[str, 
     """``feeds``, and in place the constants of ``part``, with the factors of products rounded as tensor cores do: NumPy rounds
     nothing by itself. (The GPU rounds after a prologue; the rounding is as large on either side of it.)"""
     found = dict(feeds)
-    for op in part.of_kind(*sorted(ANCHORS)):
+    for op in part.of_kind(*sorted(ANCHORS), "Attention"):
         if op.attrs.factors != "tf32":
             continue
-        for v in op.inputs[:2]:
+        for i in MULTIPLIED if op.kind == "Attention" else (0, 1):
+            v = op.input(i)
             source = None if v is None else part.op(v)
             if source is not None and source.kind == "Input":
                 found[source.outputs[0].name] = to_tf32(feeds[source.outputs[0].name])

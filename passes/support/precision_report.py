@@ -120,7 +120,7 @@ def ask(graph: Graph, plan: PrecisionPlan) -> list[PrecisionRequest]:
             reason = plan.reason(op)
             if precision in PACKED_WEIGHTS and not asks_packed(graph, plan, op):
                 precision = plan.base
-            if precision == "tf32" and not plan.named(op) and not makes_products:
+            if precision == "tf32" and not plan.named(op) and not (makes_products or op.kind == "Attention"):
                 precision = "fp32"  # an op without products rounds no factors
             if precision in QUANTIZED and not plan.named(op) and not makes_products:
                 precision = plan.base

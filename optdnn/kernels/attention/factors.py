@@ -18,7 +18,7 @@ from optdnn.kernels.attention.problem import Factors, Problem
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import Region
-from optdnn.ops.base import attrs_dict
+from optdnn.ops.fused import plain_attrs
 
 _RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 
@@ -117,7 +117,7 @@ class FactoredAttention(HopperAttention):
         operands = {"q": q, "k": k, "v": v, "out": out, "rows": rows, "columns": columns}
         reads = [q, k, v, _by_head(rows, op, 3), _by_head(columns, op, 4)]
         made = self.plans.launch(self.problem(b, op), config, b.gpu)
-        attrs = attrs_dict(replace(op.attrs, softmax_precision=None))
+        attrs = plain_attrs(op.definition, replace(op.attrs, softmax_precision=None))
         covers = replace(op, src=op.src | found.add.src)
         b.emit(covers, made, operands, "FactoredAttention", attrs, reads, [out])
         if t.out is not t.target:

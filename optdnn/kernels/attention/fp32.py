@@ -15,7 +15,7 @@ from optdnn.types import FP32, DType
 
 
 class Fp32Attention(HopperAttention):
-    """Attention of fp32 in one launch, as exact as fp32: three products of tf32 for each, online softmax."""
+    """Attention of fp32 in one launch, online softmax: three products of tf32 for each, as exact as fp32, or one where tf32 was asked for."""
 
     name = "attention_fp32"
     plans: ClassVar[Any] = fp32_kernel

@@ -1,4 +1,4 @@
-"""Plans of the fused attention kernel of fp32 (``attention_fp32.cu``): mma.sync on the parts of each number, every GPU from sm_80 on.
+"""Plans of the fused attention kernel of fp32 (``attention_fp32.cu``): mma.sync on the parts of each number, or on numbers rounded to tf32.
 
 Its problems are those of the general kernel (:mod:`optdnn.kernels.attention.general_kernel`) with operands of fp32, for heads of up to 192
 features.
@@ -73,6 +73,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "WARPS": config.warps, "BLOCK_KEYS": config.keys, "SLOTS": config.slots, "HEAD": head(problem),
         "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "WINDOW": int(problem.reach >= 0), "FROM_END": int(problem.from_end),
         "SOFTCAP": int(problem.softcap > 0), "HAS_LENGTHS": int(problem.lengths), "MASK": mask_width(problem), "OPERAND_ITEM": 4,
+        "ROUNDED": int(problem.rounded),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma("tfloat32"), ""])
     return Recipe("attention_fp32.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
@@ -98,8 +99,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     working = -(-problem.queries // rows) * problem.heads * problem.batch / blocks  # warps of a block that have queries
     resident = general.blocks_at_once(config, device, shared_bytes(problem, config), registers(problem, config))
     # Of a warp and tile, in cycles of a multiprocessor: products of parts; exponentials, and parts of operands; fragments.
-    multiply = 3 * 2 * rows * keys * wide / products
-    parts = 2 * (2 * keys * wide + rows * wide + rows * keys * wide / 32)
+    multiply = (1 if problem.rounded else 3) * 2 * rows * keys * wide / products
+    parts = (1 if problem.rounded else 2) * (2 * keys * wide + rows * wide + rows * keys * wide / 32)
     scores = rows * keys * (1 / 16 + (12 + (6 if problem.softcap else 0)) / lanes) + parts / lanes + 45
     fragments = 4 * (2 * keys * wide + rows * wide) / 128
     held = min(resident, -(-blocks // device.multiprocessors))

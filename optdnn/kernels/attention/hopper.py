@@ -29,14 +29,16 @@ from optdnn.kernels.attention.operands import (
     with_four_axes,
 )
 from optdnn.kernels.attention.problem import HeadView, Problem, bhsd
-from optdnn.kernels.builder import Builder, TensorView, map_dtype, unmade, up
+from optdnn.kernels.builder import Builder, TensorView, has_tf32, map_dtype, unmade, up
 from optdnn.kernels.pointwise.pointwise import copied, copied_later, copy, emit_pointwise
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
 from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region, readers
-from optdnn.ops.attention import AttentionAttrs
-from optdnn.ops.base import Attrs, Stage, attrs_dict
+from optdnn.ops.attention import MULTIPLIED, AttentionAttrs
+from optdnn.ops.base import Attrs, Stage
+from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.cuda.launches.plan import TF32
 from optdnn.types import BF16, FP16, FP64, Array, DType
 
 Views = tuple[HeadView, HeadView, HeadView, HeadView]
@@ -130,6 +132,7 @@ class HopperAttention(ProblemTactic):
             mask=mask, mask_period=period, causal=ahead >= 0, causal_offset=past + max(0, ahead), lengths=lengths, value_features=v[3],
             reach=a.left_window_size if a.left_window_size < 0 else a.left_window_size + max(0, ahead),
             from_end=lengths and op.input(4) is None and (ahead >= 0 or a.left_window_size >= 0), softcap=max(0.0, a.softcap),
+            rounded=has_tf32(op),
         )  # fmt: skip
 
     def problem(self, b: Builder, op: Op) -> Problem:
@@ -191,8 +194,9 @@ class HopperAttention(ProblemTactic):
             reads[1:3], reads[4:6] = after, before
         kind, attrs = (
             "PeriodicAttention" if problem.mask_period else "Attention",
-            attrs_dict(replace(op.attrs, softmax_precision=None)),
+            plain_attrs(op.definition, replace(op.attrs, softmax_precision=None)),
         )
+        attrs |= {TF32: MULTIPLIED} if problem.rounded else {}
         if to is not None:
             kind, attrs = "Quantized", meaning(op, to, False, attrs, kind)
         made = self.plans.launch(problem, config, b.gpu, None if to is None else QuantizedStore.of(to.to))

@@ -79,6 +79,8 @@ class Problem:
     from_end: bool = False
     softcap: float = 0.0
     factors: Factors | None = None
+    rounded: bool = False
+    """Whether operands of fp32 are rounded to tf32 before they are multiplied."""
 
     @property
     def cap(self) -> tuple[float, float]:

@@ -70,7 +70,19 @@ CASES: dict[str, tuple[Problem, Config]] = {
     "softcap": (merged(1, 2, 40, 32, softcap=1.5, dtype="float32"), Config(2, 1, 16, 2)),
     "softcap and a mask": (merged(2, 2, 33, 32, softcap=0.8, mask=(33, 0, 0), dtype="float32"), Config(1, 1, 32, 2)),
 }
-QUICK = ("tails", "four eights of keys", "softcap and a mask", "causal from the end", "masks of windows")
+CASES |= {
+    f"rounded, {name}": (replace(CASES[name][0], rounded=True), CASES[name][1])
+    for name in ("tails", "causal", "a head of 80", "lengths", "softcap and a mask")
+}
+QUICK = (
+    "rounded, tails",
+    "rounded, softcap and a mask",
+    "tails",
+    "four eights of keys",
+    "softcap and a mask",
+    "causal from the end",
+    "masks of windows",
+)
 
 
 LEAST = -3.4028234663852886e38
@@ -94,6 +106,27 @@ def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_p
     assert kernel.refuse(problem, config, shared=232448) is None
     case = Case(problem)
     case.check(emulated_result(case, kernel.launch(problem, config, AMPERE), tmp_path))
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+def test_rounded_numbers_are_not_exact(tmp_path: Path) -> None:
+    problem, config = CASES["rounded, tails"]
+    case = Case(problem)
+    raw = emulated_result(case, kernel.launch(problem, config, AMPERE), tmp_path)
+    case.check(raw)
+    case.problem = replace(problem, rounded=False)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        case.check(raw)
+
+
+def test_attention_at_tf32_is_one_product_of_rounded_numbers() -> None:
+    program = check_simulated(attention(), "tf32")
+    (step,) = [s for s in program.steps if s.params["op"]["kind"] == "Attention"]
+    assert step.params["op"]["attrs"]["tf32"]
+    assert "factors" not in step.params["op"]["attrs"]
+    assert not any("tf32" in s.params["op"]["attrs"] for s in check_simulated(attention(), "fp32").steps)
+    (exact, config), (rounded, _) = CASES["tails"], CASES["rounded, tails"]
+    assert kernel.estimate(rounded, config, AMPERE) < kernel.estimate(exact, config, AMPERE)
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
@@ -219,6 +252,8 @@ COMPILED: dict[str, Problem] = {
     "widest": merged(2, 8, 300, 192, dtype="float32"),
     "wide, a mask": merged(2, 8, 300, 160, mask=(300 * 300, 0, 300), dtype="float32"),
     "narrow": merged(2, 8, 49, 16, dtype="float32"),
+    "ViT, rounded": replace(merged(32, 12, 197, 64, dtype="float32"), rounded=True),
+    "wide, a mask, rounded": replace(merged(2, 8, 300, 160, mask=(300 * 300, 0, 300), dtype="float32"), rounded=True),
 }
 
 

@@ -15,7 +15,7 @@
 // quarter of a warp read different banks.
 //
 // generated.cuh defines WARPS, BLOCK_KEYS, SLOTS, HEAD (a multiple of 16; what the tensor lacks is zeros), MIN_BLOCKS, CAUSAL, WINDOW, FROM_END,
-// HAS_LENGTHS, SOFTCAP, MASK (as for attention_sm80.cu, of fp32) and multiply().
+// HAS_LENGTHS, SOFTCAP, MASK (as for attention_sm80.cu, of fp32), ROUNDED (numbers are rounded to tf32, and products are one) and multiply().
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -31,11 +31,14 @@ struct Params : Operands<float, float> {
     float cap_in, cap;                             // of a softcap: 2 log2(e) scale / cap, and cap
 };
 
-// The first 11 bits of a number, and the rest.
+// The first 11 bits of a number, and the rest; where it is rounded, there is none.
 struct Parts {
     u32 first, rest;
     Parts() = default;
-    __device__ __forceinline__ Parts(float x) : first(__float_as_uint(x) & 0xffffe000u) { rest = __float_as_uint(x - __uint_as_float(first)); }
+    __device__ __forceinline__ Parts(float x) {
+        first = ROUNDED ? rounded_to_tf32(__float_as_uint(x)) : __float_as_uint(x) & 0xffffe000u;
+        rest = ROUNDED ? 0 : __float_as_uint(x - __uint_as_float(first));
+    }
 };
 struct Left {                                      // operands of both parts
     u32 first[4], rest[4];
@@ -45,14 +48,14 @@ struct Left {                                      // operands of both parts
     }
 };
 
-// The three products with COUNT tiles of columns; small: sums of those of a rest.
+// The three products (of rounded numbers the one) with COUNT tiles of columns; small: sums of those of a rest.
 template <int COUNT> DEVICE void multiply_parts(float (*sums)[4], float (*small)[4], const Left& a, const Parts (&b)[COUNT][2]) {
     #pragma unroll
-    for (int n = 0; n < COUNT; n++) multiply(small[n], a.rest, b[n][0].first, b[n][1].first);
+    for (int n = 0; !ROUNDED && n < COUNT; n++) multiply(small[n], a.rest, b[n][0].first, b[n][1].first);
     #pragma unroll
     for (int n = 0; n < COUNT; n++) multiply(sums[n], a.first, b[n][0].first, b[n][1].first);
     #pragma unroll
-    for (int n = 0; n < COUNT; n++) multiply(small[n], a.first, b[n][0].rest, b[n][1].rest);
+    for (int n = 0; !ROUNDED && n < COUNT; n++) multiply(small[n], a.first, b[n][0].rest, b[n][1].rest);
 }
 
 // COUNT rows of a head from ``first`` on; zeros from row ``end`` on, and behind the features.
