@@ -163,6 +163,7 @@ def _drops_axes(graph: Graph, op: Op) -> bool:
         return False
     return (
         op.kind in ARG
+        or op.kind == "DynamicRange"
         or (op.kind == "SampledSum" and len(op.inputs) <= ONE_IMAGE)
         or (op.kind in EITHER and op.kind.startswith("Reduce") and graph.type(operand(op)).rank != _rank(op))
     )

@@ -69,11 +69,17 @@ KEEPS_FP32: Mapping[str, frozenset[int]] = {
     "BatchNormalization": frozenset({1, 2, 3, 4}),
     "QuantizeLinear": frozenset({1}),
     "DequantizeLinear": frozenset({1}),
+    "DynamicRange": frozenset({0}),
     "SampleToken": frozenset({1, 3}),
 }
-"""Kind -> operand slots whose fp32 constants stay fp32; of the samplers and RoiAlign, also values that are computed."""
+"""Kind -> operand slots whose fp32 constants stay fp32; of :data:`ANY_TYPE`, also values that are computed."""
 
-ANY_TYPE = frozenset({"Cast", "GridSample", "QuantizeLinear", "RoiAlign", "SampledSum", "SampleToken"})
+ANY_TYPE = frozenset(
+    {
+        *("Cast", "DequantizeLinear", "DynamicRange", "GridSample", "QuantizeLinear"),
+        *("RoiAlign", "SampledSum", "SampleToken"),
+    }
+)
 """Kinds with operands that may have any float type, whatever that of the others is."""
 
 PACKED = frozenset({"PackedGather", "PackedMatMul"})
@@ -136,7 +142,15 @@ class AssignPrecision(Pass):
 
 
 _OWN_INTEGERS = frozenset(
-    {"ConvInteger", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul", "QuantizeLinear"}
+    {
+        "ConvInteger",
+        "DynamicQuantizeLinear",
+        "DynamicRange",
+        "MatMulInteger",
+        "QLinearConv",
+        "QLinearMatMul",
+        "QuantizeLinear",
+    }
 )
 
 

@@ -10,6 +10,7 @@ to one step of the last scale. So the pass belongs to a target's pipeline, after
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,21 @@ from optdnn.ir.patch import Patch
 from optdnn.ops import requantize
 from optdnn.ops.conv import ConvAttrs, resolved
 from optdnn.ops.fused import PointwiseAttrs
+from optdnn.ops.index import PadAttrs
 from optdnn.ops.quantized import QuantizedConvAttrs, QuantizedMeanAttrs, RequantizeAttrs
 from optdnn.ops.requantize import QuantParams, Scaling
 from optdnn.passes.base import Match, Miss, Pass, PassContext, PassReport, Rule, RulePass, rule
 from optdnn.passes.fuse_pointwise import FuseGroup, FusePointwise
 from optdnn.passes.integers import WEIGHTED
 from optdnn.passes.rules.integer_products import integer_product
+from optdnn.passes.rules.quantized_results import quantized_siblings, wide_result
 from optdnn.passes.rules.quantized_stages import dequantize_stages, quantize_stages
-from optdnn.passes.support.facts import operand, producer, scalar
+from optdnn.passes.support.centred import centred
+from optdnn.passes.support.facts import integers, ints, operand, producer, scalar
 from optdnn.passes.support.integer_sums import SUMS
 from optdnn.passes.support.precision import multiplies
 from optdnn.passes.support.products import output_axis
-from optdnn.types import DTYPES, Array, is_float
+from optdnn.types import DTYPES, FP32, Array, is_float
 
 EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")
 PRODUCTS = frozenset({"QuantizedConv", "QuantizedMatMul"})
@@ -68,6 +72,31 @@ def dequantized(graph: Graph, value: Value | None) -> tuple[Value, QuantParams] 
     return None if op is None or found is None else (operand(op), found)
 
 
+@dataclass(frozen=True)
+class RunParams:
+    """Type, scale and zero point of data that are quantized in the run, and the QuantizeLinear that makes them, if there is one."""
+
+    dtype: str
+    scale: Value
+    zero: Value | None
+    rounds: Op | None
+
+
+def dequantized_in_run(graph: Graph, value: Value | None) -> tuple[Value, RunParams] | None:
+    """The 8-bit value of one that is dequantized by one computed scale."""
+    op = source(graph, value)
+    if op is None or graph.constant_value(op.inputs[0]) is not None or op.attrs.block_size:
+        return None
+    stored, scale, zero = operand(op), operand(op, 1), op.input(2)
+    fits = graph.type(stored).dtype.name in ("int8", "uint8") and graph.type(scale).dtype == FP32
+    if not fits or any(v is not None and graph.type(v).dims not in ((), (1,)) for v in (scale, zero)):
+        return None
+    if zero is not None and (known := graph.constant_value(zero)) is not None and not known.any():
+        zero = None
+    rounds = producer(graph, stored, {"QuantizeLinear"})
+    return stored, RunParams(graph.type(stored).dtype.name, scale, zero, rounds)
+
+
 def unrounded(graph: Graph, value: Value) -> Value:
     """The float from which a value was rounded to 8 bits and back, where it has the same type; else the value itself.
 
@@ -101,12 +130,13 @@ def weights(graph: Graph, value: Value | None) -> tuple[Array, Array, int] | Non
     scale, zero = graph.constant_value(op.inputs[1]), graph.constant_value(op.input(2))
     if scale is None or (op.input(2) is not None and zero is None):
         return None
-    if array.dtype.name == "uint8":  # uint8 around 128 is int8 around 0
-        if zero is None or (zero != 128).any():
+    if not is_float(
+        array.dtype
+    ):  # uint8 around 128 is int8 around 0; so are others whose numbers do not use the whole range
+        stored = centred(array, zero, op.attrs.axis % array.ndim)
+        if stored is None:
             return None
-        array = (array.astype(np.int16) - 128).astype(np.int8)
-    elif zero is not None and zero.any():
-        return None
+        array = stored
     return array, scale.astype(np.float64).reshape(-1), op.attrs.axis % array.ndim
 
 
@@ -132,7 +162,8 @@ class QuantizedProduct(Rule):
     kinds = frozenset({"Conv", "Gemm", "MatMul"})
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x, w = dequantized(graph, op.inputs[0]), weights(graph, op.inputs[1])
+        x: tuple[Value, QuantParams | RunParams] | None = dequantized(graph, op.inputs[0])
+        x, w = x or dequantized_in_run(graph, op.inputs[0]), weights(graph, op.inputs[1])
         if x is None and w is None:
             return None
         if x is None or w is None:
@@ -162,8 +193,11 @@ class QuantizedProduct(Rule):
 
         return Match((op,) if result is None else (op, store), build)
 
-    def _refusal(self, graph: Graph, op: Op, x: QuantParams, w: tuple[Array, Array, int]) -> str | None:
+    def _refusal(self, graph: Graph, op: Op, x: QuantParams | RunParams, w: tuple[Array, Array, int]) -> str | None:
         array, scale, axis = w
+        padded = op.kind == "Conv" and (any(op.attrs.pads) or op.attrs.auto_pad.startswith("SAME"))
+        if isinstance(x, RunParams) and padded and x.rounds is None and x.zero is not None:
+            return "its padding is a zero point that is computed, and its data are not rounded there"
         if (x.dtype == "float8_e4m3fn") != (array.dtype.name == "float8_e4m3fn"):
             return f"{x.dtype} times {array.dtype.name}"
         if op.attrs.prologue:
@@ -189,7 +223,7 @@ class QuantizedProduct(Rule):
         return 1 if op.kind == "Conv" else -1
 
     def _product(
-        self, patch: Patch, op: Op, rows: tuple[Value, QuantParams], w: tuple[Array, Array, int], ep: Epilogue,
+        self, patch: Patch, op: Op, rows: tuple[Value, QuantParams | RunParams], w: tuple[Array, Array, int], ep: Epilogue,
         out: QuantParams | None, residual: tuple[Value, QuantParams] | None,
     ) -> Value:  # fmt: skip
         graph, (stored, x), (array, scale, _) = patch.graph, rows, w
@@ -208,25 +242,50 @@ class QuantizedProduct(Rule):
         if second is not None and out is not None:
             assert residual is not None
             second, around = residual
-        factors = np.broadcast_to(scale * x.scale * alpha, (channels,))
+        factors = np.broadcast_to(scale * (1.0 if isinstance(x, RunParams) else x.scale) * alpha, (channels,))
         if op.kind == "MatMul" or (op.kind == "Gemm" and not op.attrs.transB):
             array = np.ascontiguousarray(array.T)
-        if x.zero:  # of every product, the kernels sum only the stored number
+        if isinstance(x, QuantParams) and x.zero:  # of every product, the kernels sum only the stored number
             total = total - factors * (x.zero * array.astype(np.float64).reshape(channels, -1).sum(1))
         numbers = requantize.scaling(ep.rendered, factors, total, out=out, residual=around)
         if op.kind == "Conv":
             a: ConvAttrs = resolved(op.attrs, graph.type(operand(op)), graph.type(operand(op, 1)))
-            fields = _fields(numbers, op, out, around)
+            fields, pads = _fields(numbers, op, out, around), a.pads
+            if isinstance(x, RunParams) and x.zero is not None and any(pads):
+                stored, pads = _padded(patch, x, pads), (0,) * len(pads)
+            padding = x.zero if isinstance(x, QuantParams) and any(pads) else 0
             attrs: RequantizeAttrs = QuantizedConvAttrs(
-                **fields, strides=a.strides, pads=a.pads, dilations=a.dilations, group=a.group,
-                input_zero=x.zero if any(a.pads) else 0,
-            )  # fmt: skip
+                **fields, strides=a.strides, pads=pads, dilations=a.dilations, group=a.group, input_zero=padding
+            )
         else:
             attrs = RequantizeAttrs(**_fields(numbers, op, out, around))
         name = op.outputs[0].name
-        operands = [stored, patch.constant(array, f"{name}.weights"), patch.constant(numbers.channel, f"{name}.scales")]
+        channel = numbers.channel
+        last: list[Value | None] = [] if second is None else [second]
+        if isinstance(x, RunParams):
+            sums = array.astype(np.float32).reshape(channels, -1).sum(1, dtype=np.float64, keepdims=True)
+            channel = np.concatenate([channel, sums.astype(np.float32)], 1)
+            last = [second, None, x.scale, x.zero or patch.constant(np.zeros((), x.dtype))]
+        operands = [stored, patch.constant(array, f"{name}.weights"), patch.constant(channel, f"{name}.scales")]
         kind = "QuantizedConv" if op.kind == "Conv" else "QuantizedMatMul"
-        return patch.add(kind, [*operands, *([second] if second is not None else [])], attrs, name=name)
+        return patch.add(kind, [*operands, *last], attrs, name=name)
+
+
+def _padded(patch: Patch, x: RunParams, pads: tuple[int, ...]) -> Value:
+    """The rounded data with their zero point around the image: what zeros around the data become."""
+    graph, axes = patch.graph, len(pads) // 2
+    assert x.rounds is not None
+    data = operand(x.rounds)
+    around = (0, 0, *pads[:axes], 0, 0, *pads[axes:])
+    for pad in (u for u in graph.users(data) if u.kind == "Pad" and u.attrs == PadAttrs() and len(u.inputs) == 2):
+        if ints(graph, pad.inputs[1]) != around:
+            continue
+        for user in graph.users(pad.value):
+            if user.kind == "QuantizeLinear" and user.inputs[1:] == x.rounds.inputs[1:]:
+                return user.value
+    name = x.rounds.outputs[0].name
+    image = patch.add("Pad", [data, integers(patch, around, "pads")], PadAttrs(), name=f"{name}.padded")
+    return patch.add("QuantizeLinear", [image, *x.rounds.inputs[1:]], x.rounds.attrs, name=name)
 
 
 def _fits(residual: tuple[Value, QuantParams] | None, out: QuantParams) -> bool:
@@ -276,7 +335,10 @@ class _Joined(FusePointwise):
 
 
 def _stored_narrow(graph: Graph, one: Op) -> bool:
-    """Whether a pointwise op of 8 bits reads the result of a kernel that is no product and no pointwise one."""
+    """Whether a pointwise op of 8 bits reads the result of a kernel that can round it: no product, no pointwise one, and its scale
+    is constant."""
+    if any(v is not None and graph.constant_value(v) is None for v in one.inputs[1:]):
+        return False
     made = graph.op(operand(one))
     pointwise = made.kind in STRUCTURAL or made.definition.traits.pointwise
     return one.outputs[0].type.dtype.itemsize == 1 and not pointwise and made.kind not in WEIGHTED | PRODUCTS
@@ -288,6 +350,7 @@ class FoldQuantized(Pass):
     name = "fold_quantized"
     sweeps = (
         _Sweep(QuantizedProduct(), quantized_mean, integer_product),
+        _Sweep(quantized_siblings, wide_result),
         _Sweep(quantize_stages),
         _Sweep(dequantize_stages),
         _Joined(),

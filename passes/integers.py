@@ -110,8 +110,11 @@ def unfolded(graph: Graph, op: Op) -> Match | Miss | None:
     edge between two integers.
     """
     scales = operand(op, 1), operand(op, 4)
-    if op.kind == "QLinearMatMul" and any(graph.type(v).dims not in ((), (1,)) for v in scales):
-        return Miss("it has scales per row or column")
+    columns = op.kind == "QLinearMatMul" and graph.type(scales[1]).dims not in ((), (1,))
+    if op.kind == "QLinearMatMul" and graph.type(scales[0]).dims not in ((), (1,)):
+        return Miss("it has scales per row")
+    if columns and not _per_column(graph, op):
+        return Miss("its second operand has scales per column, and other zero points or axes than a matrix with these")
     if any(graph.type(v).dtype != FP32 for v in scales):
         return Miss("its scales are not fp32")
     constants = [a.astype(np.float64) for v in scales if (a := graph.constant_value(v)) is not None]
@@ -120,7 +123,8 @@ def unfolded(graph: Graph, op: Op) -> Match | Miss | None:
 
     def build(patch: Patch) -> Value:
         plain = DequantizeAttrs(axis=0)
-        operands = [patch.add("DequantizeLinear", op.inputs[i : i + 3], plain) for i in (0, 3)]
+        of_columns = DequantizeAttrs(axis=1) if columns else plain
+        operands = [patch.add("DequantizeLinear", op.inputs[i : i + 3], a) for i, a in ((0, plain), (3, of_columns))]
         if op.input(8) is not None:
             steps = (constants[0].reshape(()) * constants[1]).astype(np.float32)
             steps = steps.reshape(()) if steps.size == 1 else steps
@@ -135,6 +139,12 @@ def unfolded(graph: Graph, op: Op) -> Match | Miss | None:
         return patch.add("QuantizeLinear", [y, op.inputs[6], op.inputs[7]], attrs)
 
     return Match((op,), build)
+
+
+def _per_column(graph: Graph, op: Op) -> bool:
+    """Whether the second operand of a QLinearMatMul is a matrix with a scale and a zero point for each column."""
+    scale, zero = graph.type(operand(op, 4)), graph.type(operand(op, 5))
+    return len(graph.type(operand(op, 3)).dims) == 2 and len(scale.dims) == 1 and scale.dims == zero.dims
 
 
 @rule("recentre", {"QuantizeLinear"})

@@ -19,6 +19,7 @@ from optdnn.passes.counted_loops import CountedLoops
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.depthwise_relu import DepthwiseRelu
+from optdnn.passes.dynamic_quantization import DynamicQuantization
 from optdnn.passes.einsum_to_matmul import EinsumProducts
 from optdnn.passes.equalize import Equalize
 from optdnn.passes.flatten_last import FlattenChannelsLast
@@ -133,6 +134,7 @@ O2_GPU: tuple[Pass, ...] = (
     Unroll(),  # before all other passes, which then see through loops
     FoldConstants(),  # the number of an iteration is known now
     Unroll(),  # and so may be conditions in it
+    DynamicQuantization(),  # when weights and scales are constants; before all that knows products, and packs their weights
     TransformProducts(),  # before all that knows products, and merges the views around them
     *FOLDED,
     MaskedRows(),  # sizes that depend on data: with the operators as they are, before fusions need to know of rows

@@ -76,6 +76,7 @@ from optdnn.kernels.pointwise.elementwise import Elementwise
 from optdnn.kernels.pool.max_pool import TiledMaxPool
 from optdnn.kernels.pool.pool import StagedPool, WindowPool
 from optdnn.kernels.quantized.chained import ChainedQuantized
+from optdnn.kernels.quantized.dynamic_range import DynamicRange
 from optdnn.kernels.quantized.general import BandedQuantizedConv, GeneralQuantizedConv, GeneralQuantizedMatMul
 from optdnn.kernels.quantized.hopper import HopperQuantizedConv, HopperQuantizedMatMul
 from optdnn.kernels.quantized.pools import Int8MaxPool, Int8Mean
@@ -191,6 +192,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     ),
     "QuantizedMatMul": (HopperQuantizedMatMul(), GeneralQuantizedMatMul()),
     "QuantizedMean": (Int8Mean(),),
+    "DynamicRange": (DynamicRange(),),
     "MaxPool": (Int8MaxPool(), TiledMaxPool(), WindowPool()),
     "AveragePool": (WindowPool(),),
     "Resize": (Resize(),),

@@ -6,7 +6,7 @@ Scales and zero points are operands: one number per tensor, one per entry of ``a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -124,6 +124,11 @@ def _infer_dynamic(call: Call) -> Result:
     if not is_float(x.dtype):
         raise ShapeError(f"DynamicQuantizeLinear of {x}; it must be floating-point")
     return Result((x.with_dtype(UINT8), TensorType(FP32, ()), TensorType(UINT8, ()))[: call.n_outputs])
+
+
+def _infer_range(call: Call) -> Result:
+    """The scale and the zero point of DynamicQuantizeLinear, which a GPU finds before it quantizes."""
+    return Result(_infer_dynamic(replace(call, n_outputs=3)).types[1:])
 
 
 def _bytes(call: Call, *slots: int) -> None:
@@ -296,6 +301,10 @@ def _export_dequantize(a: DequantizeAttrs, inputs: Sequence[str], n_outputs: int
     return y if a.output_dtype is None else e.node("Cast", y, to=a.output_dtype)
 
 
+def _export_range(a: Attrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    return e.node("DynamicQuantizeLinear", inputs, 3)[1:]
+
+
 def _export_conv(kind: str, weights: int) -> ToOnnx:
     def to_onnx(a: IntegerConvAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
         return e.node(kind, inputs, **window_attrs(a, e.type(inputs[weights])))
@@ -326,6 +335,14 @@ DEFS: tuple[OpDef, ...] = (
         cost=per_element(2),
     ),
     OpDef("DynamicQuantizeLinear", _infer_dynamic, cost=per_element(6), traits=Traits(own_precision=True)),
+    OpDef(
+        "DynamicRange",
+        _infer_range,
+        onnx={},
+        to_onnx=_export_range,
+        cost=per_element(2),
+        traits=Traits(own_precision=True),
+    ),
     OpDef("MatMulInteger", _infer_integer_product, cost=product_cost, tol=EXACT),
     OpDef("QLinearMatMul", _infer_integer_product, cost=product_cost, tol=EXACT),
     OpDef(

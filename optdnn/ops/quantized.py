@@ -3,6 +3,10 @@
 A product of 8-bit numbers is summed exactly. Its channel's scale makes it fp32. It runs through the stages, named as in
 :data:`optdnn.runtime.cuda.compile.render.STAGES`. Then it is rounded half to even, shifted and saturated to 8 bits, or stays a
 float.
+
+Operands: data, weights, the numbers of channels, a residual, scales of rows, scale and zero point of the data. The last two are of
+data that were quantized in the same run: then the numbers of a channel are the scale of its weights, its bias, and the sum of its
+weights.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import not_written
 from optdnn.ops.fused import product_cost
 from optdnn.runtime.reference.window import output_sizes
-from optdnn.types import INT8, DType, TensorType
+from optdnn.types import FP32, INT8, DType, TensorType
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def _operands(call: Call) -> tuple[TensorType, TensorType]:
     return x, w
 
 
-def _finished(call: Call, channels: DimLike, shape: tuple[Any, ...]) -> Result:
+def _finished(call: Call, x: TensorType, channels: DimLike, shape: tuple[Any, ...]) -> Result:
     """The result's type, with the channels' constants and the residual checked against it."""
     channel = call.type(2)
     require_rank(channel, 2, f"{call.kind} scales and biases")
@@ -80,6 +84,9 @@ def _finished(call: Call, channels: DimLike, shape: tuple[Any, ...]) -> Result:
         require_rank(residual, len(shape), f"{call.kind} residual")
         for d, s in zip(residual.dims, shape, strict=True):
             agree(d, s, f"{call.kind} residual {residual} is not of the result's shape")
+    for i, wanted in ((5, FP32), (6, x.dtype)):
+        if call.has(i) and (call.type(i).dtype != wanted or call.type(i).dims not in ((), (1,))):
+            raise ShapeError(f"{call.kind} operand {i} is {call.type(i)}; it must be one number of {wanted}")
     return Result((TensorType(call.attrs.output_dtype, shape),))
 
 
@@ -89,7 +96,7 @@ def _infer_conv(call: Call) -> Result:
     require_rank(x, len(w.dims), f"QuantizedConv input (its weights are {w})")
     agree(x.dims[1], w.dims[1] * a.group, f"QuantizedConv input {x} does not have the channels of weights {w}")
     sizes = output_sizes("NOTSET", a.pads, x.dims[2:], w.dims[2:], a.strides, a.dilations)
-    return _finished(call, w.dims[0], (x.dims[0], w.dims[0], *sizes))
+    return _finished(call, x, w.dims[0], (x.dims[0], w.dims[0], *sizes))
 
 
 def _infer_matmul(call: Call) -> Result:
@@ -100,7 +107,7 @@ def _infer_matmul(call: Call) -> Result:
         scales = call.type(4)
         require_rank(scales, 1, "QuantizedMatMul scales of rows")
         agree(scales.dims[0], x.dims[0], f"QuantizedMatMul scales {scales} are not of rows {x}")
-    return _finished(call, w.dims[0], (*x.dims[:-1], w.dims[0]))
+    return _finished(call, x, w.dims[0], (*x.dims[:-1], w.dims[0]))
 
 
 def _infer_mean(call: Call) -> Result:

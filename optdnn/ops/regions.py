@@ -41,7 +41,7 @@ from optdnn.ops.held import (
 )
 from optdnn.ops.rnn import RNNAttrs
 from optdnn.runtime.reference.regions import GATES
-from optdnn.types import FP32, INT8, INT32, UINT8, DType, Shape, TensorType
+from optdnn.types import FP32, INT8, INT32, DType, Shape, TensorType
 
 
 @dataclass(frozen=True)
@@ -211,10 +211,6 @@ def _infer_rotary_pair(call: Call) -> Result:
     return Result((*first.types, *second.types))
 
 
-def _infer_dynamic_scale(call: Call) -> Result:
-    return Result((TensorType(FP32, ()), TensorType(UINT8, ())))
-
-
 def _state_count(cell: str) -> int:
     return 2 if cell == "LSTM" else 1
 
@@ -319,7 +315,6 @@ DEFS: tuple[OpDef, ...] = (
     CHANNEL_RESULTS,
     CHANNEL_SUMS,
     region("Copy", same_type, cost=free, tol=EXACT, traits=_MOVES),
-    region("DynamicScale", _infer_dynamic_scale, cost=per_element(6), traits=Traits(own_precision=True)),
     FACTORED_ATTENTION,
     region("Frames", _infer_frames, FramesAttrs, cost=free, tol=EXACT, traits=_MOVES),
     region("MaskedSoftmax", same_type, cost=per_element(5)),

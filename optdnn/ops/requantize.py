@@ -99,7 +99,7 @@ def scaling(
 
 
 def pad_channels(channel: Array) -> Array:
-    """The per-channel pairs filled up with zeros to a multiple of 16 channels, as the kernels read them."""
-    out = np.zeros((-(-len(channel) // 16) * 16, 2), np.float32)
-    out[: len(channel)] = channel
+    """The numbers of channels, two or four of each, filled up with zeros to a multiple of 16 channels, as the kernels read them."""
+    out = np.zeros((-(-len(channel) // 16) * 16, 2 if channel.shape[1] == 2 else 4), np.float32)
+    out[: len(channel), : channel.shape[1]] = channel
     return out

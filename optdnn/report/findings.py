@@ -16,7 +16,7 @@ from optdnn.runtime.cpu.layers import LAYOUT
 from optdnn.runtime.cuda.measuring.cliffs import BELOW, LAUNCH_US
 from optdnn.runtime.cuda.measuring.expected import PREDICTED
 
-CASTS = frozenset({"Cast", "CastLike", "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"})
+CASTS = frozenset({"Cast", "CastLike", "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "DynamicRange"})
 MOVES = frozenset(
     {"Copy", "Transpose", "Concat", "Slice", "Split", "Pad", "Expand", "Tile", "DepthToSpace", "SpaceToDepth"}
 )

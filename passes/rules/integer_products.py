@@ -2,8 +2,9 @@
 
 With data ``a``, zero points ``p`` and ``q`` and constant weights ``w``, the operators sum ``(a - p)(w - q)``. A kernel of 8-bit
 products sums ``a w``. What is left is small: ``p`` times the sums of the weights, which are constants, and ``q`` times the
-sums of the data, a product with ones. (Weights of a range around zero have no ``q``.) Padding holds ``p``: there, only the
-weights inside of the image count.
+sums of the data, a product with ones beside the weights. Padding holds ``p``: there, only the weights inside of the image count.
+Most products have another form by now (:mod:`optdnn.passes.dynamic_quantization`). These are left: weights that less ``q`` exceed
+8 bits, and sums that are scaled in other ways.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from optdnn.ops.conv import resolved
 from optdnn.ops.quantized import QuantizedConvAttrs, RequantizeAttrs
 from optdnn.ops.requantize import LARGEST
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import operand
+from optdnn.passes.support.facts import is_filled, operand
 from optdnn.runtime.reference.conv import conv
 from optdnn.types import FP32, INT32, Array, is_float
 
 ONES = 8
-"""Columns of ones that sum the data: the narrowest product."""
+"""Columns of ones that sum the data: so many that rows stay aligned."""
 
 
 @dataclass(frozen=True)
@@ -92,21 +93,26 @@ def integer_product(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss(reason or "")
 
     def build(patch: Patch) -> Value:
-        total = _sums(patch, op, w.stored)
-        if op.input(2) is not None:
+        count, axis = len(w.stored), 1 if op.kind == "ConvInteger" else -1
+        ones = np.ones((ONES, *w.stored.shape[1:]), np.int8)
+        both = _sums(patch, op, np.concatenate([w.stored, ones]) if w.zero.any() else w.stored)
+        total = _part(patch, both, 0, count, axis) if w.zero.any() else both
+        if op.input(2) is not None and not is_filled(graph.known(op.input(2)), 0):
             point = _float(patch, operand(op, 2))
             total = _less(patch, total, patch.add("Mul", [point, patch.constant(_of_point(graph, op, w))]))
         if w.zero.any():
-            ones = _sums(patch, op, np.ones((ONES, *w.stored.shape[1:]), np.int8))
             shape = [-1, *[1] * (w.stored.ndim - 2)] if op.kind == "ConvInteger" else [-1]
-            axis = 1 if op.kind == "ConvInteger" else (patch.type(ones).rank or 0) - 1
-            bounds = [patch.constant(np.array([n])) for n in (0, 1, axis)]
-            one = patch.add("Slice", [ones, *bounds])
+            one = _part(patch, both, count, count + 1, axis)
             zeros = patch.constant(w.zero.astype(np.float32).reshape(shape))
             total = _less(patch, total, patch.add("Mul", [one, zeros]))
         return patch.add("Cast", [total], CastAttrs(INT32), name=op.outputs[0].name)
 
     return Match((op,), build)
+
+
+def _part(patch: Patch, value: Value, begin: int, end: int, axis: int) -> Value:
+    bounds = [patch.constant(np.array([n])) for n in (begin, end, axis)]
+    return patch.add("Slice", [value, *bounds])
 
 
 def _float(patch: Patch, value: Value) -> Value:

@@ -61,11 +61,18 @@ class _Body:
 
     def dequantize(self, op: Op) -> int:
         """DequantizeLinear: ``(x - zero) * scale`` in fp32."""
-        scale, zero = parameters(self.graph, op)
-        at = self.wide(operand(op))
-        if zero.any():
-            at = self.add(Stage("Sub", (at, self.constant(zero))))
-        return self.add(Stage("Mul", (at, self.constant(scale))))
+        at, zero = self.wide(operand(op)), self.parameter(op, 2)
+        if zero is not None:
+            at = self.add(Stage("Sub", (at, zero)))
+        return self.add(Stage("Mul", (at, self.parameter(op, 1))))
+
+    def parameter(self, op: Op, slot: int) -> int | None:
+        """The argument that names the scale (slot 1) or the zero point of a Q or DQ, in fp32; None for a zero point of 0."""
+        value = op.input(slot)
+        if value is not None and self.graph.constant_value(value) is None:
+            return self.wide(value)
+        array = parameters(self.graph, op)[slot - 1]
+        return self.constant(array) if slot == 1 or array.any() else None
 
     def copied(self, stage: Stage, call: Call) -> int:
         """The register of a stage whose float operands are fp32 here; its result is fp32, too, where it is a float.
@@ -81,14 +88,13 @@ class _Body:
 
     def quantize(self, op: Op, at: int) -> None:
         """QuantizeLinear: ``saturate(round(x / scale) + zero)`` in fp32."""
-        scale, zero = parameters(self.graph, op)
-        at = self.add(Stage("Div", (at, self.constant(scale))))
+        at, zero = self.add(Stage("Div", (at, self.parameter(op, 1)))), self.parameter(op, 2)
         if is_float(op.attrs.output_dtype):  # the cast rounds
             bounds = [-FP8_LARGEST[op.attrs.output_dtype], FP8_LARGEST[op.attrs.output_dtype]]
         else:
             at = self.add(Stage("Round", (at,)))
-            if zero.any():
-                at = self.add(Stage("Add", (at, self.constant(zero))))
+            if zero is not None:
+                at = self.add(Stage("Add", (at, zero)))
             info = np.iinfo(op.attrs.output_dtype)
             bounds = [info.min, info.max]
         low, high = (self.constant(np.array(b, np.float32)) for b in bounds)
@@ -113,8 +119,9 @@ def parameters(graph: Graph, op: Op) -> tuple[Array, Array]:
 
 def _refuse(graph: Graph, op: Op) -> str | None:
     """Why a Q or DQ cannot be stages."""
-    if any(v is not None and graph.constant_value(v) is None for v in op.inputs[1:]):
-        return "its scale or zero point is not constant"
+    computed = [v for v in op.inputs[1:] if v is not None and graph.constant_value(v) is None]
+    if any(graph.type(v).dims not in ((), (1,)) for v in computed):
+        return "it has several scales or zero points, which are computed"
     if op.attrs.block_size:
         return "it has a scale per block"
     integer: DType = op.outputs[0].type.dtype if op.kind == "QuantizeLinear" else graph.type(op.inputs[0]).dtype  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from optdnn.config import OF_PRODUCTS, PACKED_WEIGHTS, QUANTIZED
 from optdnn.ir.graph import STRUCTURAL, Graph, Op
 from optdnn.passes.base import PassReport
 from optdnn.passes.integers import is_dequantized
+from optdnn.passes.support.facts import operand
 from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, asks_packed, key, no_integers
 from optdnn.passes.support.ranges import Calibration
 from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType, is_float
@@ -27,7 +28,7 @@ _EIGHT: Mapping[DType, str] = {
     DTYPES["fp8_e4m3"]: "fp8",
     DTYPES["fp8_e5m2"]: "fp8",
 }
-_CONVERT = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast", "Layout"})
+_CONVERT = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "DynamicRange", "Cast", "Layout"})
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,12 @@ def structural(graph: Graph, op: Op) -> str | None:
     return next((_FLOATS[o.type.dtype] for o in op.outputs if o.type.dtype in _FLOATS), None)
 
 
+def _in_the_run(graph: Graph, op: Op) -> bool:
+    """Whether the scale of a product's data is computed. Results of such products have no scale until their range is known."""
+    data = graph.op(operand(op))
+    return data.kind == "DequantizeLinear" and graph.constant_value(data.inputs[1]) is None
+
+
 def hazards(graph: Graph) -> list[Remark]:
     """Quantized products whose result leaves as floats (a wide write, a wide read and a conversion where bytes would do), and
     scales of the model's own that are no normal positive numbers."""
@@ -249,7 +256,7 @@ def hazards(graph: Graph) -> list[Remark]:
             what = f"its scale {float(odd):g} is not a normal positive number: libraries treat it differently"
             found.append(_remark(op, what))
     for op in graph.of_kind(*ANCHORS):
-        if structural(graph, op) not in QUANTIZED:
+        if structural(graph, op) not in QUANTIZED or _in_the_run(graph, op):
             continue
         readers = [u for u in graph.users(op.value) if u.kind not in ("QuantizeLinear", "Output")]
         if readers:

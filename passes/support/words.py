@@ -250,8 +250,12 @@ RULES: Mapping[str, str] = {
     "transpose_integers": "quantized weights transposed once",
     "recentre": "integers centered on zero",
     "quantized_product": "products computed on integers",
+    "dynamic_product": "products of integers whose sums are scaled written between DequantizeLinears",
+    "dynamic_range": "the range of data found apart from their rounding",
     "integer_product": "sums of integers computed on tensor cores",
     "quantized_mean": "pools computed on integers",
+    "quantized_siblings": "quantized products of the same data joined",
+    "wide_result": "results of quantized products stored as fp32 at once",
     "quantize_stages": "QuantizeLinears fused with the operators before them",
     "dequantize_stages": "DequantizeLinears fused into one kernel",
 }

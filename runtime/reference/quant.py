@@ -77,13 +77,24 @@ def dequantize_linear(
     return (y.astype(output_dtype or scale.dtype, copy=False),)
 
 
-def dynamic_quantize_linear(x: Array) -> tuple[Array, ...]:
-    """DynamicQuantizeLinear (ONNX opset 11): uint8 values, and the scale and zero point that the range of x gives."""
+def _range(x: Array) -> tuple[Any, Any]:
+    """The scale and zero point (a whole number) of uint8 for the range of x and 0, in the type of x."""
     zero = x.dtype.type(0)
     low, high = min(x.min(initial=zero), zero), max(x.max(initial=zero), zero)
     scale = (high - low) / x.dtype.type(255)
     scale = scale if scale > 0 else x.dtype.type(1)
-    zero_point = np.rint(np.clip(-low / scale, 0, 255))
+    return scale, np.rint(np.clip(-low / scale, 0, 255))
+
+
+def dynamic_range(x: Array) -> tuple[Array, ...]:
+    """The scale and zero point of DynamicQuantizeLinear, computed in fp32 at least."""
+    scale, zero_point = _range(x if x.dtype == FP64 else x.astype(FP32))
+    return np.asarray(scale, FP32), np.asarray(zero_point, np.uint8)
+
+
+def dynamic_quantize_linear(x: Array) -> tuple[Array, ...]:
+    """DynamicQuantizeLinear (ONNX opset 11): uint8 values, and the scale and zero point that the range of x gives."""
+    scale, zero_point = _range(x)
     y = saturated(np.rint(x / scale), float(zero_point), np.dtype(np.uint8))
     return y, np.asarray(scale, FP32), np.asarray(zero_point, np.uint8)
 
@@ -185,6 +196,7 @@ KERNELS: dict[str, Kernel] = {
     "QuantizeLinear": quantize_linear,
     "DequantizeLinear": dequantize_linear,
     "DynamicQuantizeLinear": dynamic_quantize_linear,
+    "DynamicRange": dynamic_range,
     "MatMulInteger": matmul_integer,
     "QLinearMatMul": qlinear_matmul,
     "ConvInteger": conv_integer,

@@ -63,6 +63,8 @@ def epilogue(
     channel: Array,
     residual: Array | None,
     row_scales: Array | None = None,
+    scale: Array | None = None,
+    data_zero: Array | None = None,
     *,
     stages: Sequence[Sequence[Any]],
     residual_scale: float,
@@ -73,12 +75,17 @@ def epilogue(
     output_dtype: DType,
 ) -> Array:
     """Sums ``[n, channels, ...]`` to results of ``output_dtype``. ``channel``: each channel's scale and bias, ``[channels, 2]``.
-    ``row_scales``: a further factor of each of the n."""
+    ``row_scales``: a further factor of each of the n. ``scale`` and ``data_zero``: of the data, where they are computed; then
+    ``channel`` has the sum of each channel's weights behind its bias."""
     shape = (1, -1, *(1,) * (total.ndim - 2))
+    factors = channel[:, 0]
+    if scale is not None and data_zero is not None:
+        total = total - int(data_zero.reshape(())) * channel[:, 2].astype(np.float64).reshape(shape)
+        factors = F(scale.reshape(())) * factors
     x = total.astype(F)
     if row_scales is not None:
         x = x * row_scales.reshape(-1, *(1,) * (total.ndim - 1))
-    x = x * channel[:, 0].reshape(shape)
+    x = x * factors.reshape(shape)
     r = None
     if residual is not None:
         r = residual.astype(F)
@@ -115,6 +122,9 @@ def conv(
     weight: Array,
     channel: Array,
     residual: Array | None = None,
+    row_scales: Array | None = None,
+    scale: Array | None = None,
+    data_zero: Array | None = None,
     *,
     strides: Sequence[int],
     pads: Sequence[int],
@@ -131,7 +141,7 @@ def conv(
         x, pads = np.pad(x, around, constant_values=input_zero), (0,) * len(pads)
     w = unpermuted(weight, len(channel)).astype(wide)
     (total,) = float_conv(x.astype(wide), w, None, strides=strides, pads=pads, dilations=dilations, group=group)
-    return (epilogue(total, channel, residual, **requantize),)
+    return (epilogue(total, channel, residual, row_scales, scale, data_zero, **requantize),)
 
 
 def matmul(
@@ -140,13 +150,16 @@ def matmul(
     channel: Array,
     residual: Array | None = None,
     row_scales: Array | None = None,
+    scale: Array | None = None,
+    data_zero: Array | None = None,
     **requantize: Any,
 ) -> tuple[Array, ...]:
     """Rows ``[..., k]`` times 8-bit weights ``[n, k]``, then :func:`epilogue` with one channel per column."""
     w = unpermuted(weight, len(channel)).reshape(len(channel), -1).astype(np.float64)
     rows = x.reshape(-1, x.shape[-1]).astype(np.float64) @ w.T
     second = None if residual is None else residual.reshape(rows.shape)
-    return (epilogue(rows, channel, second, row_scales, **requantize).reshape(*x.shape[:-1], len(channel)),)
+    y = epilogue(rows, channel, second, row_scales, scale, data_zero, **requantize)
+    return (y.reshape(*x.shape[:-1], len(channel)),)
 
 
 def mean(

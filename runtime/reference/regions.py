@@ -218,15 +218,6 @@ def factored_attention(q: Array, k: Array, v: Array, rows: Array, columns: Array
     return attention(q, k, v, bias.reshape(*q.shape[:3], k.shape[2]), **attrs)[:1]
 
 
-def dynamic_scale(low: Array, high: Array) -> tuple[Array, ...]:
-    """The scale and zero point of uint8 for values in the range of the two operands and 0 (ONNX's DynamicQuantizeLinear)."""
-    least = np.minimum(low.astype(np.float32), np.float32(0))
-    most = np.maximum(high.astype(np.float32), np.float32(0))
-    scale = (most - least) / np.float32(255)
-    scale = np.where(scale > 0, scale, np.float32(1)).astype(np.float32)
-    return (scale, np.rint(np.clip(-least / scale, 0, 255)).astype(np.uint8))
-
-
 def recurrence(
     gates: Array,
     r: Array,
@@ -358,7 +349,6 @@ KERNELS: dict[str, Kernel] = {
     "ChannelResults": channel_results,
     "ChannelSums": channel_sums,
     "Copy": copy,
-    "DynamicScale": dynamic_scale,
     "Frames": frames,
     "FactoredAttention": factored_attention,
     "MaskedSoftmax": masked_softmax,

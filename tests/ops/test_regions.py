@@ -31,14 +31,14 @@ from optdnn.runtime.reference.attention import rotary_embedding
 from optdnn.runtime.reference.packed_rnn import pack_matrix
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.reference.table import KINDS
-from optdnn.types import BF16, FP16, FP32, INT32, UINT8
+from optdnn.types import BF16, FP16, FP32, INT32
 
 REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 51
+    assert len(REGIONS) == 50
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -184,14 +184,6 @@ def test_channel_attention_in_parts(least: tuple[float, ...]) -> None:
         infer("ChannelSums", ChannelSumsAttrs(5), [q, k[..., :7]])
     with pytest.raises(ShapeError, match="are not of the values"):
         infer("ChannelResults", ChannelAttentionAttrs(), [sums, v[:, :, :3], factors])
-
-
-def test_dynamic_scale() -> None:
-    x = random(50)
-    scale, zero = results("DynamicScale", Attrs(), [x.min(), x.max()], outputs=2)
-    _, want_scale, want_zero = run_kernel("DynamicQuantizeLinear", [x], {})
-    assert (scale, zero) == (want_scale, want_zero)
-    assert zero.dtype == UINT8
 
 
 LSTM = LSTMAttrs(hidden_size=4)

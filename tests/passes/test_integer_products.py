@@ -11,6 +11,7 @@ from optdnn.ir.graph import Graph
 from optdnn.ir.verify import verify
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fold_quantized import FoldQuantized
+from optdnn.passes.rules.integer_products import ONES
 
 HEAD = '<ir_version: 9, opset_import: ["": 17]>\n'
 PRODUCT = (
@@ -47,18 +48,19 @@ def folded(text: str) -> tuple[Graph, PassReport]:
 
 
 @pytest.mark.parametrize(
-    ("given", "products"),
+    ("given", "columns"),
     [
-        (weights("int8", 6, 5), 1),
-        (weights("int8", 6, 5, zero="1,-2,3,4,0"), 2),
-        (weights("uint8", 6, 5, zero="128"), 1),
-        (weights("uint8", 6, 5, zero="120"), 2),
+        (weights("int8", 6, 5), 5),
+        (weights("int8", 6, 5, zero="1,-2,3,4,0"), 5 + ONES),
+        (weights("uint8", 6, 5, zero="128"), 5),
+        (weights("uint8", 6, 5, zero="120"), 5 + ONES),
     ],
     ids=["int8", "int8 with zero points", "uint8 around 128", "uint8"],
 )
-def test_products(given: str, products: int) -> None:
+def test_products(given: str, columns: int) -> None:
     graph, _ = folded(PRODUCT.replace("WEIGHTS", given))
-    assert graph.kinds()["QuantizedMatMul"] == products
+    (product,) = graph.of_kind("QuantizedMatMul")
+    assert product.outputs[0].type.static_shape == (4, columns)
     assert "MatMulInteger" not in graph.kinds()
 
 
@@ -69,12 +71,22 @@ def test_products(given: str, products: int) -> None:
 def test_convolutions(attrs: str, zero: str) -> None:
     text = CONV.replace("WEIGHTS", weights("int8", 4, 4, 3, 3, zero=zero)).replace("ATTRS", attrs)
     graph, _ = folded(text)
-    assert graph.kinds()["QuantizedConv"] == (1 if zero == "0" else 2)
+    (product,) = graph.of_kind("QuantizedConv")
+    assert product.outputs[0].type.static_shape[1] == (4 if zero == "0" else 4 + ONES)
 
 
 def test_groups() -> None:
     text = CONV.replace("WEIGHTS", weights("int8", 4, 1, 3, 3)).replace("ATTRS", "group = 4, pads = [1,1,1,1]")
     assert folded(text)[0].kinds()["QuantizedConv"] == 1
+
+
+def test_a_zero_point_of_0_takes_nothing_away() -> None:
+    text = PRODUCT.replace("WEIGHTS", weights("int8", 6, 5) + ", uint8 none = {0}").replace(
+        "w, z, zero", "w, none, zero"
+    )
+    graph, _ = folded(text)
+    assert graph.kinds()["QuantizedMatMul"] == 1
+    assert "Sub" not in {s.kind for op in graph.of_kind("Pointwise") for s in op.attrs.epilogue} | graph.kinds().keys()
 
 
 GROUPS = CONV.replace("ATTRS", "group = 4").replace("WEIGHTS", weights("int8", 4, 1, 3, 3, zero="3"))

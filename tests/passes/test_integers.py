@@ -114,6 +114,25 @@ def test_qlinear_matmul_with_scales_per_row_stays() -> None:
     check_refused(CANONICAL, product([0.03, 0.02, 0.01]), because="scales per row")
 
 
+@pytest.mark.parametrize("points", [[0, 0, 0, 0], [1, 0, -2, 3], 0])
+def test_qlinear_matmul_with_scales_per_column(points: Any) -> None:
+    """ONNX Runtime's QOperator format with per_channel."""
+    n = Net()
+    x = q(n, n.input(3, 8), 0.03, 7, UINT8)
+    columns = n.const([0.01, 0.02, 0.005, 0.03])
+    operands = [x, n.const(0.03), n.const(7, np.uint8), weights(n, 8, 4), columns, n.const(points, np.int8),
+                n.const(0.05), n.const(100, np.uint8)]  # fmt: skip
+    graph = n.done(n.op("QLinearMatMul", *operands))
+    if not points:
+        check_refused(CANONICAL, graph, because="scales per column, and other zero points")
+        return
+    done = graph.copy()
+    assert [f.rule for f in CANONICAL(done).fired] == ["qlinear_to_qdq"]
+    (of_columns,) = [op for op in done.of_kind("DequantizeLinear") if done.type(op.inputs[1]).dims == (4,)]  # type: ignore[arg-type]
+    assert of_columns.attrs.axis == 1
+    same_integers(graph, done)
+
+
 def test_dequantized_and_quantized_again_is_nothing() -> None:
     n = Net()
     x = q(n, n.input(4, 5), 0.05, 3)

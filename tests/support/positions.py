@@ -164,9 +164,10 @@ def integer_products(n: Net) -> list[Any]:
     d = n.op("Cast", n.op("Sub", n.input(5, 4, name="d", dtype=INT64), n.ints(2)), attrs=_to("int8"))
     per_column = n.const([0.5, 0.25, 1, 2]), n.const(np.array([1, 0, 0, 1]), np.int8)
     z, per_row = n.const(1, np.uint8), n.const(np.array([1, 0, 2]), np.uint8)
+    rows = n.const([0.1, 0.2, 0.3])  # of one scale for all rows, Q and DQ take its place
     return [
         n.op("MatMulInteger", a, d, z, n.const(1, np.int8)), n.op("MatMulInteger", a, c), n.op("MatMulInteger", a, c, per_row),
-        n.op("QLinearMatMul", a, 0.1, z, d, *per_column, 0.3, n.const(5, np.int8)),
+        n.op("QLinearMatMul", a, rows, per_row, d, *per_column, 0.3, n.const(5, np.int8)),
     ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.gemm.gemv_pair import adds_sums
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.pointwise import copied, copy
-from optdnn.kernels.quantized.hopper import refusal
+from optdnn.kernels.quantized.hopper import DATA_SCALE, refusal
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region, Tactic
 from optdnn.ops.base import attrs_dict
@@ -359,6 +359,8 @@ class Int8Depthwise(DepthwiseTactic):
             return "it is not a depthwise convolution of images"
         if weight.dtype != np.int8:
             return f"it is for int8 weights, not {weight.dtype.name}"
+        if op.input(DATA_SCALE) is not None:
+            return "the scale of its data is computed"
         if weight.shape[0] % 16:
             return "its number of channels is not a multiple of 16"
         return None if self.configs(b, op) else "no tile of the kernel fits it"

@@ -17,6 +17,7 @@ from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import general_kernel as general
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv.fused import (
     Convolution,
     ConvolutionKernel,
@@ -74,13 +75,18 @@ class GeneralKernel(GeneralTactic, ConvolutionKernel):
 def launch(
     b: Builder, op: Op, problem: Problem, feed: Feed, channel: TensorView, out: TensorView, residual: TensorView | None,
     meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]], config: general.GeneralConfig,
-    requantize: Requantize | None = None,
+    requantize: Requantize | None = None, data: Sequence[TensorView] = (),
 ) -> None:  # fmt: skip
     """One launch on channels-last NCHW tensors. ``channel``: what each output channel brings to the epilogue; ``meaning``: kind,
-    attributes, and the operands after those."""
+    attributes, and the operands after those; ``data``: scale and zero point of the pixels, where they are computed."""
     channels, own = out.shape[1], conv_maps.pitch_of(out)
     assert own is not None
-    operands = {"pixels": feed.x, "channel": channel, "output": out}
+    operands = {
+        "pixels": feed.x,
+        "channel": channel,
+        "output": out,
+        **dict(zip(conv_params.DYNAMIC, data, strict=False)),
+    }
     kind, attrs, tail = meaning
     if residual is not None:
         if conv_maps.pitch_of(residual) != own:

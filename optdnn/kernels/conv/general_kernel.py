@@ -12,7 +12,7 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv import implicit_gemm as conv
-from optdnn.kernels.conv.parameters import put_requantize
+from optdnn.kernels.conv.parameters import DYNAMIC, put_requantize
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.launch import Launch, Parameters
 from optdnn.ops.requantize import Requantize
@@ -138,7 +138,7 @@ def launch(
 ) -> Launch:
     """The launch. Operands: ``pixels``, ``weights`` (:func:`pack_weights`), ``channel`` (fp32 biases, of 8-bit operands pairs of
     scale and bias), ``output``, ``residual`` where there is one, and where K is
-    shared ``partial`` and ``arrived`` (:func:`workspace`). Raises InternalError.
+    shared ``partial`` and ``arrived`` (:func:`workspace`), and those of :data:`.parameters.DYNAMIC`. Raises InternalError.
 
     ``channels``: of the result, and ``inside``: of a group's source, where the problem's are filled up; ``pitch``: elements between
     the result's (and residual's) pixels; ``row``: between the source's rows."""
@@ -157,6 +157,8 @@ def launch(
     parameters.i32(source.height, source.width, *problem.out_size, problem.pixels)
     parameters.i32(*source.kernel, *source.stride, *source.padding[:2], *source.dilation)
     put_requantize(parameters, problem.epilogue, requantize)
+    if problem.dynamic:
+        parameters.pointer(*DYNAMIC)
     blocks = grid(problem, config, channels)
     return parameters.launch(
         recipe(problem, config, gpu.arch), "conv_sm80", blocks, config.threads, shared=shared_bytes(config)

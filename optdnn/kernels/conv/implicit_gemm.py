@@ -241,6 +241,7 @@ def _refuse_registers(problem: Problem, config: Config) -> str | None:
         needed += 8 * config.mt
     elif config.stores_directly:
         needed += -(-config.bn // 8 // config.split) * (2 + max(2, problem.out_item) * config.mt)
+        needed += 12 * config.mt if problem.dynamic else 0  # what the zero point takes away, of each channel
     if needed + 40 > limit:
         return f"{needed} accumulators and addresses exceed {limit} registers"
     return None
@@ -390,6 +391,7 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str, pairs
         **({"ONE_MATRIX": 1} if problem.one_matrix else {}),
         **({"ROW_BIAS": 1} if problem.row_bias else {}),
         **({"ROW_SCALED": 1} if problem.row_scale else {}),
+        **({"DYNAMIC": 1} if problem.dynamic else {}),
         **({"MOMENTS": 1} if problem.moments else {}),
         **({"MOMENT_ROWS": problem.moment_rows} if problem.moments and problem.moment_rows > 1 else {}),
         **({"IMAGE_NORM": 1} if problem.norm is not None and problem.norm.image else {}),

@@ -74,6 +74,8 @@ class Scatter:
         return (*self.strides, *self.crops, self.channels, *self.size, *self.at)
 
 
+DYNAMIC = ("data_scale", "data_zero")
+"""Operands of a problem whose pixels were quantized in the same run."""
 AHEAD = (912, 928)
 """Where weights of later launches may be named: an address of eight bytes, then how many bytes there are to bring into L2."""
 
@@ -134,6 +136,8 @@ def parameters(
         made.pointer("row_bias")
     if problem.row_scale:
         made.pointer("row_scales")
+    if problem.dynamic:
+        made.pointer(*DYNAMIC)
     if problem.turn is not None:
         made.pointer(*present("angles")).i32(problem.turn.channels, problem.turn.positions)
     return made

@@ -241,6 +241,8 @@ class Problem:
     """Whether each row of a product has a bias, with which its sums begin."""
     row_scale: bool = False
     """Whether the sums of each row of int8 are multiplied by a scale of the row, and the weights are another launch's result."""
+    dynamic: bool = False
+    """Whether scale and zero point of integer pixels are another launch's result."""
     beside: tuple[render.Stage, ...] | None = None
     """Stages of every second channel, whose value ``epilogue`` of the channel before it reads where it would read a residual: the two are
     one result, of which a channel counts as half of the bytes. None: each channel is a result."""
@@ -280,6 +282,8 @@ class Problem:
             raise InternalError("rows that are one matrix, or have a bias each, are of stacks of products")
         if self.row_scale and (self.dtype != "int8" or self.out_item != 2 or not self.rows_alone):
             raise InternalError("rows that have a scale each are of products of int8 with 16-bit results")
+        if self.dynamic and (self.dtype not in ("int8", "uint8") or self.row_scale):
+            raise InternalError("a scale that another launch computes is of 8-bit integers, and of all of them")
         changed = self.stack or self.bands > 1 or self.prologue or self.scatter or self.pooled or self.volume
         if self.beside is not None and (self.item < 2 or ITEM[self.out_dtype] != self.item or changed):
             raise InternalError("pairs of channels are of images or rows of floats, as they are")

@@ -311,4 +311,17 @@ NUMERIC: dict[str, Callable[[Builder, Op], None]] = {
 }  # fmt: skip
 """Kind -> what emits it."""
 
-TACTIC = IndexKernel(NUMERIC, _limits)
+LAUNCH_S, PRODUCT_S, PRODUCTS_RATE = 1.5e-6, 20e-9, 1e12
+"""Seconds of a launch, and of one of the products that a thread sums one after another; products of all threads in a second."""
+
+
+class NumericKernel(IndexKernel):
+    """Threads that sum products one by one take as long as these, not as tensor cores would."""
+
+    def seconds(self, b: Builder, op: Op) -> float | None:
+        work = _work(b, op)
+        depth = work / max(1, math.prod(op.outputs[0].type.static_shape))
+        return LAUNCH_S + max(depth * PRODUCT_S, work / PRODUCTS_RATE) if work else None
+
+
+TACTIC = NumericKernel(NUMERIC, _limits)

@@ -26,6 +26,8 @@ INTEGERS = ("int8", "uint8")
 def is_pointwise(graph: Graph, op: Op) -> bool:
     """Whether an operator is an 8-bit 1x1 convolution of images with constant weights."""
     weight = graph.constant_value(op.inputs[1]) if op.kind == "QuantizedConv" else None
+    if op.input(hopper.DATA_SCALE) is not None:
+        return False
     if weight is None or weight.ndim != 4 or weight.shape[2:] != (1, 1) or op.attrs.group != 1:
         return False
     return set(op.attrs.strides) == {1} and not any(op.attrs.pads)

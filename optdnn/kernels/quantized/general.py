@@ -17,8 +17,10 @@ from optdnn.kernels.quantized.hopper import (
     QuantizedConv,
     QuantizedMatMul,
     QuantizedProduct,
+    as_read,
     axes_of,
     channel_pairs,
+    data_parameters,
     geometry_refusal,
     meaning_of,
     numbers_of,
@@ -38,9 +40,10 @@ class GeneralProduct(general.GeneralTactic, QuantizedProduct):
         return pitch_of(out) is not None
 
     def launch(self, b: Builder, op: Op, p: Product, problem: Problem, config: Any) -> None:
-        meaning = ("QuantizedConv", meaning_of(op, p.feed), [p.residual] if p.residual is not None else [])
+        data = data_parameters(b, op)
+        meaning = ("QuantizedConv", meaning_of(op, p.feed), as_read(p.residual, data))
         pairs, numbers = channel_pairs(b, op), numbers_of(op, p.residual)
-        general.launch(b, op, problem, p.feed, pairs, p.out, p.residual, meaning, config, numbers)
+        general.launch(b, op, problem, p.feed, pairs, p.out, p.residual, meaning, config, numbers, data)
 
 
 class GeneralQuantizedConv(GeneralProduct, QuantizedConv):

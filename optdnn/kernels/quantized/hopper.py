@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -154,6 +155,7 @@ def problem_of(op: Op, p: Product) -> conv_problem.Problem:
     return conv_problem.Problem(
         out.shape[0], up(out.shape[1], 16 // out.dtype.itemsize * feed.bands), (feed.source,), tuple(op.attrs.stages),
         map_dtype(feed.x.dtype), map_dtype(out.dtype), second, op.attrs.zero != 0, bands=feed.bands,
+        dynamic=op.input(DATA_SCALE) is not None,
     )  # fmt: skip
 
 
@@ -170,8 +172,22 @@ def meaning_of(op: Op, feed: conv_maps.Feed) -> dict[str, Any]:
     return attrs | geometry | {"input_zero": 0}
 
 
+DATA_SCALE, DATA_ZERO = 5, 6
+"""Operand slots of the scale and the zero point of data that were quantized in the same run."""
+
+
+def data_parameters(b: Builder, op: Op) -> list[TensorView]:
+    """Scale and zero point of data that were quantized in the same run; nothing where they are constants."""
+    return [b.operand(v) for v in op.inputs[DATA_SCALE:] if v is not None]
+
+
+def as_read(residual: TensorView | None, data: Sequence[TensorView]) -> list[TensorView | None]:
+    """The last operands of a launch's meaning."""
+    return [residual, None, *data] if data else [] if residual is None else [residual]
+
+
 def channel_pairs(b: Builder, op: Op) -> TensorView:
-    """Scale and bias of each channel: what the epilogue reads of it."""
+    """Scale and bias of each channel (and the sum of its weights): what the epilogue reads of it."""
     channel = b.graph.constant_value(op.inputs[2])
     assert channel is not None
     return b.constant(requantize.pad_channels(channel), f"{op.outputs[0].name}.scales")
@@ -274,8 +290,15 @@ class HopperProduct(hopper_launch.HopperTactic, QuantizedProduct):
         packed, pairs = hopper_launch.packed_weights(b, op, problem, [feed]), channel_pairs(b, op)
         operands = {"weights": packed, "channel": pairs, "output": out, **hopper_launch.pixels([feed])}
         operands |= {"residual": residual} if residual is not None else {}
-        reads = [feed.seen, *conv_maps.weight_views(packed, problem, [feed]), pairs.view((out.shape[1], 2), (2, 1))]
-        meaning = ("QuantizedConv", meaning_of(op, feed), [*reads, *([residual] if residual is not None else [])])
+        data = data_parameters(b, op)
+        operands |= dict(zip(conv_params.DYNAMIC, data, strict=False))
+        width = pairs.shape[1]
+        reads = [
+            feed.seen,
+            *conv_maps.weight_views(packed, problem, [feed]),
+            pairs.view((out.shape[1], width), (width, 1)),
+        ]
+        meaning = ("QuantizedConv", meaning_of(op, feed), [*reads, *as_read(residual, data)])
         made = hopper_launch.launch(problem, config, b.gpu, [feed], operands, requantize=numbers_of(op, residual))
         hopper_launch.emit(b, op, made, problem, config, operands, meaning)
 

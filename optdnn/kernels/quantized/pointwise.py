@@ -9,15 +9,12 @@ import math
 from collections.abc import Callable
 
 import ml_dtypes
-import numpy as np
 
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import coordinates, emit_index_kernel, needed, operand_at, operands_of, wide
 from optdnn.kernels.pointwise.pointwise import CPP, LARGEST, arithmetic, literal
-from optdnn.kernels.reduce.grid import space_of
-from optdnn.kernels.reduce.parts import best_parts
-from optdnn.kernels.reduce.reduce import emit_reduce, plain_source
+from optdnn.kernels.quantized.dynamic_range import best, emit_range
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.quant import QuantizeAttrs
 from optdnn.runtime.reference.window import resolve_pads
@@ -71,36 +68,11 @@ def _dynamic_quantize(b: Builder, op: Op) -> None:
     """The range of all elements, the scale and zero point that it gives, and the elements in them."""
     x = needed(b, op, 0)
     name, rank = op.outputs[0].name, len(x.shape)
-    axes = b.constant(np.arange(rank), "axes")
-    whole = {"keepdims": False, "noop_with_empty_axes": False}
-    bounds = []
-    for kind in ("ReduceMin", "ReduceMax"):
-        bounds.append(b.new(f"{name}.{kind}", x.dtype, ()))
-        parts = best_parts(space_of([x], range(rank), bounds[-1]).grid, b.gpu)
-        emit_reduce(
-            b, op, kind, plain_source(x), range(rank), bounds[-1], kind=kind, attrs=whole, reads=[x, axes], parts=parts
-        )
     scale, zero = (
         b.target(Value(op.id, i)) if i < len(op.outputs) else b.new(f"{name}.{i}", d, ())
         for i, d in ((1, FP32), (2, UINT8))
     )
-    t = arithmetic(x.dtype)
-    lines = f"""const {t} low = min_nan({t}(widen(p.l[0])), {t}(0)), high = max_nan({t}(widen(p.h[0])), {t}(0));
-        {t} scale = (high - low) / {t}(255);
-        scale = scale > 0 ? scale : {t}(1);
-        const {t} zero = rint(min_nan(max_nan(-low / scale, {t}(0)), {t}(255)));
-        p.s[0] = float(scale);
-        p.z[0] = u8(zero);"""
-    emit_index_kernel(
-        b,
-        op,
-        (1,),
-        {"l": bounds[0], "h": bounds[1]},
-        {"s": scale, "z": zero},
-        lines,
-        reads=bounds,
-        meaning=("DynamicScale", {}),
-    )
+    emit_range(b, op, x, scale, zero, best(x, b.gpu))
     out, at = b.target(op.value), coordinates("o", rank)
     quotient = f"float(widen(p.x[at_x({at})])) / p.s[0]"
     lines = f"{rounded(quotient, 'p.z[0]', UINT8)} p.y[at_y({at})] = u8(q);"

@@ -17,10 +17,11 @@ from support.sweep import sweep
 
 from optdnn.kernels.conv import general_kernel as conv_general
 from optdnn.kernels.conv.general_kernel import GeneralConfig
-from optdnn.kernels.conv.problem import Problem
-from optdnn.ops.requantize import Requantize
+from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.ops.requantize import Requantize, pad_channels
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.reference.quantized import conv as quantized_conv
 from optdnn.types import to_tf32
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
@@ -128,3 +129,32 @@ def test_the_emulation_notices_channels_in_another_order(tmp_path: Path, monkeyp
     monkeypatch.setattr(nvrtc.Recipe, "sources", changed)
     with pytest.raises(AssertionError, match="differ"):
         test_convolutions_of_integers_are_exact(SMALL[0], tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+@pytest.mark.parametrize(("channels", "config"), [(24, PLAIN), (19, PLAIN), (24, SHARED)], ids=str)
+def test_the_scale_of_data_may_be_computed(dtype: str, channels: int, config: GeneralConfig, tmp_path: Path) -> None:
+    """Sums less the zero point times the sums of weights, as integers; then one rounding a step."""
+    rng, source = np.random.default_rng(8), Source(6, 5, 64, (3, 3))
+    problem = Problem(2, 24, (source,), (("bias",), ("relu",)), dtype, "float32", dynamic=True)
+    info = np.iinfo(dtype)
+    image = rng.integers(info.min, info.max, (2, 6, 5, 64), endpoint=True).astype(dtype)
+    weight = rng.integers(-128, 128, (channels, 64, 3, 3)).astype(np.int8)
+    numbers = np.stack([rng.uniform(0.001, 0.01, channels), rng.standard_normal(channels), weight.sum((1, 2, 3))], 1)
+    channel = pad_channels(numbers.astype(np.float32))
+    scale, zero = np.array(0.0371, np.float32), np.array(info.max - 90, dtype)
+    geometry: dict[str, Any] = {"strides": (1, 1), "pads": (0,) * 4, "dilations": (1, 1)}
+    plain: dict[str, Any] = {"residual_scale": 1.0, "residual_zero": 0, "low": 0.0, "high": 0.0, "zero": 0}
+    (want,) = quantized_conv(
+        image.transpose(0, 3, 1, 2), weight, numbers.astype(np.float32), scale=scale, data_zero=zero,
+        stages=problem.epilogue, output_dtype=np.dtype(np.float32), **plain, **geometry,
+    )  # fmt: skip
+    operands = {
+        "pixels": image, "weights": conv_general.pack_weights(weight), "channel": channel, "data_scale": scale, "data_zero": zero,
+    }  # fmt: skip
+    out = np.zeros((2, 4, 3, 24), np.float32)
+    sizes = {"channels": channels, "inside": 64, "pitch": 24}
+    got = launched(problem, config, operands, out, tmp_path, Requantize(), **sizes)
+    np.testing.assert_array_equal(got[..., :channels].transpose(0, 3, 1, 2), want)
+    assert (want == 0).mean() < 0.9
+    assert not got[..., channels:].any()

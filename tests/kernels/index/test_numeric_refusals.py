@@ -36,3 +36,13 @@ def of_no_elements() -> Graph:
 def test_operators_that_run_on_the_host(graph: Callable[[], Graph], because: str) -> None:
     (row,) = lowered(graph(), no_cubins=True).meta["host"]["operators"]
     assert because in row["why"]
+
+
+def test_sums_of_products_are_not_predicted_as_those_of_tensor_cores() -> None:
+    n = Net()
+    a, c = n.input(512, 512, dtype=np.uint8), n.input(512, 512, name="c", dtype=np.uint8)
+    graph = n.done(n.op("MatMulInteger", a, c))
+    program: Any = lowered(graph, "fp32")
+    ((seconds, least, _),) = program.meta["step_times"]["steps"]
+    assert program.steps[0].params["tactic"] == "each"
+    assert seconds > 100 > 10 * least  # of 512^3 products

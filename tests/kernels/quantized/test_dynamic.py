@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from support.needs import why_no_hopper
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, kinds, lowered
+from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals, tactics
 
+from optdnn.errors import InternalError, ShapeError
 from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.conv import hopper_launch, implicit_gemm, patch_kernel
+from optdnn.kernels.conv.implicit_gemm import Config
+from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.ops.quant import IntegerConvAttrs
+from optdnn.ops.quantized import RequantizeAttrs
+from optdnn.passes.assign_precision import AssignPrecision
+from optdnn.passes.base import PassContext
+from optdnn.passes.dynamic_quantization import DynamicQuantization
+from optdnn.passes.support.precision_report import PrecisionLog
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.recipes import recipe_of
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.engine import Engine
+from optdnn.types import FP32
 
 
 def scaled(n: Net, kind: str, x: Value, weights: Any, zero: int, **more: Any) -> Value:
@@ -52,7 +67,9 @@ def network(name: str) -> Graph:
 @pytest.mark.parametrize("name", NETS)
 def test_their_products_run_on_tensor_cores(name: str, precision: str) -> None:
     found = kinds(check_simulated(network(name), precision, tolerance=2e-2 if precision == "fp16" else 2e-6))
-    assert found.count("QuantizedConv") == 3  # a product is a 1 x 1 convolution; one adds up the data of a row
+    assert (
+        found.count("QuantizedConv") == 2
+    )  # a product is a 1 x 1 convolution; the second one adds up the data as well
     assert not {"MatMulInteger", "ConvInteger"} & set(found)
 
 
@@ -63,3 +80,77 @@ def test_launches_on_a_gpu_give_what_they_mean(name: str) -> None:
     graph = network(name)
     context: Any = Engine(lowered(graph, "fp32", target="cuda:sm_90a")).context()
     assert not [e for e in check_steps(context, feeds_of(graph)) if not e.error < 1e-5]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("target", ["cuda:sm_80", "cuda:sm_90a"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", NETS)
+def test_products_compile_without_spills(name: str, precision: str, target: str) -> None:
+    program = lowered(network(name), precision, target=target)
+    found = [k for k in program.kernels if "DYNAMIC 1" in k.generated["generated.cuh"]]
+    assert found, "a product reads the scale of its data"
+    for kernel in found:
+        assert nvrtc.resources(recipe_of(kernel))[kernel.function].spill_bytes == 0, kernel.function
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("out", ["float16", "float32", "int8"])
+def test_tiles_compile_without_spills(out: str) -> None:
+    """The largest tiles that hold their sums, and those that share K."""
+    sources = (Source(14, 14, 256, (3, 3), padding=(1, 1, 1, 1)),)
+    problem = Problem(8, 256, sources, (("bias",), ("relu",)), "uint8", out, dynamic=True)
+    offers = hopper_launch.ranked(problem, of_arch("sm_90a"))
+    largest = sorted(
+        {o.config for o in offers}, key=lambda c: (-math.prod(c.tile), str(c)) if isinstance(c, Config) else (0, str(c))
+    )
+    for config in (
+        *largest[:2],
+        *[o.config for o in offers if isinstance(o.config, Config) and o.config.split > 1][:1],
+        offers[0].config,
+    ):
+        family = patch_kernel if isinstance(config, patch_kernel.PatchConfig) else implicit_gemm
+        recipe = family.recipe(problem, config, "sm_90a")
+        assert nvrtc.resources(recipe)[family.FUNCTION].spill_bytes == 0, str(config)
+
+
+def test_large_tiles_leave_room_for_what_a_zero_point_takes_away() -> None:
+    problem = Problem(8, 256, (Source(14, 14, 256, (5, 5)),), (("bias",),), "uint8", "float32")
+    config = Config.read("2x1m1n224s2k16b1")
+    assert config is not None
+    assert implicit_gemm.refuse(problem, config) is None
+    assert "exceed" in (implicit_gemm.refuse(replace(problem, dynamic=True), config) or "")
+
+
+def test_only_integers_have_such_scales() -> None:
+    with pytest.raises(InternalError, match="is of 8-bit integers, and of all of them"):
+        Problem(8, 256, (Source(14, 14, 256),), (("bias",),), "float16", dynamic=True)
+
+
+@pytest.mark.parametrize(("slot", "shape", "dtype"), [(5, (3,), np.float32), (5, (), np.float16), (6, (), np.int8)])
+def test_the_scale_and_the_zero_point_are_one_number_each(slot: int, shape: tuple[int, ...], dtype: Any) -> None:
+    n = Net()
+    x, w, channel = n.input(3, 32, dtype=np.uint8), n.const(np.ones((16, 32)), np.int8), n.const(np.ones((16, 3)))
+    operands = [x, w, channel, None, None, n.input(name="s"), n.input(name="z", dtype=np.uint8)]
+    operands[slot] = n.input(*shape, name="other", dtype=dtype)
+    with pytest.raises(ShapeError, match=f"operand {slot} is .*; it must be one number"):
+        n.op("QuantizedMatMul", *operands, attrs=RequantizeAttrs(output_dtype=FP32))
+
+
+def test_depthwise_kernels_refuse_them() -> None:
+    n = Net()
+    attrs = IntegerConvAttrs((1, 1), (0, 0, 0, 0), (1, 1), 32)
+    y = scaled(n, "ConvInteger", n.input(2, 32, 12, 10), drawn(n, 32, 1, 3, 3), 0, attrs=attrs)
+    program = lowered(n.done(y), "fp16")
+    assert "the scale of its data is computed" in refusals(program, "depthwise_8bit")
+    assert "conv_bands_sm90_8bit" in tactics(program)
+
+
+def test_floats_between_products_are_no_hazard() -> None:
+    """Their range is found of floats."""
+    account = PrecisionLog()
+    graph = network("rows")
+    for one in (DynamicQuantization(), AssignPrecision()):
+        one(graph, PassContext(target="cuda:sm_90a", account=account))
+    assert graph.kinds()["MatMul"] == 1
+    assert not account.hazards

@@ -170,7 +170,8 @@ def test_narrow_heads_of_one_row(rows: int, widths: tuple[int, ...], kind: str) 
     got = simulate(program, feeds)
     for output, want in evaluate(graph, feeds).items():
         np.testing.assert_array_equal(got[output], want)
-    assert sum("8bit" in name for name in tactics(program)) >= len(widths)
+    joined = kind == "integers" and set(widths) == {16}  # products of the same data
+    assert sum("8bit" in name for name in tactics(program)) >= (1 if joined else len(widths))
 
 
 def test_a_kernel_without_a_configuration_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

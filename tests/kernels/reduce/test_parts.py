@@ -13,7 +13,6 @@ from support.reduce_cases import CASES, LARGE, case
 from support.simulated import check_simulated, feeds_of, lowered
 from support.sweep import sweep
 
-from optdnn.ir.graph import Graph
 from optdnn.kernels.reduce import parts
 from optdnn.kernels.reduce.grid import Grid
 from optdnn.ops.reduce import ReduceAttrs
@@ -98,27 +97,6 @@ def test_parts_of_reductions(name: str, precision: str, tmp_path: Path, monkeypa
     program = lowered(graph, precision, opt_level=1)
     assert "reduce_parts" in decisions(program)
     assert compare_steps(program, feeds_of(graph), {"fp32": 3e-6, "fp16": 1.2e-3}[precision], tmp_path)
-
-
-def dynamic(*shape: int) -> Graph:
-    """A tensor quantized to its own range."""
-    n = Net()
-    return n.done(*n.op("DynamicQuantizeLinear", n.input(*shape), outputs=3))
-
-
-def test_the_range_of_a_large_tensor_is_found_in_parts() -> None:
-    """ONNX Runtime's dynamic quantization: one block for all of a transformer's activations would take longer than its products."""
-    assert len(lowered(dynamic(2048, 768), "fp32").retained) == 2
-    assert not lowered(dynamic(4, 700), "fp32").retained
-
-
-@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
-def test_ranges_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_parts(monkeypatch, 5)
-    graph = dynamic(4, 700)
-    program = lowered(graph, "fp32", opt_level=1)
-    assert len(program.retained) == 2
-    assert compare_steps(program, feeds_of(graph), 3e-6, tmp_path)
 
 
 @pytest.mark.nvrtc

@@ -52,7 +52,7 @@ struct Depth {                    // of a volume: see Depth of optdnn.kernels.co
 
 struct Params {
     TensorMap weights, pixels0, pixels1, output, residual;
-    const Channel* channel;       // bias, or scale and bias, of every output channel
+    const StoredChannel* channel; // bias, or scale and bias, of every output channel
     u8* output_pointer;           // a cluster's reduction stores and reads these directly
     const u8* residual_pointer;
     int channels, pixel_count, out_h, out_w;
@@ -91,6 +91,10 @@ struct Params {
 #if ROW_SCALED
     const float* row_scales;                       // likewise
 #endif
+#if DYNAMIC
+    const float* data_scale;                       // of all pixels
+    const u8* data_zero;
+#endif
 #if TURNED
     const uint4* angles;                           // of each position
     int turned_channels, positions;
@@ -103,10 +107,11 @@ constexpr int OUT_ROW = 64 * OUT_ITEM;             // bytes of 64 channels: a ro
 
 // The constants of a thread's two rows of channels: 8 apart, or neighbours where the weights' rows are permuted so.
 DEVICE void load_channel_pair(const Params& p, int first, int lane, Channel (&c)[2]) {
+    if (DYNAMIC) grid_dependency_wait();           // for the scale
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = first + (OUT_ITEM == 1 ? lane / 4 * 2 + i : lane / 4 + i * 8);
-        c[i] = row < p.channels ? p.channel[row] : no_channel();
+        c[i] = row < p.channels ? channel_at(p, row) : no_channel();
     }
 }
 
@@ -221,7 +226,7 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct Di
         channel = first_channel + quarter * 16 + lane % 4 * 4;
         #pragma unroll
         for (int m = 0; m < M_TILES; m++)
-            load_four(p.channel, channel + m * 64, p.channels, constants[m]);
+            load_four(p, channel + m * 64, p.channels, constants[m]);
 #if NORMED_RESIDUAL
         #pragma unroll
         for (int m = 0; m < M_TILES; m++) load_four(p.columns, channel + m * 64, p.channels, scale[m]);

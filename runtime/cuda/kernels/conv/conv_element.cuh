@@ -6,6 +6,8 @@
 // SCALED: 16-bit sums and residuals are multiplied by a factor of the channel, then a shift is added, in epilogue().
 // CHANNEL_STAGES: stages of 16-bit results read numbers of the channel besides its bias.
 // ROW_SCALED: RowScales has made integer sums floats, in place.
+// DYNAMIC: scale and zero point of the pixels are another launch's result. A channel's sum of weights, times the zero point, is
+// taken from its sums while these are integers.
 // PAIRED: a channel and the next one become one result, so OUT_ITEM is half of its bytes. Where epilogue() of the first channel would read a
 // residual, it gets what epilogue_beside() makes of the second.
 #pragma once
@@ -27,6 +29,31 @@ struct Requantize {
     float constants[8];                            // of the stages
 };
 
+#ifndef DYNAMIC
+#define DYNAMIC 0
+#endif
+
+#if DYNAMIC
+static_assert(INTEGER, "a zero point is of integers");
+typedef float4 StoredChannel;                      // the weights' scale, bias, sum of weights
+struct Channel {
+    float scale, bias;
+    int shift;
+};
+DEVICE Channel no_channel() { return {0.0f, 0.0f, 0}; }
+DEVICE float finished(const Requantize& q, Acc sum, const Channel& c, float r) {
+    return epilogue(__fmul_rn(float(sum - c.shift), c.scale), c.bias, r, q.constants);
+}
+template <class Params> DEVICE Channel channel_at(const Params& p, int at) {
+    const float4 c = __ldg(p.channel + at);
+    return {__fmul_rn(*p.data_scale, c.x), c.y, int(*p.data_zero) * int(c.z)};
+}
+template <class Params> DEVICE void load_four(const Params& p, int at, int count, Channel (&c)[4]) {
+    grid_dependency_wait();                        // for the scale
+    #pragma unroll
+    for (int i = 0; i < 4; i++) c[i] = at < count ? channel_at(p, at + i) : no_channel();
+}
+#else
 #if OPERAND_ITEM == 1 || SCALED
 typedef float2 Channel;                            // scale, bias
 DEVICE Channel no_channel() { return make_float2(0.0f, 0.0f); }
@@ -65,6 +92,10 @@ DEVICE void load_four(const Channel* from, int at, int count, Channel (&c)[4]) {
     const float4 v = at < count ? __ldg(reinterpret_cast<const float4*>(from + at)) : make_float4(0, 0, 0, 0);
     c[0] = v.x, c[1] = v.y, c[2] = v.z, c[3] = v.w;
 }
+#endif
+typedef Channel StoredChannel;
+template <class Params> DEVICE Channel channel_at(const Params& p, int at) { return p.channel[at]; }
+template <class Params> DEVICE void load_four(const Params& p, int at, int count, Channel (&c)[4]) { load_four(p.channel, at, count, c); }
 #endif
 
 // Two results of one pixel. FINAL_SILU: epilogue() leaves the last stage, which they do together.

@@ -15,7 +15,7 @@
 
 struct Params {
     const u8 *pixels, *weights, *residual;         // weights: [channels][tap][channel blocks * BK]
-    const Channel* channel;                        // bias, or scale and bias, of every output channel
+    const StoredChannel* channel;                  // bias, or scale and bias, of every output channel
     u8* output;
     Acc4* partial;
     u32* arrived;
@@ -24,6 +24,10 @@ struct Params {
     int height, width, out_h, out_w, pixel_count;
     int taps_h, taps_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
     Requantize requantize;
+#if DYNAMIC
+    const float* data_scale;                       // of all pixels
+    const u8* data_zero;
+#endif
 };
 
 constexpr int THREADS = 128, ROW_BYTES = 64, BK = ROW_BYTES / OPERAND_ITEM;
@@ -184,10 +188,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
         const bool whole = left >= 4 && channel % 4 == 0;
         Channel c[4];
         if (whole) {
-            load_four(p.channel, channel, channel + 4, c);
+            load_four(p, channel, channel + 4, c);
         } else {
             #pragma unroll
-            for (int e = 0; e < 4; e++) c[e] = e < left ? p.channel[channel + e] : no_channel();
+            for (int e = 0; e < 4; e++) c[e] = e < left ? channel_at(p, channel + e) : no_channel();
         }
         #pragma unroll
         for (int m = 0; m < TILES_M; m++) {

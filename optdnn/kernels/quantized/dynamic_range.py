@@ -1,0 +1,177 @@
+"""The range of a tensor that is quantized in the same run, and the scale and zero point that it gives: one launch.
+
+Blocks find the least and the greatest number of their parts. The last one to finish takes those of all parts, and computes scale and
+zero point as ONNX's DynamicQuantizeLinear does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.launch import Parameters
+from optdnn.kernels.layout.walks import batched, walk
+from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.strides import merge, vector
+from optdnn.kernels.pool.window import load_channels
+from optdnn.kernels.reduce.grid import BATCH_S, LAUNCH_S, RATE
+from optdnn.kernels.reduce.parts import MERGE_S
+from optdnn.kernels.reduce.reduce import MOST_ELEMENTS
+from optdnn.kernels.tactic import Offer, ProblemTactic
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.types import FP32, INT32
+
+THREADS = 1024
+AHEAD = 4
+"""Loads of a thread that are under way at once."""
+WARP = 32
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``accesses`` of ``bytes`` each."""
+
+    accesses: int
+    bytes: int
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``parts``: blocks that share the tensor."""
+
+    parts: int
+
+    def __str__(self) -> str:
+        return f"dr{self.parts}"
+
+
+def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Predicted seconds of a dependent launch."""
+    waves = math.ceil(config.parts / (gpu.multiprocessors * (2048 // THREADS)))
+    batches = math.ceil(problem.accesses / config.parts / (THREADS * AHEAD))
+    of_multiprocessors = problem.accesses * problem.bytes / min(config.parts, gpu.multiprocessors) / RATE
+    return LAUNCH_S + (MERGE_S if config.parts > 1 else 0.0) + max(waves * batches * BATCH_S, of_multiprocessors)
+
+
+def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
+    """The configurations to time, the best predicted first. No part is empty."""
+    most = math.ceil(problem.accesses / THREADS)
+    asked = {1, *(min(most, turns * gpu.multiprocessors) for turns in (1, 2, 4)), min(most, 32)}
+    found = {Config(-(-problem.accesses // -(-problem.accesses // parts))) for parts in asked}
+    return sorted(found, key=lambda c: (estimate(problem, c, gpu), c))
+
+
+def _space(x: TensorView) -> tuple[list[int], list[int], int]:
+    """The axes of a tensor, merged, in accesses of some elements; the strides; the elements of an access."""
+    dims, (strides,) = merge(x.shape, [x.strides])
+    lanes = vector([x], dims, [strides])
+    return [*dims[:-1], dims[-1] // lanes], [*strides[:-1], strides[-1] * lanes], lanes
+
+
+class DynamicRange(ProblemTactic):
+    """Tensors of floats, of any strides. Least and greatest numbers are the same in any order."""
+
+    name = "dynamic_range"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        count = math.prod(b.graph.type(op.inputs[0]).static_shape)  # type: ignore[arg-type]
+        if count == 0:
+            return "it has no elements"
+        return "it reads more elements than a kernel counts" if count >= MOST_ELEMENTS else None
+
+    def problem(self, b: Builder, op: Op) -> Problem:
+        x = b.source(op.inputs[0])
+        dims, _, lanes = _space(x)
+        return Problem(math.prod(dims), lanes * x.dtype.itemsize)
+
+    def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return [Offer(c, estimate(problem, c, gpu)) for c in candidates(problem, gpu)]
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        emit_range(b, op, b.operand(op.inputs[0]), b.target(op.value), b.target(Value(op.id, 1)), config)
+
+
+def best(x: TensorView, gpu: GpuFacts) -> Config:
+    """The configuration that is predicted to be fastest."""
+    dims, _, lanes = _space(x)
+    return candidates(Problem(math.prod(dims), lanes * x.dtype.itemsize), gpu)[0]
+
+
+def emit_range(b: Builder, op: Op, x: TensorView, scale: TensorView, zero: TensorView, config: Config) -> None:
+    """Add the launch that computes scale (fp32) and zero point (uint8) of ``x``."""
+    dims, strides, lanes = _space(x)
+    parts = -(-math.prod(dims) // -(-math.prod(dims) // config.parts))  # a recorded choice may be of narrower accesses
+    operands, scratch, kept = {"x": x, "scale": scale, "zero": zero}, [], []
+    if parts > 1:
+        name = op.outputs[0].name
+        scratch = [b.new(f"{name}.parts", FP32, (parts, 2))]
+        kept = [b.new(f"{name}.arrived", INT32, (1,))]
+        operands |= {"parts": scratch[0], "arrived": kept[0]}
+    parameters = Parameters().pointer(*operands).u32(*dims).i64(*strides)
+    launch = parameters.generated(b.arch, _kernel(x, dims, lanes, parts), "dynamic_range", parts, THREADS)
+    b.emit(op, launch, operands, "DynamicRange", {}, [x], [scale, zero], scratch=scratch, kept=kept)
+
+
+def _joined(count: int) -> str:
+    """C++ that combines the ranges of ``count`` neighbouring threads."""
+    pair = (
+        "low = min_nan(low, __shfl_xor_sync(~0u, low, half)); high = max_nan(high, __shfl_xor_sync(~0u, high, half));"
+    )
+    return f"for (int half = {count // 2}; half; half /= 2) {{ {pair} }}"
+
+
+def _of_block() -> str:
+    """C++ that combines the ranges of all threads of a block."""
+    warps = THREADS // WARP
+    return f"""{_joined(WARP)}
+    if (lane % {WARP} == 0) {{ lows[lane / {WARP}] = low; highs[lane / {WARP}] = high; }}
+    __syncthreads();
+    low = lows[lane % {warps}]; high = highs[lane % {warps}];
+    {_joined(warps)}"""
+
+
+def _kernel(x: TensorView, dims: Sequence[int], lanes: int, parts: int) -> str:
+    """The kernel's text."""
+    count = math.prod(dims)
+    chunk = -(-count // parts)
+
+    def load(at: str, k: int) -> str:
+        way = walk("r", at, "dims", len(dims), [(f"o{k}", "sx")])
+        return f"i64 o{k} = 0; {{ {way} }} {load_channels(CPP[x.dtype], lanes, f'p.x + o{k}', f'found{k}')}"
+
+    def use(k: int) -> str:
+        value = f"const float v = float(widen(found{k}.lane[j]));"
+        return f"for (int j = 0; j < {lanes}; j++) {{ {value} low = min_nan(low, v); high = max_nan(high, v); }}"
+
+    shared, merged = "", ""
+    if parts > 1:
+        shared = " float* parts; u32* arrived;"
+        merged = f"""
+    if (lane == 0) {{ p.parts[blockIdx.x * 2] = low; p.parts[blockIdx.x * 2 + 1] = high; }}
+    if (!arrives_last(p.arrived, {parts}u)) return;
+    low = 0.0f; high = 0.0f;
+    for (u32 k = lane; k < {parts}u; k += {THREADS}) {{ low = min_nan(low, p.parts[k * 2]); high = max_nan(high, p.parts[k * 2 + 1]); }}
+    {_of_block()}"""
+    return f"""struct Params {{ const {CPP[x.dtype]}* x; float* scale; u8* zero;{shared} u32 dims[{len(dims)}]; i64 sx[{len(dims)}]; }};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) dynamic_range(const __grid_constant__ Params p) {{
+    __shared__ float lows[{THREADS // WARP}];
+    __shared__ float highs[{THREADS // WARP}];
+    launch_dependents();
+    wait_for_predecessor();
+    const u32 lane = threadIdx.x, begin = blockIdx.x * {chunk}u, end = begin + {chunk}u < {count}u ? begin + {chunk}u : {count}u;
+    float low = 0.0f, high = 0.0f;
+    {batched("begin + lane", "end", THREADS, AHEAD, load, use)}
+    {_of_block()}{merged}
+    if (lane == 0) {{
+        float scale = (high - low) / 255.0f;
+        scale = scale > 0.0f ? scale : 1.0f;
+        p.scale[0] = scale;
+        p.zero[0] = u8(rint(min_nan(max_nan(-low / scale, 0.0f), 255.0f)));
+    }}
+}}
+"""
