@@ -45,11 +45,17 @@ def test_patches_are_rows_of_a_product(flat: bool, bias: bool) -> None:
     [
         ((8, 12), 2, [0, 0, 2, 2, 0, 0, 2, 2]),
         ((9, 12), 2, [0, 0, 2, 2, 0, 0, 1, 2]),  # three windows down, which begin at -2
-        ((10, 13), (1, 0, 0, 0), [0, 0, 1, 0, 0, 0, -3, -1]),  # the last three rows and the last column are read by no window
+        (
+            (10, 13),
+            (1, 0, 0, 0),
+            [0, 0, 1, 0, 0, 0, -3, -1],
+        ),  # the last three rows and the last column are read by no window
         ((8, 13), 0, [0, 0, 0, 0, 0, 0, 0, -1]),
     ],
 )
-def test_an_image_is_brought_to_whole_patches(size: tuple[int, int], pads: int | Sequence[int], added: list[int]) -> None:
+def test_an_image_is_brought_to_whole_patches(
+    size: tuple[int, int], pads: int | Sequence[int], added: list[int]
+) -> None:
     kinds = {"Pad": 1, "Reshape": 2, "Transpose": 1, "MatMul": 1, "Add": 1}
     graph, _ = check_pass(PatchEmbedding(), embedding(size=size, pads=pads), changes=1, kinds=kinds)
     (pad,) = graph.of_kind("Pad")
