@@ -125,6 +125,7 @@ RULES: Mapping[str, str] = {
     "pointwise_scan": "unrolled recurrences of pointwise steps computed in one loop",
     "softsign": "softsign written out made one operator",
     "one_key": "attention over one key replaced by its value",
+    "attention_parts": "attention of each part of a sequence computed in one",
     "packed_items": "neighbouring items of few tokens made one item of attention",
     "one_slope": "a PRelu of equal slopes made a LeakyRelu",
     "thresholded_softplus": "PyTorch's softplus without its threshold",
