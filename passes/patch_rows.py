@@ -3,6 +3,7 @@
 A convolution whose stride is its kernel multiplies patches that do not overlap (ViT: Dosovitskiy et al., 2020; Swin). Its readers
 want positions as rows and channels last; the convolution itself would be computed in one order and copied into the other. An image
 that the convolution pads (ViTPose), or whose last pixels no window covers, is first brought to a whole number of patches by a Pad.
+Patches that are cut already are rows of a product, whoever reads them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.index import PadAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, integers, operand, reshape_target, reshaped, shape_of
+from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, reshape_target, reshaped, shape_of
 from optdnn.types import Array, Shape
 
 LEAST = 32
@@ -60,6 +61,38 @@ def patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
         return y if bias is None else patch.add("Add", [y, patch.constant(bias, "patches.bias")])
 
     return Match((op, *behind), build, behind[-1].value)
+
+
+@rule("cut_patches", {"Conv"})
+def cut_patches(graph: Graph, op: Op) -> Match | Miss | None:
+    """A Conv whose only window is the whole of each image that a Reshape makes of a row: patches that are cut already (the vision
+    transformers of Qwen). Images of other operators lie in the order that convolutions read."""
+    weight, a = graph.constant_value(op.input(1)), op.attrs
+    if weight is None or a.group != 1 or weight.ndim < 3 or producer(graph, operand(op), RESHAPES) is None:
+        return None
+    plain = not a.prologue and not a.epilogue and not any(a.pads) and a.auto_pad == "NOTSET"
+    before, after = shape_of(graph, operand(op)), op.outputs[0].type.shape
+    if (
+        not plain
+        or any(d != 1 for d in a.dilations)
+        or before is None
+        or after is None
+        or before[1:] != weight.shape[1:]
+    ):
+        return None
+    rows, back = (before[0], weight[0].size), (before[0], len(weight))
+    flat, whole = reshape_target(before, rows), reshape_target(back, after)
+    if flat is None or whole is None:
+        return Miss("no constant target can express its rows")
+
+    def build(patch: Patch) -> Value:
+        y = reshaped(patch, operand(op), flat)
+        y = patch.add("MatMul", [y, patch.constant(_matrix(weight), "patches.weight")], MatMulAttrs())
+        if op.input(2) is not None:
+            y = patch.add("Add", [y, op.input(2)])
+        return reshaped(patch, y, whole)
+
+    return Match((op,), build)
 
 
 @rule("integer_patch_rows", {"ConvInteger"})
@@ -154,4 +187,4 @@ def _turned(graph: Graph, conv: Op) -> list[Op] | None:
 
 class PatchEmbedding(RulePass):
     name = "patch_rows"
-    rules = (patch_rows, integer_patch_rows)
+    rules = (patch_rows, cut_patches, integer_patch_rows)

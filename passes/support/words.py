@@ -160,6 +160,7 @@ RULES: Mapping[str, str] = {
     "partial_sum": "additions to some channels of a convolution made additions to all",
     "pool_last": "average pools moved after convolutions with fewer channels",
     "patch_rows": "patch embeddings written as matrix products",
+    "cut_patches": "embeddings of patches that are cut already written as matrix products",
     "integer_patch_rows": "patch embeddings of integers written as matrix products",
     "channels_last": "operators given channels last",
     "view": "changes of layout that move nothing",

@@ -86,6 +86,37 @@ def test_others_are_no_candidates() -> None:
     check_untouched(PatchEmbedding(), n.done(n.op("Relu", n.conv(n.input(2, 4, 8, 8), 6, 4, pads=0, strides=4))))
 
 
+def cut(
+    kernel: tuple[int, ...] = (2, 4, 4), *, batch: Any = 5, bias: bool = True, group: int = 1, pads: int = 0,
+    size: tuple[int, ...] = (), rows: bool = True,
+) -> Graph:  # fmt: skip
+    """Patches that are cut already, of ``size`` (that of the filter), and their embedding."""
+    n, shape = Net(np.float64), size or kernel
+    channels = 3 * group
+    x = n.input(batch, channels * int(np.prod(shape))) if rows else n.input(batch, channels, *shape)
+    x = n.op("Reshape", x, n.ints(-1, channels, *shape)) if rows else n.op("Relu", x)
+    y = n.conv(x, 8, kernel, pads=pads, strides=4, bias=bias, group=group)
+    return n.done(n.op("Relu", y))
+
+
+@pytest.mark.parametrize("kernel", [(2, 4, 4), (4, 4), (7,)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch", [5, symbol("N", 1)])
+def test_patches_that_are_cut_already_are_rows(kernel: tuple[int, ...], bias: bool, batch: Any) -> None:
+    kinds = {"Reshape": 3, "MatMul": 1, "Relu": 1} | ({"Add": 1} if bias else {})
+    sizes = {} if isinstance(batch, int) else {"N": 3}
+    check_pass(PatchEmbedding(), cut(kernel, bias=bias, batch=batch), changes=1, kinds=kinds, sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [cut(group=2), cut(pads=1), cut((4, 4), size=(4, 8)), cut(rows=False)],
+    ids=["groups", "padded", "two windows", "images"],
+)
+def test_other_images_stay(graph: Graph) -> None:
+    check_untouched(PatchEmbedding(), graph)
+
+
 def integers(
     *, size: Any = (8, 12), patch: int = 4, channels: int = 3, pads: int = 0, batch: Any = 2, strides: int | None = None,
     group: int = 1, zeros: Any = None, cast: bool = False,
