@@ -38,7 +38,7 @@ from optdnn.passes.support.facts import (
     shape_of,
 )
 from optdnn.passes.support.parts import consecutive, is_axis, span, whole
-from optdnn.passes.support.pattern import Node, Scalar, Var, any_of, node
+from optdnn.passes.support.pattern import AnyOf, Scalar, Var, any_of, node
 from optdnn.passes.support.pattern_rule import PatternRule, pattern_rule
 from optdnn.passes.support.rotary import SWAP, behind, cache_shape, per_position, turned, unshaped
 from optdnn.types import Shape
@@ -51,7 +51,7 @@ _SCALED = frozenset({"Mul", "Div", "Add", "Sub"})
 X, COS, SIN, FIRST, SECOND = map(Var, ("x", "cos", "sin", "first", "second"))
 
 
-def _negated(half: Var) -> Node:
+def _negated(half: Var) -> AnyOf:
     return any_of(node("Neg", half), node("Mul", half, Scalar(-1.0)))
 
 
