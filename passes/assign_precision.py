@@ -16,7 +16,7 @@ scales. Sums, statistics and exponentials are fp32 inside of the kernels. Values
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
@@ -114,8 +114,10 @@ class AssignPrecision(Pass):
         else:
             keeps = KEEPS_FP32_CPU if context.target == "cpu" and plan.is_mixture else None
         guarded = Guards({}) if keeps is None else _guarded(graph, plan, account)
+        sized: Mapping[int, str] = {}
         if keeps is not None and context.on_gpu:
-            others = {**coordinates(graph), **angles(graph), **exponents(graph), **sized_by_data(graph)}
+            sized = sized_by_data(graph)
+            others = {**coordinates(graph), **angles(graph), **exponents(graph), **sized}
             guarded = guarded.also({i: r for i, r in others.items() if not plan.named(graph.op(i))})
         if "fp16" in plan.floats and context.account is not None:  # it looks at every weight, only for the report
             account.risks = half_risks(graph, plan, found, {keys[i] for i in guarded.reasons})
@@ -132,7 +134,7 @@ class AssignPrecision(Pass):
             if context.moments is not None and products.packed:
                 account.calibrated = {**account.calibrated, "weights": "gptq"}
         if keeps is not None:
-            assignment = _Assignment(graph, plan, report, keeps, guarded, context.kept)
+            assignment = _Assignment(graph, plan, report, keeps, guarded, sized, context.kept)
             assignment.run()
             account.refused.update({keys[i]: reason for i, reason in assignment.refused.items()})
             account.converted |= {keys[i] for i in assignment.converted}
@@ -208,6 +210,7 @@ class _Assignment:
         report: PassReport,
         keeps_fp32: Mapping[str, frozenset[int]],
         guarded: Guards,
+        sized: Collection[int],
         kept: ConstantCache,
     ):
         self.graph, self.plan, self.report, self.keeps_fp32, self.kept = graph, plan, report, keeps_fp32, kept
@@ -217,6 +220,8 @@ class _Assignment:
         """Conversions of values to other types."""
         self.decisions = decisions(graph)
         self.guarded = guarded
+        self.sized = sized
+        """Ops whose results the CPU computes, in fp32."""
         self.refused: dict[int, str] = {}
         self.converted: set[int] = set()
         """Ops that compute in fp32 what they store in 16 bits."""
@@ -278,10 +283,11 @@ class _Assignment:
         if op.kind == "Cast" and self._at_the_border(op):
             return
         dtype = self._wanted(op)
-        if dtype != FP32 and op.id in self.decisions and not self.plan.named(op):
+        moves = dtype != FP32 and self._moves_rounded(op, dtype)
+        if dtype != FP32 and op.id in self.decisions and not self.plan.named(op) and not moves:
             self._keep(op)
             return
-        if op.id in self.guarded.reasons:
+        if op.id in self.guarded.reasons and not moves:
             self._stay(op, self.guarded.reasons[op.id])
             return
         keep = self.keeps_fp32.get(op.kind, frozenset({0}) if op.kind == "Cast" else frozenset())
@@ -305,6 +311,12 @@ class _Assignment:
             Output(o.name, o.type.with_dtype(t.dtype), o.known) for o, t in zip(op.outputs, found.types, strict=False)
         )
         self.graph.set_op(replace(op, inputs=inputs, attrs=attrs, outputs=outputs))
+
+    def _moves_rounded(self, op: Op, dtype: DType) -> bool:
+        """Whether it only moves numbers that are rounded to ``dtype`` already: readers in fp32 get the same ones behind it."""
+        wide = [v for v in op.inputs if v in self.wide]
+        moves = op.definition.traits.movement and op.id not in self.sized
+        return moves and bool(wide) and all(self.graph.type(v).dtype == dtype for v in wide)
 
     def _may_stay(self, op: Op, value: Value) -> bool:
         """Whether it is a constant parameter, or the operand of one of :data:`ANY_TYPE`."""

@@ -5,30 +5,41 @@ its dtype and shape. No cycle can arise: the other operands of the absorbed op d
 itself. With ``norms_add``, three kinds of Add are left to the normalization that reads the sum: one vector per image, rows that
 repeat (position embeddings), and a second tensor. Its kernel adds them; those of the anchors do not.
 
+At 16 bits, an Add of places at which images are read stays apart: the pixels of optical flow, which layers move again and again.
+The sum is stored in fp32, the anchor's result is not.
+
 Where both results of an Add could absorb it, the later one does (the longer path from the inputs, then the larger id). The other
 result is ready by then, and is an operand like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.norm_addition import NormAddition, norm_addition
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.support.coordinates import coordinates
 from optdnn.passes.support.facts import NORMS
 from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS, Slots, refuses, with_stages
+from optdnn.target_name import TargetName
 from optdnn.types import Shape
+
+WIDE = frozenset({"fp32", "tf32"})
+"""Precisions in which a sum is stored as it is computed."""
 
 
 class _Absorb(Rule):
-    """Absorbs one op at a time; a chain is absorbed link by link. ``depth``: op id -> length of the path from the inputs."""
+    """Absorbs one op at a time; a chain is absorbed link by link. ``depth``: op id -> length of the path from the inputs.
+    ``places``: op id -> why it stays in fp32, of those that compute places at which images are read."""
 
     kinds = ANCHORS
 
-    def __init__(self, name: str, absorbs: frozenset[str], depth: dict[int, int], norms_add: bool):
-        self.name, self.absorbs, self.depth, self.norms_add = name, absorbs, depth, norms_add
+    def __init__(
+        self, name: str, absorbs: frozenset[str], depth: dict[int, int], norms_add: bool, places: Mapping[int, str]
+    ):
+        self.name, self.absorbs, self.depth, self.norms_add, self.places = name, absorbs, depth, norms_add, places
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         users = graph.users(op.value)
@@ -44,6 +55,8 @@ class _Absorb(Rule):
             return miss
         if self.norms_add and (norm := _norm_that_adds(graph, user, op.value, _reads_tensor(graph, op))) is not None:
             return Miss(f"the normalization {norm.name} adds {user.name} itself")
+        if user.id in self.places and _adds_place(graph, user, op.value):
+            return Miss(f"{self.places[user.id]}, in fp32")
         if any(self._place(rival) > self._place(op) for rival in self._rivals(graph, op, user)):
             return None
 
@@ -67,6 +80,12 @@ class _Absorb(Rule):
 
     def _place(self, op: Op) -> tuple[int, int]:
         return self.depth.get(op.id, 0), op.id
+
+
+def _adds_place(graph: Graph, op: Op, value: Value) -> bool:
+    """Whether what is added to ``value`` differs from position to position: a place, and no bias."""
+    others = [v for v in op.inputs if v is not None and v != value]
+    return any(sum(d != 1 for d in graph.type(v).dims) > 1 for v in others)
 
 
 def _reads_tensor(graph: Graph, op: Op) -> bool:
@@ -113,8 +132,12 @@ class FuseEpilogue(RulePass):
         depth: dict[int, int] = {}
         for op in graph.order():
             depth[op.id] = 1 + max((depth[v.op] for v in op.inputs if v is not None), default=0)
+        narrow = context.plan is not None or context.precision not in WIDE
+        places = coordinates(graph) if narrow and TargetName.parse(context.target).on_gpu else {}
         return (
-            _Absorb("epilogue_add", ADDITIONS, depth, self.norms_add),  # a bias that is no constant row, or a residual
-            _Absorb("epilogue_scale", SCALINGS, depth, self.norms_add),
-            _Absorb("epilogue_activation", ACTIVATIONS, depth, self.norms_add),
+            _Absorb(
+                "epilogue_add", ADDITIONS, depth, self.norms_add, places
+            ),  # a bias that is no constant row, or a residual
+            _Absorb("epilogue_scale", SCALINGS, depth, self.norms_add, {}),
+            _Absorb("epilogue_activation", ACTIVATIONS, depth, self.norms_add, {}),
         )

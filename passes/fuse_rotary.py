@@ -2,7 +2,8 @@
 
 The formula is ``x * cos + rotate(x) * sin``, in two forms. In GPT-NeoX and Llama, ``rotate`` puts the negated second half of each
 head before the first half, and cosines and sines are equal in both halves. In RoFormer, GPT-J and Flux, it exchanges neighbours
-and negates the second of each pair, and cosines and sines repeat each number. Where only the first numbers of each head are
+and negates the second of each pair, and cosines and sines repeat each number. Halves that turn the other way (nanochat) have the
+first half negated, and turn by the negated sines. Where only the first numbers of each head are
 turned (GPT-NeoX, Phi) and the rest is concatenated after them, the op absorbs the Concat as well. Rows in front of those that
 turn (class tokens of EVA-02, DINOv3) turn by an angle of zero. Parts of a head that turn by different coordinates become one op.
 Where the numbers of a pair have different angles (V-JEPA 2), the op has an angle for each number.
@@ -37,9 +38,10 @@ from optdnn.passes.support.facts import (
     shape_of,
 )
 from optdnn.passes.support.parts import consecutive, is_axis, span, whole
-from optdnn.passes.support.pattern import Scalar, Var, any_of, node
+from optdnn.passes.support.pattern import AnyOf, Scalar, Var, any_of, node
 from optdnn.passes.support.pattern_rule import PatternRule, pattern_rule
 from optdnn.passes.support.rotary import SWAP, behind, cache_shape, per_position, turned, unshaped
+from optdnn.types import Shape
 
 _DEPTH = 12
 """How far back a proof looks."""
@@ -47,8 +49,15 @@ _POINTWISE = frozenset({"Cos", "Sin", "Cast", "Neg", "Exp", "Sqrt", "Identity"})
 _SCALED = frozenset({"Mul", "Div", "Add", "Sub"})
 
 X, COS, SIN, FIRST, SECOND = map(Var, ("x", "cos", "sin", "first", "second"))
-_NEGATED = any_of(node("Neg", SECOND, name="negation"), node("Mul", SECOND, Scalar(-1.0), name="negation"))
+
+
+def _negated(half: Var) -> AnyOf:
+    return any_of(node("Neg", half), node("Mul", half, Scalar(-1.0)))
+
+
+_NEGATED = _negated(SECOND)
 _HALVES = node("Concat", _NEGATED, FIRST, name="joined")
+_HALVES_BACK = node("Concat", SECOND, _negated(FIRST), name="back")
 _LEFT = node(RESHAPES, _NEGATED)
 _NEIGHBOURS = node(
     RESHAPES,
@@ -58,26 +67,37 @@ _NEIGHBOURS = node(
 
 
 class RotaryRule(PatternRule):
-    """``x * cos + turned * sin``, where ``turned`` is Concat(-second half, first half), or the neighbours stacked so."""
+    """``x * cos + turned * sin``, where ``turned`` is Concat(-second half, first half), or the neighbours stacked so.
+
+    Concat(second half, -first half) turns the other way: by the negated sines."""
 
     name = "rotary_embedding"
-    patterns = (node("Add", node("Mul", X, COS), node("Mul", any_of(_HALVES, _NEIGHBOURS), SIN)),)
+    patterns = (node("Add", node("Mul", X, COS), node("Mul", any_of(_HALVES, _HALVES_BACK, _NEIGHBOURS), SIN)),)
 
     def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
         x: Value = found["x"]
         interleaved = "merged" in found
         if not (_are_neighbours if interleaved else _are_halves)(graph, found):
             return None
-        heads, *angles = (graph.type(v).shape or () for v in (x, found["cos"], found["sin"]))
+        heads = _with_batch(graph.type(x).shape or ())
+        angles = [graph.type(found[name]).shape or () for name in ("cos", "sin")]
         axis = next((n for n in (-2, -3) if all(per_position(heads, shape, n) for shape in angles)), -2)
-        reason = _refuse(graph, found, axis)
+        reason = _refuse(graph, found, heads, axis)
         if reason is not None:
             return Miss(reason)
         own = not all(doubled(graph, found[name], interleaved=interleaved) for name in ("cos", "sin"))
 
         def build(patch: Patch) -> Value:
-            caches = [_angles(patch, graph, found[name], axis, None if own else interleaved) for name in ("cos", "sin")]
-            return turned(patch, x, caches, RotaryAttrs(interleaved, own_angles=own), swapped=axis == -3)
+            cos, sin = (
+                _angles(patch, graph, found[name], axis, None if own else interleaved) for name in ("cos", "sin")
+            )
+            if "back" in found:
+                sin = patch.add("Neg", [sin])
+            attrs = RotaryAttrs(interleaved, own_angles=own)
+            if heads == graph.type(x).dims:
+                return turned(patch, x, [cos, sin], attrs, swapped=axis == -3)
+            y = turned(patch, in_shape(patch, x, heads), [cos, sin], attrs, swapped=axis == -3)
+            return in_shape(patch, y, graph.type(x).dims)
 
         parts = {op.id for name in ("first", "second") for op in behind(graph, found[name])}
         return Match(tuple(graph.op(i) for i in sorted(ops | parts)), build, root.value)
@@ -174,8 +194,8 @@ def rotary_parts(graph: Graph, root: Op) -> Match | Miss | None:
 
 
 def _are_halves(graph: Graph, found: dict[str, Any]) -> bool:
-    """Whether "first" and "second" are the halves of x along the last axis, which "joined" joins again."""
-    joined = found["joined"]
+    """Whether "first" and "second" are the halves of x along the last axis, which "joined" (or "back") joins again."""
+    joined = found["back"] if "back" in found else found["joined"]
     halved = whole(graph, found["first"], found["second"], even=True)
     return len(joined.inputs) == 2 and halved == found["x"] and _last(graph, found["x"], joined.attrs.axis)
 
@@ -207,16 +227,22 @@ def _last(graph: Graph, x: Value, axis: int) -> bool:
     return is_axis(graph, x, axis, -1)
 
 
-def _refuse(graph: Graph, found: dict[str, Any], axis: int) -> str | None:
-    """Why there is no rotary embedding of "x" by "cos" and "sin", with its positions along ``axis``, or None."""
+def _with_batch(heads: Shape) -> Shape:
+    """The shape of heads with a batch axis: of one image (Qwen's vision transformers) they may have none."""
+    return (1, *heads) if len(heads) == 3 else heads
+
+
+def _refuse(graph: Graph, found: dict[str, Any], heads: Shape, axis: int) -> str | None:
+    """Why there is no rotary embedding of "x", in the shape of ``heads``, by "cos" and "sin", with its positions along ``axis``, or
+    None."""
     x = graph.type(found["x"])
-    if x.rank != 4:
+    if len(heads) != 4 or reshape_target(x.dims, heads) is None:
         return f"{graph.output(found['x']).name} {x} does not have four axes"
     for value in (found["cos"], found["sin"]):
         t, name = graph.type(value), graph.output(value).name
         if t.dtype != x.dtype:
             return f"{name} is {t.dtype}, its operand {x.dtype}"
-        if not per_position(x.dims, t.shape or (), axis):
+        if not per_position(heads, t.shape or (), axis):
             return f"{name} {t} is not one angle per position of {x}"
         if reshape_target(t.dims, cache_shape(t.dims, axis)) is None:
             return f"the size of {name} {t} cannot be written"

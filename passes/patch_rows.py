@@ -1,10 +1,14 @@
 """Patch embeddings become products of patches with a matrix, in the order in which their readers expect the patches.
 
 A convolution whose stride is its kernel multiplies patches that do not overlap (ViT: Dosovitskiy et al., 2020; Swin). Its readers
-want positions as rows and channels last; the convolution itself would be computed in one order and copied into the other.
+want positions as rows and channels last; the convolution itself would be computed in one order and copied into the other. An image
+that the convolution pads (ViTPose), or whose last pixels no window covers, is first brought to a whole number of patches by a Pad.
+Patches that are cut already are rows of a product, whoever reads them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,9 +16,10 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.conv import resolved
 from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.index import PadAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, operand, reshape_target, reshaped, shape_of
+from optdnn.passes.support.facts import RESHAPES, integers, operand, producer, reshape_target, reshaped, shape_of
 from optdnn.types import Array, Shape
 
 LEAST = 32
@@ -30,7 +35,7 @@ def patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
     if weight is None or weight.ndim != 4 or a.group != 1:
         return None
     kh, kw = weight.shape[2:]
-    plain = not any(a.pads) and not a.prologue and not a.epilogue and a.auto_pad == "NOTSET"
+    plain = not a.prologue and not a.epilogue and a.auto_pad == "NOTSET"
     if tuple(a.strides) != (kh, kw) or any(d != 1 for d in a.dilations) or kh * kw == 1 or not plain:
         return None
     behind = _turned(graph, op)
@@ -38,22 +43,56 @@ def patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
     before, after = shape_of(graph, x), None if behind is None else behind[-1].outputs[0].type.shape
     if behind is None or before is None or after is None:
         return None
-    sizes = _cut(before, weight)
-    if isinstance(sizes, Miss):
-        return sizes
+    frame = _frame(before, weight, a.pads)
+    if isinstance(frame, Miss):
+        return frame
+    framed, sizes, pads = frame
     bias = graph.constant_value(op.input(2))
     if op.input(2) is not None and bias is None:
         return Miss("its bias is not constant")
-    targets = _targets(before, sizes, (*after[:-1], weight[0].size))
+    targets = _targets(framed, sizes, (*after[:-1], weight[0].size))
     if targets is None:
         return Miss("no constant target can express how the image is cut")
 
     def build(patch: Patch) -> Value:
-        rows = _rows(patch, x, *targets)
+        image = patch.add("Pad", [x, integers(patch, pads, "patches.pads")], PadAttrs()) if any(pads) else x
+        rows = _rows(patch, image, *targets)
         y = patch.add("MatMul", [rows, patch.constant(_matrix(weight), "patches.weight")], MatMulAttrs())
         return y if bias is None else patch.add("Add", [y, patch.constant(bias, "patches.bias")])
 
     return Match((op, *behind), build, behind[-1].value)
+
+
+@rule("cut_patches", {"Conv"})
+def cut_patches(graph: Graph, op: Op) -> Match | Miss | None:
+    """A Conv whose only window is the whole of each image that a Reshape makes of a row: patches that are cut already (the vision
+    transformers of Qwen). Images of other operators lie in the order that convolutions read."""
+    weight, a = graph.constant_value(op.input(1)), op.attrs
+    if weight is None or a.group != 1 or weight.ndim < 3 or producer(graph, operand(op), RESHAPES) is None:
+        return None
+    plain = not a.prologue and not a.epilogue and not any(a.pads) and a.auto_pad == "NOTSET"
+    before, after = shape_of(graph, operand(op)), op.outputs[0].type.shape
+    if (
+        not plain
+        or any(d != 1 for d in a.dilations)
+        or before is None
+        or after is None
+        or before[1:] != weight.shape[1:]
+    ):
+        return None
+    rows, back = (before[0], weight[0].size), (before[0], len(weight))
+    flat, whole = reshape_target(before, rows), reshape_target(back, after)
+    if flat is None or whole is None:
+        return Miss("no constant target can express its rows")
+
+    def build(patch: Patch) -> Value:
+        y = reshaped(patch, operand(op), flat)
+        y = patch.add("MatMul", [y, patch.constant(_matrix(weight), "patches.weight")], MatMulAttrs())
+        if op.input(2) is not None:
+            y = patch.add("Add", [y, op.input(2)])
+        return reshaped(patch, y, whole)
+
+    return Match((op,), build)
 
 
 @rule("integer_patch_rows", {"ConvInteger"})
@@ -89,10 +128,27 @@ def integer_patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 Targets = tuple[tuple[int, ...], tuple[int, ...]]
+Sizes = tuple[int, int, int, int]
+"""Patches and pixels of a patch, downwards and across."""
 
 
-def _cut(image: Shape, weight: Array) -> tuple[int, int, int, int] | Miss:
-    """Patches and pixels of a patch, downwards and across; or why the image is not cut into patches of the filter's size."""
+def _frame(image: Shape, weight: Array, pads: Sequence[int]) -> tuple[Shape, Sizes, list[int]] | Miss:
+    """The shape of the pixels that the windows of a convolution with these ``pads`` cover, how they are cut into patches, and what
+    a Pad adds to each axis of the image (below zero: takes from it) to get them; or why that is not known."""
+    before, after = (0, 0, *pads[:2]), [0, 0, *pads[2:]]
+    dims = list(image)
+    for axis, size in zip((2, 3), weight.shape[2:], strict=True):
+        whole = dims[axis]
+        if isinstance(whole, int):
+            rest = (whole + before[axis] + after[axis]) % size
+            after[axis] -= rest
+            dims[axis] = whole + before[axis] + after[axis]
+    sizes = _cut(tuple(dims), weight)
+    return sizes if isinstance(sizes, Miss) else (tuple(dims), sizes, [*before, *after])
+
+
+def _cut(image: Shape, weight: Array) -> Sizes | Miss:
+    """How an image is cut into patches of the filter's size, or why it is not."""
     (height, width), (kh, kw) = image[2:], weight.shape[2:]
     if not isinstance(height, int) or not isinstance(width, int) or height % kh or width % kw:
         return Miss("its windows are not known to cover the image")
@@ -101,9 +157,8 @@ def _cut(image: Shape, weight: Array) -> tuple[int, int, int, int] | Miss:
     return height // kh, kh, width // kw, kw
 
 
-def _targets(image: Shape, sizes: tuple[int, int, int, int], rows: Shape) -> Targets | None:
-    """What an image is reshaped to, before and after its axes are ordered. ``sizes``: patches and pixels of a patch, downwards and
-    across."""
+def _targets(image: Shape, sizes: Sizes, rows: Shape) -> Targets | None:
+    """What an image is reshaped to, before and after its axes are ordered."""
     split = (*image[:2], *sizes)
     cut, joined = reshape_target(image, split), reshape_target(tuple(split[i] for i in ORDER), rows)
     return None if cut is None or joined is None else (cut, joined)
@@ -132,4 +187,4 @@ def _turned(graph: Graph, conv: Op) -> list[Op] | None:
 
 class PatchEmbedding(RulePass):
     name = "patch_rows"
-    rules = (patch_rows, integer_patch_rows)
+    rules = (patch_rows, cut_patches, integer_patch_rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from optdnn.errors import UsageError
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.assign_precision import AssignPrecision
+from optdnn.passes.attention_parts import AttentionParts
 from optdnn.passes.bags import Bags
 from optdnn.passes.base import Pass
 from optdnn.passes.bodies import OptimizeBodies
@@ -153,6 +154,7 @@ O2_GPU: tuple[Pass, ...] = (
     FuseRotary(),  # the rotation of queries and keys, before attention
     TalkingHeads(),  # before attention, which it leaves behind
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
+    AttentionParts(),  # behind attention; before the next, since parts may be short; before views are hoisted
     ShortAttention(),  # behind attention, before its heads are padded and its views are hoisted
     PadHeads(),  # behind attention; before views are hoisted and epilogues fused, which hide the projections of heads
     PadChannels(),  # before epilogues are fused and channels are joined, which hide the weights around them

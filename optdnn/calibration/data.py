@@ -54,7 +54,8 @@ def open_data(source: Any, inputs: Sequence[TensorSpec], images: Pictures | None
 
     - a path to an .npz (an array per input, samples along the first axis; further arrays are left alone), to an .npy (for a network
       of one input), or to a folder of pictures (``images`` describes how they are prepared);
-    - an array, or a mapping of arrays, likewise;
+    - an array, or a mapping of arrays, likewise. Arrays of exactly the inputs' shapes that have no number of samples in common are
+      one feed;
     - an iterable of feeds, or a function that makes one. A feed maps input names to arrays of the network's shapes, or is an
       array for the only input. An iterator is copied to temporary files.
 
@@ -138,6 +139,9 @@ def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpe
             hint="name the arrays as the network's inputs",
         )
     used = {n: arrays[n] for n in specs}
+    own = all(a.ndim and tuple(a.shape) == specs[n].shape for n, a in used.items())
+    if own and len({len(a) for a in used.values()}) > 1:
+        return _one_feed(name, used, inputs)
     for n, a in used.items():
         if len(specs[n].shape) == 0 or a.ndim != len(specs[n].shape):
             raise InputError(
@@ -161,6 +165,15 @@ def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpe
             yield checked({n: a[start : start + starts.step] for n, a in used.items()}, inputs, f"{name}, batch {k}")
 
     return CalibrationData(name, batches, _digest(used), len(starts), starts.stop)
+
+
+def _one_feed(name: str, used: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> CalibrationData:
+    """Arrays of the inputs' own shapes, which have no axis of samples in common: the nodes and the edges of a graph."""
+
+    def batches() -> Iterator[dict[str, Array]]:
+        yield checked({n: a[:] for n, a in used.items()}, inputs, name)
+
+    return CalibrationData(name, batches, _digest(used), 1)
 
 
 def _starts(name: str, count: int, what: str, inputs: Sequence[TensorSpec]) -> range:

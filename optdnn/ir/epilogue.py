@@ -120,7 +120,8 @@ def plan_epilogue(
         )
         scaled = allow_scale and _absorb_scale(graph, op, stage, trial, shape, channel_axis)
         begun = allow_row_bias and _absorb_row_bias(graph, op, stage, trial, shape, channel_axis)
-        numbered = allow_numbers and own and _absorb_numbers(graph, op, stage, trial, shape, channel_axis)
+        absorb_numbers = _absorb_numbers if own else _absorb_affine
+        numbered = allow_numbers and not scaled and absorb_numbers(graph, op, stage, trial, shape, channel_axis)
         own_form = scaled or begun or numbered
         if not own_form and not _absorb(graph, op, stage, trial, shape, channel_axis, allow_residual):
             break
@@ -203,6 +204,8 @@ def _column(vector: Array, shape: tuple[int, ...], axis: int) -> Array:
     return vector.reshape(-1, *(1,) * (max(behind, 2) if behind else 0))
 
 
+AFFINE = "affine"
+"""The rendered stage of a factor and a shift of each channel behind other stages."""
 _OF_CHANNELS = {"PRelu": "prelu", "Snake": "snake"}
 """Kind -> the stage that reads its constant operands as numbers of each channel."""
 
@@ -222,6 +225,29 @@ def _absorb_numbers(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: t
     slots = [into.constant(_column(v, shape, axis)) for v in vectors]
     into.stages.append(Stage(stage.kind, (-1 - len(into.stages), *slots), stage.attrs))
     into.rendered.append((_OF_CHANNELS[stage.kind],))
+    return True
+
+
+def _absorb_affine(graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tuple[int, ...], axis: int) -> bool:
+    """Give a factor of each channel behind other stages, a shift, or the shift behind that factor to the kernel.
+
+    Networks that normalize what an activation gives (ECAPA-TDNN, and many of Keras) have both behind it.
+    """
+    found = _constant_vector(graph, op, stage, shape, axis)
+    if found is None or stage.kind not in ("Add", "Mul") or into.scale is not None:
+        return False
+    vector = found[1]
+    if into.numbers:
+        if stage.kind == "Mul" or into.rendered[-1] != (AFFINE,) or into.stages[-1].kind != "Mul":
+            return False
+        into.numbers = (into.numbers[0], vector)
+    elif into.rendered:
+        factor = vector if stage.kind == "Mul" else np.ones_like(vector)
+        into.numbers = (factor, np.zeros_like(vector) if stage.kind == "Mul" else vector)
+        into.rendered.append((AFFINE,))
+    else:
+        return False
+    into.stages.append(Stage(stage.kind, (-1 - len(into.stages), into.constant(_column(vector, shape, axis)))))
     return True
 
 

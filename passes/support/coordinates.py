@@ -34,7 +34,25 @@ def coordinates(graph: Graph) -> dict[int, str]:
         for places in op.inputs[1::2]:
             for i in _chain(graph, places):
                 found.setdefault(i, f"it computes places that {op.kind} {name} reads")
-    return found | _indices(graph)
+    return found | _moved(graph, found) | _indices(graph)
+
+
+def _moved(graph: Graph, found: dict[int, str]) -> dict[int, str]:
+    """As :func:`coordinates`, of sums that move places, and of distances from them. The flow of RAFT (Teed and Deng, 2020) is the
+    place that its last layer moves, less the pixel: the place would be rounded to a part of a pixel, and the flow is small."""
+    moved: dict[int, str] = {}
+    for op in graph.order() if found else ():
+        if op.id in found or not is_pointwise(op) or not kinds_of(op) & {"Add", "Sub"}:
+            continue
+        places = [v for v in op.inputs if v is not None and (v.op in found or v.op in moved)]
+        if any(graph.type(v).shape == op.outputs[0].type.shape for v in places if is_float(graph.type(v).dtype)):
+            moved[op.id] = "it moves places at which an image is read, or computes distances from them"
+    return moved
+
+
+def kinds_of(op: Op) -> set[str]:
+    """The kind of a pointwise operator, or those of its stages."""
+    return {op.kind} if op.kind != "Pointwise" else {s.kind for s in op.attrs.epilogue}
 
 
 def _indices(graph: Graph) -> dict[int, str]:
@@ -81,7 +99,7 @@ def _is_distance(graph: Graph, op: Op, floats: set[Value]) -> bool:
     """Whether it subtracts numbers of ``floats``, rounded ones and integers from one another."""
     if not is_pointwise(op) or not is_float(op.outputs[0].type.dtype):
         return False
-    kinds = {op.kind} if op.kind != "Pointwise" else {s.kind for s in op.attrs.epilogue}
+    kinds = kinds_of(op)
     read = [v for v in op.inputs if v is not None and graph.constant_value(v) is None]
     places = [v for v in read if v in floats]
     integers = [v for v in read if not is_float(graph.type(v).dtype)]

@@ -72,6 +72,44 @@ def test_what_a_layer_predicts_is_rounded_once(arithmetic: str, kept: set[str]) 
     assert names(HEAD + PREDICTED.format(g=arithmetic)) == kept
 
 
+FLOW = (
+    HEAD
+    + """g (float[1,2,8,8] x, float[2,2,1,1] w, float[1,2,8,8] pixels) => (float[1,2,8,8] flow)
+{ c = Conv(x, w) p = Add(pixels, c) g = Transpose<perm = [0, 2, 3, 1]>(p) y = GridSample(x, g) d = Conv(y, w) e = Add(p, d)
+  flow = Sub(e, pixels) }"""
+)
+
+
+def test_places_that_layers_move_and_their_distances_stay_fp32() -> None:
+    assert names(FLOW) == {"p", "g", "e", "flow"}
+    reasons = set(coordinates(from_text(FLOW)).values())
+    assert "it moves places at which an image is read, or computes distances from them" in reasons
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kept"),
+    [
+        ("flow = Sub(e, pixels)", "f = Mul(e, pixels) flow = Sub(f, c)", {"p", "g", "e"}),
+        ("e = Add(p, d)", "z = GlobalAveragePool(p) e = Add(z, d)", {"p", "g"}),
+    ],
+    ids=["products", "a mean"],
+)
+def test_other_sums_do_not(old: str, new: str, kept: set[str]) -> None:
+    assert names(FLOW.replace(old, new)) == kept
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp16", 0.02), ("bf16", 0.1), ("fp32", 1e-3)])
+def test_the_flow_of_far_pixels_is_right(precision: str, bound: float) -> None:
+    """At pixel 700, fp16 has steps of a half, and bf16 of four. The images there are empty, so only the first layer moves."""
+    rng = np.random.default_rng(0)
+    shapes = {"x": (1, 2, 8, 8), "w": (2, 2, 1, 1)}
+    feeds = {k: rng.uniform(-1, 1, s).astype(np.float32) for k, s in shapes.items()}
+    feeds["pixels"] = np.full((1, 2, 8, 8), 700, np.float32)
+    engine = optdnn.build(onnx.parser.parse_model(FLOW), target="simulate", precision=precision)
+    want = np.einsum("oi,bihw->bohw", feeds["w"][..., 0, 0], feeds["x"])
+    np.testing.assert_allclose(engine.run(feeds)["flow"], want, atol=bound)
+
+
 def test_long_rows_are_features() -> None:
     text = WARP.replace("float[1,2,3] m, float[1,3,8] p", "float[1,2,5] m, float[1,5,8] p")
     assert names(text) == {"s", "t", "g"}

@@ -8,7 +8,12 @@ import pytest
 from support.check import from_text
 
 import optdnn
+from optdnn.ir.graph import Value
+from optdnn.ir.verify import verify
+from optdnn.passes.assign_precision import AssignPrecision
+from optdnn.passes.base import PassContext
 from optdnn.passes.support.exponents import exponents
+from optdnn.types import FP16, FP32
 
 HEAD = '<ir_version: 9, opset_import: ["": 17]>\n'
 SCAN = (
@@ -32,6 +37,30 @@ SCAN = (
 def test_what_computes_exponents(text: str, kept: set[str]) -> None:
     graph = from_text(text)
     assert {graph.op(i).outputs[0].name for i in exponents(graph)} == kept
+
+
+VIEWS = (
+    HEAD
+    + """g (float[1,16,9] x, float[9,9] w) => (float[16,4] y, float[1,16,5] z)
+<int64 one = {1}, int64[2] sizes = {4, 5}, int64[2] rows = {16, 4}>
+{ m = MatMul(x, w) a, b = Split<axis = 2>(m, sizes) z = Relu(b) n = Neg(a) r = Reshape(n, rows) zero = Sub(one, one)
+c = CumSum(r, zero) y = Exp(c) }"""
+)
+
+
+def test_views_of_rounded_numbers_are_not_widened() -> None:
+    """The Split moves what the product has rounded: only what computes exponents is fp32."""
+    graph = from_text(VIEWS)
+    AssignPrecision()(graph, PassContext(target="cuda:sm_90a", precision="fp16"))
+    verify(graph)
+    (split,) = graph.of_kind("Split")
+    assert [o.type.dtype for o in split.outputs] == [FP16, FP16]
+    (neg,) = graph.of_kind("Pointwise")
+    assert neg.inputs == (Value(split.id, 0),), "it widens in registers"
+    assert [stage.kind for stage in neg.attrs.epilogue] == ["Cast", "Neg"]
+    for kind in ("Pointwise", "Reshape", "CumSum", "Exp"):  # the Reshape moves numbers that are not rounded
+        (op,) = graph.of_kind(kind)
+        assert op.outputs[0].type.dtype == FP32, kind
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

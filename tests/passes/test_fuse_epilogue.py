@@ -11,13 +11,16 @@ from support.check import check_pass, check_refused, check_untouched, stages
 from support.net import Net
 
 from optdnn.dim import symbol
-from optdnn.ir.graph import Value
+from optdnn.ir.graph import Graph, Value
 from optdnn.ops.base import Attrs
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.norm import GroupNormAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.unary import GeluAttrs, LeakyReluAttrs
+from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_epilogue import FuseEpilogue
+from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.types import FP16
 
 FUSE = FuseEpilogue()
@@ -285,3 +288,33 @@ def test_a_second_tensor_is_left_to_the_norm_after_it(norm: bool) -> None:
     done, report = check_pass(FuseEpilogue(norms_add=True), graph, changes=1 if norm else 2)
     assert stages(done) == [("<MatMul>", "Mul") if norm else ("<MatMul>", "Mul", "Add")]
     assert any("adds Add_" in miss.reason for miss in report.refused) == norm
+
+
+def _flow(bias: bool = False) -> Graph:
+    """A layer that moves pixels, at which an image is then read; ``bias``: it adds one number for each axis instead."""
+    n = Net()
+    x = n.input(1, 2, 8, 8)
+    moved = n.op("Add", n.conv(x, 2), n.random(2, 1, 1) if bias else n.input(1, 2, 8, 8, name="pixels"))
+    at = n.op("Transpose", moved, attrs=TransposeAttrs((0, 2, 3, 1)))
+    return n.done(n.op("GridSample", x, at))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8+fp16"])
+def test_places_are_not_added_where_the_sum_is_rounded(precision: str) -> None:
+    context = PassContext(target="cuda:sm_90a", precision=precision)
+    check_refused(FUSE, _flow(), because="it computes places that GridSample .* reads, in fp32", context=context)
+    check_refused(FUSE, _flow(), because="in fp32", context=PassContext(target="simulate", plan=PrecisionPlan("fp16")))
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "bias"),
+    [
+        ("cuda:sm_90a", "fp32", False),
+        ("cuda:sm_90a", "tf32", False),
+        ("cpu", "fp16", False),
+        ("cuda:sm_90a", "fp16", True),
+    ],
+)
+def test_other_sums_before_places_are_stages(target: str, precision: str, bias: bool) -> None:
+    graph, _ = check_pass(FUSE, _flow(bias), changes=1, context=PassContext(target=target, precision=precision))
+    assert not graph.of_kind("Add")

@@ -146,6 +146,32 @@ def test_exported_forms(name: str) -> None:
     assert kinds.get("Concat", 0) == (name == "angles of an input")
 
 
+BACK = f"{SLICED} n = Neg(a) r = Concat<axis=-1>(b, n) {TABLES} {SUM}"
+
+
+def test_halves_that_turn_the_other_way_turn_by_negated_sines() -> None:
+    graph, _ = check_pass(FuseRotary(), model(BACK), changes=1)
+    (op,) = graph.of_kind("RotaryEmbedding")
+    assert graph.op(op.inputs[2]).kind == "Neg"
+    assert not {"Add", "Concat"} & graph.kinds().keys()
+
+
+@pytest.mark.parametrize(("name", "shape"), [("heads first", "[1,5,4]"), ("positions first", "[5,1,4]")])
+def test_heads_of_one_image_without_a_batch(name: str, shape: str) -> None:
+    sizes = "[3,5,4]" if name == "heads first" else "[5,3,4]"
+    body = (
+        FORMS["llama"]
+        .replace("c = Cos", "three = Constant<value_ints=[2]>() c = Cos")
+        .replace("x, zero, two, last", "x, zero, two, three")
+    )
+    body = body.replace("x, two, end, last", "x, two, end, three")
+    graph, _ = check_pass(FuseRotary(), model(body, shape=shape).replace("[2,3,5,4]", sizes), changes=1)
+    (op,) = graph.of_kind("RotaryEmbedding")
+    assert graph.type(op.value).dims == (1, 3, 5, 4)
+    assert graph.kinds()["Reshape"] == 4, "the operand, the result, and the angles"
+    assert graph.kinds().get("Transpose", 0) == (0 if name == "heads first" else 2)
+
+
 def test_tables_without_a_batch() -> None:
     check_pass(FuseRotary(), model(FORMS["llama"], shape="[5,4]"), changes=1)
 

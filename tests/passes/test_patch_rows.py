@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from optdnn.types import FP32
 
 
 def embedding(
-    *, channels: int = 3, size: Any = (8, 12), patch: int = 4, flat: bool = True, bias: bool = True, batch: Any = 2, pads: int = 0,
-    twice: bool = False,
+    *, channels: int = 3, size: Any = (8, 12), patch: int = 4, flat: bool = True, bias: bool = True, batch: Any = 2,
+    pads: int | Sequence[int] = 0, twice: bool = False,
 ) -> Graph:  # fmt: skip
     """Of a ViT (``flat``) or a Swin."""
     n = Net(np.float64)
@@ -39,6 +40,28 @@ def test_patches_are_rows_of_a_product(flat: bool, bias: bool) -> None:
     check_pass(PatchEmbedding(), embedding(flat=flat, bias=bias), changes=1, kinds=kinds)
 
 
+@pytest.mark.parametrize(
+    ("size", "pads", "added"),
+    [
+        ((8, 12), 2, [0, 0, 2, 2, 0, 0, 2, 2]),
+        ((9, 12), 2, [0, 0, 2, 2, 0, 0, 1, 2]),  # three windows down, which begin at -2
+        (
+            (10, 13),
+            (1, 0, 0, 0),
+            [0, 0, 1, 0, 0, 0, -3, -1],
+        ),  # the last three rows and the last column are read by no window
+        ((8, 13), 0, [0, 0, 0, 0, 0, 0, 0, -1]),
+    ],
+)
+def test_an_image_is_brought_to_whole_patches(
+    size: tuple[int, int], pads: int | Sequence[int], added: list[int]
+) -> None:
+    kinds = {"Pad": 1, "Reshape": 2, "Transpose": 1, "MatMul": 1, "Add": 1}
+    graph, _ = check_pass(PatchEmbedding(), embedding(size=size, pads=pads), changes=1, kinds=kinds)
+    (pad,) = graph.of_kind("Pad")
+    assert graph.constant_value(pad.input(1)).tolist() == added
+
+
 def test_a_symbolic_batch() -> None:
     check_pass(PatchEmbedding(), embedding(batch=symbol("N", 1)), changes=1, sizes={"N": 3})
 
@@ -46,7 +69,6 @@ def test_a_symbolic_batch() -> None:
 @pytest.mark.parametrize(
     ("graph", "reason"),
     [
-        (embedding(size=(8, 13)), "not known to cover the image"),
         (embedding(size=(8, symbol("W", 4))), "not known to cover the image"),
         (embedding(channels=1, patch=2), "a patch has 4 elements"),
     ],
@@ -57,12 +79,42 @@ def test_refused(graph: Graph, reason: str) -> None:
 
 def test_others_are_no_candidates() -> None:
     check_untouched(PatchEmbedding(), embedding(twice=True))
-    check_untouched(PatchEmbedding(), embedding(pads=1))
     n = Net(np.float64)
     y = n.conv(n.input(2, 4, 8, 8), 6, 3, pads=1)
     check_untouched(PatchEmbedding(), n.done(n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 3, 1)))))
     n = Net(np.float64)
     check_untouched(PatchEmbedding(), n.done(n.op("Relu", n.conv(n.input(2, 4, 8, 8), 6, 4, pads=0, strides=4))))
+
+
+def cut(
+    kernel: tuple[int, ...] = (2, 4, 4), *, batch: Any = 5, bias: bool = True, group: int = 1, pads: int = 0,
+    size: tuple[int, ...] = (), rows: bool = True,
+) -> Graph:  # fmt: skip
+    """Patches that are cut already, of ``size`` (that of the filter), and their embedding."""
+    n, shape = Net(np.float64), size or kernel
+    channels = 3 * group
+    x = n.input(batch, channels * int(np.prod(shape))) if rows else n.input(batch, channels, *shape)
+    x = n.op("Reshape", x, n.ints(-1, channels, *shape)) if rows else n.op("Relu", x)
+    y = n.conv(x, 8, kernel, pads=pads, strides=4, bias=bias, group=group)
+    return n.done(n.op("Relu", y))
+
+
+@pytest.mark.parametrize("kernel", [(2, 4, 4), (4, 4), (7,)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch", [5, symbol("N", 1)])
+def test_patches_that_are_cut_already_are_rows(kernel: tuple[int, ...], bias: bool, batch: Any) -> None:
+    kinds = {"Reshape": 3, "MatMul": 1, "Relu": 1} | ({"Add": 1} if bias else {})
+    sizes = {} if isinstance(batch, int) else {"N": 3}
+    check_pass(PatchEmbedding(), cut(kernel, bias=bias, batch=batch), changes=1, kinds=kinds, sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [cut(group=2), cut(pads=1), cut((4, 4), size=(4, 8)), cut(rows=False)],
+    ids=["groups", "padded", "two windows", "images"],
+)
+def test_other_images_stay(graph: Graph) -> None:
+    check_untouched(PatchEmbedding(), graph)
 
 
 def integers(

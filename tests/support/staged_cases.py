@@ -10,7 +10,7 @@ from optdnn.ops import reduce, shape
 from optdnn.types import INT64
 from support.net import Net
 
-KINDS = ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum")
+KINDS = ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp")
 DROPPED = reduce.ReduceAttrs(False)
 
 
@@ -63,6 +63,17 @@ def _selected(n: Net) -> list[Any]:
     return [n.op("ReduceSum", n.op("Where", n.op("Less", x, y), x, n.op("Neg", y)), n.ints(0, 2))]
 
 
+def _sinkhorn(n: Net) -> list[Any]:
+    """The logarithms of the sums of rows and of columns of scores, each with what the other step found (SuperGlue)."""
+    scores, u, v = n.input(33, 27), n.input(33, 1), n.input(27)
+    wide = n.op("Sub", n.input(5, 640), n.input(5, 1))
+    return [
+        n.op("ReduceLogSumExp", n.op("Add", scores, v), n.ints(1), attrs=DROPPED),
+        n.op("ReduceLogSumExp", n.op("Add", scores, u), n.ints(0), attrs=DROPPED),
+        n.op("ReduceLogSumExp", wide, n.ints(1)),
+    ]
+
+
 CASES: dict[str, Callable[[Net], list[Any]]] = {
     "kinds": _kinds,
     "pairs": _pairs,
@@ -70,6 +81,7 @@ CASES: dict[str, Callable[[Net], list[Any]]] = {
     "columns": _columns,
     "wide rows": _wide_rows,
     "images": _images,
+    "sinkhorn": _sinkhorn,
     "selected": _selected,
 }
 
@@ -92,10 +104,6 @@ REFUSED: dict[str, tuple[Callable[[Net], list[Any]], str]] = {
         "ReduceSum",
     ),
     "the operand itself is read elsewhere": (_shared, "ReduceSum"),
-    "it reads each element twice": (
-        lambda n: [n.op("ReduceLogSumExp", n.op("Mul", n.input(4, 6), n.input(4, 6)), n.ints(1))],
-        "ReduceLogSumExp",
-    ),
     "its operand holds no floats": (
         lambda n: [n.op("ReduceSum", n.op("Add", n.input(4, 6, dtype=INT64), n.input(4, 6, dtype=INT64)), n.ints(1))],
         "ReduceSum",

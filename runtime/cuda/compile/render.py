@@ -102,6 +102,7 @@ def epilogue(stages: Sequence[Stage], name: str = "epilogue", *, exact: bool = F
 CHANNEL_STAGES: dict[str, tuple[int, str]] = {
     "bias": (0, "x = x + c.x;"),
     "prelu": (0, "x = x < 0.0f ? c.y * x : x;"),
+    "affine": (0, "x = fmaf(x, c.y, c.z);"),
     # sin(u)^2 has the period pi; 8.74e-8 is what 3.14159274 is more than pi.
     "snake": (
         0,

@@ -1,4 +1,4 @@
-"""Stages that read numbers of each channel (PReLU, Snake): part of the convolution's launch on Hopper."""
+"""Stages that read numbers of each channel (PReLU, Snake, a factor and a shift): part of the convolution's launch on Hopper."""
 
 from __future__ import annotations
 
@@ -95,6 +95,50 @@ def test_a_second_one_is_left_to_another_launch() -> None:
     assert [stage["stage"][0] for stage in rest].count("Snake") == 1
 
 
+def scaled(
+    steps: str = "Relu Mul Add", kernel: int = 3, *, axes: int = 2, channels: int = 24, residual: bool = False, ends: str = "",
+) -> Graph:  # fmt: skip
+    """A convolution, then ``steps``, of which Mul and Add read a constant of each channel; ``residual``: a tensor is added first.
+    ``ends``: steps behind those."""
+    n = Net()
+    y = n.conv(n.op("Tanh", n.input(2, 16, *(9,) * axes)), channels, kernel, pads=kernel // 2, bias=True)
+    if residual:
+        y = n.op("Add", y, n.input(2, channels, *(9,) * axes, name="r"))
+    for kind in [*steps.split(), *ends.split()]:
+        y = n.op(kind, y, n.random(channels, *(1,) * axes)) if kind in ("Mul", "Add") else n.op(kind, y)
+    return n.done(y)
+
+
+SCALED = {
+    "scaled 3x3": scaled(),
+    "scaled 1x1": scaled(kernel=1, channels=20),
+    "a scaled line": scaled(axes=1),
+    "a factor": scaled("Relu Mul"),
+    "a shift": scaled("Sigmoid Add"),
+    "a residual first": scaled("Relu Mul Add", residual=True),
+    "an activation behind": scaled(ends="Tanh"),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_the_convolution_scales_what_its_activation_gives(name: str, precision: str) -> None:
+    program = check_simulated(SCALED[name], precision, tolerance={"fp16": 1e-2, "bf16": 6e-2}.get(precision))
+    assert stages(program) == (precision != "fp32")
+    if precision != "fp32":
+        (op,) = [s.params["op"] for s in program.steps if s.params["op"]["kind"] == "Conv"]
+        assert {"Mul", "Add"} & {stage["stage"][0] for stage in op["attrs"]["epilogue"]}
+
+
+@pytest.mark.parametrize("steps", ["Relu Mul Tanh Mul", "Relu Mul Tanh Add", "Relu Add Tanh Mul"])
+def test_a_second_factor_or_shift_is_left_to_another_launch(steps: str) -> None:
+    program = check_simulated(scaled(steps), tolerance=1e-2)
+    assert stages(program) == 1
+    (conv,) = [s.params["op"] for s in program.steps if s.params["op"]["kind"] == "Conv"]
+    assert [stage["stage"][0] for stage in conv["attrs"]["epilogue"]][-3:] == steps.split()[:3]
+    assert "Pointwise" in kinds(program)
+
+
 def test_snake_is_within_a_fraction_of_a_rounding_to_half() -> None:
     """The text, with a sine that is exact: what is left is the reduction to a period."""
     text = render.epilogue((("bias",), ("snake",)))
@@ -107,7 +151,7 @@ def test_snake_is_within_a_fraction_of_a_rounding_to_half() -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("stage", ["snake", "prelu"])
+@pytest.mark.parametrize("stage", ["snake", "prelu", "affine"])
 def test_the_kernels_compile_without_spills(stage: str) -> None:
     gpu = of_arch("sm_90a")
     source = Source(1, 3200, 384, (1, 7), (1, 1), (0, 3, 0, 3))
@@ -122,9 +166,10 @@ def test_the_kernels_compile_without_spills(stage: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", [*NETS, *SCALED])
 def test_every_launch_does_what_its_step_means(name: str) -> None:
-    program = lowered(NETS[name], "fp16", target="cuda:sm_90a")
+    graph = (NETS | SCALED)[name]
+    program = lowered(graph, "fp16", target="cuda:sm_90a")
     assert stages(program) == 1
     context: Any = Engine(program).context()
-    assert not [e for e in check_steps(context, feeds_of(NETS[name])) if not e.error < 4e-3]
+    assert not [e for e in check_steps(context, feeds_of(graph)) if not e.error < 4e-3]
