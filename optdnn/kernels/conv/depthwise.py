@@ -264,8 +264,7 @@ class TiledDepthwise(DepthwiseTactic):
             _emit_squeezed(b, self.covers(b, op), squeezed, problem, config, made, operands, attrs, reads, of=kind)
         finish(b, op, ep, between, target)
 
-    @staticmethod
-    def covers(b: Builder, op: Op) -> Op:
+    def covers(self, b: Builder, op: Op) -> Op:
         """The operator, with the nodes of all that the launch computes."""
         return op
 

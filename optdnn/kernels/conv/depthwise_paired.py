@@ -27,19 +27,16 @@ def multiplier(graph: Graph, op: Op) -> Op | None:
         other = None if value is None else graph.op(value)
         if other is None or other.kind != "Conv" or graph.sole_user(other.value) != op:
             continue
-        weights = [graph.constant_value(x.inputs[1]) for x in (op, other)]
-        if any(w is None for w in weights) or weights[0].shape != weights[1].shape:  # type: ignore[union-attr]
-            continue
         ep = plan_epilogue(graph, op, channel_axis=1)
-        alike = _form(op) == _form(other) and graph.type(other.value) == graph.type(op.value)
-        if alike and ep.residual == value and ("mul",) in ep.rendered:
+        if _form(graph, op) == _form(graph, other) and ep.residual == value and ("mul",) in ep.rendered:
             return other
     return None
 
 
-def _form(op: Op) -> tuple[Any, ...]:
-    a = op.attrs
-    return a.strides, a.pads, a.dilations, a.group, a.auto_pad
+def _form(graph: Graph, op: Op) -> tuple[Any, ...]:
+    a, weight = op.attrs, graph.constant_value(op.inputs[1])
+    shape = None if weight is None else weight.shape
+    return shape, a.strides, a.pads, a.dilations, a.group, a.auto_pad, graph.type(op.value)
 
 
 class PairedDepthwise(TiledDepthwise):

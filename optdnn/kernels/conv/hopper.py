@@ -14,6 +14,7 @@ from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import Convolution, result_place
+from optdnn.kernels.conv.row_forms import MOMENT_ROWS
 from optdnn.kernels.conv.stem_input import channel_affine, emit_space_to_depth, pixel_source
 from optdnn.kernels.pointwise.pointwise import emit_pointwise, shared_copy
 from optdnn.kernels.pointwise.prologue import rendered_prologue
@@ -221,7 +222,7 @@ class HopperConv(hopper_launch.HopperKernel):
     ) -> None:
         """With the moments of its pixels by eights, where a later launch normalizes the images (:mod:`optdnn.kernels.conv.normed`)."""
         if (moments := b.together.get(op.id)) is not None:
-            problem = replace(problem, moments=True, moment_rows=conv_problem.MOMENT_ROWS)
+            problem = replace(problem, moments=True, moment_rows=MOMENT_ROWS)
         hopper_launch.emit_conv(b, op, c, problem, config, moments)
 
     def _second(self, b: Builder, other: Op, width: int = 0) -> tuple[conv_maps.Feed, Array | None]:

@@ -24,6 +24,7 @@ from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, estimate, estimated
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.maps import Feed, pitch_of
+from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.prologue import plan_prologue
 from optdnn.kernels.tactic import Offer, ProblemTactic
@@ -285,7 +286,7 @@ def channel_row(b: Builder, op: Op, bias: Array | None, ep: Epilogue, size: int,
 def with_moments(kind: str, attrs: dict[str, Any], axis: int = 1, rows: int = 1) -> tuple[str, dict[str, Any]]:
     """The kind and the attributes of a launch that tells the moments of its result's rows as well. ``axis``: that of a row; ``rows``: so
     many have moments together."""
-    together = {"together": conv_problem.MOMENT_CHANNELS, "axis": axis, "rows": rows}
+    together = {"together": MOMENT_CHANNELS, "axis": axis, "rows": rows}
     assert not together.keys() & attrs.keys(), "its own attributes would be these"
     return "RowMoments", {"of": kind, "own": tuple(sorted(attrs)), **together, **attrs}
 

@@ -21,7 +21,8 @@ from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import Convolution
 from optdnn.kernels.conv.hopper import HopperConv, image
-from optdnn.kernels.conv.problem import MOMENT_CHANNELS, MOMENT_ROWS, Problem, RowNorm
+from optdnn.kernels.conv.problem import Problem
+from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS, MOMENT_ROWS, RowNorm
 from optdnn.kernels.gemm.row_norms import TOLD, Normed, behind, norm_attrs, normed_operands, scaled_refusal
 from optdnn.kernels.norm.group_norm import GroupNorm, no_plain_norm
 from optdnn.kernels.tactic import Region

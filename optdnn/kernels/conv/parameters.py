@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.errors import InternalError
-from optdnn.kernels.conv.problem import MOMENT_CHANNELS, MOMENT_ROWS, Depth, Problem, Source
+from optdnn.kernels.conv.problem import Depth, Problem, Source
+from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS, MOMENT_ROWS
 from optdnn.kernels.launch import Parameters
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render

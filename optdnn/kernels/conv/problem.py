@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from optdnn.errors import InternalError
+from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS, MOMENT_ROWS, HeadTurn, RowNorm
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import Array
 
@@ -94,48 +95,6 @@ class Source:
         h = (self.height + top + bottom - (self.kernel[0] - 1) * self.dilation[0] - 1) // self.stride[0] + 1
         w = (self.width + left + right - (self.kernel[1] - 1) * self.dilation[1] - 1) // self.stride[1] + 1
         return h, w
-
-
-MOMENT_CHANNELS, MOMENT_ROWS = 64, 8
-"""Channels of a row that have moments together, and rows of an image that is normalized as a whole (``conv_moments.cuh``)."""
-
-
-@dataclass(frozen=True)
-class RowNorm:
-    """The norm of the rows that a product reads or adds. Their moments are given, and it is applied to the sums or to the residual."""
-
-    mean: bool
-    """Whether the mean is taken away (a layer norm); else only the mean square counts."""
-    epsilon: float
-    image: int = 0
-    """Rows of an image, which are normalized together by the moments of eights of them (a group norm of one group); 0: each by itself."""
-
-
-@dataclass(frozen=True)
-class HeadTurn:
-    """Rotary position embeddings of the first ``channels`` of a result (``conv_turns.cuh``). They are heads of ``head`` features, and the
-    first ``turned`` features make pairs. Positions begin anew after ``positions`` rows."""
-
-    head: int
-    turned: int
-    interleaved: bool
-    channels: int
-    positions: int
-
-    def refuse(self) -> str | None:
-        """Why the kernel cannot turn such heads, or None."""
-        if 64 % self.head and self.head % 64:
-            return f"heads of {self.head} features and tiles of 64 do not divide one another"
-        if self.turned % 16:
-            return f"{self.turned} features do not make pairs in vectors of eight"
-        if self.turned > 64 and (self.turned % 64 if self.interleaved else self.turned != 128):
-            return f"pairs of {self.turned} features lie in different tiles"
-        return None
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of 64 channels in which a pair lies."""
-        return 2 if self.turned > 64 and not self.interleaved else 1
 
 
 class OneSource:

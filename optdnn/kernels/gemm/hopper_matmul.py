@@ -19,7 +19,8 @@ from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, unmade, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv.fused import bias_row, finish
-from optdnn.kernels.conv.problem import MOMENT_CHANNELS, Problem, Source
+from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS
 from optdnn.kernels.gemm.hopper import padded_rows, rows_of
 from optdnn.kernels.gemm.matmul import is_thin
 from optdnn.kernels.launch import tensor_map

@@ -16,7 +16,8 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv.fused import Convolution, bias_row
-from optdnn.kernels.conv.problem import MOMENT_CHANNELS, Problem, RowNorm
+from optdnn.kernels.conv.problem import Problem
+from optdnn.kernels.conv.row_forms import MOMENT_CHANNELS, RowNorm
 from optdnn.kernels.gemm.hopper import HopperGemm, rows_of
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.norm.rows_once import RowsOnce

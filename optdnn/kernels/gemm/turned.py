@@ -15,7 +15,8 @@ from optdnn.errors import UnsupportedError
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, row_major
 from optdnn.kernels.conv.fused import Convolution
-from optdnn.kernels.conv.problem import HeadTurn, Problem
+from optdnn.kernels.conv.problem import Problem
+from optdnn.kernels.conv.row_forms import HeadTurn
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.normed import NormedGemm
 from optdnn.kernels.gemm.row_norms import refuse_order, stages_of

@@ -16,7 +16,8 @@ from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.normed import NormedConv
-from optdnn.kernels.conv.problem import Problem, RowNorm, Source
+from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.kernels.conv.row_forms import RowNorm
 from optdnn.ops.norm import GroupNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.compile import nvrtc

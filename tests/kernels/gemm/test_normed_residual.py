@@ -16,7 +16,8 @@ from optdnn.errors import InternalError
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv import implicit_gemm
 from optdnn.kernels.conv.implicit_gemm import Config
-from optdnn.kernels.conv.problem import Problem, RowNorm, Source
+from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.kernels.conv.row_forms import RowNorm
 from optdnn.kernels.gemm.normed import NormedGemm
 from optdnn.kernels.gemm.normed_residual import NormedResidualGemm
 from optdnn.ops.norm import LayerNormAttrs

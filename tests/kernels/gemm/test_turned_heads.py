@@ -20,7 +20,8 @@ from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.conv import implicit_gemm
 from optdnn.kernels.conv.implicit_gemm import Config
-from optdnn.kernels.conv.problem import HeadTurn, Problem, RowNorm, Source
+from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.kernels.conv.row_forms import HeadTurn, RowNorm
 from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.norm import LayerNormAttrs
