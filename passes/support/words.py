@@ -97,6 +97,7 @@ RULES: Mapping[str, str] = {
     "split_product": "products of gated units made two products",
     "split_sums": "convolutions of residual and skip made two convolutions",
     "split_convolution": "convolutions of gates made two convolutions",
+    "split_depthwise": "depthwise convolutions of gates made two convolutions",
     "modulated_weights": "factors of convolutions' weights moved to pixels and results",
     "conv_of_computed_weights": "convolutions of computed weights made products",
     "transposed_conv_of_computed_weights": "transposed convolutions of computed weights made convolutions",

@@ -163,7 +163,7 @@ def _apart(pitches: Sequence[int | None], channels: int) -> tuple[int, int]:
 
 
 def paired_pitches(out: TensorView) -> tuple[int, int]:
-    """The pitches of a result of which two channels each are one element."""
+    """The pitches of a result that has an element for each two channels."""
     pitch = pitch_of(out)
     return _apart([None if pitch is None else 2 * pitch, None], 2 * out.shape[1])
 

@@ -204,7 +204,7 @@ class Problem:
     """Whether scale and zero point of integer pixels are another launch's result."""
     beside: tuple[render.Stage, ...] | None = None
     """Stages of every second channel, whose value ``epilogue`` of the channel before it reads where it would read a residual: the two are
-    one result, of which a channel counts as half of the bytes. None: each channel is a result."""
+    one result, and a channel counts as half of its bytes. None: each channel is a result."""
     bands: int = 1
     """Equal parts of the channels, each a sum over its own part of the source's: ``channels`` of a source are those of one band."""
     dense: bool = True

@@ -10,7 +10,7 @@ from optdnn.kernels.attention import operands
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.libraries.tactics import Called
 from optdnn.kernels.pointwise.pointwise import copy
-from optdnn.ops.base import attrs_dict
+from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cuda.libraries.calls import Attention, Operation
 from optdnn.types import BF16, FP16
 
@@ -67,7 +67,7 @@ class CudnnAttention(Called):
         named: dict[str, TensorView] = {"q": q, "k": k, "v": v, "out": out}
         if mask is not None:
             named["mask"] = mask
-        attrs: dict[str, Any] = {**attrs_dict(op.attrs), "softmax_precision": None}
+        attrs: dict[str, Any] = {**plain_attrs(op.definition, op.attrs), "softmax_precision": None}
         b.call(op, operation, named, "Attention", attrs, [q, k, v, mask], [out])
         if out is not target:
             copy(b, op, out, target)
