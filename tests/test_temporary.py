@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,15 @@ def test_they_are_removed() -> None:
         file.write(b"x")
 
 
+@pytest.fixture
+def handled() -> Iterator[None]:
+    """A shell that starts the tests in the background has this signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("handled")
 def test_a_signal_while_one_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python handles signals between any two steps: also between making a folder and knowing that it is to be removed."""
     make = tempfile.mkdtemp
@@ -53,6 +62,7 @@ def test_a_signal_while_one_is_made_leaves_none(tmp_path: Path, monkeypatch: pyt
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("handled")
 def test_a_signal_is_not_lost_where_none_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: Any) -> str:
         signal.raise_signal(signal.SIGINT)

@@ -32,6 +32,7 @@ class Tolerance:
 TOLERANCES = {
     "fp32": Tolerance(5e-5, 2e-5, 1e-6, 30, 30),
     "fp16": Tolerance(8e-3, 3e-3, 1.5e-3, 12, 5),
+    "tf32": Tolerance(8e-3, 3e-3, 1.5e-3, 12, 5),
     "int8": Tolerance(1.5, 0.5, 1e-2, 12, 3),
 }
 """Precision -> tolerance; "int8" is for float networks quantized by calibration, whose error nobody promises."""
