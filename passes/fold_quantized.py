@@ -130,9 +130,8 @@ def weights(graph: Graph, value: Value | None) -> tuple[Array, Array, int] | Non
     scale, zero = graph.constant_value(op.inputs[1]), graph.constant_value(op.input(2))
     if scale is None or (op.input(2) is not None and zero is None):
         return None
-    if not is_float(
-        array.dtype
-    ):  # uint8 around 128 is int8 around 0; so are others whose numbers do not use the whole range
+    # uint8 around 128 is int8 around 0; so are others whose numbers do not use the whole range
+    if not is_float(array.dtype):
         stored = centred(array, zero, op.attrs.axis % array.ndim)
         if stored is None:
             return None
