@@ -286,9 +286,13 @@ def launch(
     requantize: Requantize | None = None,
     mean: QuantizedStore | None = None,
 ) -> Launch:
-    """The launch. Operands: ``input``, ``output``, ``weights`` (packed; of 8-bit images 16-bit ones), ``bias`` (fp32 [channels]; of 8-bit images
-    scale and bias, [channels, 2]), ``residual``, of a pair ``second``, ``second_weights`` and ``second_bias``, and for a squeeze ``sums`` (fp32 [batch, tiles, channels]) or ``means`` ([batch,
-    channels], of the result's type; ``mean``: how 8-bit ones are made of sums), by :func:`squeeze_mode`."""
+    """The launch.
+
+    Operands: ``input``, ``output``, ``weights`` (packed; of 8-bit images 16-bit ones), ``bias`` (fp32 [channels]; of 8-bit images
+    scale and bias, [channels, 2]) and ``residual``. A pair adds ``second``, ``second_weights`` and ``second_bias``. A squeeze adds,
+    by :func:`squeeze_mode`, ``sums`` (fp32 [batch, tiles, channels]) or ``means`` ([batch, channels], of the result's type).
+    ``mean`` tells how 8-bit means are made of sums.
+    """
     s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
     blocks_c, blocks_x, blocks_y = tiles(problem, config)
     parameters = Parameters().pointer("input", "output", "weights", "bias", "residual" if problem.residual else None)
@@ -312,8 +316,8 @@ def four_bytes(value: int) -> int:
 
 def squeeze_recipe(problem: Problem, arch: str = "sm_90a") -> Recipe:
     """The kernel of :func:`launch_squeeze`."""
-    kind = {"bfloat16": ("-DDTYPE_BF16",), "float32": ("-DWIDE",)}.get(problem.out_dtype, ())
-    kind = ("-DNARROW",) if problem.out_item == 1 else kind
+    kinds = {"bfloat16": ("-DDTYPE_BF16",), "float32": ("-DWIDE",)}
+    kind = ("-DNARROW",) if problem.out_item == 1 else kinds.get(problem.out_dtype, ())
     return Recipe("squeeze_finish.cu", arch, {}, ("--std=c++17", "--use_fast_math", *kind))
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.launch import Launch, Parameters
 from optdnn.kernels.norm import group_sums
 from optdnn.kernels.norm.group_norm_kernel import Problem, refuse_slabs
-from optdnn.runtime.cuda.compile import render
+from optdnn.kernels.norm.templates import norm_recipe
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, on_every_gpu
 from optdnn.runtime.cuda.launches.plan import GRID
@@ -93,10 +93,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     defines = {"LANES": config.lanes, "THREADS": config.threads, "WIDE": int(problem.itemsize == 4)}
     defines |= {"ADDED": int(problem.added_pitch is not None)}
     defines |= group_sums.defines(config.slab, problem.group, config.lanes, config.threads)
-    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue, exact=problem.itemsize == 4), ""])
-    return Recipe(
-        "group_norm_grid.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, fast=problem.itemsize == 2)
-    )
+    return norm_recipe("group_norm_grid.cu", arch, defines, problem.dtype, problem.epilogue)
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:

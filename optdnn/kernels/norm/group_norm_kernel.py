@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.launch import Launch, Parameters
 from optdnn.kernels.norm import group_sums
+from optdnn.kernels.norm.templates import norm_recipe
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -163,10 +164,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     }
     defines |= {"WIDE": int(problem.itemsize == 4), "HAS_RESIDUAL": int(problem.residual)}
     defines |= group_sums.defines(config.slab, problem.group, config.lanes, config.threads)
-    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue, exact=problem.itemsize == 4), ""])
-    return Recipe(
-        "group_norm.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, fast=problem.itemsize == 2)
-    )
+    return norm_recipe("group_norm.cu", arch, defines, problem.dtype, problem.epilogue)
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.launch import Launch, Parameters
 from optdnn.kernels.norm import group_sums
 from optdnn.kernels.norm.group_norm_kernel import Problem, refuse_slabs
+from optdnn.kernels.norm.templates import norm_recipe
 from optdnn.kernels.norm.tiles import AHEAD, MOST_TILES, TwoReads, tile_counts
-from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -91,13 +91,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     defines = {"LANES": config.lanes, "THREADS": config.threads, "WIDE": int(problem.itemsize == 4)}
     defines |= {"ADDED": int(problem.added_pitch is not None)}
     defines |= group_sums.defines(config.slab, problem.group, config.lanes, config.threads)
-    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue, exact=problem.itemsize == 4), ""])
-    return Recipe(
-        "group_norm_tiles.cu",
-        arch,
-        {"generated.cuh": text},
-        template_options(problem.dtype, fast=problem.itemsize == 2),
-    )
+    return norm_recipe("group_norm_tiles.cu", arch, defines, problem.dtype, problem.epilogue)
 
 
 def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, Launch]:

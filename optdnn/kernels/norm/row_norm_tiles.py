@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.launch import Launch, Parameters
+from optdnn.kernels.norm.templates import norm_recipe
 from optdnn.kernels.norm.tiles import AHEAD, LAUNCH_S, MOST_TILES, TwoReads, tile_counts
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -89,10 +90,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     defines = {
         "LANES": config.lanes, "THREADS": config.threads, "WIDE": int(problem.itemsize == 4), "EACH": int(problem.run == 1),
     }  # fmt: skip
-    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue, exact=problem.itemsize == 4), ""])
-    return Recipe(
-        "row_norm_tiles.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, fast=problem.itemsize == 2)
-    )
+    return norm_recipe("row_norm_tiles.cu", arch, defines, problem.dtype, problem.epilogue)
 
 
 def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, ...]:

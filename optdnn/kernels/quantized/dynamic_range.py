@@ -72,21 +72,25 @@ def _space(x: TensorView) -> tuple[list[int], list[int], int]:
     return [*dims[:-1], dims[-1] // lanes], [*strides[:-1], strides[-1] * lanes], lanes
 
 
+def _problem(x: TensorView) -> Problem:
+    """How the kernel reads ``x``."""
+    dims, _, lanes = _space(x)
+    return Problem(math.prod(dims), lanes * x.dtype.itemsize)
+
+
 class DynamicRange(ProblemTactic):
     """Tensors of floats, of any strides. Least and greatest numbers are the same in any order."""
 
     name = "dynamic_range"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        count = math.prod(b.graph.type(op.inputs[0]).static_shape)  # type: ignore[arg-type]
+        count = b.source(op.inputs[0]).size
         if count == 0:
             return "it has no elements"
         return "it reads more elements than a kernel counts" if count >= MOST_ELEMENTS else None
 
     def problem(self, b: Builder, op: Op) -> Problem:
-        x = b.source(op.inputs[0])
-        dims, _, lanes = _space(x)
-        return Problem(math.prod(dims), lanes * x.dtype.itemsize)
+        return _problem(b.source(op.inputs[0]))
 
     def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return [Offer(c, estimate(problem, c, gpu)) for c in candidates(problem, gpu)]
@@ -97,8 +101,7 @@ class DynamicRange(ProblemTactic):
 
 def best(x: TensorView, gpu: GpuFacts) -> Config:
     """The configuration that is predicted to be fastest."""
-    dims, _, lanes = _space(x)
-    return candidates(Problem(math.prod(dims), lanes * x.dtype.itemsize), gpu)[0]
+    return candidates(_problem(x), gpu)[0]
 
 
 def emit_range(b: Builder, op: Op, x: TensorView, scale: TensorView, zero: TensorView, config: Config) -> None:
