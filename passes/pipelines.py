@@ -78,6 +78,7 @@ from optdnn.passes.unroll import Unroll
 from optdnn.passes.unrolled_scans import UnrolledScans
 from optdnn.passes.vector_products import VectorProducts
 from optdnn.passes.view_chains import ViewChains
+from optdnn.passes.wide_products import WideProducts
 from optdnn.passes.window_products import WindowProducts
 from optdnn.passes.window_sums import WindowSums
 from optdnn.target_name import TargetName
@@ -223,6 +224,7 @@ GPU: tuple[Pass, ...] = (
     MoveIntegers(),  # ops that only move or compare elements, between scales
     FoldQuantized(),  # an op on integers becomes one operator, which layouts then weigh as one
     DepthwiseRelu(),  # after integers, whose kernels have no prologue; before layouts
+    WideProducts(),  # after precisions, which make the conversions; before layouts
     AssignLayout(),  # after all passes on logical facts: it writes physical ones
     FlattenChannelsLast(),  # the very last: depends on the layouts
 )

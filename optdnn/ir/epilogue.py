@@ -12,7 +12,7 @@ from optdnn.errors import ShapeError
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.base import Stage
 from optdnn.runtime.cuda.compile import render
-from optdnn.types import Array
+from optdnn.types import FP32, Array, DType
 
 RESIDUAL = 3
 """Operand slot of the residual tensor in the meaning of a kernel that has one (0 to 2: input, weights, bias)."""
@@ -94,12 +94,13 @@ def plan_epilogue(
     allow_scale: bool = False,
     allow_row_bias: bool = False,
     allow_numbers: bool = False,
+    allow_wide: bool = False,
 ) -> Epilogue:
     """Split the epilogue of a Conv, MatMul or Gemm. ``channel_axis``: the axis of the result that a bias runs along.
 
     ``accepts`` decides whether the kernel can run these stages, as they are rendered, in this order. ``allow_scale``,
     ``allow_row_bias``, ``allow_numbers``: whether it knows factors of channels, a bias of the axis before them, and stages that
-    read numbers of the channel.
+    read numbers of the channel. ``allow_wide``: whether it stores its fp32 sums as they are, where a last stage converts them.
     """
     out = op.outputs[0].type
     shape = out.static_shape
@@ -122,7 +123,7 @@ def plan_epilogue(
         begun = allow_row_bias and _absorb_row_bias(graph, op, stage, trial, shape, channel_axis)
         absorb_numbers = _absorb_numbers if own else _absorb_affine
         numbered = allow_numbers and not scaled and absorb_numbers(graph, op, stage, trial, shape, channel_axis)
-        own_form = scaled or begun or numbered
+        own_form = scaled or begun or numbered or (allow_wide and _absorb_cast(stage, trial, last=k == len(stages) - 1))
         if not own_form and not _absorb(graph, op, stage, trial, shape, channel_axis, allow_residual):
             break
         if not accepts(trial.rendered):
@@ -156,6 +157,22 @@ def _absorb(
     if stage.kind in ("Add", "Mul"):
         return _absorb_binary(graph, op, stage, into, -1 - len(into.stages), shape, axis, allow_residual)
     return absorb_unary(graph, op, stage, into)
+
+
+def summed_dtype(graph: Graph, op: Op) -> DType:
+    """The type of a product's factors, and of its result before a last stage that makes that fp32."""
+    stages = getattr(op.attrs, "epilogue", ())
+    if op.inputs[0] is None or not stages or stages[-1].kind != "Cast":
+        return op.outputs[0].type.dtype
+    return graph.type(op.inputs[0]).dtype
+
+
+def _absorb_cast(stage: Stage, into: Epilogue, *, last: bool) -> bool:
+    """Leave out the conversion of the last stage: sums are fp32, and are stored so."""
+    if stage.kind != "Cast" or stage.attrs.to != FP32 or not last:
+        return False
+    into.stages.append(Stage("Cast", (-1 - len(into.stages),), stage.attrs))
+    return True
 
 
 def _constant_vector(

@@ -16,6 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from optdnn.errors import InternalError
 from optdnn.ir.constant_cache import ConstantCache
+from optdnn.ir.epilogue import summed_dtype
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.launch import Launch
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -402,7 +403,7 @@ def _buffers(
 
 def products(b: Builder, op: Op) -> str:
     """The type of the factors of an operator's products, as the kernels name it."""
-    dtype = op.outputs[0].type.dtype
+    dtype = summed_dtype(b.graph, op)
     return "tfloat32" if dtype == FP32 and has_tf32(op) else map_dtype(dtype)
 
 

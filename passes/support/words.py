@@ -258,6 +258,7 @@ RULES: Mapping[str, str] = {
     "integer_product": "sums of integers computed on tensor cores",
     "quantized_mean": "pools computed on integers",
     "quantized_siblings": "quantized products of the same data joined",
+    "wide_product": "results of products stored as fp32 at once",
     "wide_result": "results of quantized products stored as fp32 at once",
     "quantize_stages": "QuantizeLinears fused with the operators before them",
     "dequantize_stages": "DequantizeLinears fused into one kernel",

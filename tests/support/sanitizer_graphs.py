@@ -118,6 +118,19 @@ def perceptron(n: Any) -> Any:
     return n.op("Add", n.op("Add", n.op("MatMul", y, n.random(384, 96, scale=0.05)), n.random(96)), x)
 
 
+def wide_results(n: Any) -> Any:
+    """16-bit products whose results are fp32: of one row, and of small and large tiles; and a norm."""
+    from optdnn.ops.norm import LayerNormAttrs
+
+    x = n.op("Relu", n.gemm(n.input(1030, 64), 96))
+    few, normed = n.op("Relu", n.input(1, 1024, name="few")), [n.random(96), n.random(96)]
+    return (
+        *(n.gemm(x, columns) for columns in (104, 4000)),
+        n.gemm(few, 1000),
+        n.op("LayerNormalization", n.op("Sigmoid", x), *normed, attrs=LayerNormAttrs()),
+    )
+
+
 def stem_and_pool(n: Any) -> Any:
     """A first convolution and its max pool in one launch; bands of an image."""
     return n.max_pool(n.op("Relu", n.conv(n.input(4, 3, 112, 112), 64, 7, pads=3, strides=2, bias=True)), 3, pads=1)

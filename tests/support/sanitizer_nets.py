@@ -42,6 +42,8 @@ from support.packed_cases import CASES, network
 from support.quantized_nets import FP8, NARROWED, NETS, QNet
 from support.rotary_cases import NORMED as NORMED_HEADS
 from support.rotary_cases import ROTARY
+from support.sampled_cases import CASES as SAMPLED
+from support.sampled_cases import graph_of as sampled
 from support.sampling_cases import graph as sampling
 from support.sanitizer_graphs import (
     bottlenecks,
@@ -62,6 +64,7 @@ from support.sanitizer_graphs import (
     stream_k,
     tiles,
     transposed,
+    wide_results,
 )
 from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL, group_norm
 
@@ -266,6 +269,7 @@ def products() -> Graphs:
         **{f"stacks fp32: {name}": (net(Net, build), "fp32") for name, build in TILED.items()},
         **{f"stacks tf32: {name}": (net(Net, build), "tf32") for name, build in ANY.items()},
         "few rows": (net(Net, few_rows), "fp16"),
+        "wide results": (net(Net, wide_results), "fp16"),
         **{
             f"pairs of channels {precision}: {name}": (net(Net, build), precision)
             for precision in ("fp16", "tf32", "fp32")
@@ -358,6 +362,7 @@ def sequences() -> Graphs:
         "attention between channels over many tokens": (lambda: between_channels(tokens=3000), "fp16"),
         **{f"rotary: {name}": (ROTARY[name], "fp16") for name in ROTARIES},
         **{f"norms and rotary: {name}": (NORMED_HEADS[name], "fp16") for name in ("a part turns", "tokens, grouped")},
+        **{f"sampled sums: {name}": (partial(sampled, name), "fp16") for name in SAMPLED},
         "top rows": (lambda: test_top_rows.graph(test_top_rows.CASES[0]), "fp32"),
         **{f"sampling {n} tokens": (partial(sampling, n, "fp16"), "fp32") for n in (1003, 32000)},
     }

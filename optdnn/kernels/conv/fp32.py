@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 from optdnn.errors import InternalError
-from optdnn.ir.epilogue import plan_epilogue
+from optdnn.ir.epilogue import plan_epilogue, summed_dtype
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, channels_last
 from optdnn.kernels.conv import fp32_kernel as fp32
@@ -119,8 +119,8 @@ def refusal(b: Builder, op: Op) -> str | None:
     """Why the kernel is not for this architecture, or this element type."""
     if (why := no_kernels(b.arch)) is not None:
         return why
-    if op.outputs[0].type.dtype != FP32:
-        return f"the kernel takes fp32, not {op.outputs[0].type.dtype.name}"
+    if (dtype := summed_dtype(b.graph, op)) != FP32:
+        return f"the kernel takes fp32, not {dtype.name}"
     return None
 
 

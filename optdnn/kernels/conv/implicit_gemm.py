@@ -142,7 +142,8 @@ def direct_bytes(m_tiles: int, columns: int, split: int) -> int:
 
 def late(problem: Problem, config: Config) -> bool:
     """Whether results exceed the registers beside their places, which are computed behind the last product."""
-    return config.stores_directly and problem.item == 4 and (problem.parts or config.mt * config.bn > DIRECT_COLUMNS)
+    wide = problem.item == 4 or (problem.item == 2 and problem.out_item == 4)
+    return config.stores_directly and wide and (problem.parts or config.mt * config.bn > DIRECT_COLUMNS)
 
 
 def stage_bytes(problem: Problem, config: Config) -> int:
@@ -161,7 +162,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     if config.stores_directly:
         direct = config.wgm * config.wgn * direct_bytes(config.mt, config.bn, config.split)
         if late(problem, config) and config.split == 1:  # in the ring
-            return _BARRIER_BYTES + max(operands, direct)
+            return _BARRIER_BYTES + max(operands, direct) + factors
         return _BARRIER_BYTES + operands + direct + factors
     return _BARRIER_BYTES + operands + buffers * config.tile[0] * config.tile[1] * problem.out_item + factors
 
@@ -296,7 +297,7 @@ def _refuse_forms(problem: Problem, config: Config) -> str | None:
         return why
     if late(problem, config) and not problem.parts and problem.out_size != (1, 1):
         return "larger tiles of tf32 made convolutions slower (ResNet-50 at batch 32: 1.86 -> 2.21 ms)"
-    if config.direct and (config.stationary or (config.mt * config.bn > DIRECT_COLUMNS and problem.item < 4)):
+    if config.direct and (config.stationary or (config.mt * config.bn > DIRECT_COLUMNS and not late(problem, config))):
         return "direct stores are for small tiles, one per block"
     return None
 

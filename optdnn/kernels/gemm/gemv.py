@@ -16,7 +16,7 @@ from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
-from optdnn.types import Array
+from optdnn.types import FP32, Array
 
 LARGE = 1 << 20
 """Bytes of a matrix from which on reading it, not latency, takes the time."""
@@ -52,7 +52,7 @@ class Gemv(MatrixProduct):
 
     def problem_of(self, b: Builder, op: Op, c: Convolution) -> gemv.Problem:
         x, stages = c.feed.x, (("bias",), *c.ep.rendered)
-        return gemv.Problem(x.shape[0], c.out.shape[1], x.shape[1], stages, map_dtype(x.dtype))
+        return gemv.Problem(x.shape[0], c.out.shape[1], x.shape[1], stages, map_dtype(x.dtype), c.out.dtype == FP32)
 
     def offers(self, problem: gemv.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return _offers(problem, gpu)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from optdnn.ir.epilogue import Epilogue, channel_vector, plan_epilogue
+from optdnn.ir.epilogue import Epilogue, channel_vector, plan_epilogue, summed_dtype
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, products, row_major, up
 from optdnn.kernels.conv import hopper_launch
@@ -145,7 +145,7 @@ class MatrixProduct(ConvolutionKernel):
 
     def rows(self, b: Builder, op: Op) -> Rows:
         """Its operands and result where they lie, or as copies that are still to be made."""
-        ep, order = plan_epilogue(b.graph, op, channel_axis=-1), self._order(b, op)
+        ep, order = plan_epilogue(b.graph, op, channel_axis=-1, allow_wide=True), self._order(b, op)
         x, residual = self._rows(b, op, reordered(b.source(op.inputs[0]), order)), None
         if ep.residual is not None:
             residual = self._rows(b, op, reordered(b.source(ep.residual), order), added=True)
@@ -153,7 +153,8 @@ class MatrixProduct(ConvolutionKernel):
         out = None if ep.rest else rows_of(reordered(between, order), aligned=self.aligned)
         if out is None or not self.stored(b, out):
             name, shape = f"{op.outputs[0].name}.gemm", between.shape
-            between = b.later(name, between.dtype, shape, padded_rows(shape, order))
+            dtype = summed_dtype(b.graph, op) if ep.rest else between.dtype
+            between = b.later(name, dtype, shape, padded_rows(shape, order))
             out = rows_of(reordered(between, order))
             assert out is not None
         return Rows(ep, x, residual, out, between)

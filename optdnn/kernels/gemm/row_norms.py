@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.epilogue import Epilogue, plan_epilogue
+from optdnn.ir.epilogue import Epilogue, plan_epilogue, summed_dtype
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv import hopper_launch
@@ -108,8 +108,8 @@ def added(graph: Graph, op: Op) -> Normed | None:
 
 def refuse_norm(b: Builder, op: Op, found: Normed) -> str | None:
     """Why the launch of ``op`` cannot apply the norm by moments, wherever its operands lie."""
-    t = op.outputs[0].type
-    if t.dtype not in (FP16, BF16) or b.graph.type(found.rows).dtype != t.dtype:
+    dtype = summed_dtype(b.graph, op)
+    if dtype not in (FP16, BF16) or b.graph.type(found.rows).dtype != dtype:
         return "it is for 16-bit floats"
     if b.row_invariant:
         return "moments are summed in another order where the launch before has other tiles"

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from optdnn.ir.epilogue import RESIDUAL, Epilogue, channel_vector, plan_epilogue
+from optdnn.ir.epilogue import RESIDUAL, Epilogue, channel_vector, plan_epilogue, summed_dtype
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, row_major
 from optdnn.kernels.conv.fused import conv_attrs, finish, result_place, stage_operands
@@ -160,10 +160,10 @@ class CublasLtGemm(Called):
     provider = "cublaslt"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        t, weight = op.outputs[0].type, b.graph.constant_value(op.inputs[1])
+        dtype, weight = summed_dtype(b.graph, op), b.graph.constant_value(op.inputs[1])
         if (why := product_refusal(b, op)) is not None:
             return why
-        if weight is None or t.dtype not in _TYPES or weight.dtype != t.dtype:
+        if weight is None or dtype not in _TYPES or weight.dtype != dtype:
             return "its type is not fp16, bf16 or fp32"
         return None
 
@@ -187,19 +187,19 @@ class CublasLtGemm(Called):
         target = b.target(op.value)
         between, out = target, None if ep.rest else _matrix(target)
         if out is None:
-            between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape)
+            between = b.new(f"{op.outputs[0].name}.gemm", weight.dtype, target.shape)
             out = _matrix(between)
             assert out is not None
         (m, k), n = x.shape, weight.shape[0]
         w = b.constant(np.ascontiguousarray(weight), f"{op.outputs[0].name}.weights")
         operands = {"a": x, "b": w, "d": out}
         if bias is not None:
-            operands["bias"] = b.constant(bias.astype(target.dtype), f"{op.outputs[0].name}.bias")
+            operands["bias"] = b.constant(bias.astype(weight.dtype), f"{op.outputs[0].name}.bias")
         if residual is not None:
             operands["c"] = residual
         activation = next((_ACTIVATIONS[tuple(s)] for s in ep.rendered if s != ("add",)), "")
         operation = MatMul(
-            map_dtype(target.dtype), m, n, k, _pitch(x), k, _pitch(out), alpha=alpha, bias=bias is not None,
+            map_dtype(weight.dtype), m, n, k, _pitch(x), k, _pitch(out), alpha=alpha, bias=bias is not None,
             ldc=0 if residual is None else _pitch(residual), activation=activation, algorithm=rank,
         )  # fmt: skip
         attrs = {"alpha": alpha, "beta": 1.0, "transA": False, "transB": True, "prologue": (),

@@ -1,4 +1,4 @@
-"""The activation after a normalization, which the normalization's own kernel can take along."""
+"""The activation, or the conversion to fp32, after a normalization, which the normalization's own kernel can take along."""
 
 from __future__ import annotations
 
@@ -57,17 +57,21 @@ class NormOutput:
         return stage_operands(b, self.epilogue, moments)
 
 
-def output_of(b: Builder, norm: Op) -> NormOutput:
-    """The normalization, and the one pointwise operator that reads its result, where that has no tensor operands of its own."""
+def output_of(b: Builder, norm: Op, *, wide: bool = False) -> NormOutput:
+    """The normalization, and the one pointwise operator that reads its result, where that has no tensor operands of its own.
+
+    ``wide``: that operator may make fp32 of 16-bit floats."""
     alone = NormOutput(norm, norm, Epilogue())
     t, user = norm.outputs[0].type, b.graph.sole_user(norm.value)
-    if user is None or norm.value in b.reserved or t.dtype not in (FP16, BF16, FP32) or user.outputs[0].type != t:
+    if user is None or norm.value in b.reserved or t.dtype not in (FP16, BF16, FP32):
+        return alone
+    if user.outputs[0].type not in ((t, t.with_dtype(FP32)) if wide else (t,)):
         return alone
     if not user.definition.traits.pointwise or user.inputs.count(norm.value) != 1 or user.inputs[0] != norm.value:
         return alone
     stages = user.attrs.epilogue if user.kind == "Pointwise" else tuple(single(user))
     given = replace(user, attrs=PointwiseAttrs(epilogue=stages))
-    found = plan_epilogue(b.graph, given, channel_axis=1, allow_residual=False, allow_bias=False)
+    found = plan_epilogue(b.graph, given, channel_axis=1, allow_residual=False, allow_bias=False, allow_wide=wide)
     return alone if found.rest or not found.stages else NormOutput(norm, user, found)
 
 

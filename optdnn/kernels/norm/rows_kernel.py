@@ -71,6 +71,8 @@ class Problem:
     """8-bit element type that the result goes out in; "": none."""
     wide: bool = True
     """Whether it goes out in ``dtype``."""
+    widened: bool = False
+    """Whether it goes out in fp32, of 16-bit rows."""
     last: bool = False
     walk: tuple[tuple[int, int], ...] = ()
     """Where the input's rows lie: sizes of up to :data:`MOST_AXES` axes and their strides in elements, the slowest first; (): one after
@@ -92,7 +94,7 @@ class Problem:
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         parameters = 4 * self.length * (self.scale + self.bias) if self.operation in OPERATIONS[:2] else 0
-        written = self.itemsize * (self.wide + self.sum) + bool(self.narrow)
+        written = self.itemsize * (self.wide * (1 + self.widened) + self.sum) + bool(self.narrow)
         added = (self.period or self.rows) * self.length * self.itemsize if self.add else 0
         return self.rows * self.length * (self.itemsize + written) + added + parameters
 
@@ -136,6 +138,8 @@ def refuse(problem: Problem, config: Config) -> str | None:
         problem.operation not in OPERATIONS[:2] or problem.narrow or problem.add or problem.epilogue
     ):
         return "factors follow a norm that adds nothing, and whose result is not quantized"
+    if problem.widened and (problem.itemsize != 2 or problem.narrow or problem.sum or not problem.wide):
+        return "what goes out in fp32 is the one result of 16-bit rows"
     if problem.sum and not problem.add and problem.first is None:
         return "there is no sum without an addend"
     if not problem.wide and not problem.narrow:
@@ -183,7 +187,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "GROUP": config.group, "ROWS": config.rows, "THREADS": config.threads,
         "HAS_ADD": int(problem.add), "ADD_LAST": int(problem.last), "HAS_SUM": int(problem.sum), "PERIODIC": int(problem.period > 0),
         "HAS_SCALE": int(norm and problem.scale), "HAS_BIAS": int(norm and problem.bias),
-        "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide), "WALKED": int(bool(problem.walk)), "EPILOGUE": int(bool(problem.epilogue)),
+        "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide), "WIDENED": int(problem.widened), "WALKED": int(bool(problem.walk)), "EPILOGUE": int(bool(problem.epilogue)),
         "FIRST": 0 if problem.first is None else 1 + OPERATIONS.index(problem.first.operation),
         "HAS_FIRST_SCALE": int(problem.first is not None and problem.first.scale), "HAS_FIRST_BIAS": int(problem.first is not None and problem.first.bias),
     }  # fmt: skip

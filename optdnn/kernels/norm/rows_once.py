@@ -14,7 +14,7 @@ from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.layout.row_places import access, result_strides, row_pitch, walked
 from optdnn.kernels.norm import rows_kernel as rows
-from optdnn.kernels.norm.activation import output_of
+from optdnn.kernels.norm.activation import NormOutput, output_of
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
 from optdnn.kernels.tactic import Offer, Region, Tactic, readers
@@ -159,32 +159,38 @@ def emit_norm(
 
 
 class ActivatedRows(RowsOnce):
-    """A norm with the activation after it."""
+    """A norm with the activation after it, or stored as fp32."""
 
     name = "rows_activated"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if output_of(b, op).last is op:
-            return "no activation is the only reader of its result"
+        if self._output(b, op).last is op:
+            return "no activation and no conversion to fp32 is the only reader of its result"
         return super().refuse(b, op)
 
+    @staticmethod
+    def _output(b: Builder, op: Op) -> NormOutput:
+        return output_of(b, op, wide=True)
+
     def result(self, b: Builder, op: Op) -> Value:
-        return output_of(b, op).value
+        return self._output(b, op).value
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """What reads the result: perhaps an activation."""
         return readers(graph, op)
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The norm and the activation."""
-        return output_of(b, op).region
+        """The norm and what follows."""
+        return self._output(b, op).region
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
-        """With the stages of the activation."""
-        return replace(super().problem(b, op), epilogue=tuple(output_of(b, op).epilogue.rendered))
+        """With the stages of the activation, and the type of the result."""
+        to, problem = self._output(b, op), super().problem(b, op)
+        widened = to.last.outputs[0].type.dtype != op.outputs[0].type.dtype
+        return replace(problem, epilogue=tuple(to.epilogue.rendered), widened=widened)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        to = output_of(b, op)
+        to = self._output(b, op)
         operands = {"input": b.operand(op.inputs[0]), "output": b.target(to.value)}
         made = rows.launch(self.problem(b, op), config, b.gpu)
         emit_norm(b, to.covers, op, made, operands, *to.meaning(), after=to.operands(b))

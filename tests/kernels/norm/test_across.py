@@ -60,7 +60,7 @@ def test_a_norm_reads_what_lies_across(kind: str) -> None:
     n = Net()
     program = check_simulated(n.done(normalized_across(n, 20, kind)))
     assert tactics(program).count("norm_of_across") == 1
-    assert kinds(program)[-4:] == ["Conv", kind, "Conv", "Pointwise"]
+    assert kinds(program)[-3:] == ["Conv", kind, "Conv"]
 
 
 def test_a_norm_of_rows_reads_them_as_rows() -> None:

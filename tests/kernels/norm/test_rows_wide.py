@@ -1,9 +1,10 @@
-"""Rows of fp32 that are read once: the kernel on the processor is exact to the last bits, and the accesses stay within 16 bytes."""
+"""Rows of fp32 that are read once, and 16-bit rows whose result is fp32: the kernel on the processor is exact to the last bits, and the accesses stay within 16 bytes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from optdnn.types import Array
 
 GPU = of_arch("sm_90a")
 PLAIN = rows.Problem("layer_norm", 11, 96, "float32")
+WIDENED = replace(PLAIN, dtype="float16", widened=True)
 SHIFTED = 40.0
 """Mean of the rows, which would cancel in sums of squares."""
 
@@ -45,6 +47,8 @@ def expected(problem: rows.Problem, x: Array, scale: Array, bias: Array) -> Arra
         (rows.Problem("rms_norm", 11, 96, "float32", bias=False), rows.Config(32, 2, 2, 64)),
         (rows.Problem("softmax", 11, 96, "float32"), rows.Config(8, 3, 4, 64)),
         (rows.Problem("log_softmax", 11, 301, "float32"), rows.Config(64, 5, 1, 64)),
+        (WIDENED, rows.Config(4, 3, 8, 64, 2)),
+        (replace(WIDENED, length=90), rows.Config(32, 2, 2, 64)),
     ],
 )
 def test_the_kernel_on_a_processor(problem: rows.Problem, config: rows.Config, tmp_path: Path) -> None:
@@ -54,7 +58,7 @@ def test_the_kernel_on_a_processor(problem: rows.Problem, config: rows.Config, t
         name: rng.standard_normal(problem.length).astype(np.float32) for name in ("scale", "bias")
     }
     memory |= {
-        "input": (rng.standard_normal(shape) + SHIFTED).astype(np.float32),
+        "input": (rng.standard_normal(shape) + SHIFTED).astype(problem.dtype),
         "output": np.zeros(shape, np.float32),
     }
     made = rows.launch(problem, config, GPU)
@@ -85,13 +89,22 @@ def test_accesses_have_sixteen_bytes_at_most() -> None:
 def test_a_row_has_twice_the_bytes() -> None:
     half = replace(PLAIN, dtype="float16", scale=False, bias=False)
     assert replace(half, dtype="float32").bytes == 2 * half.bytes
+    assert 2 * replace(half, widened=True).bytes == 3 * half.bytes
+
+
+@pytest.mark.parametrize("given", [{"dtype": "float32"}, {"narrow": "int8"}, {"sum": True, "add": True}])
+def test_only_one_result_of_16_bit_rows_is_fp32(given: dict[str, Any]) -> None:
+    config = rows.Config(32, 2, 4, 64)
+    assert rows.refuse(WIDENED, config) is None
+    assert "the one result of 16-bit rows" in str(rows.refuse(replace(WIDENED, **given), config))
 
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("operation", rows.OPERATIONS)
 @pytest.mark.parametrize("length", [32, 96, 768, 4096])
-def test_candidates_compile_without_spills(operation: str, length: int) -> None:
-    problem = rows.Problem(operation, 4096, length, "float32")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_candidates_compile_without_spills(operation: str, length: int, dtype: str) -> None:
+    problem = rows.Problem(operation, 4096, length, dtype, widened=dtype == "float16")
     for config in rows.candidates(problem, GPU, 3):
         kernel = nvrtc.resources(rows.recipe(problem, config))["rows"]
         assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)

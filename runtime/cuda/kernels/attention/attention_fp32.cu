@@ -67,10 +67,15 @@ template <int COUNT, int PITCH_OF> DEVICE void load_rows(u32 target, const float
     }
 }
 
-DEVICE float4 four(const float* at) { return *reinterpret_cast<const float4*>(at); }
+// Four elements by one instruction: a vector that the compiler may take apart it puts together in one way or another, from run to run.
+DEVICE float4 four(u32 at) {
+    float4 v;
+    shared_load(at, v);
+    return v;
+}
 
-// Scores of a tile of keys: s[j][i]: query row 8 (i / 2), key column + 8 j + i % 2. queries, keys: of the lane.
-DEVICE void multiply_keys(float (&s)[EIGHTS][4], const float* queries, const float* keys) {
+// Scores of a tile of keys: s[j][i]: query row 8 (i / 2), key column + 8 j + i % 2. queries, keys: addresses of the lane.
+DEVICE void multiply_keys(float (&s)[EIGHTS][4], u32 queries, u32 keys) {
     constexpr int SOME = EIGHTS % 4 == 0 ? 4 : 2;  // eights of keys at a time
     #pragma unroll
     for (int first = 0; first < EIGHTS; first += SOME) {
@@ -80,7 +85,7 @@ DEVICE void multiply_keys(float (&s)[EIGHTS][4], const float* queries, const flo
             Left a[2];
             #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float4 q = four(queries + i * 8 * PITCH + k * 16);
+                const float4 q = four(queries + (i * 8 * PITCH + k * 16) * 4);
                 a[0].set(i, q.x), a[0].set(i + 2, q.y), a[1].set(i, q.z), a[1].set(i + 2, q.w);
             }
             #pragma unroll
@@ -88,7 +93,7 @@ DEVICE void multiply_keys(float (&s)[EIGHTS][4], const float* queries, const flo
                 Parts b[2][2][2];
                 #pragma unroll
                 for (int n = 0; n < 2; n++) {
-                    const float4 v = four(keys + (first + j + n) * 8 * PITCH + k * 16);
+                    const float4 v = four(keys + ((first + j + n) * 8 * PITCH + k * 16) * 4);
                     b[0][n][0] = v.x, b[0][n][1] = v.y, b[1][n][0] = v.z, b[1][n][1] = v.w;
                 }
                 multiply_parts(s + first + j, small + j, a[0], b[0]);
@@ -100,8 +105,8 @@ DEVICE void multiply_keys(float (&s)[EIGHTS][4], const float* queries, const flo
     }
 }
 
-// The results so far, times rescale, plus the weights of a tile of keys times their values. values: of the lane.
-DEVICE void multiply_values(float (&out)[GROUPS * FEW][4], const float (&s)[EIGHTS][4], const float (&rescale)[2], const float* values) {
+// The results so far, times rescale, plus the weights of a tile of keys times their values. values: address of the lane.
+DEVICE void multiply_values(float (&out)[GROUPS * FEW][4], const float (&s)[EIGHTS][4], const float (&rescale)[2], u32 values) {
     #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
         float sums[FEW][4] = {};
@@ -113,10 +118,10 @@ DEVICE void multiply_values(float (&out)[GROUPS * FEW][4], const float (&s)[EIGH
             Parts b[FEW][2];
             #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float* const row = values + (j * 8 + i) * VALUE_PITCH + group * (8 * FEW);
+                const u32 row = values + ((j * 8 + i) * VALUE_PITCH + group * (8 * FEW)) * 4;
                 float v[4];
                 if (FEW == 4) *reinterpret_cast<float4*>(v) = four(row);
-                else *reinterpret_cast<float2*>(v) = *reinterpret_cast<const float2*>(row);
+                else shared_load(row, *reinterpret_cast<float2*>(v));
                 #pragma unroll
                 for (int n = 0; n < FEW; n++) b[n][i] = v[n];
             }
@@ -166,12 +171,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
         __syncthreads();                           // this load has landed for all; the slot of the one before is free for all
         if (load + SLOTS - 1 < 2 * tiles) load_part(load + SLOTS - 1, slot == 0 ? SLOTS - 1 : slot - 1);
         copies_commit();
-        const float* const found = reinterpret_cast<const float*>(shared + RING + slot * SLOT_BYTES);
+        const u32 found = base + RING + slot * SLOT_BYTES;
         slot = slot + 1 == SLOTS ? 0 : slot + 1;
         return found;
     };
 
-    const float* const own_queries = reinterpret_cast<const float*>(shared) + (warp * ROWS + lane / 4) * PITCH + lane % 4 * 4;
+    const u32 own_queries = base + ((warp * ROWS + lane / 4) * PITCH + lane % 4 * 4) * 4;
     const float* mask[2];
     float out[GROUPS * FEW][4] = {}, maximum[2], sum[2] = {};
     #pragma unroll
@@ -183,10 +188,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
     for (int turn = 0; turn < tiles; turn++) {
         const int tile = begin + turn;
         const bool sees = tile * BLOCK_KEYS < own_last;
-        const float* const key_tile = next_part(2 * turn);
+        const u32 key_tile = next_part(2 * turn);
         float s[EIGHTS][4] = {}, rescale[2];
         if (sees) {
-            multiply_keys(s, own_queries, key_tile + lane / 4 * PITCH + lane % 4 * 4);
+            multiply_keys(s, own_queries, key_tile + (lane / 4 * PITCH + lane % 4 * 4) * 4);
             const int column = tile * BLOCK_KEYS + lane % 4 * 2, row = own + lane / 4;
             #pragma unroll
             for (int j = 0; j < EIGHTS; j++) {
@@ -238,8 +243,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
                 sum[i] = fmaf(sum[i], rescale[i], total);
             }
         }
-        const float* const value_tile = next_part(2 * turn + 1);
-        if (sees) multiply_values(out, s, rescale, value_tile + lane % 4 * (2 * VALUE_PITCH) + lane / 4 * FEW);
+        const u32 value_tile = next_part(2 * turn + 1);
+        if (sees) multiply_values(out, s, rescale, value_tile + (lane % 4 * (2 * VALUE_PITCH) + lane / 4 * FEW) * 4);
     }
 
     // Tile n of a group has feature FEW c + n in its column c.

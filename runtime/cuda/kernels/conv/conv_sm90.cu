@@ -60,9 +60,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     const u32 changed = residual_empty + 8 * OUT_BUFFERS * TURNS, ready = PROLOGUE || PARTS ? changed : full;
     const u32 stationary = base + BARRIER_BYTES;
     const u32 ring = stationary + (WEIGHTS_STATIONARY ? ((p.k_steps + SPLIT - 1) / SPLIT) * WEIGHT_BYTES : 0);
-    const u32 out = FINISHES_IN_RING ? ring : (ring + STAGES * STAGE_BYTES + 1023) / 1024 * 1024;
+    const u32 behind_ring = (ring + STAGES * STAGE_BYTES + 1023) / 1024 * 1024, out = FINISHES_IN_RING ? ring : behind_ring;
+    const u32 behind_out = out + (DIRECT ? TILE_GROUPS * Direct::BYTES : OUT_BUFFERS * TURNS * TILE_GROUPS * MT * OUT_BYTES);
     // Of rows that are normalized, for each output buffer. Their barriers are the residual's.
-    const u32 factors = out + (DIRECT ? TILE_GROUPS * Direct::BYTES : OUT_BUFFERS * TURNS * TILE_GROUPS * MT * OUT_BYTES);
+    const u32 factors = behind_out > behind_ring ? behind_out : behind_ring;
 
     if (warp == CONSUMERS / 32 && lane == 0) {
         tma_prefetch(&p.weights);

@@ -21,7 +21,7 @@ constexpr u32 BARRIER_BYTES = 1024;
 constexpr int PIXEL_PART = BN / SHARE_CHANNELS, WEIGHT_PART = TILE_CHANNELS / SHARE_PIXELS;
 constexpr int PEERS = SHARE_CHANNELS + SHARE_PIXELS - 1;   // blocks that load what this one multiplies, itself among them
 // Results of four bytes that exceed the registers beside their places: these come behind the last product, and results turn in the ring.
-constexpr bool LATE = DIRECT && OPERAND_ITEM == 4 && (PARTS || MT * BN > 128), FINISHES_IN_RING = LATE && SPLIT == 1;
+constexpr bool LATE = DIRECT && (OPERAND_ITEM == 4 || OPERAND_ITEM * OUT_ITEM == 8) && (PARTS || MT * BN > 128), FINISHES_IN_RING = LATE && SPLIT == 1;
 using Direct = DirectStore<MT, BN, SPLIT, LATE>;
 // Lanes of a warp that hand a stage back, and that hand over rows' factors; threads of a warpgroup that hand those back. One does, behind
 // the others' accesses; but racecheck sees each thread's own arrivals alone.

@@ -11,7 +11,7 @@
 // WALKED (the input's rows are spread over up to four axes; all else lies in rows), HAS_SUM (that sum is an output, too), HAS_SCALE and
 // HAS_BIAS; EPILOGUE (the result goes through epilogue()); MODULATED (rows of an image share factors, and with HAS_SHIFT shifts, after the
 // norm); NARROW (1: the result goes out in 8-bit integers, 2: in fp8)
-// and HAS_OUTPUT (it goes out in the input's type).
+// and HAS_OUTPUT (it goes out in the input's type; WIDENED: in fp32).
 #include "tile_vectors.cuh"
 #include "narrow.cuh"
 
@@ -19,12 +19,18 @@ constexpr int WARPS = GROUP > 32 ? GROUP / 32 : 1;
 constexpr int COUNT = VECTORS * LANES;
 constexpr bool EARLY_PARAMETERS = COUNT <= 16;     // few enough to wait for the predecessor with the parameters in registers
 
+#if WIDENED
+typedef float Result;
+#else
+typedef Element Result;
+#endif
+
 struct Params {
     const Element* input;
     const Element* addend;
     const float* scale;                            // [length]
     const float* bias;                             // [length]
-    Element* output;
+    Result* output;
     Element* sum;
     u8* narrow;
     int rows, length;
@@ -104,6 +110,18 @@ DEVICE void moments(const Vector (&raw)[VECTORS], int first, int inside, float i
         else factor = rsqrtf(total + epsilon);
     }
 }
+
+#if WIDENED
+DEVICE void store_floats(float* at, const float (&x)[LANES]) {
+    if constexpr (LANES % 4 == 0) {
+        #pragma unroll
+        for (int i = 0; i < LANES; i += 4) reinterpret_cast<float4*>(at)[i / 4] = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+    } else {
+        #pragma unroll
+        for (int i = 0; i < LANES; i++) at[i] = x[i];
+    }
+}
+#endif
 
 // LANES bytes of the result, as a reader of it in the input's type would quantize it.
 DEVICE void store_narrow(const Params& p, u8* at, const Vector& x) {
@@ -260,7 +278,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant
                 y[i] = value;
             }
             const Vector packed = vector_of(y);
+#if WIDENED
+            store_floats(p.output + start + (long long)r * p.pitch + column, y);
+#else
             if (HAS_OUTPUT) put_vector(p.output + start + (long long)r * p.pitch + column, packed);
+#endif
             if (NARROW) store_narrow(p, p.narrow + (long long)(row + r) * p.length + column, packed);
         }
     }

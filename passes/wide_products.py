@@ -1,0 +1,54 @@
+"""Products of 16-bit floats whose results are converted to fp32 store fp32 at once.
+
+Networks that were trained in fp32 have fp32 outputs, so that at 16 bits their last product is followed by a conversion. Kernels sum
+in fp32: the conversion becomes the last stage of the product's epilogue, and no number is rounded in between. Where a kernel cannot
+store fp32, that stage is a launch after it, as before.
+"""
+
+from __future__ import annotations
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.base import Stage
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.stages import with_stages
+from optdnn.types import BF16, FP16, FP32
+
+_UNIT = 8
+"""Columns that a kernel stores at a time."""
+
+
+@rule("wide_product", {"Gemm", "MatMul"})
+def wide_product(graph: Graph, op: Op) -> Match | Miss | None:
+    """Product of 16-bit rows with a constant matrix, which only a Cast to fp32 reads, as it is or behind Reshapes."""
+    views: list[Op] = []
+    cast = graph.sole_user(op.value)
+    while cast is not None and cast.kind == "Reshape":
+        views.append(cast)
+        cast = graph.sole_user(cast.value)
+    if cast is None or cast.kind != "Cast" or cast.attrs.to != FP32 or op.outputs[0].type.dtype not in (FP16, BF16):
+        return None
+    weight = graph.constant_value(op.inputs[1])
+    if weight is None or weight.ndim != 2 or op.attrs.prologue:
+        return None
+    if op.outputs[0].type.dims[-1] % _UNIT != 0:
+        return Miss(f"rows of fp32 whose columns are not a multiple of {_UNIT} would be copied")
+    reads = [v for v in op.inputs[op.definition.arity or 0 :] if v is not None and graph.constant_value(v) is None]
+    if reads:
+        return Miss(f"its stages read {graph.output(reads[0]).name}, which is not fp32")
+    stage = Stage("Cast", (~len(op.attrs.epilogue),), cast.attrs)
+
+    def build(patch: Patch) -> Value:
+        made = patch.add(op.kind, op.inputs, with_stages(op.attrs, epilogue=[stage]))
+        for view in views:
+            made = patch.add("Reshape", [made, *view.inputs[1:]], view.attrs)
+        return made
+
+    return Match((op, *views, cast), build, cast.value)
+
+
+class WideProducts(RulePass):
+    """Runs after precisions are assigned, which makes the conversions, and after all that looks for products."""
+
+    name = "wide_products"
+    rules = (wide_product,)
