@@ -20,6 +20,9 @@ from optdnn.kernels.conv.paired import stages_with_other
 from optdnn.kernels.tactic import Region
 from optdnn.ops.fused import plain_stages
 
+_SECOND = {"input": "second", "weights": "second_weights", "bias": "second_bias"}
+"""An operand of a depthwise convolution -> that of the other one in the launch."""
+
 
 def multiplier(graph: Graph, op: Op) -> Op | None:
     """The other depthwise convolution, of the same geometry, by which ``op`` alone is multiplied."""
@@ -90,8 +93,7 @@ class PairedDepthwise(TiledDepthwise):
 
     def reads(self, b: Builder, op: Op, columns: int = 1) -> dict[str, TensorView]:
         second = super().reads(b, self._other(b, op))
-        names = {"input": "second", "weights": "second_weights", "bias": "second_bias"}
-        return super().reads(b, op, columns) | {names[name]: x for name, x in second.items()}
+        return super().reads(b, op, columns) | {_SECOND[name]: x for name, x in second.items()}
 
     def meaning(
         self, b: Builder, op: Op, ep: Epilogue, operands: dict[str, TensorView], columns: int
@@ -103,5 +105,5 @@ class PairedDepthwise(TiledDepthwise):
             "epilogue": plain_stages(stages_with_other(ep)),
             "beside": plain_stages(plan_epilogue(b.graph, other, channel_axis=1).stages),
         }  # fmt: skip
-        second = {"input": operands["second"], "weights": operands["second_weights"], "bias": operands["second_bias"]}
+        second = {name: operands[other] for name, other in _SECOND.items()}
         return "GatedConv", attrs, [*self.filtered(b, op, operands), *self.filtered(b, other, second)]

@@ -144,7 +144,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Any, operands: dict[str, TensorView],
         meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
     ) -> None:  # fmt: skip
-        """Add the launch, of whose result a channel counts as half of an element."""
+        """Add the launch. The kernel writes a result for each two channels, so that its map of the output has half elements."""
         made = hopper_launch.launch(problem, config, b.gpu, c.feeds, {**operands, "output": in_halves(c.out)})
         written = c.out.view(c.out.shape[:2], c.out.strides[:2])
         hopper_launch.emit(b, op, made, problem, config, {**operands, "output": written}, meaning)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from optdnn.kernels.launch import Launch, Parameters
 from optdnn.kernels.norm import group_sums
-from optdnn.kernels.norm.templates import norm_recipe
+from optdnn.kernels.norm.templates import FloatElements, norm_recipe
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -35,7 +35,7 @@ WHOLE_PIECE = 64
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(FloatElements):
     """``batch`` images of ``pixels`` positions x ``channels``, normalized over ``groups`` groups of channels (as many as channels:
     InstanceNorm), times scale plus bias, then pointwise stages without operands.
 
@@ -69,11 +69,6 @@ class Problem:
     def group(self) -> int:
         """Channels per group."""
         return self.channels // self.groups
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return 4 if self.dtype == "float32" else 2
 
     @property
     def bytes(self) -> int:

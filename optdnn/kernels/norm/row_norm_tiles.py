@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from optdnn.kernels.launch import Launch, Parameters
-from optdnn.kernels.norm.templates import norm_recipe
+from optdnn.kernels.norm.templates import FloatElements, norm_recipe
 from optdnn.kernels.norm.tiles import AHEAD, LAUNCH_S, MOST_TILES, TwoReads, tile_counts
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -22,7 +22,7 @@ the most blocks of a multiprocessor."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(FloatElements):
     """``rows`` rows of ``length`` elements, normalized, times scale plus bias, then pointwise stages without operands.
 
     ``run`` neighbours in a row share a scale and a bias, and those of ``period`` rows follow one another; then they repeat.
@@ -35,11 +35,6 @@ class Problem:
     epilogue: tuple[render.Stage, ...] = ()
     dtype: str = "float16"
     epsilon: float = 1e-5
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return 4 if self.dtype == "float32" else 2
 
     @property
     def bytes(self) -> int:

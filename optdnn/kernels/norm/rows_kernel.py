@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.kernels.layout.row_places import ACCESS, MOST_AXES
+from optdnn.kernels.norm.templates import FloatElements
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -48,7 +49,7 @@ class Modulated:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(FloatElements):
     """``rows`` rows of ``length`` elements of ``dtype``: 16-bit floats or fp32.
 
     ``add``: a second input is added first, or to the result (``last``); ``sum``: what is normalized is also an output. ``scale``, ``bias``: the norm's fp32 parameters of
@@ -84,11 +85,6 @@ class Problem:
     first: FirstNorm | None = None
     """What normalizes the input before the addend is added, or before the norm if there is none."""
     modulated: Modulated | None = None
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return 4 if self.dtype == "float32" else 2
 
     @property
     def bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What to compile for normalizations that end with an epilogue."""
+"""What problems of normalizations have in common: the size of their elements, and the recipe of a kernel that ends with an epilogue."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ from collections.abc import Mapping
 from optdnn.kernels.launch import template_options
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
+
+
+class FloatElements:
+    """A problem whose tensors are of one type: 16-bit floats or fp32."""
+
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return 4 if self.dtype == "float32" else 2
 
 
 def norm_recipe(

@@ -1,7 +1,7 @@
 // Vectors of LANES elements (16-bit floats, with WIDE fp32) of tensors, as fp32.
 //
-// Of tensors that two launches read one after the other, each access says how long L2 should keep its lines: what is not read again makes
-// room first.
+// Where two launches read a tensor one after the other, each access says how long L2 should keep its lines. Lines that no launch reads again
+// are replaced first.
 #pragma once
 #include "l2_priority.cuh"
 #include "vectors.cuh"

@@ -55,7 +55,8 @@ struct Filter {
     }
 
     // The sums of the pixels from (out_y, out_x) on.
-    __device__ __forceinline__ void convolve(const Params& p, const Element* input, int pitch, int n, int out_y, int out_x, int vector, int local, Tile& acc) const {
+    __device__ __forceinline__ void convolve(const Params& p, const Element* input, int pitch, int n, int out_y, int out_x, int vector, int local,
+                                             Tile& acc) const {
         const int top = out_y * STRIDE_H - p.pad_h, left = out_x * STRIDE_W - p.pad_w;
         const Element* image = input + (long long)n * p.height * p.width * pitch + vector * LANES;
         accumulate(

@@ -125,8 +125,10 @@ struct Output {
     const Requantize* requantize;
 };
 
-// LANES results of one pixel from their sums, at ``at``; what is added to them lies at ``added``, or (BESIDE) what they are combined with is ``beside``.
-DEVICE void finish_vector(const Output& p, long long at, long long added, const float (&acc)[LANES], const Channel (&c)[LANES], const float* beside, float (&y)[LANES]) {
+// LANES results of one pixel from their sums. ``at``: where they go; ``added``: where the residual lies; ``beside``: with BESIDE, the
+// results of the other convolution.
+DEVICE void finish_vector(const Output& p, long long at, long long added, const float (&acc)[LANES], const Channel (&c)[LANES], const float* beside,
+                          float (&y)[LANES]) {
 #if BESIDE
     #pragma unroll
     for (int i = 0; i < LANES; i++) y[i] = finished(*p.requantize, acc[i], c[i], beside[i]);
