@@ -116,8 +116,8 @@ def test_others_are_no_candidates() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_on_a_gpu_nothing_moves_between_tokens_and_image(precision: str) -> None:
     program = check_simulated(mixed(Net()), precision)
-    casts = ["Pointwise"] if precision == "fp16" else []  # of what the network is given, and gives
-    assert [s.params["op"]["kind"] for s in program.steps] == [*casts, *["Conv"] * 3, *casts]
+    casts = ["Pointwise"] if precision == "fp16" else []  # of what the network is given
+    assert [s.params["op"]["kind"] for s in program.steps] == [*casts, *["Conv"] * 3]
 
 
 def windows(n: Net, image: Value, *, grid: bool = False) -> Value:

