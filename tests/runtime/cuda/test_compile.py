@@ -71,8 +71,8 @@ def test_the_first_candidates_of_resnet50_do_not_spill(batch: int) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
 @pytest.mark.parametrize("name", ["3x3", "bf16", "tf32", "5x3 dilated", "mma", "mma uint8, zero points", "mma fp8"])
 def test_the_general_convolution_compiles(arch: str, name: str) -> None:
-    """The first, the last, and one between them; the last ones share K. The GPUs between sm_80 and sm_90a run the text of sm_80: one
-    configuration does for them."""
+    """The first configuration, the last, which shares K, and one between them. The GPUs between sm_80 and sm_90a run the text of
+    sm_80: one does for them."""
     configs = conv_general.CONFIGS
     for config in configs[:: len(configs) // 2] if arch in ("sm_80", "sm_90a") else configs[-1:]:
         if name not in GENERAL and f"{name}, {config}" not in QUANTIZED:
