@@ -17,8 +17,12 @@ def sweep(values: Iterable[Any], *quick: Any) -> list[Any]:
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=m) for v, m in zip(found, marked, strict=True)]
 
 
-def in_turn(names: Iterable[str], *others: str) -> list[Any]:
-    """Each name with each of the others; the quick ones: each name once, with the others in turn."""
-    found = list(names)
-    quick = [(name, others[k % len(others)]) for k, name in enumerate(found)]
-    return sweep([(name, other) for name in found for other in others], *quick)
+def in_turn(cases: Iterable[Any], *ways: Any) -> list[Any]:
+    """Each case in each of these ways, a case or a way of a tuple as several arguments; quick: each case once, the ways in turn."""
+    pairs = [(_arguments(case), k) for k, case in enumerate(cases)]
+    quick = [(*case, *_arguments(ways[k % len(ways)])) for case, k in pairs]
+    return sweep([(*case, *_arguments(way)) for case, _ in pairs for way in ways], *quick)
+
+
+def _arguments(x: Any) -> tuple[Any, ...]:
+    return x if isinstance(x, tuple) else (x,)

@@ -119,7 +119,7 @@ def test_more_parts_than_accesses_are_not_launched(monkeypatch: pytest.MonkeyPat
     ("name", "precision", "parts"),
     sweep(
         [(name, *way) for k, name in enumerate(CASES) for way in (("fp32", 5 if k % 6 == 0 else 1), ("fp16", 5))],
-        *((name, "fp32", 5) for name in list(CASES)[::6]),
+        (next(iter(CASES)), "fp32", 5),
         ("group norm of a transposed image", "fp16", 5),
     ),
 )
