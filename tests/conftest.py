@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from support.cores import take_own_cores
+from support.heap import keep_freed_memory
 
+keep_freed_memory()
 take_own_cores()  # before NumPy and the libraries, which start a thread for each core that they may use
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile all that they import
 gc.disable()  # until all tests are collected: each pass over so many thousands of objects finds nothing to free

@@ -281,12 +281,19 @@ DAMAGE: dict[str, tuple[str, tuple[str, ...], Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The text of a calibration cache."""
+    path = tmp_path_factory.mktemp("kept") / "c.json"
+    calibrate(net(), pictures(), "entropy", cache=path)
+    return path.read_text()
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_cache_is_an_error(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_cache_is_an_error(damage: str, kept: str, tmp_path: Path) -> None:
     graph, x, path = net(), pictures(), tmp_path / "c.json"
     kind, (*keys, last), value = DAMAGE[damage]
-    calibrate(graph, x, "entropy", cache=path)
-    plain = json.loads(path.read_text())
+    plain = json.loads(kept)
     (entry,) = plain["entries"]
     if kind == "progress":
         seen = Extremes.of(np.ones((1, 3, 8, 8), np.float32)).to_plain()

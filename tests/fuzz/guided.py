@@ -20,6 +20,8 @@ from fuzz.unguided import Result
 TESTS = Path(__file__).parents[1]
 LONGEST = 1 << 17
 """Bytes of the longest input."""
+MOST_SEEDS = 300
+"""Each seed is tried before the first mutation. Of more, a sample leaves time for mutations, which draw from all of them."""
 WALL = 600
 """Seconds by the clock after which one input hangs: its process may get a small share of a processor."""
 
@@ -36,7 +38,8 @@ def fuzz(name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> 
         f"-max_len={LONGEST}", f"-timeout={WALL}", f"-rss_limit_mb={2 * (BYTES >> 20)}", "-print_final_stats=1", "-reload=0",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        for k, data in enumerate(target(name).seeds()):  # here, where nothing is instrumented: builds take their time
+        seeds = target(name).seeds()  # here, where nothing is instrumented: builds take their time
+        for k, data in enumerate(Random(first).sample(seeds, min(len(seeds), MOST_SEEDS))):
             Path(folder, f"{k:05}").write_bytes(data)
         command = [sys.executable, "-m", "fuzz.guided", name, folder, *options]
         paths = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent, os.environ.get("PYTHONPATH", ""))))}

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from support.language_models import FAMILIES, feeds_of, language_model
+from support.sweep import in_turn
 
 import optdnn
 from optdnn.types import Array
@@ -47,8 +48,7 @@ def test_products_between_dequantization_and_transposes(family: str) -> None:
         np.testing.assert_allclose(results[1][name], array, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("target", ["reference", "simulate", "cpu"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "target"), in_turn(FAMILIES, "reference", "simulate", "cpu"))
 def test_families(family: str, target: str) -> None:
     model = language_model(family)
     feeds = feeds_of(model, LENGTH, PAST)

@@ -11,6 +11,7 @@ from support.host import WHY_NOT
 from support.net import Net
 from support.segment_cases import CASES, edges, graph_of, rows_of, scattered
 from support.simulated import check_simulated, feeds_of, kinds, lowered, simulate, tactics
+from support.sweep import in_turn
 
 from optdnn.kernels.reduce import segment_sum
 from optdnn.ops.index import ConcatAttrs
@@ -18,8 +19,7 @@ from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "precision"), in_turn(CASES, "fp16", "fp32"))
 def test_meanings(name: str, precision: str) -> None:
     program = check_simulated(graph_of(name), precision)
     assert set(tactics(program, "SegmentSum")) == {"segments"}
@@ -27,8 +27,7 @@ def test_meanings(name: str, precision: str) -> None:
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "precision"), in_turn(CASES, "fp32", "fp16"))
 def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
     compare_graph(graph_of(name), precision, tmp_path)
 

@@ -11,6 +11,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 from support.language_models import feeds_of, language_model
+from support.sweep import in_turn
 
 import optdnn
 from optdnn.compiler import build_verbose
@@ -111,11 +112,9 @@ def test_onnx_runtime_may_round_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "eight"),
-    [("qwen3", {}, 0), ("mistral", {}, 1), ("llama", {"dequantized": True}, 0)],
-    ids=["qwen3", "mistral", "dequantized"],
+    ("family", "changes", "eight", "target"),
+    in_turn([("qwen3", {}, 0), ("mistral", {}, 1), ("llama", {"dequantized": True}, 0)], "simulate", "reference"),
 )
-@pytest.mark.parametrize("target", ["reference", "simulate"])
 def test_products_of_language_models_may_round_rows(
     family: str, changes: dict[str, Any], eight: int, target: str
 ) -> None:

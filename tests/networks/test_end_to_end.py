@@ -37,7 +37,7 @@ CONVOLUTIONAL = (
     "vgg16_bn",
 )
 LARGE = ("fcn_resnet50", "resnet50", "resnext50_32x4d", "vgg16_bn")
-"""What they are made of is in the others as well, which also run at bf16."""
+"""What they are made of is in the others as well, which also run at bf16, and with two batches."""
 
 
 Feeds = dict[str, Any]
@@ -114,13 +114,13 @@ def test_shared_graph(name: str, exporter: str, tmp_path: Path) -> None:
     model = shared_network(f"{name}.{exporter}", tmp_path)
     feeds, others = shared_feeds(model), shared_feeds(model, seed=11)
     largest = min(v.shape[0] for v in feeds.values())  # some are exported for a batch of one
-    batches = [b for b in (1, 2) if b <= largest]
+    batches = [b for b in (1, 2) if b <= largest][-1 if name in LARGE else 0 :]
     given = ([{k: v[:b] for k, v in given.items()} for b in batches] for given in (feeds, others))
     on_cpu = "ts" if CONVOLUTIONAL.index(name) % 2 else "dyn"
     check(model, *given, ["cpu"] if exporter == on_cpu else ["reference"], bf16=name not in LARGE)
 
 
-REPEATED = {"light_inception_v2", "light_vgg19", "light_zfnet512"}
+REPEATED = {"light_inception_v2", "light_resnet50", "light_vgg19", "light_zfnet512"}
 """Their operators are those of the others; the backend suite has their results."""
 
 

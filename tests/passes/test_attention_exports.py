@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from support.shared import needs_shared_graphs, shared_network
+from support.sweep import in_turn
 
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate, promote
@@ -62,8 +63,7 @@ def feeds(names: list[str]) -> dict[str, Array]:
     return {n: found[n] for n in names}
 
 
-@pytest.mark.parametrize("form", ["ts", "dyn"])
-@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize(("name", "form"), in_turn(ATTENTIONS, "ts", "dyn"))
 def test_one_node_per_attention(exports: dict[str, onnx.ModelProto], name: str, form: str) -> None:
     graph = import_model(exports[f"{name}.{form}.onnx"])
     before = promote(graph)

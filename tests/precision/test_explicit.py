@@ -93,9 +93,7 @@ def built(model: Path, x: Array, target: str, tactics: str) -> Build:
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    sweep(
-        CASES, ("digits_resnet", "qdq, int8"), ("digits_resnet", "QLinear operators"), ("digits_transformer", "dynamic")
-    ),
+    sweep(CASES, ("digits_resnet", "qdq, int8"), ("digits_resnet", "QLinear operators")),
 )
 def test_end_to_end_no_farther_than_the_libraries(models: dict[tuple[str, str], Path], name: str, form: str) -> None:
     needs_exact_bytes()

@@ -15,3 +15,14 @@ def sweep(values: Iterable[Any], *quick: Any) -> list[Any]:
     assert not missing, f"these are no cases: {missing}"
     marked = [() if v in quick else (pytest.mark.slow,) for v in found]
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=m) for v, m in zip(found, marked, strict=True)]
+
+
+def in_turn(cases: Iterable[Any], *ways: Any) -> list[Any]:
+    """Each case in each of these ways, a case or a way of a tuple as several arguments; quick: each case once, the ways in turn."""
+    pairs = [(_arguments(case), k) for k, case in enumerate(cases)]
+    quick = [(*case, *_arguments(ways[k % len(ways)])) for case, k in pairs]
+    return sweep([(*case, *_arguments(way)) for case, _ in pairs for way in ways], *quick)
+
+
+def _arguments(x: Any) -> tuple[Any, ...]:
+    return x if isinstance(x, tuple) else (x,)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.timer import FakeTimer, hashed
-from support.tuned import TARGET, convolution, network, tried, tuned
+from support.tuned import TARGET, convolution, network, remembered, tried, tuned
 
 from optdnn.config import BuildOptions
 from optdnn.errors import RunError
@@ -190,8 +190,7 @@ def test_near_equals_are_chosen_in_the_network() -> None:
 
 
 def test_where_the_model_was_right_about_the_network_it_is_followed() -> None:
-    _, tuner = tuned(FakeTimer(hashed))
-    defaults = {"", *(str(p.default) for p in tuner.session.problems.values())}
+    defaults = {"", *(str(p.default) for p in remembered()[0].problems)}
 
     def net(tactics: Sequence[str]) -> float:
         return 1.0 + 0.1 * sum(t not in defaults for t in tactics)
@@ -202,8 +201,7 @@ def test_where_the_model_was_right_about_the_network_it_is_followed() -> None:
 
 
 def test_a_gpu_without_room_for_another_network_has_each_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, tuner = tuned(FakeTimer(hashed))
-    defaults = {"", *(str(p.default) for p in tuner.session.problems.values())}
+    defaults = {"", *(str(p.default) for p in remembered()[0].problems)}
     timer = FakeTimer(hashed, lambda tactics: 1.0 + 0.1 * sum(t not in defaults for t in tactics))
     load, loads = timer.load, count()
 

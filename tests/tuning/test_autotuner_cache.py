@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.timer import FakeTimer, hashed
-from support.tuned import convolution, tuned
+from support.tuned import convolution, remembered, tuned
 
 import optdnn.tuning.timing_keys
 from optdnn.lowering.choose import TacticChoice
@@ -16,8 +16,7 @@ pytestmark = pytest.mark.nvrtc
 
 
 def test_a_second_build_measures_nothing() -> None:
-    cache = TimingCache()
-    first, _ = tuned(FakeTimer(hashed), cache)
+    first, cache = remembered()
     timer = FakeTimer(hashed)
     again, _ = tuned(timer, cache)
     assert timer.trials == []
@@ -46,8 +45,7 @@ def test_a_build_with_as_little_time_measures_nothing_and_one_with_more_goes_on(
 
 
 def test_another_driver_makes_the_times_a_ranking() -> None:
-    cache = TimingCache()
-    first, _ = tuned(FakeTimer(hashed), cache)
+    first, cache = remembered()
     said: list[str] = []
     timer = FakeTimer(hashed, driver="2")
     again, _ = tuned(timer, cache, say=said.append)
@@ -61,8 +59,7 @@ def test_another_driver_makes_the_times_a_ranking() -> None:
 
 @pytest.mark.parametrize("change", ["device", "kernels", "workspace"])
 def test_what_must_agree(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = TimingCache()
-    tuned(FakeTimer(hashed), cache)
+    _, cache = remembered()
     options: dict[str, Any] = {}
     timer = FakeTimer(hashed, device="other GPU" if change == "device" else "GPU")
     if change == "kernels":
@@ -76,8 +73,7 @@ def test_what_must_agree(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_remembered_choice_that_is_gone_is_made_anew() -> None:
-    cache = TimingCache()
-    first, _ = tuned(FakeTimer(hashed), cache)
+    first, cache = remembered()
     (key,) = cache.networks
     cache.note_network(key, NetworkChoices({k: TacticChoice("gone") for k in first.choices}, 1.0, {"driver": "1"}))
     again, _ = tuned(FakeTimer(hashed), cache)
@@ -86,8 +82,7 @@ def test_a_remembered_choice_that_is_gone_is_made_anew() -> None:
 
 
 def test_choices_for_other_problems_are_not_taken() -> None:
-    cache = TimingCache()
-    first, _ = tuned(FakeTimer(hashed), cache)
+    first, cache = remembered()
     (key,) = cache.networks
     again, _ = tuned(FakeTimer(hashed), cache)
     assert again.cached

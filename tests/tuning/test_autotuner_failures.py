@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.timer import FakeTimer, hashed, tactics_of
-from support.tuned import branchy, convolution, tried, tuned
+from support.tuned import branchy, convolution, remembered, tried, tuned
 
 from optdnn.errors import RunError
 from optdnn.runtime.cuda.trials.process import CandidateLost, NetworkLost
@@ -54,7 +54,7 @@ def test_a_candidate_that_hangs_is_not_used_and_not_remembered() -> None:
 
 def test_where_the_default_hangs_and_nothing_else_was_tried_another_is_taken() -> None:
     timer = FakeTimer(hashed)
-    defaults = {str(p.default) for p in tuned(FakeTimer(hashed))[0].problems}
+    defaults = {str(p.default) for p in remembered()[0].problems}
 
     def seconds(name: str) -> float:
         raise CandidateLost("hung") if name in defaults else TrialFailed("never tried")
@@ -108,7 +108,7 @@ def test_lanes_that_hang_are_not_taken(in_race: bool) -> None:
 
 @pytest.mark.parametrize("in_race", [False, True])
 def test_near_equals_that_hang_in_the_network_are_not_taken(in_race: bool) -> None:
-    best, _ = tuned(FakeTimer(hashed))
+    best, _ = remembered()
     ranked = sorted(convolution(best).times, key=lambda c: convolution(best).times[c])
     timer = FakeTimer(hashed)
     timer.net = lambda tactics: timer._sum(tactics) + 0.002 * sum(t == str(ranked[0]) for t in tactics)
@@ -120,7 +120,7 @@ def test_near_equals_that_hang_in_the_network_are_not_taken(in_race: bool) -> No
 
 @pytest.mark.parametrize("in_race", [False, True])
 def test_the_best_candidates_may_hang_together(in_race: bool) -> None:
-    best, _ = tuned(FakeTimer(hashed))
+    best, _ = remembered()
     problem = convolution(best)
     timer = FakeTimer(hashed)
     Hangs(timer, lambda program: str(problem.default) not in tactics_of(program), in_race=in_race)
@@ -134,7 +134,7 @@ def test_the_best_candidates_may_hang_together(in_race: bool) -> None:
 
 @pytest.mark.parametrize("in_race", [False, True])
 def test_what_the_cost_model_chose_may_hang(in_race: bool) -> None:
-    best, _ = tuned(FakeTimer(hashed))
+    best, _ = remembered()
     problem = convolution(best)
     timer = FakeTimer(hashed)
     Hangs(timer, lambda program: str(problem.default) in tactics_of(program), in_race=in_race)

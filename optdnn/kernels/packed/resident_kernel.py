@@ -94,10 +94,16 @@ def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     return barriers + rows + sent + config.warps * (max(ring, sums) if alone else ring + sums)
 
 
-def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
-    """Why the configuration cannot run the problem, or None."""
+def _refuse_rows(problem: Problem) -> str | None:
     if not 1 <= problem.rows <= MAX_ROWS:
         return f"it is for up to {MAX_ROWS} rows, not {problem.rows}"
+    return None
+
+
+def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if (why := _refuse_rows(problem)) is not None:
+        return why
     if config not in KNOWN:
         return "not a tile of this kernel"
     if config.tiles % problem.matrices:
@@ -213,7 +219,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 def unfit(problem: Problem, gpu: GpuFacts) -> str | None:
     """Why no configuration runs the problem, or None."""
-    return first_reason(refuse(problem, c, gpu) for c in CONFIGS)
+    return _refuse_rows(problem) or first_reason(refuse(problem, c, gpu) for c in CONFIGS)
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:

@@ -60,6 +60,13 @@ def _template(path: Path, changed: int, size: int) -> tuple[str, list[str]]:
     return text, _INCLUDE.findall(text)
 
 
+@lru_cache(maxsize=512)
+def _framed(text: str) -> bytes:
+    """A text with its length before it. Recipes share most of their texts."""
+    encoded = text.encode()
+    return b"%d:%b" % (len(encoded), encoded)
+
+
 class KernelError(InternalError):
     """A kernel template does not compile. The message holds the compiler's log."""
 
@@ -84,7 +91,7 @@ class Recipe:
     def sources(self) -> dict[str, str]:
         """Every text that goes into the compilation, the main file first."""
         texts: dict[str, str] = {}
-        pending = [self.name]
+        pending, files = [self.name], template_files()
         while pending:
             name = pending.pop(0)
             if name in texts:
@@ -94,25 +101,22 @@ class Recipe:
                 texts[name] = text
                 pending += _INCLUDE.findall(text)
                 continue
-            path = template_files().get(name)
+            path = files.get(name)
             if path is None:
                 raise KernelError(f"{self.name}: includes {name!r}, which is neither a file in {KERNELS} nor generated")
-            state = path.stat()
+            state = os.stat(path)
             texts[name], includes = _template(path, state.st_mtime_ns, state.st_size)
             pending += includes
         return texts
 
     def key(self) -> str:
         """The cache key: 64 hexadecimal digits."""
-        digest = hashlib.sha256()
-        parts = [f"abi {ABI}", f"nvrtc {'.'.join(map(str, version()))}", self.arch, *self.options]
-        for name, text in sorted(self.sources().items()):
-            parts += [name, text]
-        for part in parts:
-            encoded = part.encode()
-            digest.update(f"{len(encoded)}:".encode())
-            digest.update(encoded)
-        return digest.hexdigest()
+        return self.digest(f"abi {ABI}", f"nvrtc {'.'.join(map(str, version()))}")
+
+    def digest(self, *first: str) -> str:
+        """SHA-256 over ``first``, the architecture, the options, and every text with its name."""
+        texts = (x for item in sorted(self.sources().items()) for x in item)
+        return hashlib.sha256(b"".join(map(_framed, (*first, self.arch, *self.options, *texts)))).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -193,7 +197,11 @@ def compile_recipe(recipe: Recipe, *, resources: bool = False) -> tuple[bytes, s
 
 def resources(recipe: Recipe) -> dict[str, Resources]:
     """Compile and read ptxas's report: kernel name -> :class:`Resources`."""
-    _, log = compile_recipe(recipe, resources=True)
+    return reported(recipe, compile_recipe(recipe, resources=True)[1])
+
+
+def reported(recipe: Recipe, log: str) -> dict[str, Resources]:
+    """What ptxas reported in the log of a compilation: kernel name -> :class:`Resources`."""
     reports: dict[str, Resources] = {}
     name = None
     stack = spill = 0

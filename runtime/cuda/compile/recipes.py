@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 from optdnn.custom import CustomOp
@@ -19,11 +18,7 @@ def recipe_of(kernel: Kernel) -> Recipe:
 
 def source_digest(recipe: Recipe) -> str:
     """SHA-256 over every text, option and the architecture that decide a cubin, but for the compiler's version."""
-    digest = hashlib.sha256()
-    for part in (recipe.arch, *recipe.options, *(x for item in sorted(recipe.sources().items()) for x in item)):
-        data = part.encode()
-        digest.update(f"{len(data)}:".encode() + data)
-    return digest.hexdigest()
+    return recipe.digest()
 
 
 def cubins(

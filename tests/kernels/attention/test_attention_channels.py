@@ -203,7 +203,7 @@ def test_candidates_compile_without_spills(arch: str) -> None:
         assert found
         assert len({str(c) for c in found}) == len(found)
         ones, twos = ([c for c in found if bool(c.depth) == two] for two in (False, True))
-        for config in (*ones[:2], *twos[:1]):
+        for config in (*ones[:1], *twos[:1]):
             made = channels.launches(problem, config, gpu) if config.depth else (channels.launch(problem, config, gpu),)
             for one in made:
                 kernel = nvrtc.resources(one.recipe)[one.function]

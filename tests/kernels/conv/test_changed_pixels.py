@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.host import COMPILER, HERE, WHY_NOT, library
+from support.sweep import in_turn
 
 from optdnn.kernels.conv import cost, implicit_gemm
 from optdnn.kernels.conv.problem import Problem, Source
@@ -100,18 +101,21 @@ def changes(folder: Path, stages: int, span: int, rows: int, alone: bool) -> cty
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(
-    ("stages", "span", "rows", "pixels", "images", "steps", "blocks"),
-    [
-        (10, 128, 72, 196, 3, 10, 2),  # some tiles have rows of two images
-        (5, 128, 8, 49, 2, 23, 3),
-        (3, 128, 16, 100, 1, 2, 2),  # one image
-        (6, 128, 96, 20, 11, 3, 1),  # of many images
-        (4, 64, 40, 13, 9, 7, 2),
-        (2, 32, 24, 9, 7, 5, 2),  # rows that a warp does not divide
-        (7, 128, 32, 2, 90, 4, 2),  # images of a few pixels
-    ],
+    ("stages", "span", "rows", "pixels", "images", "steps", "blocks", "alone"),
+    in_turn(
+        [
+            (10, 128, 72, 196, 3, 10, 2),  # some tiles have rows of two images
+            (5, 128, 8, 49, 2, 23, 3),
+            (3, 128, 16, 100, 1, 2, 2),  # one image
+            (6, 128, 96, 20, 11, 3, 1),  # of many images
+            (4, 64, 40, 13, 9, 7, 2),
+            (2, 32, 24, 9, 7, 5, 2),  # rows that a warp does not divide
+            (7, 128, 32, 2, 90, 4, 2),  # images of a few pixels
+        ],
+        False,
+        True,
+    ),
 )
-@pytest.mark.parametrize("alone", [False, True])
 def test_pixels_are_changed_once(
     stages: int, span: int, rows: int, pixels: int, images: int, steps: int, blocks: int, alone: bool, tmp_path: Path
 ) -> None:

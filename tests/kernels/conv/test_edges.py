@@ -12,6 +12,7 @@ from support.host import WHY_NOT
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered, refusals, tactics
+from support.sweep import in_turn
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
@@ -80,8 +81,7 @@ def test_edges_are_repeated_without_a_launch(name: str, precision: str) -> None:
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp16", 1.2e-3), ("fp32", 3e-6)])
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(("name", "precision", "tolerance"), in_turn(NETS, ("fp16", 1.2e-3), ("fp32", 3e-6)))
 def test_the_kernels_on_the_processor(name: str, precision: str, tolerance: float, tmp_path: Path) -> None:
     graph = NETS[name]()
     program = lowered(graph, precision, no_cubins=True)

@@ -164,8 +164,11 @@ def test_functions_behind_them_are_exact() -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("stage", ["relu", "gelu", "gelu_tanh", "silu"])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(
+    ("config", "stage"),
+    [*((c, "gelu") for c in CONFIGS), *((CONFIGS[0], s) for s in ("relu", "gelu_tanh", "silu"))],
+    ids=str,
+)
 def test_they_compile_without_spills(config: Config, stage: str) -> None:
     problem = replace(rows(4096, 768, 2048), epilogue=(("bias",), ("add",), (stage,)))
     found = nvrtc.resources(gemm.recipe(problem, config))[gemm.FUNCTION]

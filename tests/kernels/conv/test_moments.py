@@ -191,7 +191,8 @@ def test_moments_of_a_warps_eight_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "image", "blocks", "first"), [(40, 200, 1, 80), (104, 24, 3, 0), (144, 1024, 2, 1008), (64, 8, 20, 8)]
+    ("rows", "image", "blocks", "first"),
+    [(40, 200, 1, 80), (104, 24, 3, 0), pytest.param(144, 1024, 2, 1008, marks=pytest.mark.slow), (64, 8, 20, 8)],
 )
 def test_images_are_normalized(rows: int, image: int, blocks: int, first: int, tmp_path: Path) -> None:
     """Tiles in an image, of several images, and from one to the next; the last ones of all end before the tile does."""

@@ -116,10 +116,11 @@ def test_packing() -> None:
 @pytest.mark.nvrtc
 def test_kernels_compile_without_spills(name: str) -> None:
     problem, config = CASES[name]
-    _, log = nvrtc.compile_recipe(separable.recipe(problem, config), resources=True)
+    recipe = separable.recipe(problem, config)
+    _, log = nvrtc.compile_recipe(recipe, resources=True)
     assert " 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
     assert "serialized" not in log, "products wait for one another"
-    (kernel,) = nvrtc.resources(separable.recipe(problem, config)).values()
+    (kernel,) = nvrtc.reported(recipe, log).values()
     assert kernel.registers * config.threads * config.blocks <= 65536
 
 

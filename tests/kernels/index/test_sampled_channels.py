@@ -10,6 +10,7 @@ from support.host import WHY_NOT
 from support.net import Net
 from support.sampled_cases import CASES, attention, deformed, graph_of, warped
 from support.simulated import check_simulated, kinds, lowered, refusals, tactics
+from support.sweep import in_turn
 
 from optdnn.kernels.index import sampling
 from optdnn.ops.detect import GridSampleAttrs
@@ -19,8 +20,7 @@ from optdnn.runtime.cuda.compile.recipes import recipe_of
 SAMPLING = {"SampledSum", "GridSample"}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "precision"), in_turn(CASES, "fp16", "fp32"))
 def test_meanings(name: str, precision: str) -> None:
     program = check_simulated(graph_of(name), precision)
     wanted = "sampled_pixels" if name == "odd_channels" else "sampled_channels"
@@ -29,8 +29,7 @@ def test_meanings(name: str, precision: str) -> None:
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "precision"), in_turn(CASES, "fp32", "fp16"))
 def test_kernels(name: str, precision: str, tmp_path: Path) -> None:
     compare_graph(graph_of(name), precision, tmp_path)
 

@@ -14,6 +14,7 @@ from support.host import WHY_NOT
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered
+from support.sweep import in_turn
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.index import scatters
@@ -155,8 +156,7 @@ def meeting(kind: str, reduction: str, dtype: Any, count: int = 300) -> tuple[Gr
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("reduction", ["add", "mul", "max", "min"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "reduction"), in_turn(KINDS, "add", "mul", "max", "min"))
 def test_a_warp_reduces_updates_that_meet(kind: str, reduction: str, tmp_path: Path) -> None:
     graph, feeds = meeting(kind, reduction, np.float32)
     program = lowered(graph, no_cubins=True)

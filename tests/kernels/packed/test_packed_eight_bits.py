@@ -178,7 +178,7 @@ def test_weights_as_bytes_on_a_processor(name: str, tmp_path: Path) -> None:
 def test_the_kernels_compile_without_spills(rows: int) -> None:
     for stages in ((), (("silu",),), (("mul",),)):
         p = Problem(rows, 4096, (Source(1, 1, 4096),), (("bias",), *stages), "int8", "float16", row_scale=True)
-        for offer in hopper_launch.ranked(p, GPU)[:4]:
+        for offer in hopper_launch.ranked(p, GPU)[:2]:
             (kernel,) = nvrtc.resources(implicit_gemm.recipe(p, offer.config)).values()  # type: ignore[arg-type]
             assert kernel.spill_bytes == 0, str(offer.config)
     for stored in (512, 14336, 65536):

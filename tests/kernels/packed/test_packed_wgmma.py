@@ -45,9 +45,9 @@ SIZES = {
     "8 bits, bf16": (Case(40, 61, 333, "uint8", 64, "", "bfloat16", "bfloat16"), wgmma.Config(32, 4)),
     "8 bits by channel": (Case(130, 128, 640, "uint8", 0, stages=(("add",), ("relu",))), wgmma.Config(128, 3, 3)),
     "2 bits": (Case(20, 48, 1500, "uint2", 32), wgmma.Config(16, 6)),
-    "clusters of two": (Case(200, 130, 1024, zeros="uint8", stages=(("add",),)), wgmma.Config(128, 3, 2)),
-    "clusters of three, odd": (Case(70, 61, 2100, block=64), wgmma.Config(64, 3, 3)),
-    "clusters of four": (Case(96, 130, 1200, block=16, zeros="float16"), wgmma.Config(96, 3, 4)),
+    "clusters of two": (Case(130, 61, 1024, zeros="uint8", stages=(("add",),)), wgmma.Config(128, 3, 2)),
+    "clusters of three, odd": (Case(70, 61, 1300, block=64), wgmma.Config(64, 3, 3)),
+    "clusters of four": (Case(96, 61, 1200, block=16, zeros="float16"), wgmma.Config(96, 3, 4)),
     "64 columns": (Case(50, 200, 1100, zeros="uint8", stages=(("add",),)), wgmma.Config(64, 3, 1, 64)),
     "64 columns, K shared": (Case(33, 61, 2000, "uint8", 64), wgmma.Config(32, 4, 4, 64)),
     "192 rows": (Case(150, 70, 700), wgmma.Config(192, 3)),
@@ -125,6 +125,6 @@ def test_kernels_do_not_spill(rows: int) -> None:
         Case(rows, 4096, 4096, "uint8", 0),
         CASES["8-bit floats"].of_rows(rows),
     ):
-        for config in wgmma.candidates(case.problem, GPU, 2):
+        for config in wgmma.candidates(case.problem, GPU, 1):
             (kernel,) = nvrtc.resources(wgmma.recipe(case.problem, config)).values()
             assert kernel.spill_bytes == kernel.stack_bytes == 0, str(config)

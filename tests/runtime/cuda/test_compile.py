@@ -60,7 +60,7 @@ def test_the_first_candidates_of_resnet50_do_not_spill(batch: int) -> None:
     for problem in problems:
         recipes = [conv.recipe(problem, config) for config in conv_cost.candidates(problem, of_arch("sm_90a"), 2)]
         recipes += [
-            conv_patch.recipe(problem, config) for config in conv_patch.candidates(problem, of_arch("sm_90a"))[:2]
+            conv_patch.recipe(problem, config) for config in conv_patch.candidates(problem, of_arch("sm_90a"))[:1]
         ]
         for recipe in recipes:
             _, log = nvrtc.compile_recipe(recipe, resources=True)
@@ -71,8 +71,10 @@ def test_the_first_candidates_of_resnet50_do_not_spill(batch: int) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
 @pytest.mark.parametrize("name", ["3x3", "bf16", "tf32", "5x3 dilated", "mma", "mma uint8, zero points", "mma fp8"])
 def test_the_general_convolution_compiles(arch: str, name: str) -> None:
-    """Some configurations share K. The GPUs between sm_80 and sm_90a run the text of sm_80: a few configurations do for them."""
-    for config in conv_general.CONFIGS[:: 5 if arch in ("sm_80", "sm_90a") else 15]:
+    """The first configuration, the last, which shares K, and one between them. The GPUs between sm_80 and sm_90a run the text of
+    sm_80: one does for them."""
+    configs = conv_general.CONFIGS
+    for config in configs[:: len(configs) // 2] if arch in ("sm_80", "sm_90a") else configs[-1:]:
         if name not in GENERAL and f"{name}, {config}" not in QUANTIZED:
             continue
         problem = GENERAL[name].problem if name in GENERAL else QUANTIZED[f"{name}, {config}"].problem

@@ -15,6 +15,7 @@ from optdnn.lowering import megakernels
 from optdnn.runtime.cuda.launches.plan import CudaStep, LaunchPlan, ReferenceOp, RunPart, parse
 from optdnn.runtime.cuda.launches.runs import grouped, joined_parameters, part_of
 from optdnn.runtime.cuda.launches.waits import check_room
+from optdnn.runtime.program import Program
 
 PART = RunPart(3, 0, 4, 16, 8, 114)
 
@@ -57,6 +58,16 @@ def test_a_part_needs_no_room_beyond_the_gpu() -> None:
         check_room([step(None)], 114)
 
 
+@pytest.fixture(scope="module")
+def with_a_part() -> Program:
+    """A program with a megakernel; only read."""
+    model = decoder(heads=16, groups=4, size=64)
+    options: Any = {"target": "cuda:h200", "precision": "fp16", "io_dtype": "fp16", "no_cubins": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megakernels, "gains", lambda run, gpu: True)
+        return optdnn.build(model, **options).program
+
+
 @pytest.mark.parametrize(
     ("message", "part"),
     [
@@ -70,11 +81,8 @@ def test_a_part_needs_no_room_beyond_the_gpu() -> None:
         ("malformed", lambda p: p[:3]),
     ],
 )
-def test_parts_of_a_file_are_checked(message: str, part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megakernels, "gains", lambda run, gpu: True)
-    model = decoder(heads=16, groups=4, size=64)
-    options: Any = {"target": "cuda:h200", "precision": "fp16", "io_dtype": "fp16", "no_cubins": True}
-    program = optdnn.build(model, **options).program
+def test_parts_of_a_file_are_checked(message: str, part: Any, with_a_part: Program) -> None:
+    program = with_a_part
     k = next(k for k, s in enumerate(program.steps) if "part" in s.params["launch"])
     params = copy.deepcopy(dict(program.steps[k].params))
     params["launch"]["part"] = part(params["launch"]["part"])
