@@ -31,8 +31,8 @@ def turned(
 
 
 def order_of(dims: Shape, angles: Sequence[Shape]) -> tuple[int, ...] | None:
-    """The first of ``ORDERS`` in which a tensor of shape ``dims`` and its angles are as the op wants them: an angle for each position,
-    and for each image or all of them. None where there is no such order."""
+    """The first of ``ORDERS`` in which a tensor of shape ``dims`` and its angles are as the op wants them: an angle for each
+    position, and for each image or all of them. None where there is no such order."""
     return next((order for order in ORDERS if all(_fits(dims, shape, order) for shape in angles)), None)
 
 

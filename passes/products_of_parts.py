@@ -1,0 +1,266 @@
+"""Products that are the same for each part of a tensor become one product of stacks.
+
+Linear attention by chunks (retention: Sun et al., 2023; DeltaNet: Yang et al., 2024; Mamba-2: Dao and Gu, 2024) multiplies queries,
+keys and values of each chunk. Exporters unroll the loop over the chunks: each has small products of its own. Only the products that
+read the state of the chunk before depend on one another.
+
+A product is stacked with those of the other parts where their operands are computed alike, from consecutive parts of the same
+tensors. One operand may also be of any origin, as states are: these are copied side by side, which kernels do in place. Where a
+Concat joins what all parts compute behind such products, it does so from the stack.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from itertools import islice
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.fused import STAGE_KINDS
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import operand, origins, producer, reshaped
+from optdnn.passes.support.stacks import (
+    DEPTH,
+    Joined,
+    Same,
+    Stack,
+    Window,
+    columns,
+    covered,
+    emit,
+    leaf_of,
+    leaves,
+    looks,
+    part_of,
+    part_values,
+    parts_of,
+    same,
+    stack_of,
+)
+from optdnn.types import TensorType, normalize_axis
+
+LEAST_JOINED = 4
+"""Fewest products for which other operands are copied side by side."""
+MOST_PRODUCTS = 1 << 28
+"""Multiplications of one product from which on it fills a GPU by itself: about five launches of a small one."""
+
+
+@rule("products_of_parts", {"MatMul"})
+def products_of_parts(graph: Graph, op: Op) -> Match | Miss | None:
+    """A product and those of the other parts."""
+    group = _group(graph, op)
+    if len(group) < 2:
+        return None
+    y = op.outputs[0].type
+    if not y.is_static or op.attrs.prologue or op.attrs.epilogue:
+        return None
+    inner = graph.type(operand(op)).dims[-1]
+    if not isinstance(inner, int) or math.prod(y.static_shape) * inner >= MOST_PRODUCTS:
+        return Miss("each part's product is large enough for a launch of its own")
+    if any(_near_softmax(graph, one) for one in group):
+        return Miss("it is a part of attention")
+    if (
+        all(graph.constant_value(one.inputs[1]) is not None for one in group)
+        and len({one.inputs[1] for one in group}) > 1
+    ):
+        return Miss("each part has a matrix of its own")
+    stack = same(graph, group, [_operand(graph, column) for column in columns(group)])
+    if stack is None:
+        return Miss("the products of the parts have operands that are computed differently")
+    if not any(isinstance(each, Window | Same) for each in stack.operands):
+        return None
+    roots = {one.id for one in group}
+    if any(one.id in roots for one in origins(graph, list(leaves(stack)))):
+        return Miss("the product of a part depends on that of another one")
+
+    def build(patch: Patch) -> None:
+        values = part_values(patch, emit(patch, stack), len(group))
+        for one, value in zip(group, values, strict=True):
+            patch.replace(one.value, value)
+
+    return Match(_unique(stack), build)
+
+
+@rule("stages_of_parts", frozenset(STAGE_KINDS))
+def stages_of_parts(graph: Graph, op: Op) -> Match | None:
+    """What all parts of a stack of products compute from their results, if nothing else reads these."""
+    found = next((part for v in op.inputs if v is not None and (part := part_of(graph, v)) is not None), None)
+    if found is None or not found.dropped or found.axis or not _is_stack(graph, found.source):
+        return None
+    group = _group(graph, op)
+    if len(group) != graph.type(found.source).static_shape[0] or graph.use_count(found.source) != len(group):
+        return None
+    stack = stack_of(graph, [one.value for one in group])
+    roots = {one.id for one in group}
+    if not isinstance(stack, Same) or any(one.id in roots for one in origins(graph, list(leaves(stack)))):
+        return None
+
+    def build(patch: Patch) -> None:
+        values = part_values(patch, emit(patch, stack), len(group))
+        for one, value in zip(group, values, strict=True):
+            patch.replace(one.value, value)
+
+    return Match(_unique(stack), build)
+
+
+def _is_stack(graph: Graph, value: Value) -> bool:
+    """Whether a product, or pointwise operators behind it, make what only its parts are read of."""
+    while (op := graph.op(value)).kind in STAGE_KINDS:
+        value = operand(op)
+    return op.kind == "MatMul"
+
+
+@rule("factors_of_steps", {"MatMul", "Mul"})
+def factors_of_steps(graph: Graph, op: Op) -> Match | None:
+    """Operators that depend on one another, a step on the one before: what a step multiplies with, if no other step computes it."""
+    group = _group(graph, op)
+    if len(group) < LEAST_JOINED:
+        return None
+    roots = {one.id for one in group}
+    both = list(columns(group))
+    for values, others in (both, both[::-1]):
+        stack = stack_of(graph, values)
+        if not isinstance(stack, Same) or not any(one.kind in STAGE_KINDS for one in covered(stack)):
+            continue
+        before = list(origins(graph, others))
+        if not any(one.id in roots for one in before) or any(one.id in roots for one in origins(graph, values)):
+            continue
+        if not any(one.kind == "MatMul" for one in [*group, *islice(before, len(group) + DEPTH)]):
+            continue  # a recurrence of pointwise steps, which another pass makes one launch
+
+        def build(patch: Patch, stack: Same = stack, values: Sequence[Value] = tuple(values)) -> None:
+            for old, new in zip(values, part_values(patch, emit(patch, stack), len(values)), strict=True):
+                patch.replace(old, new)
+
+        return Match(_unique(stack), build)
+    return None
+
+
+def _operand(graph: Graph, values: list[Value]) -> Stack | None:
+    """An operand of all products."""
+    found = stack_of(graph, values)
+    if found is None and len(values) >= LEAST_JOINED:
+        types = {graph.type(v) for v in values}
+        found = Joined(tuple(values)) if len(types) == 1 and graph.type(values[0]).is_static else None
+    if any(len(graph.type(v).dims) < 2 for v in values):
+        return None
+    return found
+
+
+def _unique(stack: Stack) -> tuple[Op, ...]:
+    return tuple({op.id: op for op in covered(stack)}.values())
+
+
+def _group(graph: Graph, op: Op) -> list[Op]:
+    """An operator and those of parts before and behind its own that look alike, in the order of the parts."""
+    ways = ((slot, leaf_of(graph, v)) for slot, v in enumerate(op.inputs) if v is not None)
+    found = next(((slot, leaf) for slot, leaf in ways if leaf is not None), None)
+    if found is None:
+        return []
+    slot, (leaf, way) = found
+    part = part_of(graph, leaf)
+    assert part is not None
+    own, by_start = looks(graph, operand(op, slot)), dict[int, Op]()
+    others, seen = [k for k in range(len(op.inputs)) if k != slot], _types(graph, op)
+    for value, other in parts_of(graph, part):
+        alike = [
+            u
+            for u in _followed(graph, value, (*way, (op, slot)))
+            if _types(graph, u) == seen and looks(graph, operand(u, slot)) == own
+        ]
+        if len(alike) > 1:  # several of the same part: those whose other operands look alike, too
+            alike = [u for u in alike if all(_looks(graph, u, k) == _looks(graph, op, k) for k in others)]
+        if len(alike) > 1 or (alike and other.start in by_start):
+            return []
+        if alike:
+            by_start[other.start] = alike[0]
+    if part.start not in by_start:
+        return []
+    begin = end = part.start
+    while begin - part.size in by_start:
+        begin -= part.size
+    while end + part.size in by_start:
+        end += part.size
+    return [by_start[at] for at in range(begin, end + 1, part.size)]
+
+
+def _types(graph: Graph, op: Op) -> list[TensorType | None]:
+    return [None if v is None else graph.type(v) for v in op.inputs]
+
+
+def _looks(graph: Graph, op: Op, slot: int) -> Hashable:
+    value = op.inputs[slot]
+    return None if value is None else looks(graph, value)
+
+
+def _followed(graph: Graph, value: Value, way: Sequence[tuple[Op, int]]) -> list[Op]:
+    """The operators at the end of a way of operators like these, from ``value`` on."""
+    reached, ops = [value], list[Op]()
+    for like, slot in way:
+        ops = [
+            u
+            for v in reached
+            for u in graph.users(v)
+            if (u.kind, u.attrs) == (like.kind, like.attrs) and slot < len(u.inputs) and u.inputs[slot] == v
+        ]
+        reached = [u.value for u in ops]
+    return ops
+
+
+def _near_softmax(graph: Graph, op: Op) -> bool:
+    """Whether a product is one of the two of attention, which a later pass looks for."""
+    behind, ahead = [operand(op)], [op.value]
+    for _ in range(4):
+        behind = [v for at in behind for v in graph.op(at).inputs[:1] if v is not None]
+        if any(graph.op(v).kind == "Softmax" for v in (operand(op), *behind)):
+            return True
+        ahead = [u.value for at in ahead for u in graph.users(at)[:8] if len(u.outputs) == 1]
+        if any(graph.op(v).kind == "Softmax" for v in ahead):
+            return True
+    return False
+
+
+@rule("joined_parts", {"Concat"})
+def joined_parts(graph: Graph, op: Op) -> Match | None:
+    """Neighbouring parts of a Concat that are computed alike from the results of stacked products."""
+    values = [operand(op, k) for k in range(len(op.inputs))]
+    shape = op.outputs[0].type
+    if not shape.is_static or len(values) < 2:
+        return None
+    seen = [looks(graph, v) for v in values]
+    begin = 0
+    for end in range(1, len(values) + 1):
+        if end < len(values) and seen[end] == seen[begin]:
+            continue
+        if end - begin > 1 and graph.op(values[begin]).kind not in ("Slice", "Split", "Gather"):
+            run = values[begin:end]
+            stack = stack_of(graph, run)
+            if isinstance(stack, Same) and any(_is_product(graph, v) for v in leaves(stack)):
+                break
+        begin = end
+    else:
+        return None
+    axis, count = normalize_axis(op.attrs.axis, len(shape.dims)), end - begin
+
+    def build(patch: Patch) -> Value:
+        y = emit(patch, stack)
+        sizes = patch.type(y).static_shape[1:]
+        order = (*range(1, axis + 1), 0, *range(axis + 1, len(sizes) + 1))
+        y = patch.add("Transpose", [y], TransposeAttrs(order)) if axis else y
+        y = reshaped(patch, y, (*sizes[:axis], count * sizes[axis], *sizes[axis + 1 :]))
+        if count == len(values):
+            return y
+        return patch.add("Concat", [*values[:begin], y, *values[end:]], op.attrs)
+
+    return Match((op, *_unique(stack)), build)
+
+
+def _is_product(graph: Graph, value: Value) -> bool:
+    return producer(graph, value, {"MatMul"}) is not None
+
+
+class ProductsOfParts(RulePass):
+    name = "products_of_parts"
+    rules = (products_of_parts, stages_of_parts, factors_of_steps, joined_parts)
