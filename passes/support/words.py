@@ -186,6 +186,7 @@ RULES: Mapping[str, str] = {
     "bn_of_parts": "BatchNormalizations of several convolutions given to each of them",
     "activation_of_parts": "activations of several convolutions given to each of them",
     "conv_bn": "BatchNormalizations folded into the convolution or product before them",
+    "subtracted_linear": "subtractions of layers made additions, with the sign in the weights",
     "conv_scale_shift": "scales and shifts folded into the weights and bias before them",
     "bn_conv": "BatchNormalizations folded into the convolution or product after them",
     "scale_shift_conv": "scales and shifts folded into the weights and bias after them",
