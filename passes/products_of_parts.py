@@ -5,8 +5,8 @@ keys and values of each chunk. Exporters unroll the loop over the chunks: each h
 read the state of the chunk before depend on one another.
 
 A product is stacked with those of the other parts where their operands are computed alike, from consecutive parts of the same
-tensors. One operand may also be of any origin, as states are: these are copied side by side, which kernels do in place. Where a
-Concat joins what all parts compute behind such products, it does so from the stack.
+tensors. One operand may also be of any origin, as states are: these are copied side by side, which kernels do in place. What
+parts compute from the results follows, as far as they compute it alike.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from itertools import islice
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.fused import STAGE_KINDS
-from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import operand, origins, producer, reshaped
+from optdnn.passes.support.facts import operand, origins
 from optdnn.passes.support.stacks import (
     DEPTH,
     Joined,
@@ -39,7 +38,7 @@ from optdnn.passes.support.stacks import (
     same,
     stack_of,
 )
-from optdnn.types import TensorType, normalize_axis
+from optdnn.types import TensorType
 
 LEAST_JOINED = 4
 """Fewest products for which other operands are copied side by side."""
@@ -85,12 +84,12 @@ def products_of_parts(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("stages_of_parts", frozenset(STAGE_KINDS))
 def stages_of_parts(graph: Graph, op: Op) -> Match | None:
-    """What all parts of a stack of products compute from their results, if nothing else reads these."""
+    """What all or most parts of a stack of products compute from their results."""
     found = next((part for v in op.inputs if v is not None and (part := part_of(graph, v)) is not None), None)
     if found is None or not found.dropped or found.axis or not _is_stack(graph, found.source):
         return None
     group = _group(graph, op)
-    if len(group) != graph.type(found.source).static_shape[0] or graph.use_count(found.source) != len(group):
+    if len(group) < min(LEAST_JOINED, graph.type(found.source).static_shape[0]):
         return None
     stack = stack_of(graph, [one.value for one in group])
     roots = {one.id for one in group}
@@ -106,10 +105,10 @@ def stages_of_parts(graph: Graph, op: Op) -> Match | None:
 
 
 def _is_stack(graph: Graph, value: Value) -> bool:
-    """Whether a product, or pointwise operators behind it, make what only its parts are read of."""
+    """Whether products, perhaps with pointwise operators behind them, make a tensor."""
     while (op := graph.op(value)).kind in STAGE_KINDS:
         value = operand(op)
-    return op.kind == "MatMul"
+    return op.kind == "MatMul" and graph.type(value).rank != 2
 
 
 @rule("factors_of_steps", {"MatMul", "Mul"})
@@ -163,7 +162,7 @@ def _group(graph: Graph, op: Op) -> list[Op]:
     part = part_of(graph, leaf)
     assert part is not None
     own, by_start = looks(graph, operand(op, slot)), dict[int, Op]()
-    others, seen = [k for k in range(len(op.inputs)) if k != slot], _types(graph, op)
+    rest, seen = [k for k in range(len(op.inputs)) if k != slot], _types(graph, op)
     for value, other in parts_of(graph, part):
         alike = [
             u
@@ -171,19 +170,21 @@ def _group(graph: Graph, op: Op) -> list[Op]:
             if _types(graph, u) == seen and looks(graph, operand(u, slot)) == own
         ]
         if len(alike) > 1:  # several of the same part: those whose other operands look alike, too
-            alike = [u for u in alike if all(_looks(graph, u, k) == _looks(graph, op, k) for k in others)]
+            alike = [u for u in alike if all(_looks(graph, u, k) == _looks(graph, op, k) for k in rest)]
         if len(alike) > 1 or (alike and other.start in by_start):
             return []
         if alike:
             by_start[other.start] = alike[0]
     if part.start not in by_start:
         return []
+    others = [abs(at - part.start) for at in by_start if at != part.start]
+    step = min(others, default=part.size) if part.size == 1 else part.size
     begin = end = part.start
-    while begin - part.size in by_start:
-        begin -= part.size
-    while end + part.size in by_start:
-        end += part.size
-    return [by_start[at] for at in range(begin, end + 1, part.size)]
+    while begin - step in by_start:
+        begin -= step
+    while end + step in by_start:
+        end += step
+    return [by_start[at] for at in range(begin, end + 1, step)]
 
 
 def _types(graph: Graph, op: Op) -> list[TensorType | None]:
@@ -222,45 +223,6 @@ def _near_softmax(graph: Graph, op: Op) -> bool:
     return False
 
 
-@rule("joined_parts", {"Concat"})
-def joined_parts(graph: Graph, op: Op) -> Match | None:
-    """Neighbouring parts of a Concat that are computed alike from the results of stacked products."""
-    values = [operand(op, k) for k in range(len(op.inputs))]
-    shape = op.outputs[0].type
-    if not shape.is_static or len(values) < 2:
-        return None
-    seen = [looks(graph, v) for v in values]
-    begin = 0
-    for end in range(1, len(values) + 1):
-        if end < len(values) and seen[end] == seen[begin]:
-            continue
-        if end - begin > 1 and graph.op(values[begin]).kind not in ("Slice", "Split", "Gather"):
-            run = values[begin:end]
-            stack = stack_of(graph, run)
-            if isinstance(stack, Same) and any(_is_product(graph, v) for v in leaves(stack)):
-                break
-        begin = end
-    else:
-        return None
-    axis, count = normalize_axis(op.attrs.axis, len(shape.dims)), end - begin
-
-    def build(patch: Patch) -> Value:
-        y = emit(patch, stack)
-        sizes = patch.type(y).static_shape[1:]
-        order = (*range(1, axis + 1), 0, *range(axis + 1, len(sizes) + 1))
-        y = patch.add("Transpose", [y], TransposeAttrs(order)) if axis else y
-        y = reshaped(patch, y, (*sizes[:axis], count * sizes[axis], *sizes[axis + 1 :]))
-        if count == len(values):
-            return y
-        return patch.add("Concat", [*values[:begin], y, *values[end:]], op.attrs)
-
-    return Match((op, *_unique(stack)), build)
-
-
-def _is_product(graph: Graph, value: Value) -> bool:
-    return producer(graph, value, {"MatMul"}) is not None
-
-
 class ProductsOfParts(RulePass):
     name = "products_of_parts"
-    rules = (products_of_parts, stages_of_parts, factors_of_steps, joined_parts)
+    rules = (products_of_parts, stages_of_parts, factors_of_steps)

@@ -23,7 +23,7 @@ DEPTH = 8
 SMALL = 64
 """Elements of constants that are compared with one another."""
 _REDUCTIONS = frozenset({"ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin"})
-STACKED_KINDS = frozenset(STAGE_KINDS) | RESHAPES | _REDUCTIONS | {"Transpose", "Slice", "Gather"}
+STACKED_KINDS = frozenset(STAGE_KINDS) | RESHAPES | _REDUCTIONS | {"Transpose", "Slice", "Gather", "Trilu"}
 """Kinds that compute many parts as they compute one."""
 
 
@@ -51,10 +51,11 @@ class Shared:
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive parts of one tensor."""
+    """Parts of one tensor at equal distances: one behind the other, or single positions."""
 
     first: Part
     count: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -154,14 +155,23 @@ def stack_of(graph: Graph, values: Sequence[Value], depth: int = DEPTH) -> Stack
     if len(known) == len(values) and len({graph.type(v) for v in values}) == 1:
         alike = len({_number(v) for v in known}) == 1 and _number(known[0]) is not None
         return Shared(values[0]) if alike else Joined(tuple(values))
-    parts = [part_of(graph, v) for v in values]
-    first = parts[0]
-    if first is not None and parts == [replace(first, start=first.start + k * first.size) for k in range(len(values))]:
-        return Window(first, len(values))
+    if (window := _window_of([part_of(graph, v) for v in values])) is not None:
+        return window
     ops = [graph.op(v) for v in values]
     if depth == 0 or ops[0].kind not in STACKED_KINDS or not graph.type(values[0]).is_static:
         return None
     return same(graph, ops, [stack_of(graph, column, depth - 1) for column in columns(ops)])
+
+
+def _window_of(parts: Sequence[Part | None]) -> Window | None:
+    first, second = parts[:2]
+    if first is None or second is None:
+        return None
+    step = second.start - first.start
+    if step != first.size and (first.size > 1 or step < 1):
+        return None
+    alike = all(part == replace(first, start=first.start + k * step) for k, part in enumerate(parts))
+    return Window(first, len(parts), step) if alike else None
 
 
 def columns(ops: Sequence[Op]) -> Iterator[list[Value]]:
@@ -194,7 +204,7 @@ def leaves(stack: Stack | None) -> Iterator[Value]:
     match stack:
         case Shared(value):
             yield value
-        case Window(first, _):
+        case Window(first, _, _):
             yield first.source
         case Joined(values):
             yield from values
@@ -216,8 +226,8 @@ def emit(patch: Patch, stack: Stack) -> Value:
     match stack:
         case Shared(value):
             return value
-        case Window(first, count):
-            return _window(patch, first, count)
+        case Window():
+            return _window(patch, stack)
         case Joined(values):
             rows = [reshaped(patch, v, (1, *patch.type(v).static_shape)) for v in values]
             return patch.add("Concat", rows, ConcatAttrs(0))
@@ -225,12 +235,14 @@ def emit(patch: Patch, stack: Stack) -> Value:
             return _computed(patch, ops, operands)
 
 
-def _window(patch: Patch, first: Part, count: int) -> Value:
+def _window(patch: Patch, window: Window) -> Value:
+    first, count, step = window.first, window.count, window.step
     x, axis = first.source, first.axis
     sizes = list(patch.type(x).static_shape)
-    end = first.start + count * first.size
-    if (first.start, end) != (0, sizes[axis]):
-        limits = (integers(patch, [n], "part") for n in (first.start, end, axis))
+    end = first.start + (count - 1) * step + first.size
+    if (first.start, end, step) != (0, sizes[axis], first.size):
+        steps = [] if step == first.size else [step]
+        limits = (integers(patch, [n], "part") for n in (first.start, end, axis, *steps))
         x = patch.add("Slice", [x, *limits])
     if not first.dropped:
         x = reshaped(patch, x, (*sizes[:axis], count, first.size, *sizes[axis + 1 :]))
@@ -260,6 +272,8 @@ def _computed(patch: Patch, ops: Sequence[Op], operands: Sequence[Stack | None])
     if op.kind == "Gather":
         rank = len(patch.type(x).dims) - 1
         return patch.add("Gather", [x, given[1]], GatherAttrs(normalize_axis(op.attrs.axis, rank) + 1))
+    if op.kind == "Trilu":
+        return patch.add("Trilu", [x, *given[1:]], op.attrs)
     at = 3 if op.kind == "Slice" else 1
     return patch.add(op.kind, [x, *given[1:at], _axes(patch, given[at], x), *given[at + 1 :]], op.attrs)
 

@@ -129,7 +129,6 @@ RULES: Mapping[str, str] = {
     "products_of_parts": "products of each part of a tensor made one stack of products",
     "stages_of_parts": "what each part of a stack of products computes behind them computed for all parts",
     "factors_of_steps": "factors of a recurrence's products computed for all steps at once",
-    "joined_parts": "what all parts of a tensor compute behind their products computed at once",
     "attention_parts": "attention of each part of a sequence computed in one",
     "packed_items": "neighbouring items of few tokens made one item of attention",
     "one_slope": "a PRelu of equal slopes made a LeakyRelu",

@@ -76,7 +76,9 @@ def chunks(
 
 @pytest.mark.parametrize("how", ["slices", "splits", "gathers"])
 def test_products_of_parts_are_one(how: str) -> None:
-    graph, _ = check_pass(PASS, chunks(how), changes=3, rules={"products_of_parts": 2, "stages_of_parts": 1})
+    graph, _ = check_pass(
+        PASS, chunks(how), changes=3, rules={"products_of_parts": 2, "stages_of_parts": 1, "joined_parts": 1}
+    )
     assert [graph.type(op.value).dims[0] for op in graph.of_kind("MatMul")] == [COUNT, COUNT]
     assert len(graph.of_kind("Mul")) == 1
 
@@ -91,7 +93,7 @@ def test_states_of_pointwise_steps_are_joined() -> None:
         PASS,
         chunks(states="pointwise"),
         changes=6,
-        rules={"products_of_parts": 4, "stages_of_parts": 1, "joined_parts": 1},
+        rules={"products_of_parts": 4, "stages_of_parts": 2},
     )
     assert len(graph.of_kind("MatMul")) == 4
     assert len(graph.of_kind("Add")) == 1 + COUNT - 1  # of the results, and of the states
