@@ -12,32 +12,31 @@ parts compute from the results follows, as far as they compute it alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from itertools import islice
+from collections.abc import Hashable, Mapping, Sequence
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.fused import STAGE_KINDS
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import operand, origins
+from optdnn.passes.support.facts import operand, origins, producer
 from optdnn.passes.support.stacks import (
-    DEPTH,
     Joined,
+    Looks,
+    Part,
     Same,
     Stack,
     Window,
     columns,
     covered,
     emit,
-    leaf_of,
     leaves,
-    looks,
     part_of,
     part_values,
     parts_of,
     same,
     stack_of,
 )
+from optdnn.passes.support.stages import ADDITIONS
 from optdnn.types import TensorType
 
 LEAST_JOINED = 4
@@ -113,7 +112,11 @@ def _is_stack(graph: Graph, value: Value) -> bool:
 
 @rule("factors_of_steps", {"MatMul", "Mul"})
 def factors_of_steps(graph: Graph, op: Op) -> Match | None:
-    """Operators that depend on one another, a step on the one before: what a step multiplies with, if no other step computes it."""
+    """Operators that depend on one another, a step on the one before: what a step multiplies with, if no other step computes it.
+
+    Recurrences of pointwise steps alone become one launch elsewhere."""
+    if op.kind == "Mul" and not any(_adds_product(graph, v) for v in op.inputs):
+        return None
     group = _group(graph, op)
     if len(group) < LEAST_JOINED:
         return None
@@ -123,11 +126,9 @@ def factors_of_steps(graph: Graph, op: Op) -> Match | None:
         stack = stack_of(graph, values)
         if not isinstance(stack, Same) or not any(one.kind in STAGE_KINDS for one in covered(stack)):
             continue
-        before = list(origins(graph, others))
-        if not any(one.id in roots for one in before) or any(one.id in roots for one in origins(graph, values)):
+        depends = any(one.id in roots for one in origins(graph, others))
+        if not depends or any(one.id in roots for one in origins(graph, values)):
             continue
-        if not any(one.kind == "MatMul" for one in [*group, *islice(before, len(group) + DEPTH)]):
-            continue  # a recurrence of pointwise steps, which another pass makes one launch
 
         def build(patch: Patch, stack: Same = stack, values: Sequence[Value] = tuple(values)) -> None:
             for old, new in zip(values, part_values(patch, emit(patch, stack), len(values)), strict=True):
@@ -135,6 +136,12 @@ def factors_of_steps(graph: Graph, op: Op) -> Match | None:
 
         return Match(_unique(stack), build)
     return None
+
+
+def _adds_product(graph: Graph, value: Value | None) -> bool:
+    """Whether a value is a product, perhaps added to something: a state of a recurrence with products."""
+    add = producer(graph, value, ADDITIONS)
+    return any(producer(graph, v, {"MatMul"}) is not None for v in (value, *(() if add is None else add.inputs)))
 
 
 def _operand(graph: Graph, values: list[Value]) -> Stack | None:
@@ -154,29 +161,31 @@ def _unique(stack: Stack) -> tuple[Op, ...]:
 
 def _group(graph: Graph, op: Op) -> list[Op]:
     """An operator and those of parts before and behind its own that look alike, in the order of the parts."""
-    ways = ((slot, leaf_of(graph, v)) for slot, v in enumerate(op.inputs) if v is not None)
-    found = next(((slot, leaf) for slot, leaf in ways if leaf is not None), None)
-    if found is None:
+    looks = Looks(graph)
+    leaves_of = ((slot, looks.leaf(v)) for slot, v in enumerate(op.inputs) if v is not None)
+    slot, leaf = next(((slot, leaf) for slot, leaf in leaves_of if leaf is not None), (0, None))
+    part = None if leaf is None else part_of(graph, leaf.value)
+    if leaf is None or part is None:
         return []
-    slot, (leaf, way) = found
-    part = part_of(graph, leaf)
-    assert part is not None
-    own, by_start = looks(graph, operand(op, slot)), dict[int, Op]()
+    own, by_start = looks.of(operand(op, slot)), dict[int, Op]()
     rest, seen = [k for k in range(len(op.inputs)) if k != slot], _types(graph, op)
     for value, other in parts_of(graph, part):
         alike = [
             u
-            for u in _followed(graph, value, (*way, (op, slot)))
-            if _types(graph, u) == seen and looks(graph, operand(u, slot)) == own
+            for u in _followed(graph, value, (*leaf.way, (op, slot)))
+            if _types(graph, u) == seen and looks.of(operand(u, slot)) == own
         ]
         if len(alike) > 1:  # several of the same part: those whose other operands look alike, too
-            alike = [u for u in alike if all(_looks(graph, u, k) == _looks(graph, op, k) for k in rest)]
+            alike = [u for u in alike if all(_looks(looks, u, k) == _looks(looks, op, k) for k in rest)]
         if len(alike) > 1 or (alike and other.start in by_start):
             return []
         if alike:
             by_start[other.start] = alike[0]
-    if part.start not in by_start:
-        return []
+    return _run(by_start, part) if part.start in by_start else []
+
+
+def _run(by_start: Mapping[int, Op], part: Part) -> list[Op]:
+    """The operators of the parts at equal distances before and behind this one."""
     others = [abs(at - part.start) for at in by_start if at != part.start]
     step = min(others, default=part.size) if part.size == 1 else part.size
     begin = end = part.start
@@ -191,9 +200,9 @@ def _types(graph: Graph, op: Op) -> list[TensorType | None]:
     return [None if v is None else graph.type(v) for v in op.inputs]
 
 
-def _looks(graph: Graph, op: Op, slot: int) -> Hashable:
+def _looks(looks: Looks, op: Op, slot: int) -> Hashable:
     value = op.inputs[slot]
-    return None if value is None else looks(graph, value)
+    return None if value is None else looks.of(value)
 
 
 def _followed(graph: Graph, value: Value, way: Sequence[tuple[Op, int]]) -> list[Op]:

@@ -18,7 +18,7 @@ from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, resha
 from optdnn.passes.support.parts import port_span, span
 from optdnn.types import Array, normalize_axis
 
-DEPTH = 8
+DEPTH = 9
 """Most operators between a part and what reads it."""
 SMALL = 64
 """Elements of constants that are compared with one another."""
@@ -40,6 +40,14 @@ class Part:
     @property
     def family(self) -> Hashable:
         return ("part", self.source, self.axis, self.size, self.dropped)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A part, and the operators on the way from it, each with its slot."""
+
+    value: Value
+    way: tuple[tuple[Op, int], ...]
 
 
 @dataclass(frozen=True)
@@ -115,31 +123,48 @@ def one_of_many(graph: Graph, value: Value) -> Part | None:
     return part if part is not None and len(list(islice(parts_of(graph, part), 2))) == 2 else None
 
 
-def leaf_of(graph: Graph, value: Value, depth: int = DEPTH) -> tuple[Value, tuple[tuple[Op, int], ...]] | None:
-    """A part that the value is computed from, and the operators on the way from it, each with its slot."""
-    if one_of_many(graph, value) is not None:
-        return value, ()
-    op = graph.op(value)
-    if depth == 0 or op.kind not in STACKED_KINDS or len(op.outputs) > 1:
+class Looks:
+    """What values of a graph look like, each found out once."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self._leaves: dict[tuple[Value, int], Leaf | None] = {}
+        self._looks: dict[tuple[Value, int], Hashable] = {}
+
+    def leaf(self, value: Value, depth: int = DEPTH) -> Leaf | None:
+        """A part that the value is computed from."""
+        if (value, depth) not in self._leaves:
+            self._leaves[value, depth] = self._leaf(value, depth)
+        return self._leaves[value, depth]
+
+    def _leaf(self, value: Value, depth: int) -> Leaf | None:
+        if one_of_many(self.graph, value) is not None:
+            return Leaf(value, ())
+        op = self.graph.op(value)
+        if depth == 0 or op.kind not in STACKED_KINDS or len(op.outputs) > 1:
+            return None
+        for slot, inner in enumerate(op.inputs):
+            found = None if inner is None else self.leaf(inner, depth - 1)
+            if found is not None:
+                return Leaf(found.value, (*found.way, (op, slot)))
         return None
-    for slot, inner in enumerate(op.inputs):
-        found = None if inner is None else leaf_of(graph, inner, depth - 1)
-        if found is not None:
-            return found[0], (*found[1], (op, slot))
-    return None
 
+    def of(self, value: Value, depth: int = DEPTH) -> Hashable:
+        """What values must have in common to be parts of one stack, as far as it shows in each of them alone."""
+        if (value, depth) not in self._looks:
+            self._looks[value, depth] = self._of(value, depth)
+        return self._looks[value, depth]
 
-def looks(graph: Graph, value: Value, depth: int = DEPTH) -> Hashable:
-    """What values must have in common to be parts of one stack, as far as it shows in each of them alone."""
-    part = one_of_many(graph, value)
-    if part is not None:
-        return part.family
-    op = graph.op(value)
-    if op.kind == "Constant":
-        return _number(op.attrs.value) or value
-    if depth == 0 or op.kind not in STACKED_KINDS or len(op.outputs) > 1:
-        return graph.type(value)
-    return (op.kind, op.attrs, *(None if v is None else looks(graph, v, depth - 1) for v in op.inputs))
+    def _of(self, value: Value, depth: int) -> Hashable:
+        part = one_of_many(self.graph, value)
+        if part is not None:
+            return part.family
+        op = self.graph.op(value)
+        if op.kind == "Constant":
+            return _number(op.attrs.value) or value
+        if depth == 0 or op.kind not in STACKED_KINDS or len(op.outputs) > 1:
+            return self.graph.type(value)
+        return (op.kind, op.attrs, *(None if v is None else self.of(v, depth - 1) for v in op.inputs))
 
 
 def _number(array: Array) -> tuple[str, tuple[int, ...], bytes] | None:

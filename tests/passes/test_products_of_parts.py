@@ -76,9 +76,7 @@ def chunks(
 
 @pytest.mark.parametrize("how", ["slices", "splits", "gathers"])
 def test_products_of_parts_are_one(how: str) -> None:
-    graph, _ = check_pass(
-        PASS, chunks(how), changes=3, rules={"products_of_parts": 2, "stages_of_parts": 1, "joined_parts": 1}
-    )
+    graph, _ = check_pass(PASS, chunks(how), changes=3, rules={"products_of_parts": 2, "stages_of_parts": 1})
     assert [graph.type(op.value).dims[0] for op in graph.of_kind("MatMul")] == [COUNT, COUNT]
     assert len(graph.of_kind("Mul")) == 1
 
