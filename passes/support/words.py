@@ -123,6 +123,7 @@ RULES: Mapping[str, str] = {
     "padded_shift": "padding that shifts the rows of a product made a view of it",
     "heads_outside": "products with a constant matrix for each head made one product for each head",
     "outer_step": "outer products of a recurrence's steps multiplied element by element",
+    "view_before_step": "views inside a recurrence's steps moved in front of them",
     "pointwise_scan": "unrolled recurrences of pointwise steps computed in one loop",
     "softsign": "softsign written out made one operator",
     "one_key": "attention over one key replaced by its value",
