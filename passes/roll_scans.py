@@ -183,7 +183,7 @@ def view_before_step(graph: Graph, op: Op) -> Match | None:
 
 
 def _one_of_many(graph: Graph, value: Value) -> bool:
-    """Whether a value is one position of a tensor of which enough others are read for a scan."""
+    """Whether a value is one position of a tensor, and enough others are read for a scan."""
     place = position(graph, value)
     return place is not None and graph.use_count(place.whole) >= LEAST
 

@@ -65,7 +65,7 @@ def tables_of_one_index(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _table(graph: Graph, op: Op) -> Array | None:
-    """The constant matrix of which a Gather takes rows."""
+    """The constant matrix whose rows a Gather takes."""
     table = graph.constant_value(op.inputs[0]) if op.kind == "Gather" else None
     if table is None or table.ndim != 2 or not is_float(table.dtype) or normalize_axis(op.attrs.axis, 2) != 0:
         return None
