@@ -160,40 +160,47 @@ def _unique(stack: Stack) -> tuple[Op, ...]:
 
 
 def _group(graph: Graph, op: Op) -> list[Op]:
-    """An operator and those of parts before and behind its own that look alike, in the order of the parts."""
+    """An operator and those of the parts behind its own that look alike, in the order of the parts. Nothing for an operator that
+    belongs to the one of the part before."""
     looks = Looks(graph)
     leaves_of = ((slot, looks.leaf(v)) for slot, v in enumerate(op.inputs) if v is not None)
     slot, leaf = next(((slot, leaf) for slot, leaf in leaves_of if leaf is not None), (0, None))
     part = None if leaf is None else part_of(graph, leaf.value)
     if leaf is None or part is None:
         return []
-    own, by_start = looks.of(operand(op, slot)), dict[int, Op]()
-    rest, seen = [k for k in range(len(op.inputs)) if k != slot], _types(graph, op)
-    for value, other in parts_of(graph, part):
-        alike = [
-            u
-            for u in _followed(graph, value, (*leaf.way, (op, slot)))
-            if _types(graph, u) == seen and looks.of(operand(u, slot)) == own
+    way, own, seen = (*leaf.way, (op, slot)), looks.of(operand(op, slot)), _types(graph, op)
+    rest = [k for k in range(len(op.inputs)) if k != slot]
+
+    def alike(value: Value) -> list[Op]:
+        found = [
+            u for u in _followed(graph, value, way) if _types(graph, u) == seen and looks.of(operand(u, slot)) == own
         ]
-        if len(alike) > 1:  # several of the same part: those whose other operands look alike, too
-            alike = [u for u in alike if all(_looks(looks, u, k) == _looks(looks, op, k) for k in rest)]
-        if len(alike) > 1 or (alike and other.start in by_start):
+        if len(found) > 1:  # several of the same part: those whose other operands look alike, too
+            found = [u for u in found if all(_looks(looks, u, k) == _looks(looks, op, k) for k in rest)]
+        return found
+
+    siblings = sorted(parts_of(graph, part), key=lambda found: found[1].start)
+    before = [(v, p) for v, p in siblings if p.start < part.start][-1:]
+    if any((part.size == 1 or p.start + p.size == part.start) and alike(v) for v, p in before):
+        return []
+    by_start = dict[int, Op]()
+    for value, other in siblings:
+        found = alike(value) if other.start >= part.start else []
+        if len(found) > 1 or (found and other.start in by_start):
             return []
-        if alike:
-            by_start[other.start] = alike[0]
+        if found:
+            by_start[other.start] = found[0]
     return _run(by_start, part) if part.start in by_start else []
 
 
 def _run(by_start: Mapping[int, Op], part: Part) -> list[Op]:
-    """The operators of the parts at equal distances before and behind this one."""
-    others = [abs(at - part.start) for at in by_start if at != part.start]
+    """The operators of this part and those behind it at equal distances."""
+    others = [at - part.start for at in by_start if at != part.start]
     step = min(others, default=part.size) if part.size == 1 else part.size
-    begin = end = part.start
-    while begin - step in by_start:
-        begin -= step
+    end = part.start
     while end + step in by_start:
         end += step
-    return [by_start[at] for at in range(begin, end + 1, step)]
+    return [by_start[at] for at in range(part.start, end + 1, step)]
 
 
 def _types(graph: Graph, op: Op) -> list[TensorType | None]:

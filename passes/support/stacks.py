@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 
@@ -117,12 +117,6 @@ def parts_of(graph: Graph, like: Part) -> Iterator[tuple[Value, Part]]:
                 yield value, part
 
 
-def one_of_many(graph: Graph, value: Value) -> Part | None:
-    """The part that a value is, if there are others of the same tensor."""
-    part = part_of(graph, value)
-    return part if part is not None and len(list(islice(parts_of(graph, part), 2))) == 2 else None
-
-
 class Looks:
     """What values of a graph look like, each found out once."""
 
@@ -130,6 +124,7 @@ class Looks:
         self.graph = graph
         self._leaves: dict[tuple[Value, int], Leaf | None] = {}
         self._looks: dict[tuple[Value, int], Hashable] = {}
+        self._families: dict[Value, Counter[Hashable]] = {}
 
     def leaf(self, value: Value, depth: int = DEPTH) -> Leaf | None:
         """A part that the value is computed from."""
@@ -138,7 +133,7 @@ class Looks:
         return self._leaves[value, depth]
 
     def _leaf(self, value: Value, depth: int) -> Leaf | None:
-        if one_of_many(self.graph, value) is not None:
+        if self._one_of_many(value) is not None:
             return Leaf(value, ())
         op = self.graph.op(value)
         if depth == 0 or op.kind not in STACKED_KINDS or len(op.outputs) > 1:
@@ -149,6 +144,18 @@ class Looks:
                 return Leaf(found.value, (*found.way, (op, slot)))
         return None
 
+    def _one_of_many(self, value: Value) -> Part | None:
+        """The part that a value is, if there are others of the same tensor."""
+        part = part_of(self.graph, value)
+        if part is None:
+            return None
+        if part.source not in self._families:
+            users = self.graph.users(part.source)
+            values = [Value(user.id, port) for user in users for port in range(len(user.outputs))]
+            found = [part_of(self.graph, v) for v in values]
+            self._families[part.source] = Counter(p.family for p in found if p is not None and p.source == part.source)
+        return part if self._families[part.source][part.family] > 1 else None
+
     def of(self, value: Value, depth: int = DEPTH) -> Hashable:
         """What values must have in common to be parts of one stack, as far as it shows in each of them alone."""
         if (value, depth) not in self._looks:
@@ -156,7 +163,7 @@ class Looks:
         return self._looks[value, depth]
 
     def _of(self, value: Value, depth: int) -> Hashable:
-        part = one_of_many(self.graph, value)
+        part = self._one_of_many(value)
         if part is not None:
             return part.family
         op = self.graph.op(value)
