@@ -168,7 +168,6 @@ class FuseConvBn(RulePass):
     name = "fuse_conv_bn"
     rules = (
         bn_of_rows,
-        subtracted_linear,
         bn_of_parts,
         _FoldChain("conv_bn", after=True, batch_norm=True),
         _FoldChain("conv_scale_shift", after=True, batch_norm=False),
@@ -176,6 +175,7 @@ class FuseConvBn(RulePass):
         _FoldChain("scale_shift_conv", after=False, batch_norm=False),
         activation_of_parts,  # when no scale or shift is left in between
         ParallelConvs(),  # here, since scales and shifts around a sum of branches fold into what they merge to
+        subtracted_linear,  # behind these, which add and subtract convolutions themselves
     )
 
 
