@@ -1,5 +1,7 @@
 """Pointwise ops after a convolution or matrix product become stages of its epilogue.
 
+On GPUs, a product that is subtracted from a tensor changes its sign and is added.
+
 The result of the anchor (Conv, ConvTranspose, Gemm, MatMul) must be read only by the absorbed op, and the stage must keep
 its dtype and shape. No cycle can arise: the other operands of the absorbed op depend on the anchor only through the absorbed op
 itself. With ``norms_add``, three kinds of Add are left to the normalization that reads the sum: one vector per image, rows that
@@ -16,12 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.norm_addition import NormAddition, norm_addition
 from optdnn.ir.patch import Patch
+from optdnn.ops.base import Stage
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support.coordinates import coordinates
-from optdnn.passes.support.facts import NORMS
+from optdnn.passes.support.facts import NORMS, operand
 from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS, Slots, refuses, with_stages
 from optdnn.target_name import TargetName
 from optdnn.types import Shape
@@ -61,9 +66,14 @@ class _Absorb(Rule):
             return None
 
         def build(patch: Patch) -> Value:
-            slots = Slots(op)
-            stage = slots.stage(user, op.value, len(op.attrs.epilogue))
-            fused = patch.add(op.kind, slots.inputs(), with_stages(op.attrs, epilogue=[stage]))
+            slots, register = Slots(op), len(op.attrs.epilogue)
+            if TargetName.parse(context.target).on_gpu and _subtracts(graph, user, op.value):
+                less = slots.slot(patch.constant(np.array(-1, user.outputs[0].type.dtype), "less"))
+                added = slots.slot(operand(user))
+                stages = [Stage("Mul", (~register, less)), Stage("Add", (~(register + 1), added))]
+            else:
+                stages = [slots.stage(user, op.value, register)]
+            fused = patch.add(op.kind, slots.inputs(), with_stages(op.attrs, epilogue=stages))
             self.depth[fused.op] = max(self.depth.get(op.id, 0), self.depth.get(user.id, 0))
             return fused
 
@@ -80,6 +90,14 @@ class _Absorb(Rule):
 
     def _place(self, op: Op) -> tuple[int, int]:
         return self.depth.get(op.id, 0), op.id
+
+
+def _subtracts(graph: Graph, op: Op, value: Value) -> bool:
+    """Whether ``value`` is subtracted from a computed tensor of its shape: kernels add one, to a result that changes its sign."""
+    other = op.inputs[0]
+    if op.kind != "Sub" or other is None or other == value or graph.constant_value(other) is not None:
+        return False
+    return graph.type(other).shape == graph.type(value).shape
 
 
 def _adds_place(graph: Graph, op: Op, value: Value) -> bool:

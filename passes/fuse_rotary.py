@@ -9,7 +9,8 @@ turn (class tokens of EVA-02, DINOv3) turn by an angle of zero. Parts of a head 
 Where the numbers of a pair have different angles (V-JEPA 2), the op has an angle for each number.
 
 The op's positions come after its heads. Where they come before them (GPT-J, Gemma 3n), it stands between two Transposes, which
-usually merge with those of the attention.
+usually merge with those of the attention. So it does where each head has its own angles (RoPE-Mixed: Heo et al., 2024): the op's
+angles may differ by image, so heads and images are exchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from optdnn.passes.support.facts import (
 from optdnn.passes.support.parts import consecutive, is_axis, span, whole
 from optdnn.passes.support.pattern import AnyOf, Scalar, Var, any_of, node
 from optdnn.passes.support.pattern_rule import PatternRule, pattern_rule
-from optdnn.passes.support.rotary import SWAP, behind, cache_shape, per_position, turned, unshaped
+from optdnn.passes.support.rotary import ORDERS, PLAIN, behind, cache_shape, order_of, turned, unshaped
 from optdnn.types import Shape
 
 _DEPTH = 12
@@ -80,23 +81,21 @@ class RotaryRule(PatternRule):
         if not (_are_neighbours if interleaved else _are_halves)(graph, found):
             return None
         heads = _with_batch(graph.type(x).shape or ())
-        angles = [graph.type(found[name]).shape or () for name in ("cos", "sin")]
-        axis = next((n for n in (-2, -3) if all(per_position(heads, shape, n) for shape in angles)), -2)
-        reason = _refuse(graph, found, heads, axis)
-        if reason is not None:
-            return Miss(reason)
+        order = _order(graph, found, heads)
+        if isinstance(order, str):
+            return Miss(order)
         own = not all(doubled(graph, found[name], interleaved=interleaved) for name in ("cos", "sin"))
 
         def build(patch: Patch) -> Value:
             cos, sin = (
-                _angles(patch, graph, found[name], axis, None if own else interleaved) for name in ("cos", "sin")
+                _angles(patch, graph, found[name], order, None if own else interleaved) for name in ("cos", "sin")
             )
             if "back" in found:
                 sin = patch.add("Neg", [sin])
             attrs = RotaryAttrs(interleaved, own_angles=own)
             if heads == graph.type(x).dims:
-                return turned(patch, x, [cos, sin], attrs, swapped=axis == -3)
-            y = turned(patch, in_shape(patch, x, heads), [cos, sin], attrs, swapped=axis == -3)
+                return turned(patch, x, [cos, sin], attrs, order)
+            y = turned(patch, in_shape(patch, x, heads), [cos, sin], attrs, order)
             return in_shape(patch, y, graph.type(x).dims)
 
         parts = {op.id for name in ("first", "second") for op in behind(graph, found[name])}
@@ -113,8 +112,8 @@ _PART = any_of(node("RotaryEmbedding", FIRST, name="turned"), _SWAPPED)
 def partial_rotary(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
     """``Concat(RotaryEmbedding(first numbers of x), the rest of x)`` along the last axis, the op also between Transposes."""
     first, rest, inner = found["first"], found["second"], found["turned"]
-    swaps = [found[name] for name in ("there", "back") if name in found]
-    if any(op.attrs.perm != SWAP for op in swaps):
+    swaps, order = _transposes(found)
+    if order is None:
         return None
     x = whole(graph, first, rest)
     if x is None or inner.attrs.rotary_embedding_dim or len(root.inputs) != 2 or not _last(graph, x, root.attrs.axis):
@@ -125,27 +124,44 @@ def partial_rotary(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mis
     covered = {op.id: op for op in (root, graph.op(first), graph.op(rest), inner, *swaps)}
 
     def build(patch: Patch) -> Value:
-        return turned(patch, x, inner.inputs[1:], attrs, swapped=bool(swaps))
+        return turned(patch, x, inner.inputs[1:], attrs, order)
 
     return Match(tuple(covered.values()), build)
 
 
-@pattern_rule("rotary_rows", node("Concat", FIRST, node("RotaryEmbedding", SECOND, name="turned")))
+def _transposes(found: dict[str, Any]) -> tuple[list[Op], tuple[int, ...] | None]:
+    """The Transposes around a RotaryEmbedding that ``_PART`` found, and their order, or None where they do not belong to it."""
+    around = [found[name] for name in ("there", "back") if name in found]
+    orders = {op.attrs.perm for op in around} or {PLAIN}
+    return around, next((order for order in ORDERS if orders == {order}), None)
+
+
+_TURNED_REST = any_of(
+    node("RotaryEmbedding", SECOND, name="turned"),
+    node("Transpose", node("RotaryEmbedding", node("Transpose", SECOND, name="there"), name="turned"), name="back"),
+)
+
+
+@pattern_rule("rotary_rows", node("Concat", FIRST, _TURNED_REST))
 def rotary_rows(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
     """``Concat(first rows of x, RotaryEmbedding(the rest of x))`` along the positions: the first rows turn by cos 1 and sin 0."""
     first, rest, inner = found["first"], found["second"], found["turned"]
-    x = whole(graph, first, rest, axis=-2)
-    if x is None or len(root.inputs) != 2 or not is_axis(graph, x, root.attrs.axis, -2):
+    around, order = _transposes(found)
+    if order is None:
         return None
-    if len(graph.uses(inner.value)) > 1:
+    axis = order[-2] - len(order)
+    x = whole(graph, first, rest, axis=axis)
+    if x is None or len(root.inputs) != 2 or not is_axis(graph, x, root.attrs.axis, axis):
+        return None
+    if any(len(graph.uses(op.value)) > 1 for op in (inner, *around[1:])):
         return Miss(f"its rotated rows are used elsewhere: {inner.name}")
-    rows = graph.type(first).dims[-2]
+    rows = graph.type(first).dims[axis]
     assert isinstance(rows, int)
     caches = [operand(inner, 1), operand(inner, 2)]
     for value in caches:
         if not all(isinstance(d, int) for d in graph.type(value).dims):
             return Miss(f"the size of {graph.output(value).name} {graph.type(value)} is not known")
-    covered = {op.id: op for op in (root, graph.op(first), graph.op(rest), inner)}
+    covered = {op.id: op for op in (root, graph.op(first), graph.op(rest), inner, *around)}
 
     def build(patch: Patch) -> Value:
         longer = []
@@ -154,7 +170,7 @@ def rotary_rows(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss |
             batch, _, half = t.static_shape
             still = patch.constant(np.full((batch, rows, half), number, t.dtype), "still")
             longer.append(patch.add("Concat", [still, value], ConcatAttrs(1)))
-        return patch.add("RotaryEmbedding", [x, *longer], inner.attrs)
+        return turned(patch, x, longer, inner.attrs, order)
 
     return Match(tuple(covered.values()), build)
 
@@ -232,36 +248,36 @@ def _with_batch(heads: Shape) -> Shape:
     return (1, *heads) if len(heads) == 3 else heads
 
 
-def _refuse(graph: Graph, found: dict[str, Any], heads: Shape, axis: int) -> str | None:
-    """Why there is no rotary embedding of "x", in the shape of ``heads``, by "cos" and "sin", with its positions along ``axis``, or
-    None."""
-    x = graph.type(found["x"])
+def _order(graph: Graph, found: dict[str, Any], heads: Shape) -> tuple[int, ...] | str:
+    """The order of axes in which "x", in the shape of ``heads``, is turned by "cos" and "sin", or why there is none."""
+    x, shapes = graph.type(found["x"]), [graph.type(found[name]).shape or () for name in ("cos", "sin")]
     if len(heads) != 4 or reshape_target(x.dims, heads) is None:
         return f"{graph.output(found['x']).name} {x} does not have four axes"
-    for value in (found["cos"], found["sin"]):
+    order = order_of(heads, shapes)
+    for value, shape in zip((found["cos"], found["sin"]), shapes, strict=True):
         t, name = graph.type(value), graph.output(value).name
         if t.dtype != x.dtype:
             return f"{name} is {t.dtype}, its operand {x.dtype}"
-        if not per_position(heads, t.shape or (), axis):
+        if order_of(heads, [shape]) is None:
             return f"{name} {t} is not one angle per position of {x}"
-        if reshape_target(t.dims, cache_shape(t.dims, axis)) is None:
+        if order is not None and reshape_target(t.dims, cache_shape(t.dims, order)) is None:
             return f"the size of {name} {t} cannot be written"
-    return None
+    return "its cosines and sines differ by other axes" if order is None else order
 
 
-def _angles(patch: Patch, graph: Graph, value: Value, axis: int, interleaved: bool | None) -> Value:
-    """The first half of the angles (or every second), one row per position along ``axis``: (batch or 1, length, D / 2).
+def _angles(patch: Patch, graph: Graph, value: Value, order: tuple[int, ...], interleaved: bool | None) -> Value:
+    """The first half of the angles (or every second), one row per position in this order of axes: (batch or 1, length, D / 2).
 
     ``interleaved`` None: all of them, (batch or 1, length, D).
     """
     if interleaved is None:
-        return in_shape(patch, value, cache_shape(graph.type(value).dims, axis))
+        return in_shape(patch, value, cache_shape(graph.type(value).dims, order))
     shape = graph.type(value).dims
     size = shape[-1]
     assert isinstance(size, int)
     limits = (0, size, len(shape) - 1, 2) if interleaved else (0, size // 2, len(shape) - 1)
     half = patch.add("Slice", [value, *(integers(patch, [n], "half") for n in limits)])
-    return in_shape(patch, half, cache_shape(patch.type(half).dims, axis))
+    return in_shape(patch, half, cache_shape(patch.type(half).dims, order))
 
 
 def doubled(graph: Graph, value: Value, depth: int = _DEPTH, *, interleaved: bool = False) -> bool:

@@ -13,6 +13,7 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.rules.tables_of_one_index import tables_of_one_index
 from optdnn.passes.support.facts import ints, producer, reshaped, shape_of
 from optdnn.types import INT64, Array, normalize_axis
 
@@ -136,4 +137,4 @@ def _alike(one: _Embedding | None, other: _Embedding | None) -> bool:
 
 class JoinedTables(RulePass):
     name = "joined_tables"
-    rules = (joined_tables,)
+    rules = (joined_tables, tables_of_one_index)

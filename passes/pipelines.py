@@ -59,6 +59,7 @@ from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.pixel_shuffles import PixelShuffles
 from optdnn.passes.pool_last import PoolLast
 from optdnn.passes.product_chains import ProductChains
+from optdnn.passes.products_of_parts import ProductsOfParts
 from optdnn.passes.radix_sums import RadixSums
 from optdnn.passes.relative_positions import RelativePositions
 from optdnn.passes.roll_scans import RollScans
@@ -142,6 +143,7 @@ O2_GPU: tuple[Pass, ...] = (
     MaskedRows(),  # sizes that depend on data: with the operators as they are, before fusions need to know of rows
     PadRows(),  # the sizes that are left
     UnrolledScans(),  # before fusions: chains of steps have many small operators
+    ProductsOfParts(),  # before scans are rolled: recurrences whose products leave them are pointwise
     RollScans(),  # the chains that are left
     GatheredProducts(),  # before sums of segments and epilogues, which take in gathers and sums
     ProductChains(),  # before the next, whose matrices products behind them take in; before siblings, which these become

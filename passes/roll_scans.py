@@ -24,7 +24,18 @@ from optdnn.ops.pointwise_scan import PointwiseScanAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.outer_products import outer_product
-from optdnn.passes.support.facts import RESHAPES, in_shape, integers, ints, operand, origins, producer, shape_of
+from optdnn.passes.support.facts import (
+    RESHAPES,
+    in_shape,
+    integers,
+    ints,
+    operand,
+    origins,
+    producer,
+    reshape_target,
+    scalar,
+    shape_of,
+)
 from optdnn.passes.support.unrolled_steps import LEAST, Scan, Steps, find_scan, first_of_all, position
 from optdnn.types import normalize_axis, show_shape
 
@@ -76,7 +87,7 @@ def _scan_of(graph: Graph, op: Op) -> Match | Miss | None:
     if shape[axis] != len(parts) or parts[-1][1] != parts[0][1]:
         return None
     kept, results_of = parts[0][1], [graph.op(v) for v, _ in parts]
-    if reductions := _products(graph, results_of) or (() if kept else _reductions(graph, results_of)):
+    if reductions := _products(graph, results_of) or _reductions(graph, results_of):
         parts = [(operand(one, int(one.kind == "MatMul")), False) for one in reductions]
     missed: Miss | None = None
     for backward in (False, True):
@@ -143,6 +154,38 @@ def outer_step(graph: Graph, op: Op) -> Match | Miss | None:
     if not all(len(graph.type(v).dims) > 1 and position(graph, v) for v in op.inputs if v is not None):
         return None
     return outer_product.function(graph, op)
+
+
+@rule("view_before_step", RESHAPES)
+def view_before_step(graph: Graph, op: Op) -> Match | None:
+    """A Reshape of axes of size 1 moves in front of the arithmetic of positions, which then is part of a step."""
+    before, after = shape_of(graph, operand(op)), op.outputs[0].type.shape
+    inner = producer(graph, operand(op), frozenset(STAGE_KINDS), alone=True)
+    if (
+        inner is None
+        or before is None
+        or after is None
+        or [n for n in before if n != 1] != [n for n in after if n != 1]
+    ):
+        return None
+    places = [v for v in inner.inputs if v is not None and shape_of(graph, v) == before and _one_of_many(graph, v)]
+    if not any(user.kind in STAGE_KINDS for user in graph.users(op.value)):
+        return None
+    numbers = [v for v in inner.inputs if v is not None and scalar(graph, v) is not None]
+    if not places or len(places) + len(numbers) < len(inner.inputs) or reshape_target(before, after) is None:
+        return None
+
+    def build(patch: Patch) -> Value:
+        moved = {v: in_shape(patch, v, after) for v in dict.fromkeys(places)}
+        return patch.add(inner.kind, [v if v is None else moved.get(v, v) for v in inner.inputs], inner.attrs)
+
+    return Match((op, inner), build)
+
+
+def _one_of_many(graph: Graph, value: Value) -> bool:
+    """Whether a value is one position of a tensor, and enough others are read for a scan."""
+    place = position(graph, value)
+    return place is not None and graph.use_count(place.whole) >= LEAST
 
 
 @rule("last_state", STAGE_KINDS)
@@ -355,4 +398,4 @@ def _joined(op: Op, whole: Value, order: tuple[int, ...], begin: int, size: int)
 
 class RollScans(RulePass):
     name = "roll_scans"
-    rules = (outer_step, pointwise_scan, stacked_positions, last_state)
+    rules = (outer_step, view_before_step, pointwise_scan, stacked_positions, last_state)

@@ -17,18 +17,23 @@ def stage_before_reshape(graph: Graph, op: Op) -> Match | None:
     reshape = _before(graph, op, RESHAPES)
     if reshape is None or refuses(graph, op, reshape.value) is not None:
         return None
-    source = operand(reshape)
+    views = [reshape]
+    while (view := producer(graph, operand(views[-1]), RESHAPES, alone=True)) is not None:
+        views.append(view)
+    source = operand(views[-1])
     made = graph.op(source)
     while made.kind in STAGES and (before := _before(graph, made, ANCHORS | STAGES)) is not None:
         made = before
-    if made.kind not in ANCHORS or graph.sole_user(source) != reshape:
+    if made.kind not in ANCHORS or graph.sole_user(source) != views[-1]:
         return None
 
     def build(patch: Patch) -> Value:
         y = patch.add(op.kind, [source if v == reshape.value else v for v in op.inputs], op.attrs, src=op.src)
-        return patch.add(reshape.kind, [y, *reshape.inputs[1:]], reshape.attrs, src=reshape.src)
+        for each in reversed(views):
+            y = patch.add(each.kind, [y, *each.inputs[1:]], each.attrs, src=each.src)
+        return y
 
-    return Match((op, reshape), build)
+    return Match((op, *views), build)
 
 
 def _before(graph: Graph, op: Op, kinds: frozenset[str]) -> Op | None:

@@ -17,7 +17,7 @@ from optdnn.passes.support.facts import RESHAPES, in_shape, operand, shape_of
 from optdnn.passes.support.parts import is_axis, span, whole
 from optdnn.passes.support.pattern import Var, any_of, node
 from optdnn.passes.support.pattern_rule import PatternRule
-from optdnn.passes.support.rotary import cache_shape, per_position, turned, unshaped
+from optdnn.passes.support.rotary import cache_shape, order_of, turned, unshaped
 from optdnn.types import Shape
 
 A, B, COS, SIN = map(Var, ("a", "b", "cos", "sin"))
@@ -49,16 +49,15 @@ class RotaryProducts(PatternRule):
         full = (*rows[:-1], 2 * rows[-1])
         trailing = len(graph.type(a).dims) - len(rows)
         angles = {name: _without(graph.type(found[name]).dims, trailing) for name in ("cos", "sin")}
-        axis = next((n for n in (-2, -3) if all(per_position(rows, s, n) for s in angles.values() if s)), -2)
-        reason = _refuse(graph, found, x, full, angles, axis)
-        if reason is not None:
-            return Miss(reason)
+        order = _order(graph, found, x, full, angles)
+        if isinstance(order, str):
+            return Miss(order)
 
         def build(patch: Patch) -> Value:
-            caches = [in_shape(patch, found[name], cache_shape(s, axis)) for name, s in angles.items() if s]
+            caches = [in_shape(patch, found[name], cache_shape(s, order)) for name, s in angles.items()]
             whole_heads = in_shape(patch, x, full)
             attrs = RotaryAttrs(interleaved=halves is None)
-            y = turned(patch, whole_heads, caches, attrs, swapped=axis == -3)
+            y = turned(patch, whole_heads, caches, attrs, order)
             if halves is None and not in_pairs:  # even numbers before odd ones
                 y = in_shape(patch, y, (*full[:-1], rows[-1], 2))
                 y = patch.add("Transpose", [y], TransposeAttrs((0, 1, 2, 4, 3)))
@@ -86,15 +85,16 @@ def _without(shape: Shape, trailing: int) -> Shape:
     return shape[:-trailing] if trailing > 0 and all(d == 1 for d in shape[-trailing:]) else ()
 
 
-def _refuse(
-    graph: Graph, found: dict[str, Any], x: Value, full: Shape, angles: dict[str, Shape], axis: int
-) -> str | None:
-    """Why heads of shape ``full`` are not turned by these angles, or None."""
+def _order(
+    graph: Graph, found: dict[str, Any], x: Value, full: Shape, angles: dict[str, Shape]
+) -> tuple[int, ...] | str:
+    """The order of axes in which heads of shape ``full`` are turned by these angles, or why there is none."""
     t = graph.type(x)
     if len(full) != 4:
         return f"{graph.output(x).name} {t} does not have four axes"
     rows = (*full[:-1], graph.type(found["a"]).dims[3])
-    for name, shape in angles.items():
-        if not shape or not per_position(rows, shape, axis):
-            return f"{graph.output(found[name]).name} {graph.type(found[name])} is not one angle per position of {t}"
-    return None
+    order = order_of(rows, list(angles.values()))
+    if order is None:
+        wrong = found[next((name for name, shape in angles.items() if order_of(rows, [shape]) is None), "sin")]
+        return f"{graph.output(wrong).name} {graph.type(wrong)} is not one angle per position of {t}"
+    return order

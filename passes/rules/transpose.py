@@ -15,9 +15,9 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, rule
-from optdnn.passes.support.facts import integers, ints, operand, producer, with_rank
+from optdnn.passes.support.facts import in_shape, integers, ints, operand, producer, reshape_target, with_rank
 from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS
-from optdnn.types import Array, normalize_axis
+from optdnn.types import Array, Shape, normalize_axis
 
 REDUCTIONS = frozenset(
     f"Reduce{k}" for k in ("Mean", "Sum", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp")
@@ -168,7 +168,9 @@ def _pointwise(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None
         array = graph.constant_value(v)
         if _is_moved(graph, v, value, perm):
             moved.append(i)
-        elif array is None or array.ndim > len(perm):
+        elif (array is None and _before(graph.type(v).shape, perm) is None) or (
+            array is not None and array.ndim > len(perm)
+        ):
             return None
 
     def build(patch: Patch) -> Value:
@@ -179,11 +181,24 @@ def _pointwise(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None
                 operands.append(_under(graph, v))
             elif array is not None and array.size > 1:
                 operands.append(patch.constant(_moved_constant(array, perm), "moved"))
+            elif v is not None and array is None and (shape := _before(graph.type(v).shape, perm)) is not None:
+                operands.append(in_shape(patch, v, shape, op.src))
             else:
                 operands.append(v)
         return patch.add(op.kind, operands, op.attrs, src=op.src)
 
     return Passage(tuple(moved), build, perm)
+
+
+def _before(shape: Shape | None, perm: Perm) -> Shape | None:
+    """The shape in front of a transpose by ``perm`` that only moves axes of size 1, so that a Reshape does the same; else None."""
+    if shape is None or len(shape) > len(perm):
+        return None
+    after = (*(1,) * (len(perm) - len(shape)), *shape)
+    before = tuple(after[i] for i in np.argsort(perm))
+    kept = [n for n in after if n != 1] == [n for n in before if n != 1]
+    in_order = [perm[i] for i, n in enumerate(after) if n != 1]
+    return before if kept and in_order == sorted(in_order) and reshape_target(shape, before) is not None else None
 
 
 def _concat(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
@@ -206,11 +221,16 @@ def _reduction(graph: Graph, op: Op, perm: Perm) -> Passage | None:
         return None
     out = sorted(normalize_axis(a, rank) for a in axes) or list(range(rank))
     new_axes = sorted(perm[a] for a in out)
-    after = perm if op.attrs.keepdims else _order([perm[i] for i in range(rank) if i not in out])
+    result = op.outputs[0].type.shape
+    meets = all(user.kind == "Transpose" for user in graph.users(op.value))
+    in_place = op.attrs.keepdims and not meets and _before(result, perm) is not None  # what is left needs a Reshape
+    inverse = None if in_place else perm
+    after = inverse if op.attrs.keepdims else _order([perm[i] for i in range(rank) if i not in out])
 
     def build(patch: Patch) -> Value:
         src = None if after is None else op.src  # without a Transpose after it, it stands for both
-        return patch.add(op.kind, [_under(graph, operand(op)), integers(patch, new_axes, "axes")], op.attrs, src=src)
+        y = patch.add(op.kind, [_under(graph, operand(op)), integers(patch, new_axes, "axes")], op.attrs, src=src)
+        return in_shape(patch, y, result, src) if in_place and result is not None else y
 
     return Passage((0,), build, after)
 

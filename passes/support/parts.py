@@ -61,17 +61,17 @@ def consecutive(graph: Graph, parts: Sequence[Value]) -> Value | None:
         return None
     at = 0
     for value, op in zip(parts, ops, strict=True):
-        found = _port_span(graph, op, value.port, size) if op.kind == "Split" else span(graph, op, size)
+        found = port_span(graph, op, value.port) if op.kind == "Split" else span(graph, op, size)
         if found is None or found[0] != at or found[2] != 1:
             return None
         at = found[1]
     return x if at == size else None
 
 
-def _port_span(graph: Graph, op: Op, port: int, size: int) -> tuple[int, int, int] | None:
-    """Begin, end and step of a part of a Split along the last axis."""
-    sizes = [graph.type(Value(op.id, k)).dims[-1] for k in range(port + 1)]
+def port_span(graph: Graph, op: Op, port: int, axis: int = -1) -> tuple[int, int, int] | None:
+    """Begin, end and step of a part of a Split along ``axis``, counted from the end."""
+    sizes = [graph.type(Value(op.id, k)).dims[axis] for k in range(port + 1)]
     known = [n for n in sizes if isinstance(n, int)]
-    if len(known) < len(sizes) or not is_axis(graph, operand(op), op.attrs.axis, -1):
+    if len(known) < len(sizes) or not is_axis(graph, operand(op), op.attrs.axis, axis):
         return None
     return sum(known[:-1]), sum(known), 1

@@ -11,31 +11,48 @@ from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.support.facts import RESHAPES, operand
 from optdnn.types import Shape
 
+PLAIN = (0, 1, 2, 3)
 SWAP = (0, 2, 1, 3)
 """Exchanges heads and positions."""
+HEADS_AS_IMAGES = (1, 0, 2, 3)
+"""Exchanges images and heads: the op has its angles per image."""
+ORDERS = (PLAIN, SWAP, HEADS_AS_IMAGES)
+"""Between which Transposes the op may stand, the simplest first. Each is its own inverse."""
 
 
-def turned(patch: Patch, x: Value, caches: Sequence[Value | None], attrs: RotaryAttrs, *, swapped: bool) -> Value:
-    """A RotaryEmbedding of x; ``swapped``: of x whose positions come before its heads."""
-    if swapped:
-        x = patch.add("Transpose", [x], TransposeAttrs(SWAP))
-    y = patch.add("RotaryEmbedding", [x, *caches], attrs)
-    return patch.add("Transpose", [y], TransposeAttrs(SWAP)) if swapped else y
+def turned(
+    patch: Patch, x: Value, caches: Sequence[Value | None], attrs: RotaryAttrs, order: tuple[int, ...] = PLAIN
+) -> Value:
+    """A RotaryEmbedding of x, between two Transposes to ``order``."""
+    if order == PLAIN:
+        return patch.add("RotaryEmbedding", [x, *caches], attrs)
+    y = patch.add("RotaryEmbedding", [patch.add("Transpose", [x], TransposeAttrs(order)), *caches], attrs)
+    return patch.add("Transpose", [y], TransposeAttrs(order))
 
 
-def per_position(dims: Shape, angles: Shape, axis: int) -> bool:
-    """Whether all heads of a tensor of shape ``dims`` have the same angles for each position along ``axis``, -2 or -3; the heads
-    lie along the other one."""
-    heads = -5 - axis
-    if not -axis <= len(angles) <= len(dims) or angles[-1] != dims[-1] or angles[axis] != dims[axis]:
+def order_of(dims: Shape, angles: Sequence[Shape]) -> tuple[int, ...] | None:
+    """The first of ``ORDERS`` in which a tensor of shape ``dims`` and its angles are as the op wants them: an angle for each
+    position, and for each image or all of them. None where there is no such order."""
+    return next((order for order in ORDERS if all(_fits(dims, shape, order) for shape in angles)), None)
+
+
+def _fits(dims: Shape, angles: Shape, order: tuple[int, ...]) -> bool:
+    if len(dims) != 4 or not 1 <= len(angles) <= 4:
         return False
-    return (len(angles) < -heads or angles[heads] == 1) and (len(angles) < 4 or angles[0] in (1, dims[0]))
+    images, heads, positions, numbers = _ordered(angles, order)
+    wanted = _ordered(dims, order)
+    return images in (1, wanted[0]) and heads == 1 and (positions, numbers) == wanted[2:]
 
 
-def cache_shape(shape: Shape, axis: int) -> Shape:
-    """The shape (batch or 1, positions, numbers) of angles whose positions lie along ``axis``."""
-    batch = shape[0] if len(shape) == 4 else 1
-    return (batch, shape[axis], shape[-1])
+def _ordered(shape: Shape, order: tuple[int, ...]) -> Shape:
+    full = (1,) * (4 - len(shape)) + tuple(shape)
+    return tuple(full[i] for i in order)
+
+
+def cache_shape(shape: Shape, order: tuple[int, ...]) -> Shape:
+    """The shape (images or 1, positions, numbers) of angles of this shape in an order that fits them."""
+    images, _, positions, numbers = _ordered(shape, order)
+    return (images, positions, numbers)
 
 
 def unshaped(graph: Graph, value: Value) -> Value:

@@ -50,12 +50,13 @@ class Slots:
 
     def stage(self, op: Op, value: Value, register: int) -> Stage:
         """``op`` as a stage; its operand ``value`` is read from ``register``."""
-        args = [None if v is None else ~register if v == value else self._slot(v) for v in op.inputs]
+        args = [None if v is None else ~register if v == value else self.slot(v) for v in op.inputs]
         while args and args[-1] is None:
             args.pop()
         return Stage(op.kind, tuple(args), op.attrs)
 
-    def _slot(self, value: Value) -> int:
+    def slot(self, value: Value) -> int:
+        """The slot of a stage's operand."""
         if value not in self.operands[self.arity :]:
             self.operands.append(value)
         return self.operands.index(value, self.arity)

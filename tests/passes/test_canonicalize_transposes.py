@@ -105,6 +105,32 @@ def test_a_transpose_before_a_reduction(axes: tuple[int, ...], keepdims: bool) -
     check_pass(CANON, n.done(y), changes=2 if keepdims else 1, kinds={"ReduceMean": 1})
 
 
+@pytest.mark.parametrize("points", [False, True])
+def test_squeeze_and_excitation_of_images_with_channels_last(points: bool) -> None:
+    """Keras: the factors come back to the image by a Transpose that only moves axes of size 1, which is a Reshape. ``points``: by
+    vectors that are no image."""
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(2, 3, 6, 6), 8))
+    image = transpose(n, x, *NHWC)
+    means = n.op("ReduceMean", image, shape_of(1, 2), attrs=ReduceAttrs(keepdims=not points))
+    if points:
+        gate = n.op("Reshape", n.matmul(means, 8), n.ints(2, 1, 1, 8))
+    else:
+        gate = transpose(n, n.conv(transpose(n, means, *NCHW), 8, 1, pads=0), *NHWC)
+    y = transpose(n, n.op("Mul", image, n.op("Sigmoid", gate)), *NCHW)
+    graph = check_pass(CANON, n.done(n.conv(y, 4)), changes=3 if points else 5)[0]
+    assert "Transpose" not in graph.kinds()
+    (mean,) = graph.of_kind("ReduceMean")
+    assert mean.inputs[0] == graph.of_kind("Relu")[0].value
+
+
+def test_a_factor_of_other_axes_keeps_the_transpose() -> None:
+    n = Net()
+    image = transpose(n, n.op("Relu", n.conv(n.input(2, 3, 6, 6), 8)), *NHWC)
+    y = n.op("Mul", image, n.op("Sigmoid", n.input(2, 6, 1, 8, name="g")))
+    check_untouched(CANON, n.done(transpose(n, y, *NCHW)))
+
+
 def test_a_reduction_that_leaves_axes_in_another_order() -> None:
     n = Net()
     x = transpose(n, n.input(2, 3, 4, 5), *NHWC)

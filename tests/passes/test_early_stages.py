@@ -45,6 +45,15 @@ def test_others_stay(graph: Graph) -> None:
     check_untouched(HoistViews(), graph)
 
 
+def test_they_move_before_several_reshapes() -> None:
+    n = Net(np.float64)
+    y = n.op("Reshape", n.matmul(n.input(6, 8), H * D), n.ints(6, H, D), attrs=ReshapeAttrs())
+    y = n.op("Tanh", n.op("Reshape", y, n.ints(6, 1, 1, H * D), attrs=ReshapeAttrs()))
+    graph, _ = check_pass(HoistViews(), n.done(y), changes=1, rules={"stage_before_reshape": 1})
+    (product,) = graph.of_kind("MatMul")
+    assert graph.of_kind("Tanh")[0].inputs[0] == product.value
+
+
 def test_the_product_takes_them_in() -> None:
     n = Net()
     y = n.op("Reshape", n.matmul(n.input(32, 64), 64), n.ints(32, 4, 16), attrs=ReshapeAttrs())

@@ -57,6 +57,51 @@ def test_batch_norm_after_a_matrix_product(make: Make) -> None:
     check_pass(FUSE, n.done(n.bn(make(n, n.input(2, 6)))), changes=1, kinds={"Gemm": 1})
 
 
+@pytest.mark.parametrize("make", IMAGES.values(), ids=IMAGES.keys())
+def test_a_layer_that_is_subtracted(make: Make) -> None:
+    n = Net()
+    y = make(n, n.input(2, 6, 9, 9))
+    x = n.op("Tanh", n.input(*n.dims(y), name="t"))
+    graph, _ = check_pass(
+        FUSE, n.done(n.op("Sub", x, y)), changes=2, rules={"subtracted_linear": 1, "conv_scale_shift": 1}
+    )
+    assert graph.kinds() == {**graph.kinds(), "Add": 1, n.graph.op(y).kind: 1}
+    assert not {"Sub", "Mul"} & graph.kinds().keys()
+
+
+def test_a_layer_and_its_bias_that_are_subtracted() -> None:
+    n = Net()
+    y = n.op("Add", n.matmul(n.input(2, 5, 8), 8), n.random(8))
+    graph, _ = check_pass(FUSE, n.done(n.op("Sub", n.input(2, 5, 8, name="t"), y)), changes=2)
+    assert graph.kinds() == {**graph.kinds(), "MatMul": 1, "Add": 2}
+    assert not {"Sub", "Mul"} & graph.kinds().keys()
+
+
+def test_a_subtracted_sum_with_a_mask_stays() -> None:
+    n = Net()
+    y = n.op("Add", n.matmul(n.input(2, 5, 8), 8), n.random(5, 1))
+    check_refused(FUSE, n.done(n.op("Sub", n.input(2, 5, 8, name="t"), y)), because="not one value per channel")
+
+
+def test_other_subtractions_stay() -> None:
+    n = Net()
+    x, t = n.input(2, 5, 8), n.input(2, 5, 8, name="t")
+    y = n.matmul(x, 8)
+    check_untouched(FUSE, n.done(n.op("Sub", t, y), n.op("Tanh", y)))  # read elsewhere
+    n = Net()
+    y = n.matmul(n.input(2, 5, 8), 8)
+    check_untouched(FUSE, n.done(n.op("Sub", n.input(4, 1, 1, 8, name="t"), y)))  # enlarged
+    n = Net()
+    y = n.op("Sub", n.random(2, 5, 8), n.matmul(n.input(2, 5, 8), 8))
+    check_refused(FUSE, n.done(y), because="not one value per channel")
+
+
+def test_a_product_of_computed_tensors_that_is_subtracted() -> None:
+    n = Net()
+    y = n.op("MatMul", n.input(2, 5, 8), n.input(2, 8, 8, name="w"))
+    check_refused(FUSE, n.done(n.op("Sub", n.input(2, 5, 8, name="t"), y)), because="are not constant")
+
+
 def rows_of_tokens(*, known: bool = True, channels: int = 8, readers: int = 1, back: bool = True) -> Net:
     """A product of tokens, flattened, normalized and unflattened, as LeViT has it."""
     n = Net()

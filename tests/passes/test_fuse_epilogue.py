@@ -56,6 +56,18 @@ def test_an_activation(kind: str, attrs: Attrs | None, more: tuple[Any, ...]) ->
     assert conv.outputs[0].name == f"{kind}_2"
 
 
+@pytest.mark.parametrize(("flip", "other"), [(False, "tensor"), (True, "tensor"), (False, "row"), (False, "constant")])
+def test_a_difference_on_gpus(flip: bool, other: str) -> None:
+    n = Net()
+    y = n.op("MatMul", n.input(2, 3, 6, name="a"), n.input(2, 6, 4, name="b"))
+    x = n.random(2, 3, 4) if other == "constant" else n.input(*((4,) if other == "row" else (2, 3, 4)), name="t")
+    graph, _ = check_pass(
+        FUSE, n.done(n.op("Sub", *((y, x) if flip else (x, y)))), changes=1, kinds={"MatMul": 1},
+        context=PassContext(target="cuda:sm_90a"),
+    )  # fmt: skip
+    assert stages(graph) == [("<MatMul>", *(("Mul", "Add") if (flip, other) == (False, "tensor") else ("Sub",)))]
+
+
 def _vectors_before(kind: str, *, op: str = "Add", readers: int = 1, shape: tuple[int, ...] = (2, 4, 1, 1)) -> Net:
     """A convolution's images plus vectors, and what reads the sum. ``op``: another operator in the place of the addition."""
     n = Net()

@@ -233,6 +233,35 @@ def rows(first: str = "f = Slice(x, zero, two, positions)", joined: str = "f, t"
         gc = Mul(g, c) rs = Mul(r, s) t = Add(gc, rs) y = Concat<axis={axis}>({joined})"""
 
 
+BY_HEAD = np.random.default_rng(5).standard_normal((3, 5, 2))
+BY_HEAD_TWICE = np.concatenate([BY_HEAD, BY_HEAD], 2)
+HEADS_DIFFER = {
+    "halves": (model(FORMS["llama"], BY_HEAD_TWICE, "[1,3,5,4]"), 1),
+    "tables without a batch": (model(FORMS["llama"], BY_HEAD_TWICE, "[3,5,4]"), 1),
+    "neighbours": (model(NEIGHBOURS["roformer"], np.repeat(BY_HEAD, 2, 2), "[1,3,5,4]"), 1),
+    "the first numbers": (model(part(), np.repeat(BY_HEAD[..., :1], 2, 2), "[1,3,5,2]"), 2),
+    "rows in front": (model(rows(), BY_HEAD_TWICE[:, 2:], "[1,3,3,4]"), 2),
+}
+
+
+@pytest.mark.parametrize("name", HEADS_DIFFER)
+def test_heads_of_different_angles_turn_as_images(name: str) -> None:
+    text, changes = HEADS_DIFFER[name]
+    graph, _ = check_pass(FuseRotary(), text, changes=changes)
+    assert not {"Neg", "Add"} & graph.kinds().keys()
+    (op,) = graph.of_kind("RotaryEmbedding")
+    there, back = graph.op(op.inputs[0]), graph.users(op.value)[0]
+    assert there.attrs.perm == back.attrs.perm == (1, 0, 2, 3)
+    assert graph.op(there.inputs[0]).kind == "Input"
+    assert [graph.type(v).dims[:2] for v in op.inputs[1:]] == [(3, 5)] * 2
+
+
+def test_angles_that_differ_by_image_and_head_stay() -> None:
+    both = np.random.default_rng(6).standard_normal((2, 3, 5, 2))
+    text = model(FORMS["llama"], np.concatenate([both, both], 3), "[2,3,5,4]")
+    check_refused(FuseRotary(), text, because="is not one angle per position")
+
+
 BEHIND = BOTH[2:]
 SPLIT_ROWS = rows("to = Constant<value_ints=[2,3]>() f, g = Split<axis=2>(x, to)").replace(
     "g = Slice(x, two, end, positions)", ""
@@ -344,9 +373,14 @@ def test_other_parts_stay(graph: Graph) -> None:
 
 
 REFUSED = {
-    "is not one angle per position": model(FORMS["llama"], np.tile(BOTH, (3, 1)), "[1,3,5,4]"),
-    r"c fp32\[1, 5, 3, 4\] is not one angle": positions_first(
-        model(FORMS["llama"], np.repeat(BOTH, 3, 0), "[1,5,3,4]")
+    "is not one angle per position": model(FORMS["llama"], np.tile(BOTH, (6, 1)), "[2,3,5,4]"),
+    r"c fp32\[2, 5, 3, 4\] is not one angle": positions_first(
+        model(FORMS["llama"], np.repeat(np.tile(BOTH, (2, 1)), 3, 0), "[2,5,3,4]")
+    ),
+    "its cosines and sines differ by other axes": model(
+        f"{SLICED} {TURNED} c = Cos(angles) w0 = Concat<axis=-1>(turn, turn) w1 = Unsqueeze(w0, one) s = Sin(w1) {SUM}",
+        BY_HEAD_TWICE,
+        "[1,3,5,4]",
     ),
 }
 

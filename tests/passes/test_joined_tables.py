@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
+from support.simulated import check_simulated, kinds
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
@@ -14,7 +15,61 @@ from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.passes import joined_tables
 from optdnn.passes.joined_tables import JoinedTables
+from optdnn.passes.rules import tables_of_one_index
 from optdnn.types import FP32, INT64
+
+
+def by_one_index(
+    widths: tuple[int, ...] = (16, 8, 3, 1), *, rows: tuple[int, ...] | None = None, rank: int = 1, shared: int = 0,
+    turns: bool = False, axis: int = 0, constant: bool = False,
+) -> Graph:  # fmt: skip
+    """Rows that one index takes from tables of these widths. ``shared``: how many of the tables something else reads."""
+    n = Net(np.float64)
+    index = n.const(np.array([1, 4, 2]), np.int64) if constant else n.op("Abs", n.input(*[3] * rank, dtype=INT64))
+    found, x = [], n.input(6, 6, name="t")
+    for k, width in enumerate(widths):
+        table = n.random(*(rows[k] if rows else 6, width)) if axis == 0 else n.random(width, 6)
+        found.append(n.op("Tanh", n.op("Gather", table, index, attrs=GatherAttrs(axis))))
+        if k < shared:
+            found.append(n.op("MatMul", x, table))
+    if turns:
+        caches = [n.op("Gather", n.random(6, 4), index, attrs=GatherAttrs(0)) for _ in range(2)]
+        caches = [n.op("Unsqueeze", c, n.ints(0)) for c in caches]
+        found = [n.op("RotaryEmbedding", n.input(1, 2, 3, 8, name="q"), *caches)]
+    return n.done(*found, n.op("Tanh", x))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("widths", [(16, 8, 3, 1), (3, 16), (8, 8)])
+def test_tables_of_one_index(widths: tuple[int, ...], rank: int) -> None:
+    graph, _ = check_pass(JoinedTables(), by_one_index(widths, rank=rank), changes=1, rules={"tables_of_one_index": 1})
+    (gather,) = graph.of_kind("Gather")
+    table = graph.constant_value(gather.inputs[0])
+    assert table is not None
+    assert table.shape == (6, -(-sum(widths) // 8) * 8)
+    (split,) = graph.of_kind("Split")
+    assert [o.type.dims[-1] for o in split.outputs][: len(widths)] == sorted(widths, key=lambda w: w % 8 != 0)
+
+
+def test_one_gather_is_launched_for_them() -> None:
+    assert kinds(check_simulated(by_one_index(), "fp16")).count("Gather") == 1
+
+
+def test_a_small_table_may_be_shared() -> None:
+    graph, _ = check_pass(JoinedTables(), by_one_index(shared=1), changes=1)
+    assert len(graph.of_kind("Gather")) == 1
+
+
+def test_tables_of_one_index_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_untouched(JoinedTables(), by_one_index((8,)))
+    check_untouched(JoinedTables(), by_one_index((8, 8), rows=(6, 7)))
+    check_untouched(JoinedTables(), by_one_index((8, 8), axis=1))
+    check_untouched(JoinedTables(), by_one_index((8, 8), constant=True))
+    check_refused(JoinedTables(), by_one_index((8,), turns=True), because="angles of rotary")
+    monkeypatch.setattr(tables_of_one_index, "SHARED_BYTES", 8)
+    check_refused(JoinedTables(), by_one_index((8, 8), shared=1), because="others read the table")
+    monkeypatch.setattr(tables_of_one_index, "MOST_BYTES", 8)
+    check_refused(JoinedTables(), by_one_index((8, 8)), because="too large to be joined")
 
 
 def column(n: Net, x: Value, k: int, form: str) -> Value:

@@ -8,6 +8,7 @@ from support.net import Net
 from support.scan_cases import CASES, STEPS, graph_of, multiplied, stacked, taken, zeros
 
 from optdnn.dim import symbol
+from optdnn.ir.graph import Graph
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.reduce import ReduceAttrs
@@ -101,6 +102,32 @@ def test_products_with_other_rows_stay() -> None:
 def test_large_results_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roll_scans, "MOST_ELEMENTS", 500)
     check_refused(PASS, graph_of("reduced"), because="larger than launches for each step are long")
+
+
+def selective(count: int = STEPS, *, mixed: bool = False) -> Graph:
+    """A selective scan (VMamba): what a step adds is multiplied before it gets the axis of states, and the sum over this axis keeps
+    it, for the Concat. ``mixed``: a matrix is part of what is multiplied."""
+    n = Net()
+    x, d, b = n.input(2, count, 4), n.input(2, count, 4, name="d"), n.input(2, count, 3, name="b")
+    x = n.op("Tanh", x)
+    state, rows, w = zeros(n, 2, 4, 3), [], n.random(2, 4)
+    for t in range(count):
+        now = n.op("Mul", taken(n, x, 1, t), w if mixed else taken(n, d, 1, t))
+        added = n.op("Mul", n.op("Unsqueeze", now, n.ints(2)), n.op("Unsqueeze", taken(n, b, 1, t), n.ints(1)))
+        decay = n.op("Exp", n.op("Neg", n.op("Unsqueeze", taken(n, x, 1, t), n.ints(2))))
+        state = n.op("Add", n.op("Mul", state, decay), added)
+        rows.append(n.op("ReduceSum", state, n.ints(2), attrs=ReduceAttrs(True)))
+    return n.done(n.op("Concat", *rows, attrs=ConcatAttrs(2)))
+
+
+def test_views_inside_steps_and_sums_that_keep_their_axis() -> None:
+    graph, _ = check_pass(PASS, selective(), changes=STEPS + 1, rules={"view_before_step": STEPS, "pointwise_scan": 1})
+    assert (len(graph.of_kind("PointwiseScan")), len(graph.of_kind("ReduceSum"))) == (1, 1)
+
+
+def test_views_of_other_arithmetic_stay() -> None:
+    assert not PASS(selective(mixed=True)).fired
+    assert not PASS(selective(3)).fired
 
 
 def test_reductions_along_other_axes_stay() -> None:

@@ -67,6 +67,13 @@ def test_tables_of_other_ranks(angles: Any, shape: str) -> None:
     assert len(graph.of_kind("RotaryEmbedding")) == 1
 
 
+def test_heads_of_different_angles_turn_as_images() -> None:
+    turn = np.random.default_rng(5).standard_normal((3, 5, 2))
+    graph, _ = check_pass(FuseRotary(), model(FORMS["halves"][0], turn, "[1,3,5,2]"), changes=1)
+    (op,) = graph.of_kind("RotaryEmbedding")
+    assert graph.op(op.inputs[0]).attrs.perm == graph.users(op.value)[0].attrs.perm == (1, 0, 2, 3)
+
+
 @pytest.mark.parametrize("name", ["halves", "steps", "steps to halves"])
 def test_positions_before_heads(name: str) -> None:
     body = FORMS[name][0].replace("full", "heads")
@@ -107,7 +114,7 @@ def test_other_assignments_keep_their_transposes(body: str) -> None:
 
 REFUSED = {
     "does not have four axes": model(FORMS["halves"][0], x="[3,5,4]", shape="[5,2]"),
-    "is not one angle per position": model(FORMS["halves"][0], np.tile(ANGLES, (3, 1)), "[1,3,5,2]"),
+    "is not one angle per position": model(FORMS["halves"][0], np.tile(ANGLES, (6, 1)), "[2,3,5,2]"),
 }
 
 

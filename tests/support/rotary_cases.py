@@ -95,6 +95,20 @@ def of_a_product(
     return n.done(n.op("Attention", turned(q), turned(k), v))
 
 
+def by_head(batch: int = 1) -> Graph:
+    """Queries and keys whose heads have different angles: heads and images change places around their embeddings."""
+    n, swap = Net(), TransposeAttrs((1, 0, 2, 3))
+    q, k, v = (
+        n.op("Transpose", n.op("Abs", n.input(batch, 9, 3, 64, name=name)), attrs=TransposeAttrs((0, 2, 1, 3)))
+        for name in "qkv"
+    )
+    turn = angles(n, 9, 32, batch=3)
+    q, k = (
+        n.op("Transpose", n.op("RotaryEmbedding", n.op("Transpose", x, attrs=swap), *turn), attrs=swap) for x in (q, k)
+    )
+    return n.done(n.op("Attention", q, k, v))
+
+
 def part_of_a_concatenation() -> Graph:
     """The result goes behind other keys, in rows of a cache."""
     n = Net()
@@ -128,6 +142,8 @@ ROTARY: dict[str, Callable[[], Graph]] = {
     "position ids": position_ids,
     "every second angle": every_second_angle,
     "own angles": lambda: heads_first(own=True),
+    "by head": by_head,
+    "by head, images": lambda: by_head(2),
     "own angles of neighbours": lambda: heads_first((2, 3, 7, 64), 60, interleaved=True, own=True),
     "own angles of a part": lambda: heads_first((2, 3, 7, 80), 64, own=True, given=2),
     "own angles of a product": lambda: of_a_product(interleaved=True, own=True),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optdnn.ir.graph import Graph, Op
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import POINTS_LIMIT
 from optdnn.kernels.launch import GENERAL, Launch, Parameters
@@ -21,6 +21,7 @@ from optdnn.types import BF16, FP16, FP32
 
 THREADS = 128
 VECTOR_BYTES = 16
+_VIEWS = frozenset({"Transpose", "Reshape"})
 
 
 @dataclass(frozen=True)
@@ -155,21 +156,29 @@ class RotaryPair(Tactic):
 
 
 def partner(graph: Graph, op: Op) -> Op | None:
-    """The other RotaryEmbedding of the attention that is the only reader of the result, by the same angles."""
+    """The other RotaryEmbedding of the attention that is the only reader of the result, by the same angles. Between them and the
+    attention there may be views."""
     reader = graph.sole_user(op.value)
+    while reader is not None and reader.kind in _VIEWS:
+        reader = graph.sole_user(reader.value)
     if reader is None or reader.kind != "Attention":
         return None
     for value in reader.inputs[:2]:
-        other = None if value is None else graph.op(value)
-        if (
-            other is None
-            or other.id == op.id
-            or other.kind != "RotaryEmbedding"
-            or graph.sole_user(other.value) is None
-        ):
+        other = None if value is None else _only_for(graph, value)
+        if other is None or other.id == op.id or other.kind != "RotaryEmbedding":
             continue
-        if other.inputs[1:] == op.inputs[1:] and other.attrs == op.attrs and value not in op.inputs:
+        if other.inputs[1:] == op.inputs[1:] and other.attrs == op.attrs and other.value not in op.inputs:
             return other
+    return None
+
+
+def _only_for(graph: Graph, value: Value) -> Op | None:
+    """What makes a value through views, where nothing else reads it or the views."""
+    while graph.sole_user(value) is not None:
+        op = graph.op(value)
+        if op.kind not in _VIEWS or op.inputs[0] is None:
+            return op
+        value = op.inputs[0]
     return None
 
 

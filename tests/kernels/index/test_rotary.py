@@ -61,6 +61,13 @@ def test_queries_and_keys_are_read_where_a_product_leaves_them(name: str) -> Non
     assert not {"Copy", "Concat", "Slice"} & set(kinds(program)[1:-1])
 
 
+@pytest.mark.parametrize("name", ["by head", "by head, images"])
+def test_heads_of_different_angles_turn_where_they_lie(name: str) -> None:
+    found = kinds(check_simulated(ROTARY[name]()))
+    assert found.count("RotaryPair") == 1
+    assert not {"RotaryEmbedding", "Copy"} & set(found)
+
+
 @pytest.mark.parametrize(("name", "early"), [("halves", 1), ("angles of inputs", 0), ("position ids", 0)])
 def test_only_constant_angles_are_read_before_earlier_launches_end(name: str, early: int) -> None:
     program = lowered(ROTARY[name](), no_cubins=True)

@@ -1,0 +1,244 @@
+"""Products that are the same for each part of a tensor become one product of stacks.
+
+Linear attention by chunks (retention: Sun et al., 2023; DeltaNet: Yang et al., 2024; Mamba-2: Dao and Gu, 2024) multiplies queries,
+keys and values of each chunk. Exporters unroll the loop over the chunks: each has small products of its own. Only the products that
+read the state of the chunk before depend on one another.
+
+A product is stacked with those of the other parts where their operands are computed alike, from consecutive parts of the same
+tensors. One operand may also be of any origin, as states are: these are copied side by side, which kernels do in place. What
+parts compute from the results follows, as far as they compute it alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.fused import STAGE_KINDS
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import operand, origins, producer
+from optdnn.passes.support.stacks import (
+    Joined,
+    Looks,
+    Part,
+    Same,
+    Stack,
+    Window,
+    columns,
+    covered,
+    emit,
+    leaves,
+    part_of,
+    part_values,
+    parts_of,
+    same,
+    stack_of,
+)
+from optdnn.passes.support.stages import ADDITIONS
+from optdnn.types import TensorType
+
+LEAST_JOINED = 4
+"""Fewest products for which other operands are copied side by side."""
+MOST_PRODUCTS = 1 << 28
+"""Multiplications of one product from which on it fills a GPU by itself: about five launches of a small one."""
+
+
+@rule("products_of_parts", {"MatMul"})
+def products_of_parts(graph: Graph, op: Op) -> Match | Miss | None:
+    """A product and those of the other parts."""
+    group = _group(graph, op)
+    if len(group) < 2:
+        return None
+    y = op.outputs[0].type
+    if not y.is_static or op.attrs.prologue or op.attrs.epilogue:
+        return None
+    inner = graph.type(operand(op)).dims[-1]
+    if not isinstance(inner, int) or math.prod(y.static_shape) * inner >= MOST_PRODUCTS:
+        return Miss("each part's product is large enough for a launch of its own")
+    if any(_near_softmax(graph, one) for one in group):
+        return Miss("it is a part of attention")
+    if (
+        all(graph.constant_value(one.inputs[1]) is not None for one in group)
+        and len({one.inputs[1] for one in group}) > 1
+    ):
+        return Miss("each part has a matrix of its own")
+    stack = same(graph, group, [_operand(graph, column) for column in columns(group)])
+    if stack is None:
+        return Miss("the products of the parts have operands that are computed differently")
+    if not any(isinstance(each, Window | Same) for each in stack.operands):
+        return None
+    roots = {one.id for one in group}
+    if any(one.id in roots for one in origins(graph, list(leaves(stack)))):
+        return Miss("the product of a part depends on that of another one")
+
+    def build(patch: Patch) -> None:
+        values = part_values(patch, emit(patch, stack), len(group))
+        for one, value in zip(group, values, strict=True):
+            patch.replace(one.value, value)
+
+    return Match(_unique(stack), build)
+
+
+@rule("stages_of_parts", frozenset(STAGE_KINDS))
+def stages_of_parts(graph: Graph, op: Op) -> Match | None:
+    """What all or most parts of a stack of products compute from their results."""
+    found = next((part for v in op.inputs if v is not None and (part := part_of(graph, v)) is not None), None)
+    if found is None or not found.dropped or found.axis or not _is_stack(graph, found.source):
+        return None
+    group = _group(graph, op)
+    if len(group) < min(LEAST_JOINED, graph.type(found.source).static_shape[0]):
+        return None
+    stack = stack_of(graph, [one.value for one in group])
+    roots = {one.id for one in group}
+    if not isinstance(stack, Same) or any(one.id in roots for one in origins(graph, list(leaves(stack)))):
+        return None
+
+    def build(patch: Patch) -> None:
+        values = part_values(patch, emit(patch, stack), len(group))
+        for one, value in zip(group, values, strict=True):
+            patch.replace(one.value, value)
+
+    return Match(_unique(stack), build)
+
+
+def _is_stack(graph: Graph, value: Value) -> bool:
+    """Whether products, perhaps with pointwise operators behind them, make a tensor."""
+    while (op := graph.op(value)).kind in STAGE_KINDS:
+        value = operand(op)
+    return op.kind == "MatMul" and graph.type(value).rank != 2
+
+
+@rule("factors_of_steps", {"MatMul", "Mul"})
+def factors_of_steps(graph: Graph, op: Op) -> Match | None:
+    """Operators that depend on one another, a step on the one before: what a step multiplies with, if no other step computes it.
+
+    Recurrences of pointwise steps alone become one launch elsewhere."""
+    if op.kind == "Mul" and not any(_adds_product(graph, v) for v in op.inputs):
+        return None
+    group = _group(graph, op)
+    if len(group) < LEAST_JOINED:
+        return None
+    roots = {one.id for one in group}
+    both = list(columns(group))
+    for values, others in (both, both[::-1]):
+        stack = stack_of(graph, values)
+        if not isinstance(stack, Same) or not any(one.kind in STAGE_KINDS for one in covered(stack)):
+            continue
+        depends = any(one.id in roots for one in origins(graph, others))
+        if not depends or any(one.id in roots for one in origins(graph, values)):
+            continue
+
+        def build(patch: Patch, stack: Same = stack, values: Sequence[Value] = tuple(values)) -> None:
+            for old, new in zip(values, part_values(patch, emit(patch, stack), len(values)), strict=True):
+                patch.replace(old, new)
+
+        return Match(_unique(stack), build)
+    return None
+
+
+def _adds_product(graph: Graph, value: Value | None) -> bool:
+    """Whether a value is a product, perhaps added to something: a state of a recurrence with products."""
+    add = producer(graph, value, ADDITIONS)
+    return any(producer(graph, v, {"MatMul"}) is not None for v in (value, *(() if add is None else add.inputs)))
+
+
+def _operand(graph: Graph, values: list[Value]) -> Stack | None:
+    """An operand of all products."""
+    found = stack_of(graph, values)
+    if found is None and len(values) >= LEAST_JOINED:
+        types = {graph.type(v) for v in values}
+        found = Joined(tuple(values)) if len(types) == 1 and graph.type(values[0]).is_static else None
+    if any(len(graph.type(v).dims) < 2 for v in values):
+        return None
+    return found
+
+
+def _unique(stack: Stack) -> tuple[Op, ...]:
+    return tuple({op.id: op for op in covered(stack)}.values())
+
+
+def _group(graph: Graph, op: Op) -> list[Op]:
+    """An operator and those of the parts behind its own that look alike, in the order of the parts. Nothing for an operator that
+    belongs to the one of the part before."""
+    looks = Looks(graph)
+    leaves_of = ((slot, looks.leaf(v)) for slot, v in enumerate(op.inputs) if v is not None)
+    slot, leaf = next(((slot, leaf) for slot, leaf in leaves_of if leaf is not None), (0, None))
+    part = None if leaf is None else part_of(graph, leaf.value)
+    if leaf is None or part is None:
+        return []
+    way, own, seen = (*leaf.way, (op, slot)), looks.of(operand(op, slot)), _types(graph, op)
+    rest = [k for k in range(len(op.inputs)) if k != slot]
+
+    def alike(value: Value) -> list[Op]:
+        found = [
+            u for u in _followed(graph, value, way) if _types(graph, u) == seen and looks.of(operand(u, slot)) == own
+        ]
+        if len(found) > 1:  # several of the same part: those whose other operands look alike, too
+            found = [u for u in found if all(_looks(looks, u, k) == _looks(looks, op, k) for k in rest)]
+        return found
+
+    siblings = sorted(parts_of(graph, part), key=lambda found: found[1].start)
+    before = [(v, p) for v, p in siblings if p.start < part.start][-1:]
+    if any((part.size == 1 or p.start + p.size == part.start) and alike(v) for v, p in before):
+        return []
+    by_start = dict[int, Op]()
+    for value, other in siblings:
+        found = alike(value) if other.start >= part.start else []
+        if len(found) > 1 or (found and other.start in by_start):
+            return []
+        if found:
+            by_start[other.start] = found[0]
+    return _run(by_start, part) if part.start in by_start else []
+
+
+def _run(by_start: Mapping[int, Op], part: Part) -> list[Op]:
+    """The operators of this part and those behind it at equal distances."""
+    others = [at - part.start for at in by_start if at != part.start]
+    step = min(others, default=part.size) if part.size == 1 else part.size
+    end = part.start
+    while end + step in by_start:
+        end += step
+    return [by_start[at] for at in range(part.start, end + 1, step)]
+
+
+def _types(graph: Graph, op: Op) -> list[TensorType | None]:
+    return [None if v is None else graph.type(v) for v in op.inputs]
+
+
+def _looks(looks: Looks, op: Op, slot: int) -> Hashable:
+    value = op.inputs[slot]
+    return None if value is None else looks.of(value)
+
+
+def _followed(graph: Graph, value: Value, way: Sequence[tuple[Op, int]]) -> list[Op]:
+    """The operators at the end of a way of operators like these, from ``value`` on."""
+    reached, ops = [value], list[Op]()
+    for like, slot in way:
+        ops = [
+            u
+            for v in reached
+            for u in graph.users(v)
+            if (u.kind, u.attrs) == (like.kind, like.attrs) and slot < len(u.inputs) and u.inputs[slot] == v
+        ]
+        reached = [u.value for u in ops]
+    return ops
+
+
+def _near_softmax(graph: Graph, op: Op) -> bool:
+    """Whether a product is one of the two of attention, which a later pass looks for."""
+    behind, ahead = [operand(op)], [op.value]
+    for _ in range(4):
+        behind = [v for at in behind for v in graph.op(at).inputs[:1] if v is not None]
+        if any(graph.op(v).kind == "Softmax" for v in (operand(op), *behind)):
+            return True
+        ahead = [u.value for at in ahead for u in graph.users(at)[:8] if len(u.outputs) == 1]
+        if any(graph.op(v).kind == "Softmax" for v in ahead):
+            return True
+    return False
+
+
+class ProductsOfParts(RulePass):
+    name = "products_of_parts"
+    rules = (products_of_parts, stages_of_parts, factors_of_steps)

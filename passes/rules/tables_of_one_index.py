@@ -1,0 +1,84 @@
+"""Rows that one index takes from several tables are rows of one table, whose columns are those of all: one Gather.
+
+Factorization machines (Rendle, 2010) look each feature up twice, for its weight and for its factors; other networks have tables of
+features, biases and scales beside one another.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.index import SplitAttrs
+from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.facts import RESHAPES, integers, operand
+from optdnn.types import Array, is_float, normalize_axis
+
+ALIGNED = 8
+"""Columns at whose multiples parts begin that kernels read as vectors; also of all columns, with zeros at the end."""
+MOST_BYTES = 1 << 30
+"""Largest size of joined tables."""
+SHARED_BYTES = 1 << 20
+"""Largest table that others may read as well: it is then held twice."""
+
+
+@rule("tables_of_one_index", {"Gather"})
+def tables_of_one_index(graph: Graph, op: Op) -> Match | Miss | None:
+    """All gathers of rows of constant tables by the same indices."""
+    index, table = operand(op, 1), _table(graph, op)
+    if table is None or graph.constant_value(index) is not None:
+        return None
+    alike = [
+        user
+        for user in graph.users(index)
+        if (t := _table(graph, user)) is not None and (len(t), t.dtype) == (len(table), table.dtype)
+    ]
+    members = list({user.inputs[0]: user for user in alike}.values())
+    if len(members) < 2:
+        return None
+    if any(_turns(graph, one) for one in members):
+        return Miss("they are angles of rotary embeddings")
+    tables = {one.id: t for one in members if (t := _table(graph, one)) is not None}
+    if sum(t.nbytes for t in tables.values()) > MOST_BYTES:
+        return Miss("the tables are too large to be joined")
+    for one in members:
+        if graph.use_count(operand(one)) > 1 and tables[one.id].nbytes > SHARED_BYTES:
+            return Miss(f"others read the table of {one.name} as well")
+    members.sort(key=lambda one: tables[one.id].shape[1] % ALIGNED != 0)
+    widths = [tables[one.id].shape[1] for one in members]
+    spare = -sum(widths) % ALIGNED
+
+    def build(patch: Patch) -> None:
+        columns = [tables[one.id] for one in members]
+        rest = [np.zeros((len(table), spare), table.dtype)] if spare else []
+        joined = patch.constant(np.concatenate([*columns, *rest], 1), "tables")
+        rows = patch.add("Gather", [joined, index], GatherAttrs(0))
+        sizes = integers(patch, [*widths, *([spare] if spare else [])], "widths")
+        count = len(widths) + bool(spare)
+        split = patch.add_op("Split", [rows, sizes], SplitAttrs(len(patch.type(rows).dims) - 1), outputs=count)
+        for port, one in enumerate(members):
+            patch.replace(one.value, Value(split.id, port))
+
+    return Match(tuple(members), build)
+
+
+def _table(graph: Graph, op: Op) -> Array | None:
+    """The constant matrix whose rows a Gather takes."""
+    table = graph.constant_value(op.inputs[0]) if op.kind == "Gather" else None
+    if table is None or table.ndim != 2 or not is_float(table.dtype) or normalize_axis(op.attrs.axis, 2) != 0:
+        return None
+    return table
+
+
+def _turns(graph: Graph, op: Op) -> bool:
+    """Whether rows are cosines or sines that a RotaryEmbedding reads where its kernels expect them."""
+    values = [op.value]
+    for value in values:
+        for user in graph.users(value):
+            if user.kind == "RotaryEmbedding":
+                return True
+            if user.kind in RESHAPES | {"Transpose"}:
+                values.append(user.value)
+    return False
