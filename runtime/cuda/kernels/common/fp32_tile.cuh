@@ -39,16 +39,22 @@ DEVICE int own_column() {
 constexpr int __device__ row_of(int i) { return i / 4 * 16 + i % 4; }
 constexpr int __device__ column_of(int j) { return j / 4 * 32 + j % 4; }
 
+// Four elements of shared memory by one instruction: a vector that the compiler may take apart it puts together in one way or another, from
+// run to run.
+DEVICE void fetch_4(float* to, u32 at) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3]) : "r"(at) : "memory");
+}
+
 // A block's multiply-adds over ``steps`` stages of the ring, of which STAGES - 1 are on their way; load(stage) sends for the next one. With
 // EARLY the barrier between two steps stands before the last products of the first, which hide it.
 template <class Load> DEVICE void multiply_ring(float (&acc)[TM][TN], const float* shared, int steps, const Load& load) {
     float x[2][TM], y[2][TN];                      // of this place of K, and of the next
-    const float *a = shared + own_row(), *b = shared + BK * A_PITCH + own_column();
+    const u32 base = u32(__cvta_generic_to_shared(shared)), a = base + own_row() * 4, b = base + (BK * A_PITCH + own_column()) * 4;
     auto fetch = [&](int at, int k) {
         #pragma unroll
-        for (int i = 0; i < TM; i += 4) *reinterpret_cast<float4*>(&x[k % 2][i]) = *reinterpret_cast<const float4*>(a + at + k * A_PITCH + i * 4);
+        for (int i = 0; i < TM; i += 4) fetch_4(&x[k % 2][i], a + (at + k * A_PITCH + i * 4) * 4);
         #pragma unroll
-        for (int i = 0; i < TN; i += 4) *reinterpret_cast<float4*>(&y[k % 2][i]) = *reinterpret_cast<const float4*>(b + at + k * B_PITCH + i * 8);
+        for (int i = 0; i < TN; i += 4) fetch_4(&y[k % 2][i], b + (at + k * B_PITCH + i * 8) * 4);
     };
     #pragma unroll
     for (int i = 0; i < TM * TN; i++) acc[i / TN][i % TN] = 0.0f;
