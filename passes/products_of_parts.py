@@ -57,6 +57,8 @@ def products_of_parts(graph: Graph, op: Op) -> Match | Miss | None:
     inner = graph.type(operand(op)).dims[-1]
     if not isinstance(inner, int) or math.prod(y.static_shape) * inner >= MOST_PRODUCTS:
         return Miss("each part's product is large enough for a launch of its own")
+    if inner == 1:
+        return Miss("a product of one term is a multiplication, which the operators that read it compute themselves")
     if any(_near_softmax(graph, one) for one in group):
         return Miss("it is a part of attention")
     if (

@@ -169,9 +169,10 @@ def summed_dtype(graph: Graph, op: Op) -> DType:
 
 def _absorb_cast(stage: Stage, into: Epilogue, *, last: bool) -> bool:
     """Leave out the conversion of the last stage: sums are fp32, and are stored so."""
-    if stage.kind != "Cast" or stage.attrs.to != FP32 or not last:
+    attrs: Any = stage.attrs
+    if stage.kind != "Cast" or attrs.to != FP32 or not last:
         return False
-    into.stages.append(Stage("Cast", (-1 - len(into.stages),), stage.attrs))
+    into.stages.append(Stage("Cast", (-1 - len(into.stages),), attrs))
     return True
 
 

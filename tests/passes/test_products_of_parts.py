@@ -194,11 +194,20 @@ def large() -> Graph:
     return n.done(*(n.op("MatMul", p, w) for p in parts))
 
 
+def outer() -> Graph:
+    """Products of a column and a row of each step."""
+    n = Net()
+    x, y = n.op("Abs", n.input(4, 8, 1)), n.op("Abs", n.input(4, 1, 8, name="y"))
+    parts = [[n.op("Slice", v, n.ints(t), n.ints(t + 1), n.ints(0)) for v in (x, y)] for t in range(4)]
+    return n.done(*(n.op("MatMul", *pair) for pair in parts))
+
+
 REFUSED = {
     "it is a part of attention": chunks(softmax=True),
     "each part's product is large enough": large(),
     "computed differently": vectors(),
     "each part has a matrix of its own": layers(own=True),
+    "a product of one term": outer(),
 }
 
 
