@@ -161,6 +161,7 @@ DETAIL: Mapping[str, str] = {
     "ranges": "sizes shape",
     "decode": "verdict checks launches arena_bytes",
     "roofline": "times",
+    "sanitize": "tactics launches",
     "speed": "verdict another_input min_ms p99_ms load_s repeats build_s steps kernels arena_bytes",
 }
 """Kind -> the fields of its rows that no table shows ("": of all kinds)."""
