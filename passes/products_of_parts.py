@@ -74,6 +74,8 @@ def products_of_parts(graph: Graph, op: Op) -> Match | Miss | None:
     roots = {one.id for one in group}
     if any(one.id in roots for one in origins(graph, list(leaves(stack)))):
         return Miss("the product of a part depends on that of another one")
+    if any(isinstance(each, Joined) and _in_turn(graph, each.values) for each in stack.operands):
+        return Miss("its operands come one from another by way of products, and it runs beside those of the next steps")
 
     def build(patch: Patch) -> None:
         values = part_values(patch, emit(patch, stack), len(group))
@@ -155,6 +157,15 @@ def _operand(graph: Graph, values: list[Value]) -> Stack | None:
     if any(len(graph.type(v).dims) < 2 for v in values):
         return None
     return found
+
+
+def _in_turn(graph: Graph, values: Sequence[Value]) -> bool:
+    """Whether one value comes from another by way of a product, as the states of RWKV-7 do. Products that read them run beside the
+    next steps; one product of all would wait for the last (RWKV-7: 105 us on an H100, and 120)."""
+    first, second = values[-2:]
+    before = {one.id for one in origins(graph, [first])}
+    between = [one for one in origins(graph, [second]) if one.id not in before and one.kind == "MatMul"]
+    return any(first.op in {one.id for one in origins(graph, [v for v in m.inputs if v is not None])} for m in between)
 
 
 def _unique(stack: Stack) -> tuple[Op, ...]:

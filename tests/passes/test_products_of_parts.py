@@ -98,17 +98,18 @@ def test_states_of_pointwise_steps_are_joined() -> None:
 
 
 def test_products_that_depend_on_one_another_stay() -> None:
-    graph, report = check_pass(PASS, chunks(states="products"), changes=5)
+    graph, report = check_pass(PASS, chunks(states="products"), changes=3)
     reasons = {r.reason for r in report.refused}
     assert "the product of a part depends on that of another one" in reasons
-    assert len(graph.of_kind("MatMul")) == 3 + 2 * COUNT - 1
+    assert any("come one from another by way of products" in reason for reason in reasons)
+    assert len(graph.of_kind("MatMul")) == 3 * COUNT
 
 
 def test_factors_of_such_products_are_computed_at_once() -> None:
     def scaled(n: Net, x: Value) -> Value:
         return n.op("Mul", x, n.op("Exp", n.op("ReduceMean", x, n.ints(-1), attrs=ReduceAttrs())))
 
-    graph, _ = check_pass(PASS, chunks(states="products", between=scaled), changes=6)
+    graph, _ = check_pass(PASS, chunks(states="products", between=scaled), changes=4)
     assert len(graph.of_kind("ReduceMean")) <= 3
 
 
