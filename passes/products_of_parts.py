@@ -76,13 +76,7 @@ def products_of_parts(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("the product of a part depends on that of another one")
     if any(isinstance(each, Joined) and _in_turn(graph, each.values) for each in stack.operands):
         return Miss("its operands come one from another by way of products, and it runs beside those of the next steps")
-
-    def build(patch: Patch) -> None:
-        values = part_values(patch, emit(patch, stack), len(group))
-        for one, value in zip(group, values, strict=True):
-            patch.replace(one.value, value)
-
-    return Match(_unique(stack), build)
+    return _replaced([one.value for one in group], stack)
 
 
 @rule("stages_of_parts", frozenset(STAGE_KINDS))
@@ -98,13 +92,7 @@ def stages_of_parts(graph: Graph, op: Op) -> Match | None:
     roots = {one.id for one in group}
     if not isinstance(stack, Same) or any(one.id in roots for one in origins(graph, list(leaves(stack)))):
         return None
-
-    def build(patch: Patch) -> None:
-        values = part_values(patch, emit(patch, stack), len(group))
-        for one, value in zip(group, values, strict=True):
-            patch.replace(one.value, value)
-
-    return Match(_unique(stack), build)
+    return _replaced([one.value for one in group], stack)
 
 
 def _is_stack(graph: Graph, value: Value) -> bool:
@@ -133,12 +121,7 @@ def factors_of_steps(graph: Graph, op: Op) -> Match | None:
         depends = any(one.id in roots for one in origins(graph, others))
         if not depends or any(one.id in roots for one in origins(graph, values)):
             continue
-
-        def build(patch: Patch, stack: Same = stack, values: Sequence[Value] = tuple(values)) -> None:
-            for old, new in zip(values, part_values(patch, emit(patch, stack), len(values)), strict=True):
-                patch.replace(old, new)
-
-        return Match(_unique(stack), build)
+        return _replaced(values, stack)
     return None
 
 
@@ -168,8 +151,14 @@ def _in_turn(graph: Graph, values: Sequence[Value]) -> bool:
     return any(first.op in {one.id for one in origins(graph, [v for v in m.inputs if v is not None])} for m in between)
 
 
-def _unique(stack: Stack) -> tuple[Op, ...]:
-    return tuple({op.id: op for op in covered(stack)}.values())
+def _replaced(values: Sequence[Value], stack: Stack) -> Match:
+    """The rewrite that takes the values from their stack."""
+
+    def build(patch: Patch) -> None:
+        for old, new in zip(values, part_values(patch, emit(patch, stack), len(values)), strict=True):
+            patch.replace(old, new)
+
+    return Match(tuple({op.id: op for op in covered(stack)}.values()), build)
 
 
 def _group(graph: Graph, op: Op) -> list[Op]:

@@ -67,7 +67,7 @@ template <int COUNT, int PITCH_OF> DEVICE void load_rows(u32 target, const float
     }
 }
 
-// Four elements by one instruction: a vector that the compiler may take apart it puts together in one way or another, from run to run.
+// Loads four elements by one instruction. NVRTC may split a plain vector load, and join its parts differently from run to run.
 DEVICE float4 four(u32 at) {
     float4 v;
     shared_load(at, v);

@@ -39,8 +39,8 @@ DEVICE int own_column() {
 constexpr int __device__ row_of(int i) { return i / 4 * 16 + i % 4; }
 constexpr int __device__ column_of(int j) { return j / 4 * 32 + j % 4; }
 
-// Four elements of shared memory by one instruction: a vector that the compiler may take apart it puts together in one way or another, from
-// run to run.
+// Loads four elements of shared memory by one instruction. NVRTC may split a plain vector load, and join its parts differently from run to
+// run. (shared_load of ptx.cuh is not known to the text that includes this file.)
 DEVICE void fetch_4(float* to, u32 at) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3]) : "r"(at) : "memory");
 }
