@@ -1,5 +1,5 @@
-// Weights of later launches, which a launch brings into L2 while its own work leaves memory idle. Nothing depends on them, and they
-// depend on no other kernel: there is nothing to wait for.
+// Prefetch of later launches' weights into L2, while a launch leaves memory idle. Nothing depends on the prefetch, and no kernel writes
+// weights: there is nothing to wait for.
 #pragma once
 #include "ptx.cuh"
 
@@ -15,7 +15,7 @@ DEVICE void fetch_into_level2(const u8* from, u32 bytes) {
 #endif
 }
 
-// Every block asks for its share of each, by the lanes of one warp.
+// Every block requests its share of each range, by the lanes of one warp.
 template <int COUNT> DEVICE void fetch_ahead(const Ahead (&ahead)[COUNT], int lane) {
     #pragma unroll 1
     for (int i = 0; i < COUNT; i++) {

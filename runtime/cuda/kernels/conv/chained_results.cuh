@@ -1,5 +1,5 @@
-// How sums of chained_sm90.cu become results in rows of shared memory, which hold what is added before. Channels lie on wgmma's M: a lane has two
-// channels of a warp's sixteen, and two neighbouring pixels of each eight.
+// Epilogue of chained_sm90.cu: accumulators -> results in rows of shared memory, which hold the added tensor before. Channels are wgmma's
+// M: a lane has two of a warp's sixteen channels, and two neighbouring pixels of each block of eight.
 #pragma once
 #include "narrow.cuh"
 
@@ -7,20 +7,20 @@
 typedef int Acc;
 typedef float2 Channel;                            // scale, bias
 
-// The numbers of a layer: as in conv_element.cuh.
+// Constants of a layer, as in conv_element.cuh.
 struct Requantize {
     float residual_scale, residual_offset, low, high;
     int zero;
     float constants[8];
 };
 
-// Of two neighbouring channels: rows of weights are permuted so that a lane has them.
+// The constants of two neighbouring channels: the rows of weights are permuted so that one lane has both.
 DEVICE void load_bias(const Channel* from, int channel, int lane, Channel (&bias)[2]) {
     const float4 two = __ldg(reinterpret_cast<const float4*>(from + channel + lane / 4 * 2));
     bias[0] = make_float2(two.x, two.y), bias[1] = make_float2(two.z, two.w);
 }
 
-// Two channels of a pixel are 16 bits, so the 16 channels of a warp are a row of 16 bytes. ``tile``: which 64 channels of the row.
+// Two channels of a pixel are 16 bits, so the 16 channels of a warp are a row of 16 bytes. ``tile``: index of the 64 channels in the row.
 template <int PIXELS, class Finish>
 DEVICE void finish_rows(u32 buffer, int tile, const Acc (&sum)[PIXELS / 2], const Channel (&c)[2], int quarter, int lane, const Finish& finish) {
     const auto& q = finish.numbers;
@@ -51,9 +51,9 @@ DEVICE void load_bias(const Channel* from, int channel, int lane, Channel (&bias
 
 template <int PIXELS, class Finish>
 DEVICE void finish_rows(u32 buffer, int, const Acc (&sum)[PIXELS / 2], const Channel (&bias)[2], int quarter, int lane, const Finish& finish) {
-    // Lane l names row l % 8 (a pixel) of matrix l / 8: matrices 0, 1 are channels 0-7, 8-15 of pixels 0-7; 2, 3 of 8-15.
+    // Lane l addresses row l % 8 (a pixel) of matrix l / 8: matrices 0, 1 are channels 0-7, 8-15 of pixels 0-7; 2, 3 of pixels 8-15.
     const u32 row = buffer + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((quarter * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
-    constexpr int ALL = PIXELS / 16, TOGETHER = 4;             // so many loads are on their way at once
+    constexpr int ALL = PIXELS / 16, TOGETHER = 4;             // TOGETHER loads are in flight at once
     #pragma unroll
     for (int begin = 0; begin < ALL; begin += TOGETHER) {
         u32 r[TOGETHER][4] = {};

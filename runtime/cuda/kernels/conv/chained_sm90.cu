@@ -1,33 +1,35 @@
-// Two 1x1 convolutions, one after the other, in one kernel for Hopper: rows of channels, one for each pixel, 16-bit with fp32 sums or 8-bit
-// integers with int32 sums, wgmma.
+// Two 1x1 convolutions in sequence, in one kernel for Hopper, by wgmma. Each pixel is a row of channels: 16-bit with fp32 accumulators, or
+// 8-bit integers with int32 accumulators.
 //
 //   middle[pixel, c] = round(first_result(sum_k first[c, k] * pixels[pixel, k], added[pixel, c]))
 //   out[pixel, o] = second_result(sum_c second[o, c] * middle[pixel, c], added_last[pixel, o])
 //
-// A bottleneck's last convolution and the first one of the next are such: what lies between is wide. It is stored where others read it
-// (STORED), but never read again for the second convolution. Of a perceptron with one hidden layer it is not even stored.
+// Example: the last convolution of a bottleneck and the first of the next bottleneck, with a wide tensor in between. That tensor is stored
+// where other operators read it (STORED), but the second convolution never reads it back. In a perceptron with one hidden layer it is not
+// stored at all.
 //
-// Each of GROUPS warpgroups has BN pixels of a tile, whose channels (DEPTH_BLOCKS times 128 bytes) stay in shared memory. It walks over the middle
-// channels in chunks of 128 bytes: the first product (of bytes, two tiles of 64 channels one after the other), its epilogue into a buffer of shared memory (where TMA has put what is added), and from
-// there the second product, whose sums stay in registers for the whole tile. The buffer is what TMA stores as well. Channels lie on wgmma's
-// M and pixels on its N, so rows of pixels are operand B of both products, as TMA loads and stores them.
+// Each of GROUPS warpgroups has BN pixels of a tile. Their channels (DEPTH_BLOCKS times 128 bytes) stay in shared memory. The warpgroup
+// walks over the middle channels in chunks of 128 bytes. Each chunk has three steps: the first product (two tiles of 64 channels in
+// sequence, for 8-bit elements); its epilogue into a buffer of shared memory, where TMA has placed the added tensor; and the second product
+// from this buffer, whose accumulators stay in registers for the whole tile. TMA stores the same buffer. Channels are wgmma's M and pixels
+// its N, so rows of pixels are operand B of both products, as TMA loads and stores them.
 //
-// One warp loads weights and pixels, one for each warpgroup what it adds. Weights of all chunks stay in shared memory (STATIONARY), or go
-// through two rings of WEIGHT_STAGES chunks for each tile, one for each product: the first product's are free earlier. They come before
-// griddepcontrol.wait. Blocks are persistent.
+// One warp loads weights and pixels; one warp per warpgroup loads its added tensor. Weights of all chunks stay in shared memory
+// (STATIONARY), or pass for each tile through two rings of WEIGHT_STAGES chunks, one per product: the first product frees its weights
+// earlier. The first weights are loaded before griddepcontrol.wait. Blocks are persistent.
 //
-// generated.cuh defines GROUPS, BN, DEPTH_BLOCKS, OUT_TILES (times 64 output channels), IMAGES (buffers of a warpgroup's pixels), BUFFERS
-// (of a chunk of them, at least two), WEIGHT_STAGES, STATIONARY, ADDED, ADDED_LAST, STORED, ITEM (bytes of an element), DEPTH_STEPS (times 32
-// bytes of an image's channels), first_result(), second_result(), first_product() and second_product() (wgmma); of bytes also FIRST_ZERO,
-// SECOND_ZERO (whether a zero point is added) and ADDED_UNSIGNED, ADDED_LAST_UNSIGNED.
+// generated.cuh defines GROUPS, BN, DEPTH_BLOCKS, OUT_TILES (times 64 output channels), IMAGES (buffers for a warpgroup's pixels), BUFFERS
+// (buffers for a chunk of a warpgroup, at least two), WEIGHT_STAGES, STATIONARY, ADDED, ADDED_LAST, STORED, ITEM (bytes of an element),
+// DEPTH_STEPS (times 32 bytes of an image's channels), first_result(), second_result(), first_product() and second_product() (wgmma). For
+// 8-bit elements it also defines FIRST_ZERO, SECOND_ZERO (whether a zero point is added), ADDED_UNSIGNED and ADDED_LAST_UNSIGNED.
 #include "ptx.cuh"
 #include "generated.cuh"
 #include "chained_results.cuh"
 
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
-constexpr int CHUNK = 128 / ITEM, TILES = CHUNK / 64;          // channels of a row of shared memory, and wgmma's tiles of them
+constexpr int CHUNK = 128 / ITEM, TILES = CHUNK / 64;          // channels of a row of shared memory; wgmma tiles of 64 in it
 constexpr int OUT_ROWS = (OUT_TILES + TILES - 1) / TILES;      // buffers of a tile's output
-constexpr u32 MATRIX_BYTES = 64 * 128;             // 64 channels of a result, CHUNK that are summed
+constexpr u32 MATRIX_BYTES = 64 * 128;             // 64 output channels x CHUNK input channels
 constexpr u32 ROWS_BYTES = BN * 128;               // CHUNK channels of a warpgroup's pixels
 constexpr u32 IMAGE_BYTES = DEPTH_BLOCKS * ROWS_BYTES, FIRST_BYTES = TILES * DEPTH_BLOCKS * MATRIX_BYTES, SECOND_BYTES = OUT_TILES * MATRIX_BYTES;
 constexpr u32 HEAD_BYTES = 1024;
@@ -36,7 +38,7 @@ static_assert(BUFFERS >= 2 && BN % (ITEM == 1 ? 32 : 16) == 0 && GROUPS <= 3, "a
 struct Params {
     TensorMap first, second;                       // weights: (input channel, output channel)
     TensorMap pixels, added, middle, added_last, output;       // (channel, pixel)
-    const Channel* first_bias;                     // of whole chunks
+    const Channel* first_bias;                     // padded to whole chunks
     const Channel* second_bias;                    // [OUT_TILES * 64]
     int chunks, tiles;
 #if ITEM == 1
@@ -44,7 +46,7 @@ struct Params {
 #endif
 };
 
-// How sums become results of the first and of the second product.
+// The epilogues of the first and of the second product.
 struct First {
     static constexpr bool WITH_ADDED = ADDED;
 #if ITEM == 1
@@ -70,24 +72,24 @@ struct Second {
 #endif
 };
 
-// Barriers, by their places from the beginning of shared memory on.
+// Barriers, as offsets from the beginning of shared memory.
 constexpr u32 FIRST_FULL = 0, FIRST_EMPTY = FIRST_FULL + 8 * WEIGHT_STAGES;
 constexpr u32 SECOND_FULL = FIRST_EMPTY + 8 * WEIGHT_STAGES, SECOND_EMPTY = SECOND_FULL + 8 * WEIGHT_STAGES;
 constexpr u32 IMAGE_FULL = SECOND_EMPTY + 8 * WEIGHT_STAGES, IMAGE_EMPTY = IMAGE_FULL + 8 * IMAGES * GROUPS;
 constexpr u32 READY = IMAGE_EMPTY + 8 * IMAGES * GROUPS, FREE = READY + 8 * BUFFERS * GROUPS;
 static_assert(FREE + 8 * BUFFERS * GROUPS <= HEAD_BYTES, "room for barriers");
-// Then operands: weights, images of each warpgroup, buffers of each.
+// Then operands: weights, the images of each warpgroup, the buffers of each warpgroup.
 constexpr u32 FIRST = HEAD_BYTES, SECOND = FIRST + WEIGHT_STAGES * FIRST_BYTES, IMAGE = SECOND + WEIGHT_STAGES * SECOND_BYTES;
 constexpr u32 BUFFER = IMAGE + IMAGES * GROUPS * IMAGE_BYTES;
 
-struct Ring {                                      // a place in a ring of COUNT, and how often it was passed
+struct Ring {                                      // a position in a ring of COUNT, and the parity of its pass
     int at = 0, parity = 0;
     template <int COUNT> __device__ __forceinline__ void next() {
         if (++at == COUNT) at = 0, parity ^= 1;
     }
 };
 
-// A chunk's weights of the first product.
+// Loads a chunk's weights of the first product.
 DEVICE void load_first(const Params& p, u32 base, int stage, int chunk) {
     const u32 full = base + FIRST_FULL + 8 * stage, to = base + FIRST + stage * FIRST_BYTES;
     barrier_expect(full, FIRST_BYTES);
@@ -96,7 +98,7 @@ DEVICE void load_first(const Params& p, u32 base, int stage, int chunk) {
         tma_load_2d(to + i * MATRIX_BYTES, &p.first, full, i % DEPTH_BLOCKS * CHUNK, chunk * CHUNK + i / DEPTH_BLOCKS * 64);
 }
 
-// Of the second.
+// Loads a chunk's weights of the second product.
 DEVICE void load_second(const Params& p, u32 base, int stage, int chunk) {
     const u32 full = base + SECOND_FULL + 8 * stage, to = base + SECOND + stage * SECOND_BYTES;
     barrier_expect(full, SECOND_BYTES);
@@ -137,7 +139,7 @@ DEVICE void load_operands(const Params& p, u32 base) {
     }
 }
 
-// The warp that hands buffers to a warpgroup, with what is added.
+// The warp that passes buffers to a warpgroup, filled with the added tensor.
 DEVICE void load_added(const Params& p, u32 base, int group) {
     grid_dependency_wait();
     Ring ring;
@@ -162,12 +164,12 @@ DEVICE void load_added(const Params& p, u32 base, int group) {
     }
 }
 
-// A warpgroup's part.
+// The work of one warpgroup.
 DEVICE void convolve(const Params& p, u32 base, int group, int quarter, int lane) {
     Acc sum[BN / 2], last[OUT_TILES][BN / 2];
     Ring weights, image, ring;
-    int held = -1;                                 // the buffer that was filled last
-    auto give_back = [&] {                         // when nothing reads it any more
+    int held = -1;                                 // the last filled buffer
+    auto give_back = [&] {                         // once its readers are done
         if (held < 0) return;
         if (quarter == 0 && elect_one()) tma_store_wait_read<0>();       // always the same lane: bulk groups belong to a thread
         __syncwarp();
@@ -184,7 +186,7 @@ DEVICE void convolve(const Params& p, u32 base, int group, int quarter, int lane
     grid_dependency_wait();
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         const int own = image.at * GROUPS + group;
-        int before = 0;                            // the stage of the weights before
+        int before = 0;                            // the stage of the previous chunk's weights
         barrier_wait(base + IMAGE_FULL + 8 * own, image.parity);
         #pragma unroll 1
         for (int chunk = 0; chunk < p.chunks; chunk++) {
@@ -206,7 +208,7 @@ DEVICE void convolve(const Params& p, u32 base, int group, int quarter, int lane
                 }
                 wgmma_commit();
                 if (t == 0) {
-                    wgmma_wait<1>();               // the second product of the chunk before
+                    wgmma_wait<1>();               // the second product of the previous chunk
                     give_back();
                     if (chunk > 0) weights_read(base + SECOND_EMPTY + 8 * before);
                 }
@@ -286,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chained_sm90(const __gr
     }
     __syncthreads();
     grid_launch_dependents();
-    // Registers go from the loading warps, a whole warpgroup, to those that multiply.
+    // The loading warps, a whole warpgroup, give registers to the multiplying warps.
     if (warp >= CONSUMERS / 32) {
         if (GROUPS > 1) give_registers<GROUPS == 2 ? 40 : 32>();
         if (warp == CONSUMERS / 32) {

@@ -3,7 +3,7 @@
 
 #if PROLOGUE
 #if GATE_ALONE
-DEVICE u32 change_pair(u32 pair, const float2*, u32 gate) {        // the same bits: a product of two of them is exact in fp32
+DEVICE u32 change_pair(u32 pair, const float2*, u32 gate) {        // bit-identical to fp32: a product of two such values is exact there
     u32 product;
 #if defined(DTYPE_BF16)
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(gate));
@@ -18,21 +18,22 @@ DEVICE u32 change_pair(u32 pair, const float2* c, u32 gate) {
 }
 #endif
 
-// Applies the prologue between the copy engine, which fills stages, and the warpgroups that multiply what is ``changed``. Each warp
-// takes every CHANGERS-th fill, so several fills are in work at a time. A lane keeps to one group of eight channels of the swizzled rows.
+// Applies the prologue between the copy engine, which fills stages, and the warpgroups, which multiply stages that are ``changed``. Each
+// warp takes every CHANGERS-th fill, so several fills are processed at a time. A lane keeps to one group of eight channels of the
+// swizzled rows.
 //
 // A wait names a phase by its parity alone, so a waiting warp must know that the phase before it has ended. Where the warps take turns
-// at a stage, a warp has not seen the stage's last fill. Fills end in any order: this warp's last fill may have ended while that one
-// is still on its way, and then the wait would return for the fill before both. So the warp first waits until the stage's last fill was
-// changed. That wait is safe: its own last fill was issued after fill k - CHANGERS - STAGES was consumed, and so was all before it.
-// tests/kernels/conv/test_barrier_protocol.py runs this protocol, with and without that wait.
+// at a stage, a warp has not seen the stage's last fill. Fills end in any order: this warp's last fill may have ended while the stage's
+// last fill is still in flight, and then the wait would return for the fill before both. So the warp first waits until the stage's last
+// fill has been changed. That wait is safe: the warp's own last fill was issued after fill k - CHANGERS - STAGES and all earlier fills
+// were consumed. tests/kernels/conv/test_barrier_protocol.py runs this protocol, with and without that wait.
 constexpr int CHANGERS = STAGES < 4 ? STAGES : 4;
 constexpr bool TURNS_AT_STAGES = STAGES % CHANGERS != 0;
 
-constexpr int CHUNKS = SPAN / 16, CHANGED_STEP = 32 / CHUNKS, CHANGED_ROWS = WGN * BN;        // eights of channels; rows that a warp takes at once
-constexpr int PHASES = CHANGED_STEP < 8 ? 8 / CHANGED_STEP : 1;                                // a lane's rows after which the swizzle repeats
+constexpr int CHUNKS = SPAN / 16, CHANGED_STEP = 32 / CHUNKS, CHANGED_ROWS = WGN * BN;        // groups of eight channels; rows that a warp takes at once
+constexpr int PHASES = CHANGED_STEP < 8 ? 8 / CHANGED_STEP : 1;                                // rows of a lane after which the swizzle repeats
 
-struct Fill {                                      // one of a warp's, with its tile's first pixel and that one's image
+struct Fill {                                      // a fill of a warp, with its tile's first pixel and that pixel's image
     int tile, k, pixel, image;
 };
 
@@ -45,10 +46,10 @@ DEVICE void move_on(const Params& p, Fill& fill, int fills, int tile_step, int k
     fill.image = GATED ? min(fill.pixel / p.image_pixels, p.images - 1) : 0;
 }
 
-struct Factors {                                   // of eight channels of a fill's pixels
-    uint4 gate, later;                             // of the tile's first image and of the one behind it
+struct Factors {                                   // of eight channels, for the pixels of a fill
+    uint4 gate, later;                             // of the tile's first image and of the next
     float2 constants[8];
-    int image, until, channel;                     // the first image, and the first row behind it
+    int image, until, channel;                     // the first image, and the first row after it
 };
 
 DEVICE uint4 gate_at(const Params& p, int image, int channel) {
@@ -70,8 +71,8 @@ DEVICE void fetch_gates(const Params& p, const Fill& fill, Factors& f) {
     if (f.until < CHANGED_ROWS) f.later = gate_at(p, min(f.image + 1, p.images - 1), f.channel);
 }
 
-// Changes the lane's vectors of a fill; ``gate_of``: the gate of a row. Loads first: they are on their way together. The loop stays one:
-// blocks with few fills run it once or twice, and would wait for the instructions.
+// Changes the lane's vectors of a fill; ``gate_of``: the gate of a row. All loads come first, so that they are in flight together. The
+// loop is not unrolled: blocks with few fills run it once or twice, and would wait for instruction fetches.
 template <class GateOf>
 DEVICE void change_rows(u32 at, const u32 (&offset)[PHASES], int first_row, const float2* constants, GateOf gate_of) {
     constexpr int EACH = (CHANGED_ROWS + CHANGED_STEP - 1) / CHANGED_STEP, BATCH = EACH < 4 ? EACH : 4;
@@ -132,9 +133,9 @@ DEVICE void change_pixels(const Params& p, u32 ring, u32 full, u32 changed, int 
     Factors next;
     next.channel = (k_begin + ahead.k) * BK + chunk * 8;
     if (!GATE_ALONE) fetch_constants(p, next);
-    if (GATED) grid_dependency_wait();             // the gate is another kernel's result
+    if (GATED) grid_dependency_wait();             // another kernel writes the gate
     fetch_gates(p, ahead, next);
-    u32 offset[PHASES];                            // of a lane's first rows in a stage, without their steps
+    u32 offset[PHASES];                            // offsets of a lane's first rows within a stage
     #pragma unroll
     for (int i = 0; i < PHASES; i++) offset[i] = first_row * SPAN + ((chunk ^ ((first_row + i * CHANGED_STEP) / (128 / SPAN)) % CHUNKS) << 4);
     int stage = warp, parity = 0;
@@ -147,7 +148,7 @@ DEVICE void change_pixels(const Params& p, u32 ring, u32 full, u32 changed, int 
             if (!GATE_ALONE) fetch_constants(p, next);
             fetch_gates(p, ahead, next);
         }
-        if (TURNS_AT_STAGES) barrier_wait(changed + 8 * stage, parity ^ 1);   // passes at once at a stage's first fill
+        if (TURNS_AT_STAGES) barrier_wait(changed + 8 * stage, parity ^ 1);   // returns at once at a stage's first fill
         barrier_wait(full + 8 * stage, parity);
         change_fill(p, ring + stage * STAGE_BYTES, offset, first_row, now);
         async_proxy_fence();

@@ -1,4 +1,4 @@
-// What the two Hopper convolution kernels share: the parameter block and the epilogue on wgmma's accumulators.
+// Shared by the two Hopper convolution kernels: the parameter block and the epilogue of wgmma's accumulators.
 #pragma once
 #include "ahead.cuh"
 #include "generated.cuh"
@@ -13,39 +13,39 @@ struct Source {
 #define PARTS 0
 #endif
 #ifndef VOLUME
-#define VOLUME 0                  // whether a source is a volume, whose frames are images
+#define VOLUME 0                  // whether a source is a volume; its frames are then images
 #endif
 #ifndef MOMENTS
 #define MOMENTS 0                 // whether moments of the result's rows are written
 #endif
 #ifndef MOMENT_ROWS
-#define MOMENT_ROWS 1             // rows that have moments together: 1 or 8
+#define MOMENT_ROWS 1             // rows per moment: 1 or 8
 #endif
 #ifndef IMAGE_NORM
-#define IMAGE_NORM 0              // whether NORMED is by the moments of all rows of an image
+#define IMAGE_NORM 0              // whether NORMED uses the moments of all rows of an image
 #endif
 #ifndef NORMED
-#define NORMED 0                  // whether rows are normalized behind their products: 1 by mean and variance, 2 by the mean square
+#define NORMED 0                  // normalization of the product's rows: 1 by mean and variance, 2 by the mean square
 #endif
 #ifndef NORMED_RESIDUAL
-#define NORMED_RESIDUAL 0         // whether the residual's rows are normalized before they are added, in the same ways
+#define NORMED_RESIDUAL 0         // normalization of the residual's rows before they are added, with the same values
 #endif
 #ifndef ONE_MATRIX
-#define ONE_MATRIX 0              // whether the pixels of all products of a stack are one matrix, which no launch before writes
+#define ONE_MATRIX 0              // whether all products of a stack share one matrix of pixels that no earlier launch writes
 #endif
 #ifndef ROW_SCALED
-#define ROW_SCALED 0              // whether sums of integers are multiplied by a number of their pixel
+#define ROW_SCALED 0              // whether integer accumulators are multiplied by a scale per pixel
 #endif
 #ifndef ROW_BIAS
-#define ROW_BIAS 0                // whether sums begin with a number of their pixel
+#define ROW_BIAS 0                // whether accumulators begin with a bias per pixel
 #endif
 
 #ifndef TURNED
-#define TURNED 0                  // features of each head whose pairs turn by the angles of their rows' positions
+#define TURNED 0                  // features of each head that a rotary embedding rotates, by the positions of their rows
 #endif
 
 #if VOLUME
-struct Depth {                    // of a volume: see Depth of optdnn.kernels.conv.problem
+struct Depth {                    // depth axis of a volume: see Depth of optdnn.kernels.conv.problem
     int channel_blocks, out, stride, first, dilation;
 };
 #endif
@@ -53,61 +53,61 @@ struct Depth {                    // of a volume: see Depth of optdnn.kernels.co
 struct Params {
     TensorMap weights, pixels0, pixels1, output, residual;
     const StoredChannel* channel; // bias, or scale and bias, of every output channel
-    u8* output_pointer;           // a cluster's reduction stores and reads these directly
+    u8* output_pointer;           // the reduction of a cluster stores and reads these directly
     const u8* residual_pointer;
     int channels, pixel_count, out_h, out_w;
     int channel_tiles, tiles, k_steps, reverse;
     Source source[2];
-    Scatter scatter;              // of results that are blocks of pixels
-    Requantize requantize;        // of 8-bit operands
-    // Of a prologue: scale and shift of every input channel (whole K steps), and a factor per image and channel.
+    Scatter scatter;              // for results that are blocks of pixels
+    Requantize requantize;        // for 8-bit operands
+    // Of a prologue: scale and shift per input channel (padded to whole K steps), and a factor per image and channel.
     const float2* before;
     const u16* gate;
     int gate_pitch, image_pixels, images, gate_channels;
-    // Of stream-K: sums that blocks send one another, and how many warps have sent theirs.
+    // Of stream-K: partial sums that blocks exchange, and the number of warps of each span that have sent theirs.
     u8* partial;
     u32* arrived;
     Ahead ahead[2];
     int batch_tiles, inner_batches;                // of a stack of products
     int band_channels, band_inputs;                // of bands: channels of the result, and of the pixels that they read
-    int output_pitch, residual_pitch;              // elements from a pixel to the next, of stores from registers
+    int output_pitch, residual_pitch;              // elements between consecutive pixels, for stores from registers
 #if VOLUME
     Depth depth[2];
-    int frame_channels, frame, frame_row, frame_column;    // of TOGETHER frames: channels of one, elements from one to the next
+    int frame_channels, frame, frame_row, frame_column;    // of TOGETHER frames: channels of one frame, elements between frames
 #endif
 #if MOMENTS || NORMED || NORMED_RESIDUAL
-    float2* moments;                               // of 64 channels of each row of the result
-    const float2* given;                           // of each row that is normalized
-    const float* columns;                          // sums of the columns of the scaled matrix; of a residual, the norm's scale
+    float2* moments;                               // moments of 64 channels of each row of the result
+    const float2* given;                           // moments of each row that is normalized
+    const float* columns;                          // column sums of the scaled matrix; for a residual, the norm's scale
     int given_blocks;
     float epsilon;
 #endif
 #if IMAGE_NORM
-    int image_parts;                               // of eight rows each, in an image
+    int image_parts;                               // parts of an image: eight rows each
 #endif
 #if ROW_BIAS
-    const float* row_bias;                         // of each pixel of a product, an even number of them
+    const float* row_bias;                         // a bias per pixel of a product; the number of pixels is even
 #endif
 #if ROW_SCALED
-    const float* row_scales;                       // likewise
+    const float* row_scales;                       // a scale per pixel, likewise
 #endif
 #if DYNAMIC
-    const float* data_scale;                       // of all pixels
+    const float* data_scale;                       // scale of all pixels
     const u8* data_zero;
 #endif
 #if TURNED
-    const uint4* angles;                           // of each position
+    const uint4* angles;                           // cosines and sines of each position
     int turned_channels, positions;
 #endif
 };
 
 #include "conv_moments.cuh"
 
-constexpr int OUT_ROW = 64 * OUT_ITEM;             // bytes of 64 channels: a row of the tile, and (but of fp32) its swizzle's span
+constexpr int OUT_ROW = 64 * OUT_ITEM;             // bytes of 64 channels: a row of the tile and, except for fp32, the span of its swizzle
 
-// The constants of a thread's two rows of channels: 8 apart, or neighbours where the weights' rows are permuted so.
+// Loads the constants of a thread's two channel rows: 8 apart, or neighbours where the weights' rows are permuted.
 DEVICE void load_channel_pair(const Params& p, int first, int lane, Channel (&c)[2]) {
-    if (DYNAMIC) grid_dependency_wait();           // for the scale
+    if (DYNAMIC) grid_dependency_wait();           // the scale is another kernel's result
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int row = first + (OUT_ITEM == 1 ? lane / 4 * 2 + i : lane / 4 + i * 8);
@@ -116,15 +116,15 @@ DEVICE void load_channel_pair(const Params& p, int first, int lane, Channel (&c)
 }
 
 #if OUT_ITEM == 2
-// Accumulators of 16 channels (this warp's rows: lane / 4 and + 8) x 16 pixels -> epilogue -> 16-bit [pixel][channel] rows.
-// ``address`` is this lane's row of the four 8x8 matrices: lanes 0-7 and 8-15 name pixels 0-7 of channels 0-7 and 8-15, lanes
-// 16-31 pixels 8-15. With HAS_RESIDUAL the rows hold the residual before, and are overwritten in place. ``added`` says what is
-// added of it.
+// Accumulators of 16 channels (this warp's rows lane / 4 and lane / 4 + 8) x 16 pixels -> epilogue -> 16-bit [pixel][channel] rows.
+// ``address`` is this lane's row of the four 8x8 matrices: lanes 0-7 and 8-15 address pixels 0-7 of channels 0-7 and 8-15, lanes
+// 16-31 pixels 8-15. With HAS_RESIDUAL the rows hold the residual and are overwritten in place. ``added`` maps an element of the
+// residual to the value that is added.
 template <class Added = AsTheyAre>
 DEVICE void finish_16_pixels(const Params& p, u32 address, const Acc* v, const Channel (&c)[2], const Added& added = Added()) {
     u32 r0 = 0, r1 = 0, r2 = 0, r3 = 0;
     if (HAS_RESIDUAL) ldmatrix_x4_trans(address, r0, r1, r2, r3);
-    float y[8];                                    // two channels of a pixel together: a result depends on no other pixel
+    float y[8];                                    // two channels of one pixel together: a result depends on no other pixel
     finish_two(p.requantize, v[0], v[2], c[0], c[1], added(low_float(r0), 0, 0), added(low_float(r1), 0, 1), y[0], y[2]);
     finish_two(p.requantize, v[1], v[3], c[0], c[1], added(high_float(r0), 1, 0), added(high_float(r1), 1, 1), y[1], y[3]);
     finish_two(p.requantize, v[4], v[6], c[0], c[1], added(low_float(r2), 2, 0), added(low_float(r3), 2, 1), y[4], y[6]);
@@ -132,7 +132,7 @@ DEVICE void finish_16_pixels(const Params& p, u32 address, const Acc* v, const C
     stmatrix_x4_trans(address, pack2(y[0], y[1]), pack2(y[2], y[3]), pack2(y[4], y[5]), pack2(y[6], y[7]));
 }
 
-// The same of eight pixels: lanes 0-15 name the rows (16-31 repeat valid ones).
+// The same for eight pixels: lanes 0-15 address the rows (lanes 16-31 repeat valid addresses).
 template <class Added = AsTheyAre>
 DEVICE void finish_8_pixels(const Params& p, u32 address, const Acc* v, const Channel (&c)[2], const Added& added = Added()) {
     u32 r0 = 0, r1 = 0;
@@ -143,8 +143,8 @@ DEVICE void finish_8_pixels(const Params& p, u32 address, const Acc* v, const Ch
     stmatrix_x2_trans(address, pack2(y[0], y[1]), pack2(y[2], y[3]));
 }
 #elif OUT_ITEM == 1
-// 16 channels x 8 pixels in 8 bits: two neighbouring channels (the permuted rows lane / 4 and + 8) are one 16-bit element of the
-// 8x8 matrix that stmatrix turns around, so a row of it is one pixel's 16 channels.
+// 16 channels x 8 pixels in 8 bits: two neighbouring channels (the permuted rows lane / 4 and lane / 4 + 8) form one 16-bit element
+// of the 8x8 matrix that stmatrix transposes, so a row of the matrix holds one pixel's 16 channels.
 DEVICE u32 finish_fragment(const Params& p, const Acc* v, const Channel (&c)[2], u32 residual) {
 #if PAIRED
     return finish_pairs({v[0], v[2]}, c, {v[1], v[3]}, c);
@@ -156,13 +156,13 @@ DEVICE u32 finish_fragment(const Params& p, const Acc* v, const Channel (&c)[2],
 #endif
 }
 
-// COLUMNS accumulator columns -> 8-bit rows of OUT_ROW bytes. row_of(column) is the row of the tile that a column's pixel has;
-// with HAS_RESIDUAL the rows hold the residual before, and are overwritten in place.
+// COLUMNS accumulator columns -> 8-bit rows of OUT_ROW bytes. row_of(column) gives the row of the tile for a column's pixel.
+// With HAS_RESIDUAL the rows hold the residual and are overwritten in place.
 template <int COLUMNS, class RowOf>
 DEVICE void finish_columns(const Params& p, u32 tile, int quarter, int lane, const Acc* v, const Channel (&c)[2], const RowOf& row_of) {
     #pragma unroll
     for (int j = 0; j < COLUMNS / 8; j += 4) {
-        const int left = COLUMNS / 8 - j;          // matrices of eight pixels; lane l names row l % 8 of matrix l / 8
+        const int left = COLUMNS / 8 - j;          // matrices of eight pixels; lane l addresses row l % 8 of matrix l / 8
         const int lanes = left >= 4 ? 32 : left >= 2 ? 16 : 8;
         const int row = row_of(j * 8 + lane % lanes);
         const u32 address = tile + row * OUT_ROW + ((quarter ^ ((row >> 1) & 3)) << 4);
@@ -192,34 +192,34 @@ DEVICE void finish_columns(const Params& p, u32 tile, int quarter, int lane, con
 
 // ---- the epilogue of short kernels: partial sums of a cluster, direct stores --------------------------------------------
 
-// One warpgroup's tile of 64 * M_TILES channels x COLUMNS pixels, shared by the SPLIT ranks of a cluster that each hold a partial
-// sum over their part of K. Rank r owns the blocks r, r + SPLIT, ... of eight columns: the others send it their accumulators as
-// they lie in registers, and it adds them in rank order (deterministic). Then each warp turns its 16 channels x 8 columns around in
-// shared memory, and a lane finishes and stores four channels of one pixel. With SPLIT == 1 nothing is sent: stores without the
-// barriers and the copy engine's latency that a TMA store has.
+// One warpgroup's tile of 64 * M_TILES channels x COLUMNS pixels. Each of the SPLIT ranks of a cluster holds a partial sum over its
+// part of K. Rank r owns the blocks r, r + SPLIT, ... of eight columns: the other ranks send it their accumulators in register
+// order, and it adds them in rank order (deterministic). Then each warp transposes its 16 channels x 8 columns in shared memory, and
+// a lane finishes and stores four channels of one pixel. With SPLIT == 1 nothing is sent: the stores avoid the barriers and the
+// copy engine's latency of a TMA store.
 template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct DirectStore {
     static constexpr int SLOTS = (COLUMNS / 8 + SPLIT_WAYS - 1) / SPLIT_WAYS;
-    static constexpr u32 INBOX_BYTES = SPLIT_WAYS > 1 ? M_TILES * SLOTS * SPLIT_WAYS * 2048 : 0;   // of one warpgroup
+    static constexpr u32 INBOX_BYTES = SPLIT_WAYS > 1 ? M_TILES * SLOTS * SPLIT_WAYS * 2048 : 0;   // per warpgroup
     static constexpr u32 SCRATCH_BYTES = 4 * M_TILES * SLOTS * 640;
     static constexpr u32 BYTES = INBOX_BYTES + SCRATCH_BYTES;
 
-    // Bytes that this rank's barrier waits for, of one warpgroup.
+    // Bytes that this rank's barrier waits for, per warpgroup.
     static __device__ __forceinline__ u32 expected(int rank) {
         return M_TILES * ((COLUMNS / 8 + SPLIT_WAYS - 1 - rank) / SPLIT_WAYS) * SPLIT_WAYS * 2048;
     }
 
-    // Whether a rank owns columns; one that owns none is sent nothing, waits for nothing and stores nothing.
+    // Whether a rank owns columns. A rank without columns receives nothing, waits for nothing and stores nothing.
     static __device__ __forceinline__ bool owns(int rank) { return SPLIT_WAYS <= COLUMNS / 8 || rank < COLUMNS / 8; }
 
     int channel, rank, lane, quarter;
-    int pixel[SLOTS];                              // -1: outside
+    int pixel[SLOTS];                              // -1: outside the image
     Channel constants[M_TILES][4];
-    Four residual[LATE ? 1 : M_TILES][LATE ? 1 : SLOTS];               // four elements; LATE: one four at a time
+    Four residual[LATE ? 1 : M_TILES][LATE ? 1 : SLOTS];               // four elements each; LATE: loaded one at a time
 #if NORMED_RESIDUAL
     float scale[M_TILES][4];
 #endif
 
-    // Before griddepcontrol.wait: addresses and constants. locate(column) gives the pixel or -1.
+    // Before griddepcontrol.wait: addresses and constants. locate(column) gives the pixel, or -1.
     template <class Locate>
     __device__ __forceinline__ void prepare(const Params& p, int first_channel, int rank_, int quarter_, int lane_, const Locate& locate) {
         rank = rank_, lane = lane_, quarter = quarter_;
@@ -243,7 +243,7 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct Di
         return *reinterpret_cast<const Four*>(p.residual_pointer + ((long long)pixel[i] * p.residual_pitch + channel + m * 64) * OUT_ITEM);
     }
 
-    // After it.
+    // After griddepcontrol.wait.
     __device__ __forceinline__ void load_residual(const Params& p) {
         if (!HAS_RESIDUAL || LATE) return;
         #pragma unroll
@@ -253,7 +253,7 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct Di
         }
     }
 
-    // Four results. ``factors``: of the residual's rows.
+    // The four results of a lane. ``factors``: the factors of the residual's rows, in shared memory.
     __device__ __forceinline__ Four finished_four(const Params& p, Acc4 v, int m, int i, u32 factors) const {
 #if NORMED_RESIDUAL
         float2 f;
@@ -268,14 +268,14 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct Di
     }
 
     // ``memory``: BYTES of shared memory of this warpgroup, at the same address in every block of the cluster. ``first_channel`` and
-    // ``first_pixel``, of the warpgroup, are for moments; ``factors``, of its pixels, and the barrier ``told`` for residuals that are
-    // normalized.
+    // ``first_pixel`` of the warpgroup are needed for moments. ``factors`` of its pixels and the barrier ``told`` are needed for a
+    // normalized residual.
     __device__ __forceinline__ void finish(const Params& p, Acc (&acc)[M_TILES][COLUMNS / 2], u32 memory, u32 reduced, int first_channel = 0,
                                            int first_pixel = 0, u32 factors = 0, u32 told = 0) {
         const u32 own_fragment = (quarter * 32 + lane) * 16;
         if (SPLIT_WAYS > 1) {
             __syncwarp();
-            cluster_wait();                        // the peers run, and their barriers count: their shared memory may be written
+            cluster_wait();                        // the peers run and their barriers are initialized: their shared memory may be written
             #pragma unroll
             for (int m = 0; m < M_TILES; m++) {
                 #pragma unroll
@@ -290,7 +290,7 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS, bool LATE = false> struct Di
             if (threadIdx.x == 0) mark(6);
         }
         const u32 scratch = memory + INBOX_BYTES + quarter * (M_TILES * SLOTS * 640);
-        // [8 pixels][16 channels], pitch 20: no bank conflicts. A thread's second row is 8 channels on, or the next where permuted.
+        // [8 pixels][16 channels], pitch 20: no bank conflicts. A thread's second row is 8 channels on, or the next channel where permuted.
         const u32 column = scratch + (lane % 4 * 2 * 20 + lane / 4 * (OUT_ITEM == 1 ? 2 : 1)) * 4;
         constexpr u32 NEXT_ROW = OUT_ITEM == 1 ? 4 : 32;
         #pragma unroll

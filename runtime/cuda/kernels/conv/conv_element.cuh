@@ -1,15 +1,16 @@
-// Element types of the Hopper convolution kernels: what a sum is, what every output channel brings to its epilogue, how results
-// and residuals are stored.
+// Element types of the Hopper convolution kernels: the accumulator, the constants of an output channel in its epilogue, and the storage
+// of results and residuals.
 //
-// generated.cuh defines OPERAND_ITEM and OUT_ITEM (bytes of an operand, and of a result or residual; 4: fp32, for DIRECT stores alone), INTEGER (sums are int, else float), and
-// for results of one byte OUT_FLOAT8, OUT_ZERO (whether a zero point is added), RESIDUAL_UNSIGNED. 16-bit types: see pack2() in ptx.cuh.
-// SCALED: 16-bit sums and residuals are multiplied by a factor of the channel, then a shift is added, in epilogue().
-// CHANNEL_STAGES: stages of 16-bit results read numbers of the channel besides its bias.
-// ROW_SCALED: RowScales has made integer sums floats, in place.
-// DYNAMIC: scale and zero point of the pixels are another launch's result. A channel's sum of weights, times the zero point, is
-// taken from its sums while these are integers.
-// PAIRED: a channel and the next one become one result, so OUT_ITEM is half of its bytes. Where epilogue() of the first channel would read a
-// residual, it gets what epilogue_beside() makes of the second.
+// generated.cuh defines OPERAND_ITEM and OUT_ITEM (bytes of an operand, and of a result or residual; 4: fp32, for DIRECT stores alone),
+// INTEGER (accumulators are int, else float), and for results of one byte OUT_FLOAT8, OUT_ZERO (whether a zero point is added),
+// RESIDUAL_UNSIGNED. 16-bit types: see pack2() in ptx.cuh.
+// SCALED: epilogue() multiplies 16-bit accumulators and residuals by the channel's factor, then adds a shift.
+// CHANNEL_STAGES: stages of 16-bit results read further constants of the channel, besides its bias.
+// ROW_SCALED: RowScales has converted integer accumulators to floats, in place.
+// DYNAMIC: another launch computes the scale and zero point of the pixels. The channel's sum of weights, times the zero point, is
+// subtracted from the accumulator while it is an integer.
+// PAIRED: a channel and the next one become one result, so OUT_ITEM is half the bytes of a result. In place of a residual, epilogue() of
+// the first channel gets the result of epilogue_beside() for the second.
 #pragma once
 #include "narrow.cuh"
 
@@ -21,8 +22,8 @@ typedef float Acc;
 typedef float4 Acc4;
 #endif
 
-// How sums of 8-bit products become results; all are numbers of the layer, so that layers share kernels. residual_offset is what
-// widen_residual() subtracts; low and high bound the result before its zero point is added.
+// Constants that turn accumulators of 8-bit products into results. They are parameters of a layer, so that layers share kernels.
+// widen_residual() subtracts residual_offset; low and high bound the result before its zero point is added.
 struct Requantize {
     float residual_scale, residual_offset, low, high;
     int zero;
@@ -49,7 +50,7 @@ template <class Params> DEVICE Channel channel_at(const Params& p, int at) {
     return {__fmul_rn(*p.data_scale, c.x), c.y, int(*p.data_zero) * int(c.z)};
 }
 template <class Params> DEVICE void load_four(const Params& p, int at, int count, Channel (&c)[4]) {
-    grid_dependency_wait();                        // for the scale
+    grid_dependency_wait();                        // the scale is another kernel's result
     #pragma unroll
     for (int i = 0; i < 4; i++) c[i] = at < count ? channel_at(p, at + i) : no_channel();
 }
@@ -77,7 +78,7 @@ DEVICE void load_four(const Channel* from, int at, int count, Channel (&c)[4]) {
     c[0] = make_float2(a.x, a.y), c[1] = make_float2(a.z, a.w), c[2] = make_float2(b.x, b.y), c[3] = make_float2(b.z, b.w);
 }
 #elif CHANNEL_STAGES
-typedef float4 Channel;                            // bias, and numbers that stages read
+typedef float4 Channel;                            // bias, and constants that stages read
 DEVICE Channel no_channel() { return make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
 DEVICE float finished(const Requantize&, Acc sum, Channel c, float r) { return epilogue(sum, c, r); }
 DEVICE void load_four(const Channel* from, int at, int count, Channel (&c)[4]) {
@@ -98,7 +99,7 @@ template <class Params> DEVICE Channel channel_at(const Params& p, int at) { ret
 template <class Params> DEVICE void load_four(const Params& p, int at, int count, Channel (&c)[4]) { load_four(p.channel, at, count, c); }
 #endif
 
-// Two results of one pixel. FINAL_SILU: epilogue() leaves the last stage, which they do together.
+// Two results of one pixel. FINAL_SILU: epilogue() omits the last stage, which is applied to both together.
 DEVICE void finish_two(const Requantize& q, Acc a, Acc b, Channel first, Channel second, float r, float s, float& x, float& y) {
     x = finished(q, a, first, r), y = finished(q, b, second, s);
 #if FINAL_SILU
@@ -159,7 +160,7 @@ DEVICE void widen_residual(const Requantize& q, u32 word, float (&r)[4]) {
 }
 
 #if PAIRED
-// Two pairs of sums, each with the constants of its channels -> two 16-bit results in one word.
+// Two pairs of accumulators, each with the constants of its channels -> two 16-bit results in one word.
 DEVICE u32 finish_pairs(const Acc (&a)[2], const Channel (&first)[2], const Acc (&b)[2], const Channel (&second)[2]) {
     return pack2(of_pair(a[0], first[0], a[1], first[1]), of_pair(b[0], second[0], b[1], second[1]));
 }

@@ -1,16 +1,16 @@
 // Implicit-GEMM convolution in true fp32, on the scalar units of any GPU from sm_80 on: fp32 operands, one chain of fused
-// multiply-adds per result, in the order of K (in SPLIT such chains, added in order, where a cluster shares K).
+// multiply-adds per result, in the order of K (SPLIT chains, added in order, where a cluster splits K).
 //
 //   out[pixel, channel] = epilogue(sum_k pixels[pixel, k] * weights[k, channel])
 //
 // Block: BM output pixels x BN channels, K in steps of BK through a cp.async ring; a warp takes 4 TM pixels x 8 TN channels, a
-// thread TM x TN of them. Both tiles lie K-major, so that four neighbours are one 16-byte load: pixels are turned around on their
-// way by copies of 4 bytes, which leave any number of channels and any strides open. A cluster of SPLIT blocks shares the K of a
-// tile: each sums its part, then finishes its share of the pixels.
+// thread TM x TN of them. Both tiles are K-major, so that four neighbours are one 16-byte load. Copies of 4 bytes transpose the
+// pixels, and so allow any number of channels and any strides. A cluster of SPLIT blocks splits the K of a tile: each block sums its
+// part, then finishes its share of the pixels.
 //
-// generated.cuh defines BM, BN, TM, TN (4 or 8), BK (a multiple of 8), STAGES, EARLY (see fp32_tile.cuh), SPLIT, WHOLE (eight neighbours of K belong to one
-// filter tap), PLANAR (K runs over taps first, channels last), VECTOR (results and residuals are stored as 16 bytes),
-// HAS_RESIDUAL, SCATTER (channels are blocks of pixels, see conv_scatter.cuh) and epilogue().
+// generated.cuh defines BM, BN, TM, TN (4 or 8), BK (a multiple of 8), STAGES, EARLY (see fp32_tile.cuh), SPLIT, WHOLE (eight
+// neighbours of K belong to one filter tap), PLANAR (K runs over taps first, channels last), VECTOR (results and residuals are stored
+// as 16 bytes), HAS_RESIDUAL, SCATTER (channels are blocks of pixels, see conv_scatter.cuh) and epilogue().
 #include "ptx.cuh"
 #include "generated.cuh"
 #include "conv_scatter.cuh"
@@ -18,22 +18,22 @@
 #include "fp32_tile.cuh"
 
 struct Params {
-    const float *pixels, *weights, *bias, *residual;   // weights: [K, filled up to BK][weight_pitch]
+    const float *pixels, *weights, *bias, *residual;   // weights: [K, padded to BK][weight_pitch]
     float* output;
     int image, row, column, plane;                     // strides of the pixels' images, rows, columns, channels
-    int out_image, out_row, out_column;                // of the results' (whose channels are neighbours)
+    int out_image, out_row, out_column;                // strides of the results (whose channels are contiguous)
     int residual_image, residual_row, residual_column;
     int height, width, out_h, out_w, pixel_count;
     int taps_h, taps_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
-    int group_in, group_channels, weight_pitch, channel_tiles, steps;   // group_*: of one group; steps of BK
+    int group_in, group_channels, weight_pitch, channel_tiles, steps;   // group_*: channels of one group; steps of BK
     Scatter scatter;
 };
 
-constexpr int OUT_PITCH = BN + 4;                  // of the sums that a cluster exchanges
+constexpr int OUT_PITCH = BN + 4;                  // of the accumulators that a cluster exchanges
 
 struct alignas(16) Row {                           // an output pixel
-    int at, hw;                                    // its window's first tap: offset, and row and column (16 bits each)
-    int out, residual;                             // where its result lies; negative: outside. SCATTER: its image, and row and column
+    int at, hw;                                    // the first tap of its window: offset; row and column (16 bits each)
+    int out, residual;                             // offsets of its result and residual; negative: outside. SCATTER: its image; row and column
 };
 
 // Four channels of one pixel: epilogue and store. ``channel`` counts within the group.
@@ -82,16 +82,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_fp32(cons
                    n * p.out_image + h * p.out_row + w * p.out_column,
                    n * p.residual_image + h * p.residual_row + w * p.residual_column};
         if (SCATTER) row.out = n * p.scatter.image, row.residual = h * 65536 + w;
-        if (pixel >= p.pixel_count) row.hw = -16384 * 65536, row.out = -1;     // never inside
+        if (pixel >= p.pixel_count) row.hw = -16384 * 65536, row.out = -1;     // never inside the image
         rows[m] = row;
     }
 
-    // Where in K this thread copies next: eight on each time. Of NHWC, inner is the channel, then come the taps.
+    // Position in K of this thread's next copy; it advances by eight. For NHWC, the inner index is the channel, then the taps.
     const int inner_size = PLANAR ? p.taps_w : p.group_in, middle_size = PLANAR ? p.taps_h : p.taps_w;
     const int outer_size = PLANAR ? p.group_in : p.taps_h;
     const int k_lane = threadIdx.x % 8, k_first = begin * BK + k_lane;
     int inner = k_first % inner_size, middle = k_first / inner_size % middle_size, outer = k_first / inner_size / middle_size;
-    int at[ROWS];                                  // negative: outside of the image
+    int at[ROWS];                                  // negative: outside the image
     auto aim = [&]() {
         const int dh = (PLANAR ? middle : outer) * p.dilation_h, dw = (PLANAR ? inner : middle) * p.dilation_w;
         const int tap = dh * p.row + dw * p.column + (WHOLE ? 0 : (PLANAR ? outer : inner) * p.plane);
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_fp32(cons
             inner += 8;
             if (WHOLE) {
                 source += 8;
-                if (inner >= inner_size) {         // for all threads at once
+                if (inner >= inner_size) {         // the same for all threads
                     inner -= inner_size, source -= inner_size;
                     if (++middle == middle_size) middle = 0, outer++;
                     aim();
@@ -128,14 +128,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_fp32(cons
             }
         }
     };
-    // The weights' rows are filled up with zeros; beyond the last channel nothing is read.
+    // The rows of weights are padded with zeros; nothing is read beyond the last channel.
     const int b_column = threadIdx.x % (BN / 4) * 4, b_row = threadIdx.x / (BN / 4);
     const bool b_valid = first_channel + b_column < p.group_channels;
     const float* weights = p.weights;
     if (b_valid) weights += (long long)(begin * BK + b_row) * p.weight_pitch + group * p.group_channels + first_channel + b_column;
     const int b_skip = b_valid ? EACH * p.weight_pitch : 0;
     const u32 b_target = base + (BK * A_PITCH + b_row * BN + b_column) * 4;
-    auto load_weights = [&](int stage) {           // step after step
+    auto load_weights = [&](int stage) {           // called once per step, in order
         #pragma unroll
         for (int i = 0; i < CHUNKS; i++) {
             copy_16(b_target + (stage * STAGE + EACH * i * BN) * 4, weights, b_valid);
@@ -144,9 +144,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_fp32(cons
     };
 
     #pragma unroll
-    for (int s = 0; s < STAGES - 1; s++)           // they depend on no other kernel
+    for (int s = 0; s < STAGES - 1; s++)           // no kernel writes weights
         if (begin + s < end) load_weights(s);
-    __syncthreads();                               // the rows are known
+    __syncthreads();                               // the rows are written
     if (WHOLE) aim();
     grid_dependency_wait();
     #pragma unroll
@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_fp32(cons
         for (int r = 1; r < SPLIT; r++) sum.x += part[r].x, sum.y += part[r].y, sum.z += part[r].z, sum.w += part[r].w;
         finish(p, rows[m], group, first_channel + n, sum);
     }
-    cluster_arrive();                              // the peers have read this block's sums
+    cluster_arrive();                              // the peers have read this block's accumulators
     cluster_wait();
 #else
     #pragma unroll

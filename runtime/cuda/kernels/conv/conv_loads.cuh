@@ -1,8 +1,8 @@
-// Where tiles of the Hopper convolution lie, and how the loading warp brings their operands: part of conv_sm90.cu.
+// Positions of the Hopper convolution's tiles, and the loads of their operands: part of conv_sm90.cu.
 #pragma once
 
-struct Cursor {                                    // where in K the producer is
-    int source, block, tap_w, tap_h, band;         // band: the first channel of those that the tile reads
+struct Cursor {                                    // the producer's position in K
+    int source, block, tap_w, tap_h, band;         // band: the first input channel that the tile reads
 };
 
 DEVICE void seek(Cursor& at, const Params& p, int k) {
@@ -28,11 +28,11 @@ DEVICE void advance(Cursor& at, const Params& p) {
     at.source = 1;
 }
 
-// Where a block is among those that share: ranks count the channels' tiles first.
+// A block's position among its sharers: ranks run over the channels' tiles first.
 DEVICE int channel_rank(int sharer) { return sharer % SHARE_CHANNELS; }
 DEVICE int pixel_rank(int sharer) { return sharer / SHARE_CHANNELS; }
 
-struct Batch {                                     // which product of a stack
+struct Batch {                                     // the indices of a product in a stack
     int inner, outer;
 };
 
@@ -52,7 +52,7 @@ DEVICE void load_pixels(u32 target, const TensorMap* map, u32 barrier, const Sou
                         int w, const Batch& batch) {
     const int c = at.block * BK + (BANDED ? at.band : 0), x = w * s.stride_w - s.pad_w, y = h * s.stride_h - s.pad_h;
     const u16 tap_w = u16(at.tap_w * s.dilation_w), tap_h = u16(at.tap_h * s.dilation_h);
-    if (SHARE_CHANNELS > 1) {                      // the blocks of the other channels multiply the same pixels
+    if (SHARE_CHANNELS > 1) {                      // the blocks with other channels multiply the same pixels
         const u16 to = u16(((1 << SHARE_CHANNELS) - 1) << (pixel_rank(sharer) * SHARE_CHANNELS));
         target += channel_rank(sharer) * PIXEL_PART * SPAN;
         if (MODE == 0) tma_multicast_2d(target, map, barrier, c, first, to);
@@ -64,7 +64,7 @@ DEVICE void load_pixels(u32 target, const TensorMap* map, u32 barrier, const Sou
 }
 
 #if VOLUME
-// A block of channels of a volume's frames: n counts the result's frames, and the blocks under all taps along depth follow one another.
+// Loads a block of channels of a volume's frames. n counts the result's frames; the block index also runs over the taps along depth.
 DEVICE void load_frames(const Params& p, u32 target, const TensorMap* map, u32 barrier, int source, const Cursor& at, int sharer, int n, int h,
                         int w) {
     const Source& s = p.source[source];
@@ -84,7 +84,7 @@ DEVICE void load_frames(const Params& p, u32 target, const TensorMap* map, u32 b
 #endif
 
 DEVICE void load_weights(const Params& p, u32 target, u32 barrier, int sharer, int k, int channel, const Batch& batch) {
-    if (SHARE_PIXELS > 1) {                        // the blocks of the other pixels multiply the same weights
+    if (SHARE_PIXELS > 1) {                        // the blocks with other pixels multiply the same weights
         u32 to = 0;
         #pragma unroll
         for (int i = 0; i < SHARE_PIXELS; i++) to |= 1u << (i * SHARE_CHANNELS);
@@ -99,7 +99,7 @@ DEVICE void load_weights(const Params& p, u32 target, u32 barrier, int sharer, i
     }
 }
 
-// p.tiles and p.channel_tiles count what a cluster of sharers takes at once.
+// The first channel and pixel of a tile. p.tiles and p.channel_tiles count the tiles of a whole cluster of sharers as one.
 DEVICE void tile_at(const Params& p, int tile, int sharer, int& channel, int& pixel) {
     if (BATCHED) tile %= p.batch_tiles;
     channel = ((tile % p.channel_tiles) * SHARE_CHANNELS + channel_rank(sharer)) * TILE_CHANNELS;
@@ -108,7 +108,7 @@ DEVICE void tile_at(const Params& p, int tile, int sharer, int& channel, int& pi
     pixel = (index * SHARE_PIXELS + pixel_rank(sharer)) * TILE_PIXELS;
 }
 
-// The residual of a tile, to the output buffer that its results take.
+// Loads a tile's residual into the output buffer of its results.
 DEVICE void load_residual(const Params& p, u32 out, u32 full, int buffer, int channel, int pixel, const Batch& batch) {
     barrier_expect(full + 8 * buffer, TILE_GROUPS * MT * OUT_BYTES);
     for (int i = 0; i < TILE_GROUPS * MT; i++) {
@@ -118,7 +118,7 @@ DEVICE void load_residual(const Params& p, u32 out, u32 full, int buffer, int ch
     }
 }
 
-struct Place {                                     // a tile, as the producer needs it
+struct Place {                                     // a tile, in the producer's coordinates
     int channel, pixel, n[WGN], h[WGN], w[WGN];
     Batch batch;
     Cursor at;
@@ -141,7 +141,7 @@ DEVICE Place place(const Params& p, int tile, int sharer, int k_begin) {
     return to;
 }
 
-// Pixels of a source, from pixel (n, h, w) of the result on.
+// Loads pixels of a source, from pixel (n, h, w) of the result on.
 template <int MODE>
 DEVICE void load_source(const Params& p, int source, u32 target, const TensorMap* map, u32 barrier, const Place& to, int sharer, int i) {
 #if VOLUME

@@ -1,20 +1,20 @@
-// Norms of rows that no launch computes. A product tells the moments of its result's rows (MOMENTS), and the next product applies them
-// to its sums (NORMED), or a later one to the residual that it adds (NORMED_RESIDUAL): part of the Hopper convolution's kernels, of
-// 16-bit rows.
+// Norms of rows without a launch of their own. A product writes the moments of its result's rows (MOMENTS). The next product applies them
+// to its accumulators (NORMED), or a later product to the residual that it adds (NORMED_RESIDUAL). Part of the Hopper convolution
+// kernels, for 16-bit rows.
 //
-//   norm(x) W + b = rstd (x W' - mean s) + b'      W' = diag(scale) W, s: the sums of its columns, b' = b + shift W
+//   norm(x) W + b = rstd (x W' - mean s) + b'      W' = diag(scale) W, s: the column sums of W', b' = b + shift W
 //   h W + b + norm(x) = h W + (rstd x - rstd mean) scale + b'      b' = b + shift
 //
-// Moments are of 64 channels of a row: their mean, and the sum of squared deviations from it. They lie as [64 channels][row], so that
+// A moment covers 64 channels of a row: their mean, and the sum of squared deviations from it. The layout is [64 channels][row], so that
 // lanes read neighbouring rows. NORMED and NORMED_RESIDUAL: 1 is a layer norm, 2 a norm by the mean square (its mean counts as zero).
 //
-// MOMENT_ROWS 8: moments are of 64 channels of eight rows, and lie as [64 channels][eight rows]. IMAGE_NORM: NORMED is by those of all
-// channels of an image, whose rows come in eights: a group norm of one group, between products of each pixel.
+// MOMENT_ROWS 8: a moment covers 64 channels of eight rows, and the layout is [64 channels][eight rows]. IMAGE_NORM: NORMED uses the
+// moments of all channels of an image, whose rows are a multiple of eight: a group norm of one group, between products of each pixel.
 #pragma once
 
 #define ROW_NORM (NORMED ? NORMED : NORMED_RESIDUAL)
 constexpr int MOMENT_CHANNELS = 64;
-constexpr int FACTOR_WARPS = 3;                    // that compute what rows are multiplied by: with the loading warp one for each scheduler
+constexpr int FACTOR_WARPS = 3;                    // that compute row factors: with the loading warp, one per scheduler
 
 #if MOMENTS
 DEVICE void put_moments(const Params& p, int block, int row, float2 moments) {
@@ -22,17 +22,17 @@ DEVICE void put_moments(const Params& p, int block, int row, float2 moments) {
     p.moments[(long long)block * (rows / MOMENT_ROWS) + row / MOMENT_ROWS] = moments;
 }
 
-// Both have the moments of ``count`` numbers; the result is of all of them.
+// Joint moments of two sets with ``count`` values each.
 DEVICE float2 joint_moments(float2 a, float2 b, float count) {
     const float apart = b.x - a.x;
     return make_float2(a.x + 0.5f * apart, a.y + b.y + 0.5f * count * apart * apart);
 }
 
-// About the instructions of each thread where so many share a row of 64 channels.
+// Approximate instructions of each thread where ``lanes`` threads share a row of 64 channels.
 constexpr __device__ int moment_cost(int rows, int lanes) { return (rows * lanes + 127) / 128 * (264 / lanes + (lanes == 1 ? 0 : lanes == 2 ? 12 : 24)); }
 
-// Tells the moments of a tile of 64 channels, in rows of 128 bytes as TMA swizzles them. All threads of a warpgroup; one to four share a row.
-// ``before``: rows of the products before this one.
+// Writes the moments of a tile of 64 channels, in rows of 128 bytes with TMA's swizzle. All threads of a warpgroup take part; one to four
+// share a row. ``before``: rows of the preceding products.
 template <int ROWS>
 DEVICE void tell_moments(const Params& p, u32 tile, int block, int first_row, int thread, int before) {
     constexpr int FEW = moment_cost(ROWS, 2) < moment_cost(ROWS, 1) ? 2 : 1;
@@ -44,7 +44,7 @@ DEVICE void tell_moments(const Params& p, u32 tile, int block, int first_row, in
         uint4 v[CHUNKS];
         #pragma unroll
         for (int i = 0; i < CHUNKS; i++) v[i] = shared_load16(tile + from * 128 + (((part * CHUNKS + i) ^ (from & 7)) << 4));
-        const float pivot = low_float(v[0].x);     // near the mean, where that is large
+        const float pivot = low_float(v[0].x);     // near the mean, where the mean is large
         float sum[2] = {0.0f, 0.0f}, squares[2] = {0.0f, 0.0f};
         #pragma unroll
         for (int i = 0; i < CHUNKS; i++) {
@@ -74,8 +74,8 @@ DEVICE void tell_moments(const Params& p, u32 tile, int block, int first_row, in
     }
 }
 
-// The same where a warp stores 16 channels of eight rows from registers: a lane has four channels of one row. Its warp's moments of the row
-// go to ``slot`` (eight float2), which all lanes have read.
+// The same where a warp stores 16 channels of eight rows from registers: a lane has four channels of one row. The warp's moments of its
+// rows go to ``slot`` (eight float2), which all lanes have already read.
 DEVICE void keep_moments(u32 slot, uint2 stored, int lane) {
     const float x[4] = {low_float(stored.x), high_float(stored.x), low_float(stored.y), high_float(stored.y)};
     const float mean = 0.25f * (x[0] + x[1] + x[2] + x[3]);
@@ -97,7 +97,7 @@ DEVICE void keep_moments(u32 slot, uint2 stored, int lane) {
 #if IMAGE_NORM
 static_assert(NORMED == 1 && !NORMED_RESIDUAL, "images are normalized behind products of their rows");
 
-// What an image is multiplied by, and the product of this and its mean: for each warp the same, which takes the moments of all its parts.
+// The factor of an image (rstd), and its product with the mean. Every warp computes the same values from the moments of all parts.
 struct ImageFactor {
     int image = -1;
     float2 factor;
@@ -107,9 +107,9 @@ struct ImageFactor {
         constexpr int CHUNK = 8;
         const int parts = p.image_parts * p.given_blocks, pitch = p.pixel_count / 8;
         const float2* from = p.given + of * p.image_parts;
-        const float pivot = __ldcg(&from->x);      // parts' means lie around it
+        const float pivot = __ldcg(&from->x);      // the means of all parts are close to it
         float sum = 0.0f, squares = 0.0f;
-        int at = lane;                             // in a block of channels
+        int at = lane;                             // position in a block of channels
         #pragma unroll 1
         for (int begin = lane; begin < parts; begin += CHUNK * 32) {
             float2 part[CHUNK];
@@ -136,7 +136,8 @@ struct ImageFactor {
     }
 };
 
-// Those of a tile's rows, of as many images as there are, to shared memory. ``known``: that of the first one, if it was taken before.
+// Writes the factors of a tile's rows to shared memory; the tile may span several images. ``known``: the factor of the first image, if
+// already computed.
 template <int ROWS>
 DEVICE void row_factors(const Params& p, u32 target, int first_row, int thread, ImageFactor& known) {
     const int image_rows = 8 * p.image_parts, end = min(first_row + ROWS, p.pixel_count);
@@ -151,8 +152,8 @@ DEVICE void row_factors(const Params& p, u32 target, int first_row, int thread, 
     }
 }
 #elif ROW_NORM
-// What rows are multiplied by, and the product of this and their mean, to shared memory (eight bytes a row). The loads of up to CHUNK parts
-// of all a thread's rows are on their way together: one after the other they take longer than the tile's products.
+// Writes each row's factor, and its product with the row's mean, to shared memory (eight bytes a row). The loads of up to CHUNK parts of
+// all rows of a thread are in flight together: in sequence they would take longer than the tile's products.
 template <int ROWS>
 DEVICE void row_factors(const Params& p, u32 target, int first_row, int thread) {
     constexpr int THREADS = FACTOR_WARPS * 32, PASSES = (ROWS + THREADS - 1) / THREADS, CHUNK = PASSES == 1 ? 16 : PASSES == 2 ? 12 : 8;
@@ -172,7 +173,7 @@ DEVICE void row_factors(const Params& p, u32 target, int first_row, int thread) 
         }
         #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
-            if (begin == 0) pivot[pass] = part[pass][0].x;     // means of a row's parts lie around one of them
+            if (begin == 0) pivot[pass] = part[pass][0].x;     // the means of a row's parts are close to this one
             #pragma unroll
             for (int i = 0; i < CHUNK; i++) {
                 const float apart = begin + i < p.given_blocks ? part[pass][i].x - pivot[pass] : 0.0f;
@@ -196,7 +197,7 @@ DEVICE void row_factors(const Params& p, u32 target, int first_row, int thread) 
 #endif
 
 #if NORMED
-// Applies the factors of rows (wgmma's columns) to sums of this warp's channels, the sums of whose columns of W' are ``columns``.
+// Applies the row factors (rows are wgmma's columns) to accumulators of this warp's channels. ``columns``: the channels' column sums of W'.
 template <int M_TILES, int SUMS>
 DEVICE void normalize(float (&sum)[M_TILES][SUMS], u32 factors, const float (&columns)[M_TILES][2], int lane) {
     #pragma unroll
@@ -216,7 +217,7 @@ DEVICE void normalize(float (&sum)[M_TILES][SUMS], u32 factors, const float (&co
 }
 #endif
 
-// How a thread's elements of the residual are added: of two channels, and of two or four pixels.
+// How a thread adds its elements of the residual: two channels of two or four pixels.
 struct AsTheyAre {
     __device__ __forceinline__ float operator()(float r, int pixel, int channel) const { return r; }
 };
@@ -227,7 +228,7 @@ template <int PIXELS> struct Normalized {
     float4 factors[PIXELS / 2];                    // of two pixels each
     float scale[2];
 
-    // ``from``: the factors of the first two pixels, which are two of eight.
+    // ``from``: the factors of the thread's first two pixels, of a block of eight.
     __device__ __forceinline__ Normalized(u32 from, const float (&scales)[2]) : scale{scales[0], scales[1]} {
         #pragma unroll
         for (int i = 0; i < PIXELS / 2; i++) shared_load(from + i * 64, factors[i]);

@@ -1,23 +1,24 @@
 // fp32 products on tensor cores, which multiply tf32: part of conv_sm90.cu.
 //
-// A number is the sum of its first 11 bits and of the rest. The product of two numbers is then four products. The one of both rests is left out: it is below
-// 2^-20 of the whole (3xTF32: Ootomo and Yokota 2022, and CUTLASS). Tensor cores cut off what they add. So the products of a rest have sums of
-// their own, and the sums of STEPS_TOGETHER steps of K are added to the whole by fp32 additions.
-// An infinity makes NaN: it has no rest, and is multiplied with the other number's.
+// An fp32 value is the sum of its first part (11 bits) and a rest, so a product of two values is a sum of four products. The product of the
+// two rests is omitted: it is below 2^-20 of the whole (3xTF32: Ootomo and Yokota 2022, and CUTLASS). Tensor cores truncate in their
+// additions. So products with a rest have accumulators of their own, and the accumulators of STEPS_TOGETHER K steps are added to the total
+// by fp32 additions.
+// An infinity becomes NaN: its rest is NaN.
 #pragma once
 
 #if PARTS
 static_assert(DIRECT && !STREAM && !BATCHED && !PROLOGUE && !ROW_NORM && !WEIGHTS_STATIONARY && !ALTERNATE && MIN_CTAS == 1 && OPERAND_ITEM == 4, "one tile a block");
 constexpr int STEPS_TOGETHER = 128 / BK > 0 ? 128 / BK : 1;
 
-// A number's bits become those of its first part; the rest.
+// Replaces a value's bits by those of its first part; returns the rest.
 DEVICE u32 divide(u32& bits) {
     const u32 whole = bits;
     bits &= 0xffffe000u;
     return __float_as_uint(__uint_as_float(whole) - __uint_as_float(bits));
 }
 
-// Divides the operands of each stage: the first parts where they are, the rests behind all of them. By four warps.
+// Splits the operands of each stage: first parts in place, rests after all first parts. Run by four warps.
 DEVICE void part_stages(u32 ring, u32 full, u32 changed, int count, int lane) {
     constexpr int ROUND = 128 * 16, ROUNDS = (LOADED_BYTES + ROUND - 1) / ROUND, TOGETHER = 4;
     const u32 own = threadIdx.x % 128 * 16;

@@ -1,17 +1,18 @@
-// Stride-1 convolution for Hopper that loads each input patch once: NHWC, 16- or 8-bit operands, fp32 (of integers int32) accumulation, wgmma and TMA.
+// Stride-1 convolution for Hopper that loads each input patch once: NHWC, 16- or 8-bit operands, fp32 accumulators (int32 for
+// integers), wgmma and TMA.
 //
-// im2col loads bring a KxK filter's pixels K*K times, and the copy engine, not the tensor cores, then sets the pace when there
-// are few channels. Here a tile of TH x TW output pixels of one image loads its (TH + K - 1) x (TW + K - 1) patch once per block of
-// BK channels; filter tap (r, s) is the same patch, read from row r * PATCH_W + s on. So wgmma's N runs over padded rows of
-// PATCH_W pixels, and the columns between TW and PATCH_W are computed for nothing: TW / PATCH_W of the work is useful.
+// im2col loads bring the pixels of a KxK filter K*K times. With few channels the copy engine then sets the pace, not the tensor
+// cores. Here a tile of TH x TW output pixels of one image loads its (TH + K - 1) x (TW + K - 1) patch once per block of BK
+// channels; filter tap (r, s) reads the same patch from row r * PATCH_W + s on. So wgmma's N runs over padded rows of PATCH_W
+// pixels, and the results in columns TW to PATCH_W are discarded: TW / PATCH_W of the work is useful.
 //
 // Warps: WGM x WGN consumer warpgroups (channels x tiles), then one warp each for patches, weights and residuals. Each of the
 // WGN tiles has a ring of its own, so that one group multiplies while another stores.
 //
 // generated.cuh defines WGM, WGN, TILE_H, TILE_W, TAPS_H, TAPS_W, DILATION_H, DILATION_W, BN, BK, STAGES (patches per group),
-// SPLIT (blocks of a cluster that share the channel blocks, one tile per cluster), DIRECT (see DirectStore), WEIGHT_STAGES (0: all weights of the channel tile are loaded once and kept), OUT_BUFFERS, MIN_CTAS, POOLED (2 x 2 pixels are stored as their
-// largest), HAS_RESIDUAL, wgmma_step()
-// and epilogue().
+// SPLIT (blocks of a cluster that split the channel blocks, one tile per cluster), DIRECT (see DirectStore), WEIGHT_STAGES (0: all
+// weights of the channel tile are loaded once and kept), OUT_BUFFERS, MIN_CTAS, POOLED (the maximum of each 2 x 2 pixels is
+// stored), HAS_RESIDUAL, wgmma_step() and epilogue().
 #include "conv_common.cuh"
 
 constexpr int GROUPS = WGM * WGN;
@@ -25,7 +26,7 @@ constexpr u32 PATCH_LOAD = PATCH_H * PATCH_W * SPAN;
 constexpr u32 PATCH_BYTES = (PATCH_LOAD + 1023) / 1024 * 1024;
 constexpr u32 WEIGHT_BYTES = WGM * 64 * SPAN;
 constexpr u32 OUT_LOAD = TILE_H * TILE_W * OUT_ROW;
-constexpr u32 OUT_BYTES = (OUT_LOAD + OUT_ROW + 1023) / 1024 * 1024;   // and one row for what lies between the tile's columns
+constexpr u32 OUT_BYTES = (OUT_LOAD + OUT_ROW + 1023) / 1024 * 1024;   // and one row that absorbs the columns outside the tile
 constexpr u32 BARRIER_BYTES = 1024;
 static_assert((TILE_H - 1) * PATCH_W + TILE_W <= BN, "the tile does not fit the accumulators");
 
@@ -48,10 +49,10 @@ DEVICE Tile tile_at(const Params& p, int tile, int group) {
     return at;
 }
 
-// The first channel of those that the tile reads.
+// The first input channel that the tile reads.
 DEVICE int band_of(const Params& p, const Tile& at) { return BANDED ? at.channel / p.band_channels * p.band_inputs : 0; }
 
-// A block of channels; of a volume the blocks under all taps along depth follow one another.
+// Loads a block of channels. The blocks of a volume are ordered by the taps along depth.
 DEVICE void load_patch(const Params& p, const Tile& at, int block, u32 target, u32 barrier) {
     const int w = at.w - p.source[0].pad_w, h = at.h - p.source[0].pad_h;
 #if VOLUME
@@ -65,7 +66,7 @@ DEVICE void load_patch(const Params& p, const Tile& at, int block, u32 target, u
 }
 
 #if VOLUME && TOGETHER > 1
-// The frames of a finished tile, which have a part of its channels each. Eight threads a pixel, as in store_pooled.
+// Stores the frames of a finished tile: each frame is a part of the tile's channels. Eight threads per pixel, as in store_pooled.
 DEVICE void store_frames(const Params& p, u32 tile, const Tile& at, int thread) {
     constexpr int CHUNKS = 8 / TOGETHER;           // of eight channels
     const int chunk = thread % 8, channel = chunk % CHUNKS * 8;
@@ -92,8 +93,8 @@ DEVICE u32 larger(u32 a, u32 b) {
     return best;
 }
 
-// The largest of each 2 x 2 pixels of a finished tile: a thread takes eight channels of a pixel, a row of eight lanes 128 bytes. The
-// barrier before the next tile's results are written is the one that all tiles have.
+// Stores the maximum of each 2 x 2 pixels of a finished tile. A thread takes eight channels of a pixel; eight lanes cover 128 bytes.
+// The barrier before the next tile's results, which every tile has, also protects this read.
 DEVICE void store_pooled(const Params& p, u32 tile, const Tile& at, int m, int thread) {
     const int chunk = thread % 8, channel = at.channel + m * 64 + chunk * 8, high = p.out_h / 2, wide = p.out_w / 2;
     u8* const image = p.output_pointer + ((long long)at.n * high * wide * p.channels + channel) * OUT_ITEM;
@@ -117,7 +118,7 @@ DEVICE void store_pooled(const Params& p, u32 tile, const Tile& at, int m, int t
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 base = smem_address(shared);
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform, and known to be
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // warp-uniform, and the compiler knows it
     const int all_blocks = p.source[0].channel_blocks;
     const int rank = SPLIT > 1 ? int(cluster_rank()) : 0;
     const int first_block = SPLIT > 1 ? all_blocks * rank / SPLIT : 0;
@@ -184,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                 mark(2);
             }
         }
-    } else if (warp == CONSUMERS / 32 + 1) {                           // weights, which depend on no other kernel
+    } else if (warp == CONSUMERS / 32 + 1) {                           // weights: no kernel writes them
         if (elect_one()) {
             if (WEIGHT_STAGES == 0) {
                 const int channel = tile_at(p, first_tile, 0).channel;
@@ -208,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                 }
             }
         }
-    } else if (warp == CONSUMERS / 32 + 2) {                           // residuals, and weights of later launches
+    } else if (warp == CONSUMERS / 32 + 2) {                           // residuals, and prefetches of later launches' weights
         fetch_ahead(p.ahead, lane);
         if (HAS_RESIDUAL && !DIRECT && elect_one()) {
             grid_dependency_wait();
@@ -284,14 +285,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                             held_weights = weight_stage;
                             if (++weight_stage == WEIGHT_STAGES) weight_stage = 0, weight_parity ^= 1;
                         }
-                        if (tap == 0 && held_patch >= 0) {             // the last product of the block before has been read
+                        if (tap == 0 && held_patch >= 0) {             // the last product of the previous block is complete
                             wgmma_wait<1>();
                             if (lane == 0) barrier_arrive(empty + 8 * held_patch);
                         }
                     }
                 }
                 held_patch = slot;
-                if (STAGES == 1 && b + 1 < blocks) {                   // the next block's patch lands where this one lies
+                if (STAGES == 1 && b + 1 < blocks) {                   // the next block's patch overwrites this one
                     wgmma_wait<0>();
                     if (lane == 0) barrier_arrive(empty + 8 * held_patch);
                     held_patch = -1;
@@ -321,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
 #if OUT_ITEM == 1
             finish_columns<BN>(p, own, quarter, lane, acc[0], constants, row_of);
 #else
-            // Lane l names row l % 8 (a pixel) of matrix l / 8: matrices 0, 1 are channels 0-7, 8-15 of pixels 0-7; 2, 3 of 8-15.
+            // Lane l addresses row l % 8 (a pixel) of matrix l / 8: matrices 0, 1 are channels 0-7, 8-15 of pixels 0-7; 2, 3 of pixels 8-15.
             const int chunk = quarter * 2 + ((lane >> 3) & 1);
             #pragma unroll
             for (int j = 0; j < BN / 8; j += 2) {
@@ -354,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
             if (quarter == 0 && elect_one()) {           // always the same lane: bulk groups belong to a thread
                 tma_store_4d(&p.output, own, at.channel + m * 64, at.w, at.h, at.n);
                 tma_store_commit();
-                if (HAS_RESIDUAL) {                                    // hand back the buffer whose store has left shared memory
+                if (HAS_RESIDUAL) {                                    // hand back the buffer whose store has been read from shared memory
                     tma_store_wait_read<(OUT_BUFFERS > 1 ? 1 : 0)>();
                     if (OUT_BUFFERS == 1)
                         barrier_arrive(residual_empty + 8 * slot);

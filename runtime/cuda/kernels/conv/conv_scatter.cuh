@@ -1,17 +1,17 @@
-// Results whose channels are blocks of pixels (a transposed convolution by its sub-pixels): where they go.
+// Store of results whose channels are blocks of pixels (a transposed convolution by sub-pixels).
 #pragma once
 #include "ptx.cuh"
 
 // Channel (dy * stride_w + dx) * channels + c of pixel (h, w) is channel c of pixel (h * stride_h + dy - crop_h, w * stride_w + dx -
-// crop_w) of an image of height x width, where that is inside. Strides of the images count elements.
+// crop_w) of an image of height x width, if that pixel is inside. Strides of the images are in elements.
 struct Scatter {
     int stride_h, stride_w, crop_h, crop_w, channels, height, width;
     int image, row, column;
 };
 
 #if SCATTER
-// Rows of 64 finished 16-bit channels, of a warpgroup's pixels, from shared memory (as TMA would store them: 128 bytes swizzled) to
-// their places: eight threads a row. locate(row, n, h, w) says which pixel a row is, or that it is none.
+// Stores rows of 64 finished 16-bit channels of a warpgroup's pixels from shared memory (128 bytes, with TMA's swizzle): eight threads per
+// row. locate(row, n, h, w) sets the pixel of a row; it returns false for a row without a pixel.
 template <class Locate>
 DEVICE void scatter_rows(const Scatter& s, u8* output, u32 tile, int rows, int first_channel, int all_channels, int thread, const Locate& locate) {
     const int chunk = thread % 8, channel = first_channel + chunk * 8;

@@ -1,12 +1,12 @@
 // Implicit-GEMM convolution for any tensor-core GPU from sm_80 on: NHWC, operands of 32 (tf32), 16 or 8 bits (fp8: from sm_89 on),
-// fp32 (of integers int32) accumulation, mma.sync fed by a cp.async ring. One source, groups, any stride, padding and dilation; pixels
+// fp32 accumulators (int32 for integers), mma.sync fed by a cp.async ring. One source, groups, any stride, padding and dilation; pixels
 // and groups begin at multiples of 16 bytes.
 //
-// Block: 128 threads, BM output pixels x BN output channels, K in steps of 64 bytes of one filter tap; 2 x 2 warps. What a fragment of
-// mma.sync holds is the same bytes of a row whatever the element: products of 32 bytes of K, all fed by the same ldmatrix.
-// SPLIT blocks share the K steps of a tile where tiles are few: each writes its sums as they lie in its registers, and the one that
-// comes last adds all of them in the order of K, so results repeat to the bit. p.arrived counts those of a tile that have written; it is
-// zero between launches, since the last resets it.
+// Block: 128 threads, BM output pixels x BN output channels, K in steps of 64 bytes of one filter tap; 2 x 2 warps. A fragment of
+// mma.sync holds the same bytes of a row for every element type, so the same ldmatrix feeds all products of 32 bytes of K.
+// SPLIT blocks split the K steps of a tile where tiles are few. Each block writes its accumulators in register order. The last block to
+// arrive adds all of them in the order of K, so results repeat to the bit. p.arrived counts the blocks of a tile that have written; it
+// is zero between launches, since the last block resets it.
 // generated.cuh defines BM, BN (64 or 128), STAGES, SPLIT, the element types (see conv_element.cuh), multiply() and epilogue().
 #include "ptx.cuh"
 #include "mma.cuh"
@@ -19,13 +19,13 @@ struct Params {
     u8* output;
     Acc4* partial;
     u32* arrived;
-    int channels, in_channels, in_row;             // elements between pixels of the result, of the source, and between the source's rows
+    int channels, in_channels, in_row;             // elements between pixels of the result, pixels of the source, rows of the source
     int group_channels, group_in;
     int height, width, out_h, out_w, pixel_count;
     int taps_h, taps_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
     Requantize requantize;
 #if DYNAMIC
-    const float* data_scale;                       // of all pixels
+    const float* data_scale;                       // scale of all pixels
     const u8* data_zero;
 #endif
 };
@@ -34,10 +34,10 @@ constexpr int THREADS = 128, ROW_BYTES = 64, BK = ROW_BYTES / OPERAND_ITEM;
 constexpr int WARP_M = BM / 2, WARP_N = BN / 2, TILES_M = WARP_M / 16, TILES_N = WARP_N / 8;
 constexpr u32 STAGE_BYTES = (BM + BN) * ROW_BYTES;
 
-// Four 16-byte chunks a row; the swizzle makes the eight rows of an ldmatrix hit all banks.
+// Four 16-byte chunks per row; with the swizzle, the eight rows of an ldmatrix touch all banks.
 DEVICE u32 chunk_at(int row, int chunk) { return row * ROW_BYTES + ((chunk ^ ((row >> 1) & 3)) << 4); }
 
-// Of each 16 rows of weights, row 8 h + 2 t + i is channel 4 t + 2 h + i: lane t of four then holds four neighbouring channels.
+// Within 16 rows of weights, row 8 h + 2 t + i is channel 4 t + 2 h + i: lane t of four then holds four neighbouring channels.
 DEVICE int channel_of(int row) { return (row & ~15) | (row & 6) << 1 | (row & 8) >> 2 | (row & 1); }
 
 #if OUT_ITEM == 4
@@ -48,7 +48,7 @@ typedef u16 Element;
 typedef u8 Element;
 #endif
 
-// Four neighbouring channels of a pixel, for where they end or lie unaligned.
+// Four neighbouring channels of a pixel, for a store that is unaligned or crosses the last channel.
 union Pieces {
     Four four;
     Element element[4];
@@ -74,11 +74,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
         const int pixel = first_pixel + threadIdx.x / 4 + 32 * i;
         const bool live = pixel < p.pixel_count;
         row_w[i] = pixel % p.out_w * p.stride_w - p.pad_w;
-        row_h[i] = live ? pixel / p.out_w % p.out_h * p.stride_h - p.pad_h : -(1 << 28);   // never inside
+        row_h[i] = live ? pixel / p.out_w % p.out_h * p.stride_h - p.pad_h : -(1 << 28);   // never inside the image
         const long long image = (long long)(live ? pixel / p.out_w / p.out_h : 0) * p.height * p.in_row;
         row_image[i] = p.pixels + (image + group * p.group_in) * OPERAND_ITEM + chunk * 16;
     }
-    int block = begin % blocks, tap_w = begin / blocks % p.taps_w, tap_h = begin / blocks / p.taps_w;   // where in K the next copy is
+    int block = begin % blocks, tap_w = begin / blocks % p.taps_w, tap_h = begin / blocks / p.taps_w;   // position in K of the next copy
     auto load = [&](int stage, int step) {
         const u32 target = base + stage * STAGE_BYTES;
         const int left = (p.group_in - block * BK) * OPERAND_ITEM - chunk * 16, bytes = left < 0 ? 0 : left < 16 ? left : 16;
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
     }
     for (int step = begin, stage = 0; step < end; step++) {
         copies_wait_but<STAGES - 2>();
-        __syncthreads();                           // this step has landed for all; the stage read last step is free for all
+        __syncthreads();                           // this step has landed for all threads; all have read the stage of the last step
         if (step + STAGES - 1 < end) load(stage ? stage - 1 : STAGES - 1, step + STAGES - 1);
         copies_commit();
         const u32 a_tile = base + stage * STAGE_BYTES, b_tile = a_tile + BM * ROW_BYTES;
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
             #pragma unroll
             for (int m = 0; m < TILES_M; m++)
                 ldmatrix_x4(a_tile + chunk_at(warp_m + m * 16 + lane % 16, k * 2 + lane / 16), a[m][0], a[m][1], a[m][2], a[m][3]);
-#if OPERAND_ITEM == 4                              // weights were rounded when they were packed
+#if OPERAND_ITEM == 4                              // weights were already rounded when they were packed
             #pragma unroll
             for (int m = 0; m < TILES_M; m++)
                 #pragma unroll
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
     }
 
     if (SPLIT > 1) {
-        constexpr int PIECES = TILES_M * TILES_N;  // of 16 bytes, of a thread
+        constexpr int PIECES = TILES_M * TILES_N;  // of 16 bytes, per thread
         const u32 tile = (group * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
         Acc4* sums = p.partial + (u64(tile) * SPLIT + part) * PIECES * THREADS + threadIdx.x;
         #pragma unroll
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
             for (int n = 0; n < TILES_N; n++)
                 sums[(m * TILES_N + n) * THREADS] = {acc[m][n][0], acc[m][n][1], acc[m][n][2], acc[m][n][3]};
         __threadfence();
-        __syncthreads();                           // the ring is read no more: its first word tells who was last
+        __syncthreads();                           // nothing reads the ring any more: its first word holds whether this block is the last
         u32* last = reinterpret_cast<u32*>(shared);
         if (threadIdx.x == 0) {
             *last = count_arrival(p.arrived + tile) == SPLIT - 1;
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_sm80(const Params p) 
         }
     }
 
-    // Of each pair of 16 x 8 tiles, lane l holds channels 4 (l % 4) and the three after it, of pixels l / 4 and + 8.
+    // Of each pair of 16 x 8 tiles, lane l holds the four channels from 4 (l % 4) on, of pixels l / 4 and l / 4 + 8.
     #pragma unroll
     for (int n = 0; n < TILES_N; n += 2) {
         const int in_group = first_channel + warp_n + n * 8 + lane % 4 * 4, left = p.group_channels - in_group;

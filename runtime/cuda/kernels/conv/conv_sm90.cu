@@ -1,42 +1,44 @@
-// Implicit-GEMM convolution for Hopper: NHWC, 16- or 8-bit operands, fp32 (of integers int32) accumulation, wgmma fed by TMA.
+// Implicit-GEMM convolution for Hopper: NHWC, 16- or 8-bit operands, fp32 accumulators (int32 for integers), wgmma fed by TMA.
 //
-// Output channels lie on wgmma's M, output pixels on its N (any multiple of 8: 49 pixels waste 13 % of a tile, not 62 %).
+// Output channels are wgmma's M, output pixels its N (any multiple of 8: 49 pixels waste 13 % of a tile, not 62 %).
 //   out[pixel, channel] = epilogue(sum_k weights[channel, k] * patch[k, pixel])
-// K runs over one or two sources (a residual block's downsample convolution is a second source of the same GEMM), and within
-// a source over filter taps and blocks of BK channels. A source's pixels come by TMA as rows of a matrix (1x1, stride 1) or in
-// im2col mode (anything else).
+// K runs over one or two sources, and within a source over filter taps and blocks of BK channels. The second source is the
+// downsample convolution of a residual block, which adds to the same accumulators. TMA loads the pixels of a source as rows of a
+// matrix (1x1, stride 1) or in im2col mode (every other filter).
 //
-// One warp issues the loads, one the residual's loads, WGM*WGN warpgroups multiply. Weights that are loaded before
-// griddepcontrol.wait overlap the previous kernel. Two epilogues: through shared memory and TMA stores, which overlap the next
-// tile's loads (persistent grid); or DIRECT stores of one tile per block, with SPLIT > 1 after the blocks of a cluster, which
-// share K, have sent one another their partial sums.
+// One warp issues the loads, one the loads of the residual; WGM*WGN warpgroups multiply. Weights that are loaded before
+// griddepcontrol.wait overlap the previous kernel. There are two epilogues. The first goes through shared memory and TMA stores,
+// which overlap the loads of the next tile (persistent grid). DIRECT stores one tile per block from registers. With SPLIT > 1 the
+// blocks of a cluster split K, and exchange their partial sums before these stores.
 //
-// ALTERNATE: two warpgroups take whole tiles in turn, so that the one multiplies while the other finishes. SHARE_CHANNELS x SHARE_PIXELS
-// blocks of a cluster take neighbouring tiles: each loads a part of what they have in common and multicasts it, since what 132
-// multiprocessors may ask of L2 is less than their tensor cores can take.
+// ALTERNATE: two warpgroups take whole tiles in turn: one multiplies while the other runs its epilogue.
+// SHARE_CHANNELS x SHARE_PIXELS: the blocks of a cluster take neighbouring tiles. Each block loads a part of their common operands
+// and multicasts it, since the L2 bandwidth of 132 multiprocessors is less than their tensor cores need.
 //
-// STREAM (stream-K): each block takes an equal span of all the tiles' K steps, so no multiprocessor idles in a last wave. A tile that spans
-// share is finished by the one that has its first K steps: see conv_stream.cuh.
+// STREAM (stream-K): each block takes an equal span of the K steps of all tiles, so no multiprocessor idles in a last wave. A tile
+// that several spans share is finished by the span with its first K steps: see conv_stream.cuh.
 //
-// BATCHED: a stack of products, each with weights of its own, which are another tensor: tensor maps have two more axes, and a tile is one of
-// one product. ACROSS: its rows are K (wgmma's MN-major operand). ONE_MATRIX: their pixels are one constant matrix, which is loaded before
-// griddepcontrol.wait as weights are elsewhere. ROW_BIAS: a bias of each pixel, with which its sums begin.
-// ROW_SCALED: a scale of each pixel, by which its sums of integers are multiplied; weights are another kernel's result, too.
+// BATCHED: a stack of products. Each product has weights of its own, which are an activation tensor. Tensor maps have two more
+// axes, and each tile belongs to one product. ACROSS: the rows of that tensor are K (wgmma's MN-major operand). ONE_MATRIX: the
+// pixels of all products are one constant matrix, which is loaded before griddepcontrol.wait, as weights are elsewhere.
+// ROW_BIAS: a bias per pixel, the initial value of its accumulators. ROW_SCALED: a scale per pixel, which multiplies its integer
+// accumulators; the weights too are the result of another kernel.
 //
-// BANDED: channels come in bands, each a sum over the pixels' channels of its own band alone (of a grouped convolution: several groups).
+// BANDED: output channels come in bands. Each band sums over its own band of input channels alone (a grouped convolution, with
+// several groups in a band).
 //
-// MOMENTS, NORMED, NORMED_RESIDUAL: moments of the result's rows, and rows, or a residual's, that are normalized by such ones
-// (conv_moments.cuh).
+// MOMENTS: the kernel writes moments of the result's rows. NORMED, NORMED_RESIDUAL: rows of the product, or of the residual, are
+// normalized by such moments (conv_moments.cuh).
 //
-// TURNED: heads of the result turn by their rows' positions (conv_turns.cuh).
+// TURNED: a rotary embedding of the result's heads, by the positions of their rows (conv_turns.cuh).
 //
-// PROLOGUE: one more warpgroup applies stages to the pixels of each K step where TMA has left them, before they are multiplied.
+// PROLOGUE: an additional warpgroup applies stages to the pixels of each K step in place, between TMA and the product.
 //
-// PARTS: fp32, by three products of tf32 (conv_parts.cuh). One more warpgroup divides operands where TMA has left them.
+// PARTS: fp32, by three products of tf32 (conv_parts.cuh). An additional warpgroup splits the operands in place.
 //
 // generated.cuh defines the tile (WGM, WGN, MT, BN, BK, STAGES, SPLIT, DIRECT, OUT_BUFFERS, WEIGHTS_STATIONARY, MIN_CTAS, ALTERNATE,
-// SHARE_CHANNELS, SHARE_PIXELS, STREAM), BATCHED, ACROSS, BANDED, the sources' modes (MODE0, MODE1: 0 rows, 1 im2col, 2 im2col of a volume, -1 none), HAS_RESIDUAL,
-// PROLOGUE, GATED, GATE_ALONE (the prologue is the gate), prologue(), wgmma_step() and epilogue().
+// SHARE_CHANNELS, SHARE_PIXELS, STREAM), BATCHED, ACROSS, BANDED, the sources' modes (MODE0, MODE1: 0 rows, 1 im2col, 2 im2col of a
+// volume, -1 none), HAS_RESIDUAL, PROLOGUE, GATED, GATE_ALONE (the prologue is the gate), prologue(), wgmma_step() and epilogue().
 #include "conv_common.cuh"
 
 #include "conv_tile.cuh"
@@ -48,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     extern __shared__ __align__(1024) u8 shared[];
     if (threadIdx.x == 0) mark(8);
     const u32 base = smem_address(shared);
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform, and known to be
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // warp-uniform, and the compiler knows it
     const int rank = SPLIT > 1 ? int(cluster_rank()) : 0;
     const int sharer = SHARERS > 1 ? int(cluster_rank()) : 0;
     const Span span = STREAM ? own_span(p) : Span();
@@ -62,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     const u32 ring = stationary + (WEIGHTS_STATIONARY ? ((p.k_steps + SPLIT - 1) / SPLIT) * WEIGHT_BYTES : 0);
     const u32 behind_ring = (ring + STAGES * STAGE_BYTES + 1023) / 1024 * 1024, out = FINISHES_IN_RING ? ring : behind_ring;
     const u32 behind_out = out + (DIRECT ? TILE_GROUPS * Direct::BYTES : OUT_BUFFERS * TURNS * TILE_GROUPS * MT * OUT_BYTES);
-    // Of rows that are normalized, for each output buffer. Their barriers are the residual's.
+    // Factors of normalized rows, for each output buffer. They share the barriers of the residual.
     const u32 factors = behind_out > behind_ring ? behind_out : behind_ring;
 
     if (warp == CONSUMERS / 32 && lane == 0) {
@@ -82,12 +84,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         }
         barrier_init_fence();
         async_proxy_fence();
-        if (SPLIT > 1 && Direct::owns(rank))       // the partial sums that this rank will be sent
+        if (SPLIT > 1 && Direct::owns(rank))       // bytes of partial sums that this rank will receive
             barrier_expect(reduced, GROUPS * Direct::expected(rank));
     }
     __syncthreads();
     if (SPLIT > 1) cluster_arrive();
-    if (SHARERS > 1) {                             // the peers' barriers count: loads may be multicast
+    if (SHARERS > 1) {                             // the peers' barriers are initialized: loads may be multicast
         cluster_arrive_relaxed();
         cluster_wait();
     }
@@ -97,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     if (warp == CONSUMERS / 32) {
         if (elect_one()) {
             Place to = place(p, first_tile, sharer, k_begin);
-            if ((BATCHED && !ONE_MATRIX) || ROW_SCALED) grid_dependency_wait();    // else weights, or the matrix, come first: they depend on no other kernel
+            if ((BATCHED && !ONE_MATRIX) || ROW_SCALED) grid_dependency_wait();    // else weights, or the constant matrix, are loaded first: no kernel writes them
             const int primed = k_count < STAGES ? k_count : STAGES;
             if (WEIGHTS_STATIONARY) {
                 barrier_expect(weights_full, k_count * WEIGHT_BYTES);
@@ -125,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             int stage = primed == STAGES ? 0 : primed, parity = primed == STAGES ? 0 : 1, fresh = STAGES - primed, k = primed;
             auto await_stage = [&] {
                 if (fresh > 0)
-                    fresh--;                       // a stage that nobody has used yet
+                    fresh--;                       // a stage that was never filled
                 else
                     barrier_wait(empty + 8 * stage, parity);
             };
@@ -144,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 }
             } while (next_work(p, span, work, tile_step));
 #if STREAM
-            // The ring is done with operands: what later spans have summed of this one's last tile comes through it.
+            // The ring carries no more operands: it now brings the partial sums that later spans computed of this span's last tile.
             for (int from = span.number + 1; from <= last_sender(p, span); from++) {
                 await_sums(p, from);
                 for (int chunk = 0; chunk < Sums::CHUNKS; chunk++) {
@@ -174,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             int channel, pixel;
             tile_at(p, work.tile, sharer, channel, pixel);
 #if IMAGE_NORM
-            known.take(p, min(pixel, p.pixel_count - 1) / (8 * p.image_parts), lane);      // while the tile before is finished
+            known.take(p, min(pixel, p.pixel_count - 1) / (8 * p.image_parts), lane);      // while the previous tile is finished
 #endif
             if (issued >= BUFFERS) barrier_wait(residual_empty + 8 * buffer, parity);
             if (RESIDUAL_LOADED && warp == CONSUMERS / 32 + 1 && elect_one()) load_residual(p, out, residual_full, buffer, channel, pixel, Batch());
@@ -194,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         fetch_ahead(p.ahead, lane);
         if (RESIDUAL_LOADED && elect_one()) {
             grid_dependency_wait();
-            constexpr int BUFFERS = OUT_BUFFERS * TURNS;   // the turns' buffers alternate
+            constexpr int BUFFERS = OUT_BUFFERS * TURNS;   // the buffers of the two turns alternate
             int buffer = 0, parity = 1, issued = 0;
             Work work = first;
             do {
@@ -232,13 +234,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         constexpr u32 WEIGHT_STRIDE = WEIGHTS_STATIONARY ? WEIGHT_BYTES : STAGE_BYTES;
         Acc acc[SETS][MT][BN / 2];
         int stage = 0, parity = 0;
-        auto skip_tile = [&] {                     // the other turn's stages
+        auto skip_tile = [&] {                     // skips the stages of the other turn's tile
             stage += k_count;
             parity ^= stage / STAGES & 1;
             stage %= STAGES;
         };
         if (ALTERNATE && turn) skip_tile();
-        // A stage is free for those that load into it: lane l tells peer l.
+        // A released stage is reported to every block that loads into it: lane l signals peer l.
         int peer = channel_rank(lane) + pixel_rank(sharer) * SHARE_CHANNELS;
         if (SHARERS > 1 && lane >= SHARE_CHANNELS)
             peer = (lane - SHARE_CHANNELS + (lane - SHARE_CHANNELS >= pixel_rank(sharer) ? 1 : 0)) * SHARE_CHANNELS + channel_rank(sharer);
@@ -252,12 +254,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 
         int tile_channel, tile_pixel;
         tile_at(p, own_first, sharer, tile_channel, tile_pixel);
-        float columns[MT][2];                      // of blocks that share K, the first one takes the mean away
+        float columns[MT][2];                      // of blocks that split K, only the first subtracts the mean
 #if ROW_NORM
         auto load_columns = [&] {
             #pragma unroll
             for (int i = 0; i < 2 * MT; i++) {
-                const int row = OUT_ITEM == 1 ? lane / 4 * 2 + i % 2 : lane / 4 + i % 2 * 8;       // as load_channel_pair() has it
+                const int row = OUT_ITEM == 1 ? lane / 4 * 2 + i % 2 : lane / 4 + i % 2 * 8;       // as in load_channel_pair()
                 const int channel = tile_channel + group_channel + i / 2 * 64 + quarter * 16 + row;
                 columns[i / 2][i % 2] = (NORMED_RESIDUAL || (NORMED == 1 && rank == 0)) && channel < p.channels ? __ldg(p.columns + channel) : 0.0f;
             }
@@ -304,9 +306,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             RowScales scales;
             scales.load(p, tile_pixel + group_pixel, lane);
 #endif
-            // Few columns: a product's latency exceeds its work. Two sets of sums, added at the end, keep two products in flight.
+            // With few columns, the latency of a product exceeds its work. Two sets of accumulators, added at the end, keep two products in flight.
             int previous = 0;
-            // In turn: the stages before this tile's have been waited for then, so a stage's parity says which of its fills is meant.
+            // ALTERNATE: by now all stages of earlier tiles have been waited for, so the parity of a stage identifies its fill.
             if (ALTERNATE && tile != first_tile) named_barrier(1 + GROUPS + turn, 256);
 #if PARTS
             WholeSums whole;
@@ -318,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 multiply(acc, weights_at + (WEIGHTS_STATIONARY ? k : stage) * WEIGHT_STRIDE + group_channel * SPAN,
                          ring + stage * STAGE_BYTES + (group / WGM) * PIXEL_BYTES, PARTS ? k % STEPS_TOGETHER : k);
                 wgmma_commit();
-                if (PARTS ? k % STEPS_TOGETHER > 0 : k > 0) {  // the step before this one has been read: its stage is free
+                if (PARTS ? k % STEPS_TOGETHER > 0 : k > 0) {  // the products of the previous step are complete: its stage is free
                     wgmma_wait<1>();
                     release(previous);
                 }
@@ -344,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #endif
 #if DIRECT
             if (LATE) prepare();
-            if (FINISHES_IN_RING) named_barrier(1 + GROUPS, CONSUMERS);        // all have read it
+            if (FINISHES_IN_RING) named_barrier(1 + GROUPS, CONSUMERS);        // all warps have read the ring
 #endif
             #pragma unroll
             for (int i = 0; SETS == 2 && !PARTS && i < MT * BN / 2; i++) sum[i / (BN / 2)][i % (BN / 2)] += acc[SETS - 1][i / (BN / 2)][i % (BN / 2)];
@@ -355,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 Sums::send(p, span.number, sum);
                 continue;
             }
-            if (work.k_count < p.k_steps)          // the rest, in the order of K
+            if (work.k_count < p.k_steps)          // partial sums of later spans, in the order of K
                 for (int from = span.number + 1; from <= last_sender(p, span); from++)
                     Sums::receive(sum, ring, [&] { barrier_wait(full + 8 * stage, parity); return stage; }, [&] {
                         release(stage);
@@ -388,13 +390,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #if OUT_ITEM == 1
                 finish_columns<BN>(p, own + m * OUT_BYTES, quarter, lane, sum[m], constants[m], [](int column) { return column; });
 #else
-                // Lane l names row l % 8 (a pixel) of matrix l / 8: matrices 0, 1 are channels 0-7, 8-15 of pixels 0-7; 2, 3 of 8-15.
+                // Lane l addresses row l % 8 (a pixel) of matrix l / 8: matrices 0, 1 are channels 0-7, 8-15 of pixels 0-7; 2, 3 of pixels 8-15.
                 const u32 row = own + m * OUT_BYTES + ((lane >> 4) * 8 + (lane & 7)) * 128 +
                                 (((quarter * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
                 #pragma unroll
                 for (int j = 0; j < BN / 16; j++) {
 #if ROW_SCALED
-                    scales.apply(&sum[m][j * 8], 2 * j, lane), scales.apply(&sum[m][j * 8 + 4], 2 * j + 1, lane);   // with a finish each: else sums spill
+                    scales.apply(&sum[m][j * 8], 2 * j, lane), scales.apply(&sum[m][j * 8 + 4], 2 * j + 1, lane);   // before each epilogue: scaled all at once, accumulators spill
 #endif
                     finish_16_pixels(p, row + j * 16 * 128, &sum[m][j * 8], constants[m], added_residual<4>(own_factors + j * 128, columns[m]));
                 }
@@ -420,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                                  return pixel < p.pixel_count;
                              });
 #else
-            auto hand_back = [&] {                 // the buffer whose store has left shared memory
+            auto hand_back = [&] {                 // the buffer whose store has been read from shared memory
                 tma_store_wait_read<(OUT_BUFFERS > 1 ? 1 : 0)>();
                 if (OUT_BUFFERS == 1)
                     barrier_arrive(residual_empty + residual);
@@ -445,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             #pragma unroll 1
             for (int m = 0; m < MT; m++) {
                 const int channel = tile_channel + group_channel + m * 64;
-                const int before = BATCHED ? tile / p.batch_tiles * p.pixel_count : 0;      // rows of other products
+                const int before = BATCHED ? tile / p.batch_tiles * p.pixel_count : 0;      // rows of the preceding products
                 if (channel < p.channels) tell_moments<BN>(p, own + m * OUT_BYTES, channel / 64, tile_pixel + group_pixel, threadIdx.x % 128, before);
             }
             if (HAS_RESIDUAL) {

@@ -1,20 +1,20 @@
-// Convolution of an image of one to four channels as it comes (planar or interleaved, fp32, 16-bit or bytes), for any tensor-core
-// GPU from sm_80 on: the change of layout, the cast and the normalization happen on the way to shared memory, mma.sync
-// (m16n8k16, fp32 sums) reads its pixels from there, and results go out channels-last.
+// Convolution of an image of one to four channels in its original form (planar or interleaved, fp32, 16-bit or bytes), for any
+// tensor-core GPU from sm_80 on. Layout change, cast and normalization happen in the copy to shared memory. mma.sync (m16n8k16, fp32
+// accumulators) reads pixels from there, and results are stored channels-last.
 //
 // Block: TILE_H x TILE_W output pixels x BLOCK_N output channels; blocks walk over tiles, and keep their weights. The input pixels
-// of a tile lie in shared memory either as planes (PLANES: at an even stride, where a 32-bit word is two taps of a row) or with two
-// or four channels together (a word is two channels of a tap). K is a list of such words, by their offsets from the first of a
-// window: lane t of four reads word t of each half of a K step for its A fragment, whatever tap and channel that is.
+// of a tile are in shared memory either as planes (PLANES: at an even stride, where a 32-bit word is two taps of a row) or with two
+// or four channels interleaved (a word is two channels of a tap). K is a list of such words, given by their offsets from the first word
+// of a window: lane t of four reads word t of each half of a K step for its A fragment, whatever tap and channel that is.
 //
-// Weights lie in shared memory in an order of rows in which a thread's sums over up to four n8 tiles are neighbouring channels.
+// The rows of weights in shared memory are ordered so that a thread's accumulators of up to four n8 tiles are neighbouring channels.
 //
 // generated.cuh: see stem.cuh.
 #include "stem.cuh"
 
 // ---- products and results ----------------------------------------------------------------------------------------------
 
-// Results of one row of an m16 tile: a lane's channels of each group of n8 tiles are one access.
+// Stores one row of an m16 tile: a lane's channels of each group of n8 tiles are one access.
 DEVICE void store_row(const Params& p, const float (&acc)[N_TILES][4], int half, int first, u16* to, const u16* residual) {
     const int t = threadIdx.x % 4;
     #pragma unroll
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_m = warp % WARPS_M, warp_n = warp / WARPS_M;
     const int g = lane / 4, t = lane % 4;
     grid_launch_dependents();
-    load_weights(p, base);                         // constants: before what comes before has ended
+    load_weights(p, base);                         // constants: loaded before the previous kernel has ended
 
     Words at;
     #pragma unroll
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
     const int b_row = warp_n * N_TILES * 8 + lane % 8 + (N_TILES > 1 ? lane / 16 * 8 : 0);
     u32 b_at = base + b_row * WEIGHT_ROW + lane / 8 % 2 * 16;
     const Places places = places_of(p);
-    int stored[M_TILES * 2];                       // where a lane's results of a row of eight pixels go, after the tile's first
+    int stored[M_TILES * 2];                       // offsets of a lane's results in a row of eight pixels, from the tile's first pixel
     #pragma unroll
     for (int i = 0; i < M_TILES * 2; i++) {
         const int run = warp_m * M_TILES * 2 + i;
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
     Tile tile = {int(blockIdx.x % p.tiles_x), int(blockIdx.x / p.tiles_x % p.tiles_y), int(blockIdx.x / p.tiles_x / p.tiles_y)};
     grid_dependency_wait();
     Chunk held[ROUNDS];
-    int buffer = 0;                                // offset of the tile's pixels: of BUFFERED, two tiles' are there
+    int buffer = 0;                                // offset of the tile's pixels; with BUFFERED, shared memory holds two tiles
     u32 kept[KEEP ? K_STEPS : 1][N_TILES][2];
     begin_block(p, shared, base, tile, places, b_at, held, kept);
 
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem(cons
         float acc[M_TILES][N_TILES][4], start[N_TILES][4];
         begin_sums(bias, t, start);
         u32 weights_at = b_at;
-        if (!KEEP) asm volatile("" : "+r"(weights_at));                                // read anew for each tile
+        if (!KEEP) asm volatile("" : "+r"(weights_at));                                // reload for each tile
         multiply_tile(shared + buffer, at, weights_at, kept, start, acc);
         const int y = tile.y * TILE_H, x = tile.x * TILE_W;
         const long long first = (long long)tile.image * p.out_h * p.out_w + y * p.out_w + x;

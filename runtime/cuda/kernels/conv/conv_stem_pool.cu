@@ -1,18 +1,18 @@
-// A first convolution (conv_stem.cu) and the max pool of its result, by windows of POOL x POOL with a stride of 2: the result before pooling,
-// the largest tensor of many networks, is never stored.
+// A first convolution (conv_stem.cu) and the max pool of its result, with windows of POOL x POOL and a stride of 2. The result before
+// pooling, the largest tensor of many networks, is never stored.
 //
-// A block goes down a band of tiles of one image. A tile is PAIRS times two rows of the convolution, as wide as the image; an m16 tile has the
-// same eight columns of two rows, and a warp those of all pairs. So the largest elements under the two, or three, rows of a window are a
-// thread's own: windows of three rows begin with the second row of the pair before, which stays in registers. These go through shared
-// memory, where threads take the largest of neighbouring columns.
+// A block walks down a band of tiles of one image. A tile is PAIRS pairs of rows of the convolution, as wide as the image. An m16 tile has
+// the same eight columns of two rows, and a warp has these columns of all pairs. So a thread itself holds the elements under the two or
+// three rows of a window: windows of three rows begin with the second row of the previous pair, which stays in registers. The maxima over
+// rows go through shared memory, where threads take the maximum of neighbouring columns.
 //
-// generated.cuh: see stem.cuh; also POOL (2 or 3), POOL_TOP and POOL_LEFT, the padding (0 or 1; of 2 x 2, 0).
+// generated.cuh: see stem.cuh; also POOL (2 or 3), POOL_TOP and POOL_LEFT, the padding (0 or 1; for 2 x 2, 0).
 #include "stem.cuh"
 
-constexpr int PAIRS = TILE_H / 2, RUNS = M_TILES / PAIRS;      // of a tile's rows; times eight columns of a warp
+constexpr int PAIRS = TILE_H / 2, RUNS = M_TILES / PAIRS;      // pairs of rows in a tile; runs of eight columns in a warp
 static_assert(TILE_H % 2 == 0 && M_TILES % PAIRS == 0 && !HAS_RESIDUAL && !FRAMES && (POOL == 3 || POOL_TOP + POOL_LEFT == 0), "a form of this kernel");
 constexpr int FIRST = POOL == 3 ? 1 - POOL_TOP : 0;          // row of the convolution at which the first tile begins
-constexpr u32 COLUMN_BYTES = BLOCK_N * 2 + 16;     // an odd number of 16-byte chunks, where channels come in sixteens
+constexpr u32 COLUMN_BYTES = BLOCK_N * 2 + 16;     // an odd number of 16-byte chunks where channels are a multiple of 16
 constexpr u32 POOL_AT = IMAGE_AT + IMAGE_BYTES * (1 + BUFFERED), EIGHTS = BLOCK_N / 8;
 #if defined(DTYPE_BF16)
 constexpr u32 LOWEST = 0xff80ff80u;
@@ -22,7 +22,7 @@ constexpr u32 LOWEST = 0xfc00fc00u;
 
 DEVICE uint4 larger(uint4 a, uint4 b) { return make_uint4(larger(a.x, b.x), larger(a.y, b.y), larger(a.z, b.z), larger(a.w, b.w)); }
 
-// The largest of neighbouring columns of a tile, whose rows are done, to the pooled image.
+// Maximum of neighbouring columns of a tile, whose rows are already reduced, to the pooled image.
 DEVICE void pool_columns(const Params& p, const u8* columns, const Tile& tile) {
     const int first = blockIdx.y * BLOCK_N, each = p.pooled_w * int(EIGHTS);
     for (int i = threadIdx.x; i < PAIRS * each; i += THREADS) {
@@ -31,7 +31,7 @@ DEVICE void pool_columns(const Params& p, const u8* columns, const Tile& tile) {
         if (y >= p.pooled_h || first + eight * 8 >= p.channels) continue;
         uint4 best;
         #pragma unroll
-        for (int j = 0; j < POOL; j++) {           // what lies outside: the nearest inside again
+        for (int j = 0; j < POOL; j++) {           // outside the image: the nearest column inside, which changes no maximum
             const int at = pair * TILE_W + min(max(column + j, 0), p.out_w - 1);
             const uint4 v = *reinterpret_cast<const uint4*>(columns + at * COLUMN_BYTES + eight * 16);
             best = j ? larger(best, v) : v;
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem_pool
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_m = warp % WARPS_M, warp_n = warp / WARPS_M;
     const int g = lane / 4, t = lane % 4;
     grid_launch_dependents();
-    load_weights(p, base);                         // constants: before what comes before has ended
+    load_weights(p, base);                         // constants: loaded before the previous kernel has ended
 
     Words at;
     #pragma unroll
@@ -63,11 +63,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem_pool
     const Places places = places_of(p);
 
     const int begin = blockIdx.x % p.bands * p.band, end = min(begin + p.band, p.tiles_y);
-    // A band's first window of three rows wants the row before, unless it is padding.
+    // The first window of a band needs the row above when it has three rows, unless that row is padding.
     Tile tile = {0, begin - (POOL == 3 && (begin > 0 || POOL_TOP == 0)), int(blockIdx.x / p.bands)};
     grid_dependency_wait();
     Chunk held[ROUNDS];
-    int buffer = 0;                                // offset of the tile's pixels: of BUFFERED, two tiles' are there
+    int buffer = 0;                                // offset of the tile's pixels; with BUFFERED, shared memory holds two tiles
     u32 kept[KEEP ? K_STEPS : 1][N_TILES][2];
     begin_block(p, shared, base, tile, places, b_at, held, kept);
     u32 row_before[RUNS][N_TILES];
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem_pool
         float acc[M_TILES][N_TILES][4], start[N_TILES][4];
         begin_sums(bias, t, start);
         u32 weights_at = b_at;
-        if (!KEEP) asm volatile("" : "+r"(weights_at));                                // read anew for each tile
+        if (!KEEP) asm volatile("" : "+r"(weights_at));                                // reload for each tile
         multiply_tile(shared + buffer, at, weights_at, kept, start, acc);
         if constexpr (BUFFERED) {
             copies_landed();
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) conv_stem_pool
         } else {
             if (!AHEAD && more) fetch(p, next, places, held);
         }
-        __syncthreads();                           // the pixels have been read, and the columns of the tile before
+        __syncthreads();                           // the pixels and the previous tile's columns have been read
         #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
             const int run = m % RUNS, row = tile.y * TILE_H + m / RUNS * 2 + FIRST;

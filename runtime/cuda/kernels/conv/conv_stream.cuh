@@ -1,13 +1,13 @@
-// What a block of the Hopper convolution works on: whole tiles, a part of K of one (SPLIT), or a span of K steps of many (STREAM).
+// The work of a block of the Hopper convolution: whole tiles, a part of one tile's K (SPLIT), or a span of the K steps of many (STREAM).
 //
-// STREAM is stream-K (Osama et al., 2023): all K steps of all tiles in a row, cut into as many equal spans as there are blocks. A tile that
-// is cut belongs to the span with its first steps. The spans behind it begin with their part of it, send those sums through global
-// memory, and go on; the owner comes to the tile at its end, when they have long arrived, and adds them in the order of K: results
-// repeat to the bit. Sums come in by the copy engine, through the ring of stages, which has no operands left to carry then.
+// STREAM is stream-K (Osama et al., 2023): the K steps of all tiles form one sequence, which is cut into one equal span per block. A tile
+// that is cut belongs to the span with its first steps. The later spans begin with their part of this tile, send its accumulators through
+// global memory, and continue. The owner reaches the tile at the end of its span, when these partial sums have long arrived, and adds them
+// in the order of K: results repeat to the bit. The copy engine loads them through the ring of stages, which then carries no operands.
 //
-// An owner waits for blocks of lower index alone (spans are numbered from the end of the grid), which the GPU starts before it, and which
-// wait for none above them: so it makes progress even where not all blocks fit at a time. p.arrived counts the warps of a span that have
-// sent; it is zero between launches, since the one block that reads a count resets it.
+// An owner waits only for blocks of lower index (spans are numbered from the end of the grid). The GPU starts those blocks first, and they
+// wait for no block above them, so the owner makes progress even where not all blocks are resident. p.arrived counts the warps of a span
+// that have sent; it is zero between launches, since the one block that reads a count resets it.
 #pragma once
 
 struct Span {
@@ -15,11 +15,11 @@ struct Span {
     u32 begin, end;                                // K steps, counted over all tiles
 };
 
-struct Work {                                      // what is done of a tile
+struct Work {                                      // the K steps of a tile to compute
     int tile, k_begin, k_count;
 };
 
-// Where a span begins; the last one ends where the one behind it would begin. The host sees to it that this does not overflow.
+// The beginning of a span; span_begin(last + 1) is the end of the last. The host ensures that this does not overflow.
 DEVICE u32 span_begin(const Params& p, int span) { return u32(p.tiles) * u32(p.k_steps) * u32(span) / gridDim.x; }
 
 DEVICE Span own_span(const Params& p) {
@@ -37,7 +37,7 @@ DEVICE Work split_work(const Params& p, int tile, int rank) {
     return {tile, k_begin, (SPLIT > 1 ? p.k_steps * (rank + 1) / SPLIT : p.k_steps) - k_begin};
 }
 
-// Goes on to the next tile; false where there is none.
+// Advances to the next tile; false at the end.
 DEVICE bool next_work(const Params& p, const Span& span, Work& work, int tile_step) {
     if (!STREAM) {
         work.tile += tile_step;
@@ -50,7 +50,7 @@ DEVICE bool next_work(const Params& p, const Span& span, Work& work, int tile_st
 }
 
 #if STREAM
-// The last span that holds steps of the tile with which this span ends; its own number where that tile is whole, or another's.
+// The last span that holds steps of this span's last tile. The span's own number if that tile is complete or another span owns it.
 DEVICE int last_sender(const Params& p, const Span& span) {
     const u32 tile = (span.end - 1) / p.k_steps * p.k_steps;
     int last = span.number;
@@ -59,7 +59,7 @@ DEVICE int last_sender(const Params& p, const Span& span) {
     return last;
 }
 
-// Waits until a span has sent its sums: one thread, which then lets the copy engine read them.
+// Waits until a span has sent its accumulators. Called by one thread, which then lets the copy engine read them.
 DEVICE void await_sums(const Params& p, int span) {
     u32 count = 0;
     for (int tries = 0; count != CONSUMERS / 32; tries++) {
@@ -72,11 +72,11 @@ DEVICE void await_sums(const Params& p, int span) {
     asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-// The sums of a span's first tile in global memory: of each thread in turn 16 bytes, as they lie in its registers.
+// The accumulators of a span's first tile in global memory: pieces of 16 bytes of each thread in turn, in register order.
 struct Sums {
-    static constexpr int PIECES = MT * BN / 8;     // of 16 bytes, of a thread
+    static constexpr int PIECES = MT * BN / 8;     // of 16 bytes, per thread
     static constexpr u32 PIECE_BYTES = CONSUMERS * 16;
-    static constexpr int CHUNK = STAGE_BYTES / PIECE_BYTES;    // pieces that a stage of the ring holds
+    static constexpr int CHUNK = STAGE_BYTES / PIECE_BYTES;    // pieces per stage of the ring
     static constexpr int CHUNKS = (PIECES + CHUNK - 1) / CHUNK;
 
     static __device__ __forceinline__ u32 chunk_bytes(int chunk) { return min(CHUNK, PIECES - chunk * CHUNK) * PIECE_BYTES; }
@@ -97,7 +97,7 @@ struct Sums {
         if (threadIdx.x % 32 == 0) add_release(p.arrived + span, 1);
     }
 
-    // wait() gives the next stage once it is full, done() hands it back.
+    // wait() gives the next stage once it is full; done() releases it.
     template <class Wait, class Done>
     static __device__ __forceinline__ void receive(Acc (&sum)[MT][BN / 2], u32 ring, const Wait& wait, const Done& done) {
         #pragma unroll

@@ -1,11 +1,11 @@
-// conv_sm90.cu: the sizes of a tile and of what a block holds, the products of one K step, and how sums begin.
+// conv_sm90.cu: the sizes of a tile and of a block, the products of one K step, and the initial accumulators.
 #pragma once
 constexpr int TURNS = ALTERNATE ? 2 : 1;
 constexpr int TILE_GROUPS = WGM * WGN;             // warpgroups that share a tile
 constexpr int GROUPS = TILE_GROUPS * TURNS;
 constexpr int SHARERS = SHARE_CHANNELS * SHARE_PIXELS;
 constexpr int CONSUMERS = GROUPS * 128;
-// More than 128 sums a thread take registers from the loading warps, which are a whole warpgroup then: two of them idle.
+// With more than 128 accumulators a thread takes registers from the loading warps. They then form a whole warpgroup; two of them idle.
 constexpr bool WIDE = MT * BN > 256 || PARTS;
 constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 64) + (PROLOGUE || PARTS ? 128 : ROW_NORM ? (FACTOR_WARPS - 1) * 32 : 0);
 constexpr int TILE_CHANNELS = WGM * MT * 64;
@@ -14,17 +14,18 @@ constexpr int SPAN = BK * OPERAND_ITEM;
 constexpr u32 WEIGHT_BYTES = TILE_CHANNELS * SPAN;
 constexpr u32 PIXEL_BYTES = BN * SPAN;
 constexpr u32 LOADED_BYTES = WGN * PIXEL_BYTES + (WEIGHTS_STATIONARY ? 0 : WEIGHT_BYTES);
-constexpr u32 STAGE_BYTES = LOADED_BYTES * (PARTS ? 2 : 1);    // with the rests behind the first parts
+constexpr u32 STAGE_BYTES = LOADED_BYTES * (PARTS ? 2 : 1);    // the rests follow the first parts
 constexpr u32 OUT_BYTES = BN * OUT_ROW;           // one 64-channel subtile of one warpgroup
 constexpr u32 BARRIER_BYTES = 1024;
-// Each sharer brings this part of a tile's operands to all that need it.
+// Each sharer loads this part of a tile's operands for all sharers that need it.
 constexpr int PIXEL_PART = BN / SHARE_CHANNELS, WEIGHT_PART = TILE_CHANNELS / SHARE_PIXELS;
-constexpr int PEERS = SHARE_CHANNELS + SHARE_PIXELS - 1;   // blocks that load what this one multiplies, itself among them
-// Results of four bytes that exceed the registers beside their places: these come behind the last product, and results turn in the ring.
+constexpr int PEERS = SHARE_CHANNELS + SHARE_PIXELS - 1;   // blocks that load operands of this block, itself included
+// Four-byte results with too many accumulators for the addresses to fit registers as well: the addresses are computed after the last
+// product, and results are transposed in the ring.
 constexpr bool LATE = DIRECT && (OPERAND_ITEM == 4 || OPERAND_ITEM * OUT_ITEM == 8) && (PARTS || MT * BN > 128), FINISHES_IN_RING = LATE && SPLIT == 1;
 using Direct = DirectStore<MT, BN, SPLIT, LATE>;
-// Lanes of a warp that hand a stage back, and that hand over rows' factors; threads of a warpgroup that hand those back. One does, behind
-// the others' accesses; but racecheck sees each thread's own arrivals alone.
+// Lanes of a warp that release a stage (RELEASERS) and that report row factors as written (TELLERS); threads of a warpgroup that release
+// the factors (READERS). One is enough, after the accesses of the others, but racecheck tracks only a thread's own arrivals.
 #ifdef RACECHECK
 constexpr int RELEASERS = SHARERS == 1 ? 32 : 1, TELLERS = 32, READERS = ROW_NORM ? 128 : 1;
 #else
@@ -43,16 +44,16 @@ DEVICE void load_constants(const Params& p, int first, int lane, Channel (&const
 
 constexpr int SETS = PARTS || (MT * BN <= 64 && SPAN >= 64) ? 2 : 1;
 
-// One K step: weights [64 * MT][BK] x pixels [BN][BK]; products over 32 bytes of K go to the sets of sums in turn.
+// One K step: weights [64 * MT][BK] x pixels [BN][BK]; products over 32 bytes of K alternate between the sets of accumulators.
 DEVICE void multiply(Acc (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, int k) {
     const u64 b = wgmma_descriptor<SPAN>(pixels);
-    constexpr int NEXT = ACROSS ? SPAN : 2;        // of K, in a descriptor's 16 bytes
+    constexpr int NEXT = ACROSS ? SPAN : 2;        // step along K, in the descriptor's units of 16 bytes
     #pragma unroll
     for (int step = 0; step < SPAN / 32; step++) {
         #pragma unroll
         for (int m = 0; m < MT; m++) {
             const u64 a = wgmma_descriptor<SPAN>(weights + m * 64 * SPAN) + NEXT * step;
-#if PARTS                                          // products of a rest, which are small, have sums of their own
+#if PARTS                                          // products of a rest are small: they have accumulators of their own
             constexpr u32 REST = LOADED_BYTES / 16;
             wgmma_step(acc[0][m], a, b + 2 * step, (k | step) != 0);
             wgmma_step(acc[1][m], a + REST, b + 2 * step, (k | step) != 0);
@@ -67,9 +68,9 @@ DEVICE void multiply(Acc (&acc)[SETS][MT][BN / 2], u32 weights, u32 pixels, int 
 #if ROW_BIAS
 static_assert(SPLIT == 1 && !STREAM && !INTEGER, "a tile's sums begin once, as floats");
 
-// Sums (wgmma's columns are pixels) begin with what each pixel adds, in the first set.
+// Accumulators (wgmma's columns are pixels) begin with the bias of each pixel, in the first set.
 DEVICE void begin_sums(const Params& p, int first_pixel, int lane, Acc (&acc)[SETS][MT][BN / 2]) {
-    const int last = (p.pixel_count - 1) & ~1;     // of the pairs
+    const int last = (p.pixel_count - 1) & ~1;     // first pixel of the last pair
     #pragma unroll
     for (int i = 0; i < BN / 2; i += 2) {
         const float2 bias = __ldg(reinterpret_cast<const float2*>(p.row_bias + min(first_pixel + i / 4 * 8 + lane % 4 * 2, last)));
@@ -85,25 +86,25 @@ DEVICE void begin_sums(const Params& p, int first_pixel, int lane, Acc (&acc)[SE
 #if ROW_SCALED
 static_assert(INTEGER && SPLIT == 1 && !STREAM, "whole sums of integers become floats once");
 
-// The scales of a tile's pixels, which another kernel has made: a warp holds each once, and lane 4 j + t of pixels 8 j + 2 t, + 1.
+// The scales of a tile's pixels, another kernel's result. A warp holds each scale once: lane 4 j + t has pixels 8 j + 2 t and 8 j + 2 t + 1.
 struct RowScales {
     float2 held[(BN + 63) / 64];
 
     __device__ __forceinline__ void load(const Params& p, int first_pixel, int lane) {
-        const int last = (p.pixel_count - 1) & ~1;             // of the pairs
+        const int last = (p.pixel_count - 1) & ~1;             // first pixel of the last pair
         #pragma unroll
         for (int i = 0; i < (BN + 63) / 64; i++)
             held[i] = *reinterpret_cast<const float2*>(p.row_scales + min(first_pixel + i * 64 + lane * 2, last));
     }
 
-    // Another lane's number; volatile, since numbers that are kept from one subtile to the next make sums spill.
+    // Another lane's value. Volatile: values kept from one subtile to the next make accumulators spill.
     static __device__ __forceinline__ float of_lane(float x, int lane) {
         float y;
         asm volatile("shfl.sync.idx.b32 %0, %1, %2, 31, 0xffffffff;" : "=f"(y) : "f"(x), "r"(lane));
         return y;
     }
 
-    // The sums of eight pixels times their scales, as floats in the same registers.
+    // Multiplies the accumulators of eight pixels by their scales; the floats stay in the same registers.
     __device__ __forceinline__ void apply(Acc* four, int eight, int lane) const {
         const float2 own = held[eight / 8];
         const int from = eight % 8 * 4 + lane % 4;
@@ -114,8 +115,8 @@ struct RowScales {
 };
 #endif
 
-// A block stays until its peers are done: they count on its barriers. At the end of each role, since registers are moved for a
-// branch of its own alone.
+// A block stays until its peers are done, since they arrive at its barriers. Called at the end of each role: registers move between
+// warpgroups only in a branch of their own.
 DEVICE void leave() {
     if (SHARERS == 1) return;
     __syncwarp();

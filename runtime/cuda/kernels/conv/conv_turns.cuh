@@ -1,29 +1,29 @@
-// Rotary position embeddings of heads whose features a product makes (TURNED): its launch turns their pairs where results wait in shared memory
-// for their store. Part of implicit GEMM's kernel, of 16-bit rows.
+// Rotary position embeddings in the epilogue of a product (TURNED): the launch rotates the pairs of a head's features while its results
+// are in shared memory before their store. Part of the implicit-GEMM kernel, for 16-bit rows.
 //
-// A head has HEAD features, of which the first TURNED make pairs: one and the one TURNED / 2 further, or (INTERLEAVED) two neighbours. Pairs lie in
-// a tile of 64 channels; of 128 features in two tiles of one warpgroup (FAR). Channels below p.turned_channels are heads. Angles lie as [position][eight pairs][eight cosines, eight sines]; positions begin anew after
-// p.positions rows.
+// A head has HEAD features. The first TURNED of them form pairs: features i and i + TURNED / 2, or (INTERLEAVED) two neighbours. A pair lies
+// in one tile of 64 channels; with 128 features, in two tiles of one warpgroup (FAR). Channels below p.turned_channels belong to heads.
+// The layout of the angles is [position][eight pairs][eight cosines, eight sines]; positions restart after p.positions rows.
 #pragma once
 
 #if TURNED
 constexpr bool FAR = TURNED == 128 && !INTERLEAVED;
-constexpr int TURNED_TILES = FAR ? 2 : 1;          // that are turned together
+constexpr int TURNED_TILES = FAR ? 2 : 1;          // tiles that are rotated together
 static_assert(TURNED % 16 == 0 && TURNED <= HEAD && (HEAD < 64 ? 64 % HEAD == 0 : HEAD % 64 == 0), "tiles of 64 channels hold whole heads, or heads whole tiles");
 static_assert(TURNED <= 64 || (TURNED % 64 == 0 && INTERLEAVED) || FAR, "pairs lie in one tile of 64 channels, or in two");
 static_assert(OUT_ITEM == 2 && !DIRECT && !STREAM && !SCATTER && !BATCHED, "whole tiles of 16-bit rows");
 
 DEVICE float half_of(u32 word, int k) { return k % 2 ? high_float(word) : low_float(word); }
 
-// The pairs of one tile of 64 channels x ROWS rows, or of two, in rows of 128 bytes as TMA swizzles them: eight pairs an item, which a thread of
-// the warpgroup turns, up to MOST of them together.
+// The pairs of one or two tiles of 64 channels x ROWS rows, in rows of 128 bytes with TMA's swizzle. An item is eight pairs, which one
+// thread of the warpgroup rotates. A thread handles up to MOST items together.
 template <int ROWS, int MOST> struct TurnedTile {
     static constexpr int IN_TILE = HEAD < 64 ? 64 / HEAD : 1, VECTORS = (TURNED < 64 || FAR ? TURNED : 64) / 16;
     static constexpr int ITEMS = ROWS * IN_TILE * VECTORS, TOGETHER = ITEMS < MOST * 128 ? (ITEMS + 127) / 128 : MOST;
 
     u32 cosines[TOGETHER][4], sines[TOGETHER][4];
 
-    // Asks for the angles, which depend on no launch, of the items from ``begin`` on.
+    // Loads the angles of the items from ``begin`` on. No launch writes angles.
     __device__ __forceinline__ void load(const Params& p, int inside, int first_row, int begin, int thread) {
         #pragma unroll
         for (int i = 0; i < TOGETHER; i++) {
@@ -37,7 +37,7 @@ template <int ROWS, int MOST> struct TurnedTile {
         }
     }
 
-    // Turns their pairs in place.
+    // Rotates the pairs of these items in place.
     __device__ __forceinline__ void turn(u32 tile, int begin, int thread) const {
         #pragma unroll
         for (int i = 0; i < TOGETHER; i++) {
@@ -65,8 +65,8 @@ template <int ROWS, int MOST> struct TurnedTile {
     }
 };
 
-// Turns the heads of M_TILES tiles from ``tile`` on, whose first channel and row these are. All threads of a warpgroup; ``wait()`` returns when
-// the tiles are whole. The angles of few sums are asked for before that.
+// Rotates the heads of M_TILES tiles from ``tile`` on; ``channel`` and ``first_row`` are their first. All threads of a warpgroup take part;
+// ``wait()`` returns when the tiles are complete. With few accumulators, the angles are loaded before that.
 template <int M_TILES, int ROWS, class Wait>
 DEVICE void turn_heads(const Params& p, u32 tile, int channel, int first_row, int thread, const Wait& wait) {
     constexpr bool FEW = M_TILES * ROWS <= 128;

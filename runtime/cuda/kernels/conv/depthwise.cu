@@ -1,13 +1,13 @@
-// Depthwise convolution, NHWC, fp32, 16- or 8-bit storage, fp32 accumulation. Bound by memory: each input element should leave DRAM once.
+// Depthwise convolution, NHWC, fp32, 16- or 8-bit storage, fp32 accumulation. Memory-bound: each input element should leave DRAM once.
 //
-// A thread computes TILE_H x TILE_W output pixels of LANES (4 or 8) channels. It walks the input rows it needs once, top to bottom; a row's
-// vectors serve all taps and all output rows that touch it. A block takes block_vectors x strips_x x strips_y such strips, so that
-// the rows and columns that neighbours share are found in L1.
+// A thread computes TILE_H x TILE_W output pixels of LANES (4 or 8) channels. It walks its input rows once, top to bottom; the vectors
+// of a row serve all taps and all output rows that touch it. A block takes block_vectors x strips_x x strips_y such strips, so that
+// rows and columns that neighbours share hit in L1.
 //
 // generated.cuh defines LANES, KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, TILE_H, TILE_W, MAX_THREADS, MIN_BLOCKS,
-// HAS_RESIDUAL, RELU_BEFORE (of floats: the ReLU of the input is filtered), SQUEEZE (0 none, 1 partial sums, 2 finished means)
-// and epilogue(). BESIDE: a second convolution of the same form, of other channels or of another image; epilogue() reads what
-// epilogue_beside() makes of it where it would read a residual.
+// HAS_RESIDUAL, RELU_BEFORE (floats: a ReLU of the input precedes the filter), SQUEEZE (0 none, 1 partial sums, 2 finished means)
+// and epilogue(). BESIDE: a second convolution of the same form, of other channels or of another image. In place of a residual, epilogue()
+// then reads the result of epilogue_beside() for the second convolution.
 #include "depthwise_core.cuh"
 
 struct Params {
@@ -15,24 +15,24 @@ struct Params {
     u8* output;
     const Weight* weights;                         // [taps][channels]
     const Channel* channel;                        // [channels]: bias, or scale and bias
-    const u8* residual;                            // as output
+    const u8* residual;                            // shaped as the output
     float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
-    u8* means;                                     // SQUEEZE 2: [n][channels], as output
+    u8* means;                                     // SQUEEZE 2: [n][channels], type of the output
     int height, width, vectors, out_h, out_w, pad_h, pad_w;
-    int pitch, out_pitch;                          // elements from a pixel to the next
+    int pitch, out_pitch;                          // elements between consecutive pixels
     int block_vectors, strips_x, strips_y, tiles_x;
-    Narrow mean;                                   // factor alone counts where results are floats
-    u32 outside;                                   // four bytes of what lies outside of an 8-bit image
-    Requantize requantize;                         // of 8-bit operands
+    Narrow mean;                                   // only its factor is used where results are floats
+    u32 outside;                                   // the padding value of an 8-bit image, in each of four bytes
+    Requantize requantize;                         // for 8-bit operands
 #if BESIDE
-    const Element* second;                         // likewise, of the second convolution
+    const Element* second;                         // likewise, for the second convolution
     const Weight* second_weights;
     const Channel* second_channel;
     int second_pitch;
 #endif
 };
 
-// The weights and constants of a thread's channels, which depend on no other kernel.
+// The weights and constants of a thread's channels. No kernel writes them.
 struct Filter {
     Vector own[WEIGHTS_IN_SHARED ? 1 : TAPS];
     const Vector* shared;
@@ -54,7 +54,7 @@ struct Filter {
         if (vector < p.vectors) load_constants(channel + vector * LANES, constants);
     }
 
-    // The sums of the pixels from (out_y, out_x) on.
+    // Accumulators of the pixels from (out_y, out_x) on.
     __device__ __forceinline__ void convolve(const Params& p, const Element* input, int pitch, int n, int out_y, int out_x, int vector, int local,
                                              Tile& acc) const {
         const int top = out_y * STRIDE_H - p.pad_h, left = out_x * STRIDE_W - p.pad_w;
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
 #endif
 
 #if SQUEEZE
-    // The block's sums of each channel over its strips, in a fixed order.
+    // The block's sum of each channel over its strips, in a fixed order.
     float* partial = reinterpret_cast<float*>(shared);          // [strips][block_vectors * LANES]
     const int channels = p.block_vectors * LANES, strips = p.strips_x * p.strips_y;
     __syncthreads();                               // the weights have been read

@@ -1,30 +1,31 @@
 // Depthwise convolution for Hopper on tensor cores: a row of a channel's filter is a banded matrix.
 //
-// For one channel, eight results of a row are a product of the sixteen pixels around them with a matrix of 16 x 8, whose columns hold
-// the filter's row, each one place below the one before. mma.sync multiplies sixteen such rows of pixels (A) by it (B). Of its products
-// KERNEL_W in 16 count, which is more than scalar arithmetic makes in the same time, and 16-bit operands need no conversion.
+// For one channel, eight results of a row are the product of the sixteen pixels around them with a 16 x 8 matrix. Each column of this
+// matrix holds the filter's row, one place below the previous column. mma.sync multiplies sixteen such rows of pixels (A) by it (B).
+// Only KERNEL_W of 16 products are useful. That is still more than scalar arithmetic computes in the same time, and 16-bit operands need
+// no conversion.
 //
 // A warp takes a chunk of eight channels. The rows of A are GROUPS rows of the image, ROWS apart, times BLOCKS blocks of eight pixels
-// beside each other, times TILE_N images. The same registers are a row for each of the filter's rows, so every pixel is loaded once for
-// all of them. A lane reads eight channels of a pixel at once, and pairs them with those of a second pixel.
+// beside each other, times TILE_N images. The same registers serve every row of the filter, so each pixel is loaded once for all of
+// them. A lane reads eight channels of a pixel at once, and pairs them with those of a second pixel.
 //
-// (A zero times an infinity: an element that has overflowed makes NaN of neighbouring pixels that its window does not cover.)
+// (Zero times infinity is NaN: an element that has overflowed makes NaN of neighbouring pixels whose windows do not cover it.)
 //
 // generated.cuh: see tile_walk.cuh; also ROWS, GROUPS, BLOCKS, GRID_X, GRID_Y (warps beside and below each other), the filter
-// (KERNEL_H, KERNEL_W), RELU_BEFORE (the ReLU of the input is filtered), MIN_BLOCKS, epilogue() and multiply().
+// (KERNEL_H, KERNEL_W), RELU_BEFORE (a ReLU of the input precedes the filter), MIN_BLOCKS, epilogue() and multiply().
 #include "ptx.cuh"
 #include "generated.cuh"
 #include "tile_walk.cuh"
 #include "vectors.cuh"
 
-constexpr int REACH = 8 + KERNEL_W - 1, LOADS = (REACH + 3) / 4;   // pixels under eight windows; of which a lane reads
+constexpr int REACH = 8 + KERNEL_W - 1, LOADS = (REACH + 3) / 4;   // pixels under eight windows; pixels that a lane reads
 static_assert(REACH <= 16 && GROUPS * BLOCKS * TILE_N == 16 && STRIDE_H == 1 && STRIDE_W == 1, "a row of pixels is a step of K");
 static_assert(WARPS == CHUNKS * GRID_X * GRID_Y && TILE_W == GRID_X * BLOCKS * 8 && TILE_H == GRID_Y * GROUPS * ROWS, "tiles of warps");
 
-constexpr int OF_IMAGE = TILE_N > 2 ? 64 / TILE_N : 32;     // lanes that have pixels of one image, of each half
+constexpr int OF_IMAGE = TILE_N > 2 ? 64 / TILE_N : 32;     // lanes that hold pixels of one image, in each half
 static_assert(OF_IMAGE >= 8, "a lane for each channel");
 
-// Elements of channel c of two pixels, as a pair.
+// Channel c of two pixels, as a pair.
 DEVICE u32 pair_of(const uint4& first, const uint4& second, int c) {
     const u32 a[4] = {first.x, first.y, first.z, first.w}, b[4] = {second.x, second.y, second.z, second.w};
     return __byte_perm(a[c / 2], b[c / 2], c % 2 ? 0x7632 : 0x5410);
@@ -36,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     const int chunk = warp % CHUNKS, part = warp / CHUNKS, channel = (blockIdx.x % p.slabs * CHUNKS + chunk) * 8;
     const int warp_x = part % GRID_X * BLOCKS * 8, warp_y = part / GRID_X * GROUPS * ROWS;
 
-    // Filters depend on no other kernel: [taps][channels]. Of K's elements a lane has pixels quad, quad + 4, quad + 8 and quad + 12.
+    // No kernel writes filters: [taps][channels]. Within K, a lane has pixels quad, quad + 4, quad + 8 and quad + 12.
     u32 filter[KERNEL_H][8][2];
     #pragma unroll
     for (int r = 0; r < KERNEL_H; r++) {
@@ -52,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         for (int c = 0; c < 8; c++) filter[r][c][0] = pair_of(taps[0], taps[1], c), filter[r][c][1] = pair_of(taps[2], taps[3], c);
     }
 
-    // Row ``lane / 4 + 8 * half`` of A: which image, block of eight pixels, and group of rows.
+    // Row ``lane / 4 + 8 * half`` of A: its image, block of eight pixels, and group of rows.
     int image[2], x[2], y[2], own[2];
     #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -62,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     }
     int column[LOADS];
     #pragma unroll
-    for (int i = 0; i < LOADS; i++) column[i] = min(quad + 4 * i, REACH - 1);    // what lies behind is multiplied by zeros
+    for (int i = 0; i < LOADS; i++) column[i] = min(quad + 4 * i, REACH - 1);    // pixels beyond the windows meet zeros
 
     uint4 result[ROWS][2][2];
     auto compute = [&](u32 patch, const Place& to) {
@@ -70,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         #pragma unroll
         for (int i = 0; i < ROWS * 8 * 4; i++) (&acc[0][0][0])[i] = 0.0f;
         if (to.y + warp_y < p.out_h && to.x + warp_x < p.out_w && channel < p.channels) {
-            u32 from[2][LOADS];                    // this tile's addresses: none of those below is kept from tile to tile
+            u32 from[2][LOADS];                    // this tile's addresses: addresses derived from them are not kept from tile to tile
             #pragma unroll
             for (int i = 0; i < 2 * LOADS; i++) from[i / LOADS][i % LOADS] = patch + chunk * 16 + (own[i / LOADS] + column[i % LOADS]) * SPAN;
             #pragma unroll
@@ -103,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         #pragma unroll
         for (int o = 0; o < ROWS; o++) {
             #pragma unroll
-            for (int i = 0; i < 4; i++) {          // pixels quad * 2 and the next one, of both halves
+            for (int i = 0; i < 4; i++) {          // pixels quad * 2 and the next, in both halves
                 const bool inside = to.y + y[i / 2] + o < p.out_h && to.x + x[i / 2] + quad * 2 + i % 2 < p.out_w;
                 float value[8];
                 #pragma unroll

@@ -1,5 +1,5 @@
-// What both depthwise kernels, of fp32, 16-bit and 8-bit images, do in registers: TILE_H x TILE_W output pixels of LANES channels per thread, from
-// rows of input vectors.
+// The register part of both depthwise kernels, for fp32, 16-bit and 8-bit images: TILE_H x TILE_W output pixels of LANES channels per
+// thread, from rows of input vectors.
 #pragma once
 #include "vectors.cuh"
 #include "generated.cuh"
@@ -22,7 +22,7 @@ DEVICE Vector load_weights(const Weight* at) {
     return {x.x, x.y, x.z, x.w};
 }
 #else
-typedef u16 Weight;                                // 8-bit ones are exact in fp16
+typedef u16 Weight;                                // 8-bit weights are exact in fp16
 typedef Packed<LANES> Vector;                      // of weights, and of 16-bit results
 DEVICE Vector load_weights(const Weight* at) { return load_packed<LANES>(at); }
 #endif
@@ -33,7 +33,7 @@ typedef Vector Input;
 DEVICE Input load_input(const Element* at) {
     Input v = load_weights(at);
     #pragma unroll
-    for (int i = 0; RELU_BEFORE && i < LANES; i++)  // a NaN stays
+    for (int i = 0; RELU_BEFORE && i < LANES; i++)  // a NaN stays NaN
         v.word[i] = v.word[i] >> 31 && (v.word[i] & 0x7fffffffu) <= 0x7f800000u ? 0u : v.word[i];
     return v;
 }
@@ -52,7 +52,7 @@ DEVICE Input load_input(const Element* at) {
     }
     return v;
 }
-// A byte in the low mantissa of 2^23 is a float. Products and sums of 49 of them are exact in fp32.
+// A byte in the low mantissa of 2^23 makes a float. Products, and sums of 49 products, are exact in fp32.
 DEVICE float value(const Input& v, int i) {
     const u32 word = INPUT_UNSIGNED ? v.word[i / 4] : v.word[i / 4] ^ 0x80808080u;
     return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i % 4)) - (INPUT_UNSIGNED ? 8388608.0f : 8388736.0f);
@@ -69,7 +69,7 @@ DEVICE Input load_input(const Element* at) {
 DEVICE float value(const Input& v, int i) { return element(v, i); }
 #endif
 
-// What lies outside of the image: ``word`` is four times an 8-bit zero point, else 0.
+// A vector outside the image: ``word`` is the 8-bit zero point in each byte, else 0.
 DEVICE Input no_input(u32 word) {
     Input v;
     #pragma unroll
@@ -88,7 +88,7 @@ constexpr __device__ bool meets(int r, int t) {    // whether input row r meets 
     return r >= t * STRIDE_H && (r - t * STRIDE_H) % DILATION_H == 0 && (r - t * STRIDE_H) / DILATION_H < KERNEL_H;
 }
 
-// load(r, in) fills a row of COLUMNS vectors; weight(tap) gives a tap's. Each row is loaded once.
+// load(r, in) fills a row of COLUMNS vectors; weight(tap) gives the weights of a tap. Each row is loaded once.
 template <class Load, class Weight> DEVICE void accumulate(Tile& acc, const Load& load, const Weight& weight) {
     #pragma unroll
     for (int i = 0; i < TILE_H * TILE_W * LANES; i++) (&acc[0][0][0])[i] = 0.0f;
@@ -119,14 +119,14 @@ template <class Load, class Weight> DEVICE void accumulate(Tile& acc, const Load
 }
 
 struct Output {
-    u8* output;                                    // [n][out_h][out_w][pitch], of which channels
+    u8* output;                                    // [n][out_h][out_w][pitch]; only the channels are written
     const u8* residual;                            // [n][out_h][out_w][channels]
     int out_h, out_w, pitch, vectors;
     const Requantize* requantize;
 };
 
-// LANES results of one pixel from their sums. ``at``: where they go; ``added``: where the residual lies; ``beside``: with BESIDE, the
-// results of the other convolution.
+// LANES results of one pixel from their accumulators. ``at``: offset of the output; ``added``: offset of the residual; ``beside``: with
+// BESIDE, the results of the other convolution.
 DEVICE void finish_vector(const Output& p, long long at, long long added, const float (&acc)[LANES], const Channel (&c)[LANES], const float* beside,
                           float (&y)[LANES]) {
 #if BESIDE
@@ -147,7 +147,7 @@ DEVICE void finish_vector(const Output& p, long long at, long long added, const 
         for (int j = 0; j < 4; j++) y[i + j] = finished(*p.requantize, acc[i + j], c[i + j], r[j]);
         words[i / 4] = narrow4(*p.requantize, y[i], y[i + 1], y[i + 2], y[i + 3]);
         #pragma unroll
-        for (int j = i; SQUEEZE && j < i + 4; j++)  // what the integer stands for, in whole steps
+        for (int j = i; SQUEEZE && j < i + 4; j++)  // the value of the integer, in whole steps
             y[j] = __fsub_rn(__fadd_rn(bounded(y[j], p.requantize->low, p.requantize->high), 12582912.0f), 12582912.0f);
     }
     if constexpr (LANES == 8)
@@ -188,7 +188,7 @@ DEVICE void load_constants(const Channel* at, Channel (&c)[LANES]) {
     for (int i = 0; i < LANES; i += 4) load_four(at, i, LANES, *reinterpret_cast<Channel(*)[4]>(&c[i]));
 }
 
-// Epilogue and store of what lies inside the image; adds up each channel for the squeeze. ``beside``: of BESIDE results.
+// Epilogue and store of the pixels inside the image; sums each channel for the squeeze. ``beside``: the accumulators for BESIDE.
 DEVICE void finish(const Output& p, const Tile& acc, const Channel (&constants)[LANES], float (&sum)[LANES], bool live, int n, int out_y,
                    int out_x, int vector, const Tile* beside = nullptr) {
     #pragma unroll

@@ -1,8 +1,8 @@
-// Depthwise convolution for Hopper where memory's latency, not its bandwidth, would set the pace: TMA keeps whole patches in flight.
+// Depthwise convolution for Hopper where the latency of memory, not its bandwidth, would limit: TMA keeps whole patches in flight.
 //
-// A block stays with VECTORS vectors of LANES channels and walks over tiles of STRIPS_Y * TILE_H x STRIPS_X * TILE_W output pixels. One
-// warp loads the tiles' input patches into a ring of STAGES (what lies in the padding arrives as zeros); the others convolve from
-// shared memory, each thread TILE_H x TILE_W pixels of LANES channels, and store from registers.
+// A block keeps VECTORS vectors of LANES channels and walks over tiles of STRIPS_Y * TILE_H x STRIPS_X * TILE_W output pixels. One
+// warp loads the tiles' input patches into a ring of STAGES (zeros in the padding). The other warps convolve from shared memory, each
+// thread TILE_H x TILE_W pixels of LANES channels, and store from registers.
 //
 // generated.cuh: see depthwise.cu; also VECTORS, STRIPS_X, STRIPS_Y, STAGES.
 #include "depthwise_core.cuh"
@@ -18,13 +18,13 @@ struct Params {
     u8* output;
     const Weight* weights;                         // [taps][channels]
     const Channel* channel;                        // [channels]: bias, or scale and bias
-    const u8* residual;                            // as output
+    const u8* residual;                            // shaped as the output
     float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
-    u8* means;                                     // SQUEEZE 2: [n][channels], as output
-    int vectors, out_h, out_w, pad_h, pad_w, out_pitch;  // elements from a pixel of the result to the next
-    int slabs, tiles_x, tiles, count;              // slabs of channels, tiles of an image's row, of an image, of the batch
-    Narrow mean;                                   // factor alone counts where results are floats
-    Requantize requantize;                         // of 8-bit operands
+    u8* means;                                     // SQUEEZE 2: [n][channels], type of the output
+    int vectors, out_h, out_w, pad_h, pad_w, out_pitch;  // out_pitch: elements between consecutive pixels of the result
+    int slabs, tiles_x, tiles, count;              // slabs of channels; tiles of a row of an image, of an image, of the batch
+    Narrow mean;                                   // only its factor is used where results are floats
+    Requantize requantize;                         // for 8-bit operands
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90(const __grid_constant__ Params p) {
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
         barrier_init_fence();
         async_proxy_fence();
     }
-    // Weights and bias depend on no other kernel.
+    // No kernel writes weights and bias.
     const int local = threadIdx.x % VECTORS, strip = threadIdx.x / VECTORS, vector = slab * VECTORS + local;
     const bool live = threadIdx.x < WORKERS && vector < p.vectors;
     Vector own_weights[WEIGHTS_IN_SHARED ? 1 : TAPS];
@@ -107,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_sm90
         finish(target, acc, constants, sum, inside, n, out_y, out_x, vector);
 
 #if SQUEEZE
-        // The tile's sums of each channel over its strips, in a fixed order.
-        named_barrier(1, CONSUMERS);               // the tile before has been added up
+        // The tile's sum of each channel over its strips, in a fixed order.
+        named_barrier(1, CONSUMERS);               // the previous tile's sums have been read
         if (threadIdx.x < WORKERS) {
             #pragma unroll
             for (int i = 0; i < LANES; i++) partial[strip * CHANNELS + local * LANES + i] = sum[i];

@@ -1,15 +1,16 @@
-// A 1x1 convolution, then a depthwise one, in one kernel for Hopper: what lies between them never leaves a multiprocessor.
+// A 1x1 convolution, then a depthwise one, in one kernel for Hopper: the intermediate result never leaves a multiprocessor.
 //
 //   out[pixel, c] = after(sum over taps of filter[c, tap] * between(sum over k of expansion[c, k] * in[pixel + tap, k]))
 //
-// Both are done by mma.sync. A block stays with CHANNELS channels of the result and walks over tiles of output pixels. TMA keeps the
-// patches of STAGES tiles in flight, all DEPTH channels of their pixels. The warps multiply a patch, pixels on M, and write it to shared
-// memory, rounded; what lies in the padding is zeros there. Then they filter it, as separable_sm90.cu does: 16 pixels x 8 channels of one
-// or two taps, times diagonal matrices. A warp has 16 channels: of every WARPS-th band of 16 pixels, and of every WARPS-th place of
-// STRIPS strips of 16 output pixels (STRIP_W x STRIP_H, one below the other), which are GRID_X x GRID_Y in a tile. A row of the patch is
-// loaded once for all strips. Blocks on one multiprocessor fill one another's pauses.
+// mma.sync computes both convolutions. A block keeps CHANNELS channels of the result and walks over tiles of output pixels. TMA keeps
+// the patches of STAGES tiles in flight, with all DEPTH channels of their pixels. The warps multiply a patch (pixels are M), round the
+// result and write it to shared memory, with zeros in the padding. Then they filter it as separable_sm90.cu does: 16 pixels x 8
+// channels of one or two taps, times diagonal matrices. A warp has 16 channels: of every WARPS-th band of 16 pixels in the first
+// convolution, and of every WARPS-th group of STRIPS strips in the second. A strip is 16 output pixels (STRIP_W x STRIP_H); the strips
+// of a group lie one below the other, and a tile has GRID_X x GRID_Y groups. A row of the patch is loaded once for all strips. Several
+// blocks on a multiprocessor fill one another's stalls.
 //
-// (A zero times an infinity: an element that has overflowed makes NaN of the same pixel's neighbouring channels.)
+// (Zero times infinity is NaN: an element that has overflowed makes NaN of the neighbouring channels of its pixel.)
 //
 // generated.cuh defines CHANNELS (a multiple of 16), WARPS, STRIPS, STRIP_W, GRID_X, GRID_Y, STAGES, MIN_BLOCKS, the filter (KERNEL_H,
 // KERNEL_W, STRIDE_*, DILATION_*), DEPTH (a multiple of 8), SWIZZLE (TMA's: 0, 64 or 128), SQUEEZE (1: sums of tiles, 2: means of images),
@@ -25,32 +26,33 @@ constexpr int PATCH_H = (TILE_H - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 
 constexpr int PATCH_W = (TILE_W - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1;
 constexpr int PIXELS = PATCH_H * PATCH_W, BANDS = (PIXELS + 15) / 16;
 constexpr bool HELD = STEPS <= 4;                                          // a band's operand stays in registers
-// The image's patch: its channels in parts of SWIZZLE bytes, or whole pixels, which lie on different banks where DEPTH is no multiple of 32.
+// The patch of the input: parts of SWIZZLE bytes of a pixel's channels, or whole pixels, which start on different banks where DEPTH
+// is no multiple of 32.
 constexpr int ROW = SWIZZLE ? SWIZZLE : DEPTH * 2, PARTS = DEPTH * 2 / ROW;
 constexpr u32 PART_BYTES = (BANDS * 16 * ROW + 1023) / 1024 * 1024, STAGE_BYTES = PARTS * PART_BYTES, STAGE_LOAD = PIXELS * DEPTH * 2;
-// Rows of an odd number of 16 bytes have no bank conflicts.
+// A pitch of an odd number of 16-byte units has no bank conflicts.
 constexpr u32 MATRIX_PITCH = (STEPS * 2 | 1) * 16, MATRIX_BYTES = CHANNELS * MATRIX_PITCH;
 constexpr u32 PITCH = (CHANNELS / 8 | 1) * 16, PATCH_BYTES = BANDS * 16 * PITCH, OUT_PITCH = 48, OUT_BYTES = PAIRS * WARPS * 16 * OUT_PITCH;
-constexpr int FILTER = (TAPS + 7) / 8 * 8, WORDS = (TAPS + 1) / 2;         // elements of a channel's filter; 32-bit words that count
-// A row of taps is loaded as pairs, and the last one by itself for both groups of eight channels.
+constexpr int FILTER = (TAPS + 7) / 8 * 8, WORDS = (TAPS + 1) / 2;         // elements of a channel's filter; its 32-bit words in use
+// The taps of a filter row are loaded in pairs. An odd last tap is loaded alone, for both groups of eight channels.
 constexpr int TAP_PAIRS = KERNEL_W / 2, LOADS = TAP_PAIRS + KERNEL_W % 2;
 
 struct Params {
     TensorMap input;                               // (channel, x, y, n)
     u16* output;
-    const u16* filters;                            // [channels to a multiple of 16][FILTER]
-    const float* bias;                             // [channels]: of the depthwise convolution
+    const u16* filters;                            // [channels, padded to a multiple of 16][FILTER]
+    const float* bias;                             // [channels]: bias of the depthwise convolution
     float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
     u16* means;                                    // SQUEEZE 2: [n][channels]
     const u16* expansion;                          // [channels][STEPS * 16]
-    const float* shifts;                           // [channels]: the bias of the 1x1 convolution
-    int height, width, channels, out_h, out_w, pad_h, pad_w, pitch;      // pitch: elements from a pixel of the result to the next
-    int slabs, tiles_x, tiles, count;              // slabs of CHANNELS, tiles of an image's row, of an image, of the batch
-    float mean;                                    // one over the pixels of an image
+    const float* shifts;                           // [channels]: bias of the 1x1 convolution
+    int height, width, channels, out_h, out_w, pad_h, pad_w, pitch;      // pitch: elements between consecutive pixels of the result
+    int slabs, tiles_x, tiles, count;              // slabs of CHANNELS; tiles of a row of an image, of an image, of the batch
+    float mean;                                    // 1 / pixels of an image
 };
 
 
-// Where the expanded patch has a pixel. With a stride of 2, even columns come first, then odd ones: those of a tap lie side by side.
+// The place of a pixel in the expanded patch. With a stride of 2, even columns precede odd ones: pixels of one tap are then adjacent.
 constexpr int EVEN = STRIDE_W == 2 ? (PATCH_W + 1) / 2 : 0;
 DEVICE int placed(int pixel) {
     const int x = pixel % PATCH_W;
@@ -58,18 +60,19 @@ DEVICE int placed(int pixel) {
 }
 constexpr __device__ int tap_at(int tap) { return STRIDE_W == 2 ? tap % 2 * EVEN + tap / 2 : tap * DILATION_W; }
 
-// Where TMA has 16-byte column ``column`` of a pixel.
+// Offset of 16-byte column ``column`` of a pixel, under TMA's swizzle.
 DEVICE u32 column_at(int pixel, int column) {
     const int part = SWIZZLE ? column * 16 / ROW : 0, within = column * 16 - part * ROW;
     const u32 row = part * PART_BYTES + pixel * ROW;
     return SWIZZLE == 128 ? row + (within ^ (pixel & 7) << 4) : SWIZZLE == 64 ? row + (within ^ (pixel >> 1 & 3) << 4) : row + within;
 }
 
-// The 1x1 convolution of the patch at ``image`` to ``patch``: a warp's bands and 16 channels. ``masks``: zero where a pixel lies in the padding.
+// The 1x1 convolution of the patch at ``image`` into ``patch``: a warp's bands and 16 channels. ``masks``: zero where a pixel lies in
+// the padding.
 DEVICE void expand(u32 image, u32 matrix, u32 patch, const float (&shift)[4], const u32* masks, int place) {
     const int lane = threadIdx.x % 32;
     const u32 rows = matrix + (lane / 16 * 8 + lane % 8) * MATRIX_PITCH + lane / 8 % 2 * 16;
-    u32 held[HELD ? STEPS : 1][4];                 // of the matrix
+    u32 held[HELD ? STEPS : 1][4];                 // fragments of the weights
     #pragma unroll
     for (int k = 0; HELD && k < STEPS; k++) ldmatrix_x4(rows + k * 32, held[k][0], held[k][1], held[k][2], held[k][3]);
     #pragma unroll 2
@@ -81,7 +84,7 @@ DEVICE void expand(u32 image, u32 matrix, u32 patch, const float (&shift)[4], co
         for (int k = 0; k < STEPS; k++) {
             u32 a[4];
             ldmatrix_x4(image + column_at(band * 16 + lane % 16, 2 * k + lane / 16), a[0], a[1], a[2], a[3]);
-            if (DEPTH % 16 && k == STEPS - 1) a[2] = a[3] = 0u;   // the next pixel's channels
+            if (DEPTH % 16 && k == STEPS - 1) a[2] = a[3] = 0u;   // these would be the next pixel's channels
             u32 (&b)[4] = held[HELD ? k : 0];
             if (!HELD) ldmatrix_x4(rows + k * 32, b[0], b[1], b[2], b[3]);
             multiply(sum[0], a, b[0], b[1]);
@@ -98,10 +101,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expanded_sm90(
     extern __shared__ __align__(1024) u8 shared[];
     const u32 base = smem_address(shared), full = base, ring = base + 1024;
     const u32 matrix = ring + STAGES * STAGE_BYTES, patch = matrix + MATRIX_BYTES, out = patch + PATCH_BYTES;
-    u32* const masks = reinterpret_cast<u32*>(shared + (out - base) + OUT_BYTES);          // of the patch's pixels
+    u32* const masks = reinterpret_cast<u32*>(shared + (out - base) + OUT_BYTES);          // one per pixel of the patch
     float* const partial = reinterpret_cast<float*>(masks + BANDS * 16);                   // [WARPS][CHANNELS]
     const int slab = blockIdx.x % p.slabs, first = blockIdx.x / p.slabs, step = gridDim.x / p.slabs;
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;   // uniform, and known to be
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;   // warp-uniform, and the compiler knows it
     const int pair = warp % PAIRS, place = warp / PAIRS, channel = slab * CHANNELS + pair * 16;
     if (threadIdx.x == 0) {
         tma_prefetch(&p.input);
@@ -109,14 +112,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expanded_sm90(
         barrier_init_fence();
         async_proxy_fence();
     }
-    // Weights and biases depend on no other kernel.
+    // No kernel writes weights and biases.
     for (int i = threadIdx.x; i < CHANNELS * STEPS * 2; i += THREADS) {
         const int row = i / (STEPS * 2), column = i % (STEPS * 2), c = slab * CHANNELS + row;
         const uint4* from = reinterpret_cast<const uint4*>(p.expansion) + (long long)c * (STEPS * 2) + column;
         shared_store16(matrix + row * MATRIX_PITCH + column * 16, c < p.channels ? __ldg(from) : make_uint4(0, 0, 0, 0));
     }
     u32 filter[2][(WORDS + 3) / 4 * 4];
-    float shift[4], bias[4];                       // of channels 2 * (lane % 4) and the next, of both groups of eight
+    float shift[4], bias[4];                       // of two channels, from 2 * (lane % 4) on, in both groups of eight
     #pragma unroll
     for (int g = 0; g < 2; g++) {
         const bool live = channel + g * 8 < p.channels;
@@ -132,11 +135,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expanded_sm90(
             bias[g * 2 + i] = live ? __ldg(p.bias + channel + g * 8 + lane % 4 * 2 + i) : 0.0f;
         }
     }
-    // Diagonal matrices: this lane holds rows 2 * (lane % 4) and the next of column lane / 4, of which at most one is not zero.
+    // Diagonal matrices: this lane holds rows 2 * (lane % 4) and the next of column lane / 4; at most one of these elements is not zero.
     const bool diagonal = lane / 8 == lane % 4, odd = lane / 4 % 2;
     const u32 even_tap = !diagonal ? 0x4444 : odd ? 0x1044 : 0x4410, odd_tap = !diagonal ? 0x4444 : odd ? 0x3244 : 0x4432;
     auto weight = [&](int g, int tap) { return __byte_perm(filter[g][tap / 2], 0u, tap % 2 ? odd_tap : even_tap); };
-    // The first pixel of a tile's patch, and what of the patch lies in the image.
+    // The first pixel of a tile's patch; negative in the padding.
     auto begin = [&](int tile, int& x, int& y) {
         x = tile % p.tiles % p.tiles_x * TILE_W * STRIDE_W - p.pad_w, y = tile % p.tiles / p.tiles_x * TILE_H * STRIDE_H - p.pad_h;
     };
@@ -164,8 +167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expanded_sm90(
     if (threadIdx.x == 0)
         for (int i = 0, tile = first; i < STAGES && tile < p.count; i++, tile += step) request(tile, i);
 
-    // This lane's rows of the matrices that ldmatrix loads: lanes 0-15 name the pixels of a pair's first tap, 16-31 of its second;
-    // of a single tap, of channels 0-7 and 8-15.
+    // This lane's row addresses for ldmatrix: lanes 0-15 address the pixels of a pair's first tap, lanes 16-31 those of its second tap.
+    // Of a single tap, they address channels 0-7 and channels 8-15.
     const int pixel = lane % 16, upper = lane / 16;
     const u32 staged = out + warp * 16 * OUT_PITCH + pixel * OUT_PITCH + upper * 16;
     int stage = 0, parity = 0;
@@ -174,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expanded_sm90(
         const int tile_x = in_image % p.tiles_x * TILE_W, tile_y = in_image / p.tiles_x * TILE_H;
         barrier_wait(full + 8 * stage, parity);
         expand(ring + stage * STAGE_BYTES, matrix + pair * 16 * MATRIX_PITCH, patch + pair * 32, shift, masks, place);
-        __syncthreads();                           // the patch is whole, and its image no longer needed
+        __syncthreads();                           // the expanded patch is complete, and its input no longer needed
         if (threadIdx.x == 0 && tile + STAGES * step < p.count) request(tile + STAGES * step, stage);
         if (++stage == STAGES) stage = 0, parity ^= 1;
         if (tile + step < p.count) outline(tile + step);
@@ -218,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expanded_sm90(
                 const int y = tile_y + strip_y + m * STRIP_H, x = tile_x + strip_x;
                 u32 made[4];
                 #pragma unroll
-                for (int i = 0; i < 4; i++) {      // pixel lane / 4, or + 8, of a group
+                for (int i = 0; i < 4; i++) {      // pixel lane / 4, or lane / 4 + 8, of a channel group
                     const int g = i / 2, row = lane / 4 + i % 2 * 8;
                     made[i] = after(sum[m][g][i % 2 * 2], sum[m][g][i % 2 * 2 + 1]);
                     if (SQUEEZE && y + row / STRIP_W < p.out_h && x + row % STRIP_W < p.out_w)
@@ -226,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expanded_sm90(
                 }
                 stmatrix_x4(staged, made[0], made[1], made[2], made[3]);
                 __syncwarp();
-                // Each lane stores 16 bytes of a pixel: two lanes next to one another a sector of L2.
+                // Each lane stores 16 bytes of a pixel: two neighbouring lanes fill a sector of L2.
                 const int row = lane / 2, group = lane % 2, to_y = y + row / STRIP_W, to_x = x + row % STRIP_W;
                 const uint4 v = shared_load16(out + warp * 16 * OUT_PITCH + row * OUT_PITCH + group * 16);
                 if (to_y < p.out_h && to_x < p.out_w && channel + group * 8 < p.channels)
@@ -235,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expanded_sm90(
             }
         }
 #if SQUEEZE
-        // Each channel's sum over the tile, in a fixed order.
+        // The sum of each channel over the tile, in a fixed order.
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             #pragma unroll
@@ -243,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) expanded_sm90(
             if (lane < 4) partial[place * CHANNELS + pair * 16 + i / 2 * 8 + lane * 2 + i % 2] = total[i];
         }
 #endif
-        __syncthreads();                           // the patch has been read, and the sums are whole
+        __syncthreads();                           // the patch has been read, and the sums are complete
 #if SQUEEZE
         for (int c = threadIdx.x; c < CHANNELS; c += THREADS) {
             float whole = 0.0f;

@@ -1,8 +1,8 @@
-// Convolution of many narrow groups for Hopper, on mma.sync: no product is of a zero.
+// Convolution of many narrow groups for Hopper, on mma.sync, without products of padding zeros.
 //
 // A band is a group of BAND chunks of eight channels, in and out. A warp takes BLOCKS chunks of a band's results for STRIPS strips of
-// 16 pixels (STRIP_W x STRIP_H), one below the other. It walks the patch's rows once: what ldmatrix finds under a tap serves all strips
-// that meet the row. Filters stay in registers. A step of K is two units: a unit is eight channels under one tap of a filter's row.
+// 16 pixels (STRIP_W x STRIP_H), one below the other. It walks the patch's rows once: a fragment that ldmatrix loads under a tap serves
+// all strips that meet the row. Filters stay in registers. A K step is two units; a unit is eight channels under one tap of a filter row.
 //
 // generated.cuh: see tile_walk.cuh; also BAND, BLOCKS, STRIP_W, STRIPS, GRID_X, GRID_Y (warps beside and below each other), the filter
 // (KERNEL_H, KERNEL_W, DILATION_H, DILATION_W), MIN_BLOCKS, epilogue() and multiply().
@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) grouped_sm90(c
     const int strip_x = part % GRID_X * STRIP_W, strip_y = part / GRID_X * STRIPS * STRIP_H;
     const int from = share * BLOCKS / BAND * BAND; // the band's first chunk within the slab
 
-    // Filters and bias depend on no other kernel: [channel][KERNEL_H][2 * PAIRS][8].
+    // No kernel writes filters and bias: [channel][KERNEL_H][2 * PAIRS][8].
     u32 filter[KERNEL_H][PAIRS][BLOCKS][2];
     float bias[BLOCKS][2];
     #pragma unroll
@@ -45,13 +45,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) grouped_sm90(c
         for (int i = 0; i < 2; i++) bias[b][i] = chunk < p.channels ? __ldg(p.bias + chunk + lane % 4 * 2 + i) : 0.0f;
     }
 
-    // The pixel and the unit whose 16 bytes this lane names to ldmatrix: lanes 0-15 of a pair's first unit, 16-31 of its second.
+    // The 16 bytes that this lane addresses for ldmatrix: lanes 0-15 those of a pair's first unit, lanes 16-31 of its second.
     const int pixel = lane % 16;
     const int own = (strip_y + pixel / STRIP_W) * STRIDE_H * PATCH_W + (strip_x + pixel % STRIP_W) * STRIDE_W;
     u32 unit_at[PAIRS];
     #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
-        const int unit = min(2 * i + lane / 16, UNITS - 1);        // an odd one is multiplied by zeros the second time
+        const int unit = min(2 * i + lane / 16, UNITS - 1);        // with an odd number of units, the repeated one meets zeros
         unit_at[i] = (own + unit / BAND * DILATION_W) * SPAN + (from + unit % BAND) * 16;
     }
 

@@ -1,23 +1,24 @@
-// Depthwise convolution, then 1x1 convolution, in one kernel for Hopper: what lies between them never leaves a multiprocessor.
+// Depthwise convolution, then 1x1 convolution, in one kernel for Hopper: the intermediate result never leaves a multiprocessor.
 //
 //   out[pixel, channel] = epilogue(sum_k weights[channel, k] * round(between(sum over taps of filter[k, tap] * in[pixel + tap, k])))
 //
-// Both are done by tensor cores. K, the channels between, is walked in chunks of BK: TMA brings the chunk's input patch (what lies in
-// the padding arrives as zeros), its filters and its weights into a ring of STAGES. A warp takes STRIPS strips of 16 output pixels
-// (STRIP_W x STRIP_H). Depthwise, mma.sync multiplies 16 pixels x 8 channels of one or two taps, which ldmatrix finds anywhere in the
-// patch, with the taps' 8 x 8 diagonal matrices: the zeros cost less than the conversions, loads and issue slots of scalar
-// arithmetic. Its sums lie in the registers just as wgmma wants its operand A, so they go through the first epilogue, are rounded to
-// 16 bits and multiplied at once: pixels on wgmma's M, output channels on its N. While wgmma works, the next channels are convolved.
+// Tensor cores compute both convolutions. K, the intermediate channels, is walked in chunks of BK. TMA loads the chunk's input patch
+// (zeros in the padding), its filters and its weights into a ring of STAGES. A warp takes STRIPS strips of 16 output pixels
+// (STRIP_W x STRIP_H). The depthwise convolution uses mma.sync: it multiplies 16 pixels x 8 channels of one or two taps, which
+// ldmatrix reads anywhere in the patch, with the 8 x 8 diagonal matrices of the taps. The zeros cost less than the conversions, loads
+// and issue slots of scalar arithmetic. Its accumulators have the register layout of wgmma's operand A. They go through the first
+// epilogue, are rounded to 16 bits and multiplied at once: pixels are wgmma's M, output channels its N. While wgmma works, the next
+// channels are convolved.
 //
-// (A zero times an infinity: an element that has overflowed makes NaN of the same pixel's neighbouring channels.)
+// (Zero times infinity is NaN: an element that has overflowed makes NaN of the neighbouring channels of its pixel.)
 //
-// With SPLIT > 1 the blocks of a cluster share K and send one another partial sums, as conv_sm90.cu does: of small batches there is
-// little else to share. Else blocks are persistent.
+// With SPLIT > 1 the blocks of a cluster split K and exchange partial sums, as in conv_sm90.cu: a small batch offers little other
+// parallelism. Otherwise blocks are persistent.
 //
-// generated.cuh defines WARPGROUPS, STRIPS, STRIP_W, GRID_X (strips beside each other in a tile), NT x NW (output channels: wgmma
-// instructions and their columns), BK, BATCH (times 16 channels that are convolved together),
-// STAGES, SPLIT, MIN_BLOCKS, the filter (KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*), RELU_BEFORE (the ReLU of the input is filtered),
-// HAS_RESIDUAL, between() (of two neighbouring channels, to a pair of 16-bit elements), epilogue() and wgmma_pixels().
+// generated.cuh defines WARPGROUPS, STRIPS, STRIP_W, GRID_X (strips beside each other in a tile), NT x NW (wgmma instructions per
+// tile, and output channels of each), BK, BATCH (channels that are convolved together, divided by 16),
+// STAGES, SPLIT, MIN_BLOCKS, the filter (KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*), RELU_BEFORE (a ReLU of the input precedes the
+// filter), HAS_RESIDUAL, between() (of two neighbouring channels, to a pair of 16-bit elements), epilogue() and wgmma_pixels().
 #include "taps.cuh"
 #include "generated.cuh"
 #include "strips.cuh"
@@ -28,18 +29,18 @@ constexpr int TILE_W = GRID_X * STRIP_W, TILE_H = WARPS / GRID_X * STRIPS * STRI
 constexpr int PATCH_W = (TILE_W - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1;
 constexpr int PATCH_H = (TILE_H - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;
 constexpr int BN = NT * NW, BLOCKS = BN / 8, SPAN = BK * 2;
-constexpr int FILTER = (TAPS + 7) / 8 * 8, WORDS = (TAPS + 1) / 2;         // elements of a channel's filter; 32-bit words that count
+constexpr int FILTER = (TAPS + 7) / 8 * 8, WORDS = (TAPS + 1) / 2;         // elements of a channel's filter; its 32-bit words in use
 constexpr u32 PATCH_BYTES = (PATCH_H * PATCH_W * SPAN + 1023) / 1024 * 1024, WEIGHT_BYTES = (BN * SPAN + 1023) / 1024 * 1024;
 constexpr u32 FILTER_BYTES = BK * FILTER * 2, SHIFT_BYTES = BK * 4;
 constexpr u32 STAGE_BYTES = (PATCH_BYTES + WEIGHT_BYTES + FILTER_BYTES + SHIFT_BYTES + 1023) / 1024 * 1024;
 constexpr u32 STAGE_LOAD = PATCH_H * PATCH_W * SPAN + BN * SPAN + FILTER_BYTES + SHIFT_BYTES;
 constexpr u32 HEAD_BYTES = 1024;
-// A row of taps is loaded as pairs, and the last one by itself for two groups of eight channels.
+// The taps of a filter row are loaded in pairs. An odd last tap is loaded alone, for two groups of eight channels.
 constexpr int PAIRS = KERNEL_W / 2, LOADS = PAIRS + KERNEL_W % 2;
 constexpr int STEPS = BK / 16, GROUPS = 2 * BATCH;
-// Sums of a result: products wait for those before them, and a warp with one strip has few chains of them.
+// Independent accumulators of a result: a product waits for the previous one of its chain, and a warp with one strip has few chains.
 constexpr int CHAINS = STRIPS == 1 ? LOADS : 1;
-// Results on their way out, a strip's rows at a time: a pitch of an odd number of 16 bytes has no bank conflicts.
+// Staged results, one strip's rows at a time: a pitch of an odd number of 16-byte units has no bank conflicts.
 constexpr u32 PITCH = (BLOCKS | 1) * 16, ROW_BUFFERS = HAS_RESIDUAL ? STRIPS : 1;
 constexpr int SLOTS = (BLOCKS + SPLIT - 1) / SPLIT;                        // blocks of eight channels that a rank finishes
 
@@ -57,7 +58,7 @@ struct Params {
 };
 
 
-struct Order {                                     // the rows that meet a tap
+struct Order {                                     // the patch rows that meet a tap
     int row[ROWS], count;
 };
 constexpr __device__ Order order_of() {
@@ -68,11 +69,11 @@ constexpr __device__ Order order_of() {
 }
 __device__ constexpr Order ORDER = order_of();
 
-struct Row {                                       // matrices of a row of the patch, for a batch of channels
+struct Row {                                       // fragments of one patch row, for a batch of channels
     u32 pair[PAIRS > 0 ? PAIRS : 1][GROUPS][4], single[BATCH][4];
 };
 
-// Where TMA's swizzle has 16-byte column 0 of a row.
+// Offset of 16-byte column 0 of a row, under TMA's swizzle.
 DEVICE u32 row_at(int index) {
     return index * SPAN + (SPAN == 128 ? (index & 7) << 4 : SPAN == 64 ? (index >> 1 & 3) << 4 : (index >> 2 & 1) << 4);
 }
@@ -100,7 +101,7 @@ DEVICE void load_patch(const Params& p, u32 stage, u32 barrier, int k, const Pla
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) separable_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 base = smem_address(shared);
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;   // uniform, and known to be
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;   // warp-uniform, and the compiler knows it
     const int rank = SPLIT > 1 ? int(cluster_rank()) : 0;
     const int k_begin = SPLIT > 1 ? p.k_steps * rank / SPLIT : 0;
     const int k_count = (SPLIT > 1 ? p.k_steps * (rank + 1) / SPLIT : p.k_steps) - k_begin;
@@ -118,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) separable_sm90
         barrier_init(reduced, 1);
         barrier_init_fence();
         async_proxy_fence();
-        if (SPLIT > 1)                             // the partial sums that this rank will be sent
+        if (SPLIT > 1)                             // bytes of partial sums that this rank will receive
             barrier_expect(reduced, WARPGROUPS * STRIPS * ((BLOCKS + SPLIT - 1 - rank) / SPLIT) * SPLIT * 2048);
     }
     __syncthreads();
@@ -128,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) separable_sm90
     if (warp == WARPS) {
         if (elect_one()) {
             Place to = place(p, first_tile);
-            // Constants first: they depend on no other kernel.
+            // Constants first: no kernel writes them.
             const int primed = k_count < STAGES ? k_count : STAGES;
             for (int k = 0; k < primed; k++) {
                 barrier_expect(full + 8 * k, STAGE_LOAD);
@@ -147,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) separable_sm90
                 for (; k < k_count; k++) {
                     const u32 target = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
                     if (fresh > 0)
-                        fresh--;                   // a stage that nobody has used yet
+                        fresh--;                   // a stage that was never filled
                     else
                         barrier_wait(empty + 8 * stage, parity);
                     barrier_expect(barrier, STAGE_LOAD);
@@ -166,8 +167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) separable_sm90
 
     const int strip_x = warp % GRID_X * STRIP_W, strip_y = warp / GRID_X * STRIPS * STRIP_H;
     const int pixel = lane % 16, upper = lane / 16;
-    // This lane's rows of the matrices that ldmatrix loads: lanes 0-15 name the pixels of a pair's first tap, 16-31 of its second;
-    // of a single tap, of channels 0-7 and 8-15.
+    // This lane's row addresses for ldmatrix: lanes 0-15 address the pixels of a pair's first tap, lanes 16-31 those of its second tap.
+    // Of a single tap, they address channels 0-7 and channels 8-15.
     const int own = (strip_y + pixel / STRIP_W) * STRIDE_H * PATCH_W + (strip_x + pixel % STRIP_W) * STRIDE_W;
     u32 at[ROWS][LOADS];
     #pragma unroll
@@ -178,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) separable_sm90
             at[r][i] = row_at(own + r * PATCH_W + tap * DILATION_W) ^ (i < PAIRS ? 0 : upper << 4);
         }
     }
-    // Diagonal matrices: this lane holds rows 2 * (lane % 4) and the next of column lane / 4, of which at most one is not zero.
+    // Diagonal matrices: this lane holds rows 2 * (lane % 4) and the next of column lane / 4; at most one of these elements is not zero.
     const bool diagonal = lane / 8 == lane % 4, odd = lane / 4 % 2;
     const u32 even_tap = !diagonal ? 0x4444 : odd ? 0x1044 : 0x4410, odd_tap = !diagonal ? 0x4444 : odd ? 0x3244 : 0x4432;
 
@@ -188,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) separable_sm90
     for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
         const Place to = place(p, tile);
         const int out_x = to.x + strip_x, out_y = to.y + strip_y;
-        // The pixel of a strip; negative: outside.
+        // The output pixel of place i of a strip; negative outside the image.
         auto pixel_at = [&](int strip, int i) -> long long {
             const int x = out_x + i % STRIP_W, y = out_y + strip * STRIP_H + i / STRIP_W;
             return x < p.out_w && y < p.out_h ? ((long long)to.n * p.out_h + y) * p.out_w + x : -1;
@@ -227,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) separable_sm90
                         const uint4 v = *reinterpret_cast<const uint4*>(from + i * 4);
                         filter[g][i] = v.x, filter[g][i + 1] = v.y, filter[g][i + 2] = v.z, filter[g][i + 3] = v.w;
                     }
-                    // The bias of this thread's channels: 2 * (lane % 4) and the next.
+                    // The bias of this thread's two channels, from 2 * (lane % 4) on.
                     const float2 shift = *reinterpret_cast<const float2*>(constants + FILTER_BYTES + (channels + lane % 4 * 2) * 4);
                     #pragma unroll
                     for (int i = 0; i < CHAINS * STRIPS; i++) {
@@ -273,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) separable_sm90
                         }
                     }
                 }
-                wgmma_wait<0>();                   // the products before these: their operand may be overwritten
+                wgmma_wait<0>();                   // the previous products are complete: their operand registers may be overwritten
                 if (first == 0 && previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);
                 u32 operand[BATCH][STRIPS][4];
                 #pragma unroll
@@ -304,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) separable_sm90
         if (lane == 0) barrier_arrive(empty + 8 * previous);
         if (threadIdx.x == 0) mark(4);
 
-        // A thread holds channels 2 * (lane % 4) and the next of pixels lane / 4 and + 8, of every block of eight channels.
+        // A thread holds two channels, from 2 * (lane % 4) on, of pixels lane / 4 and lane / 4 + 8, in every block of eight channels.
         const int channel = to.channel + lane % 4 * 2;
         auto bias_at = [&](int block) {
             return channel + block * 8 < p.channels ? __ldg(reinterpret_cast<const float2*>(p.bias + channel + block * 8)) : make_float2(0.0f, 0.0f);
@@ -328,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) separable_sm90
             }
         }
         __syncwarp();
-        cluster_wait();                            // the peers run, and their barriers count: their shared memory may be written
+        cluster_wait();                            // the peers run and their barriers are initialized: their shared memory may be written
         #pragma unroll
         for (int m = 0; m < STRIPS; m++) {
             #pragma unroll
@@ -373,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) separable_sm90
             #pragma unroll
             for (int j = 0; j < BLOCKS; j += 2) {
                 const bool two = j + 1 < BLOCKS;
-                // Lane l names row l % 16 of block j, or of the next.
+                // Lane l addresses row l % 16 of block j, or of the next block.
                 const u32 address = strip + pixel * PITCH + (j + (two ? upper : 0)) * 16;
                 u32 r[4] = {0, 0, 0, 0};
                 if (HAS_RESIDUAL) ldmatrix_x4(address, r[0], r[1], r[2], r[3]);

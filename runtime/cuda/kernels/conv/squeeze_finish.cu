@@ -1,4 +1,4 @@
-// The second launch of a depthwise convolution's squeeze: adds up the sums of its tiles.
+// The second launch of a depthwise convolution's squeeze: adds the sums of its tiles.
 //
 // -DNARROW: means are 8-bit integers, -DWIDE: fp32, else 16-bit floats.
 #include "ptx.cuh"
@@ -8,7 +8,7 @@ struct FinishParams {
     const float* sums;                             // [n][tiles][channels]
     u8* means;                                     // [n][channels]
     int tiles, channels;
-    Narrow mean;                                   // factor alone counts where means are floats
+    Narrow mean;                                   // only its factor is used where means are floats
 };
 
 // Adds the tiles' sums in a fixed order: fp32 -> means. Block: 32 channels x 16 runs of tiles.

@@ -1,6 +1,6 @@
-// What kernels of first convolutions on mma.sync share: weights on their way into shared memory, and products. See conv_stem.cu.
+// Shared by the kernels of first convolutions on mma.sync: the copy of weights to shared memory, and the products. See conv_stem.cu.
 //
-// generated.cuh: see stem_pixels.cuh; also word_offset(k, t) (of half K step k, in words, less t).
+// generated.cuh: see stem_pixels.cuh; also word_offset(k, t) (of half K step k, in words, minus t).
 #pragma once
 #include "stem_pixels.cuh"
 
@@ -13,22 +13,22 @@ static_assert(TILE_H * TILE_W == WARPS_M * M_TILES * 16);
 
 // ---- rows of weights ---------------------------------------------------------------------------------------------------
 
-// n8 tiles of a warp come in groups of four, two or one; a lane's sums of a group of G are 2 G neighbouring channels.
+// The n8 tiles of a warp come in groups of four, two or one; a lane's accumulators of a group of G are 2 G neighbouring channels.
 DEVICE constexpr int group_of(int tile) {
     const int left = N_TILES - tile / 4 * 4;
     return left >= 4 ? 4 : left >= 2 ? (tile % 4 < 2 ? 2 : 1) : 1;
 }
 DEVICE constexpr int group_start(int tile) {
-    return tile / group_of(tile) * group_of(tile);                 // as the larger groups come first
+    return tile / group_of(tile) * group_of(tile);                 // since larger groups come first
 }
-DEVICE int row_of(int channel) {                   // of the block
+DEVICE int row_of(int channel) {                   // row of a channel of the block
     const int warp = channel / (N_TILES * 8), in_warp = channel % (N_TILES * 8), tile = in_warp / 8;
     const int group = group_of(tile), first = group_start(tile);
     const int c = in_warp - first * 8;
     return warp * N_TILES * 8 + first * 8 + c % (2 * group) / 2 * 8 + c / (2 * group) * 2 + c % 2;
 }
 
-// Begins to bring the weights and biases of the block's channels, rows in the order of row_of().
+// Starts the copies of the weights and biases of the block's channels, with rows in the order of row_of().
 DEVICE void load_weights(const Params& p, u32 base) {
     constexpr int PARTS = K / 8, WIDE = PARTS < 32 ? PARTS : 32, ROWS = 32 / WIDE, WARPS = WARPS_M * WARPS_N;   // a warp copies ROWS at a time
     const int lane = threadIdx.x % 32, part = lane % WIDE;
@@ -53,8 +53,8 @@ DEVICE void load_weights(const Params& p, u32 base) {
     copies_commit();
 }
 
-// B fragments of a K step; matrices: channels 0-7 at k 0-7 and 8-15, then channels 8-15. ``address`` is made behind the barrier that the
-// weights were waited for at.
+// B fragments of a K step; matrices: channels 0-7 at k 0-7 and 8-15, then channels 8-15. ``address`` must be computed after the barrier
+// that waits for the weights.
 DEVICE void load_b(u32 address, u32 (&b)[N_TILES][2]) {
     #pragma unroll
     for (int n = 0; n + 1 < N_TILES; n += 2) load_matrices(address + n * 8 * WEIGHT_ROW, b[n], b[n + 1]);
@@ -63,7 +63,7 @@ DEVICE void load_b(u32 address, u32 (&b)[N_TILES][2]) {
 
 // ---- products ----------------------------------------------------------------------------------------------------------
 
-// A block's first pixels, and after them the weights that stay in registers, from ``weights_at`` on.
+// Loads a block's first pixels, then the weights that stay in registers, from ``weights_at`` on.
 DEVICE void begin_block(const Params& p, u8* shared, u32 base, const Tile& tile, const Places& places, u32& weights_at, Chunk (&held)[ROUNDS],
                         u32 (&kept)[KEEP ? K_STEPS : 1][N_TILES][2]) {
     if constexpr (BUFFERED) {
@@ -81,7 +81,7 @@ DEVICE void begin_block(const Params& p, u8* shared, u32 base, const Tile& tile,
     }
 }
 
-// A tile's sums begin with the bias of this lane's channels.
+// A tile's accumulators begin with the bias of this lane's channels.
 DEVICE void begin_sums(const float* bias, int t, float (&start)[N_TILES][4]) {
     #pragma unroll
     for (int j = 0; j < N_TILES; j++) {
@@ -90,7 +90,7 @@ DEVICE void begin_sums(const float* bias, int t, float (&start)[N_TILES][4]) {
     }
 }
 
-// Words of each row of eight pixels (two an m16 tile), and of the words of a K step where these are not neighbours.
+// Offsets of each row of eight pixels (two per m16 tile), and of the words of a K step where these are not contiguous.
 struct Words { int rows[M_TILES][2], offsets[K_STEPS][2]; };
 
 // The products of a tile. ``pixels``: offset of its pixels in shared memory, from ``shared`` on.

@@ -1,8 +1,8 @@
-// Instructions of the kernels of first convolutions (stem.cuh) that need assembly. FINAL_RELU: the rounding of results does a last ReLU.
+// Instructions of the kernels of first convolutions (stem.cuh) that need assembly. FINAL_RELU: a last ReLU is part of the rounding.
 #pragma once
 #include "ptx.cuh"
 
-// d = a b + c, where c may be d.
+// d = a b + c; c may be d.
 DEVICE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
 #if defined(DTYPE_BF16)
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
@@ -21,7 +21,7 @@ DEVICE void load_matrices(u32 address, u32 (&a)[2]) {
     asm("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(a[0]), "=r"(a[1]) : "r"(address));
 }
 
-// Rounds two results; with FINAL_RELU, what is negative to 0 (a NaN stays one).
+// Rounds two results; with FINAL_RELU, negative values become 0 (a NaN stays NaN).
 DEVICE u32 pack_results(float low, float high) {
     u32 packed;
 #if !FINAL_RELU
@@ -44,7 +44,7 @@ DEVICE void store_zeros(u32 to, int bytes) {
     for (int i = 0; i < bytes; i += 4) asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + i), "r"(0) : "memory");
 }
 
-// The larger elements of two pairs; a NaN stays one.
+// The element-wise maximum of two pairs; a NaN stays NaN.
 DEVICE u32 larger(u32 a, u32 b) {
     u32 found;
 #if defined(DTYPE_BF16)

@@ -1,5 +1,5 @@
-// Pixels of an image of one to four channels on their way into shared memory, and the parameter block: what all kernels of first
-// convolutions share. See conv_stem.cu.
+// Shared by all kernels of first convolutions: the parameter block, and the copies of pixels (one to four channels) into shared memory.
+// See conv_stem.cu.
 //
 // generated.cuh defines the geometry (see optdnn.kernels.conv.stem_kernel.recipe) and epilogue().
 #pragma once
@@ -8,15 +8,15 @@
 #include "stem_instructions.cuh"
 
 #ifndef FRAMES
-#define FRAMES 0                                   // under the taps along depth, whose channels are those of one image; 0: no volume
+#define FRAMES 0                                   // frames of a volume that the depth taps cover, whose channels count as channels of one image; 0: no volume
 #endif
 
 #ifndef POOL
-#define POOL 0                                     // rows and columns of the windows of the max pool behind it; 0: none
+#define POOL 0                                     // rows and columns of a window of the max pool that follows; 0: no pool
 #endif
 
 #ifndef IN_BANDS
-#define IN_BANDS 0                                 // whether a block goes down a band of one image
+#define IN_BANDS 0                                 // whether a block walks down a band of one image
 #endif
 
 struct Params {
@@ -24,20 +24,21 @@ struct Params {
     const u16 *weights, *residual;                 // weights: [channels][K_STEPS * 16]
     const float* bias;
     u16* output;
-    long long image_pitch;                         // elements from image to image, and (below) from plane to plane, row to row
+    long long image_pitch;                         // elements between images; below: between planes, rows, columns
     int plane_pitch, row_pitch, column_pitch;
     int height, width, out_h, out_w;
     int tiles_x, tiles_y, images;
-    int step_x, step_y, step_image;                // from a block's tile to its next, gridDim.x tiles on
-    int first_row, first_column;                   // where tile 0 begins to read: not after the padding's edge
-    int channels, pitch, residual_pitch;           // channels to store; elements from pixel to pixel
+    int step_x, step_y, step_image;                // from a block's tile to its next tile, gridDim.x tiles further
+    int first_row, first_column;                   // first row and column that tile 0 reads: at or before the edge of the padding
+    int channels, pitch, residual_pitch;           // channels to store; elements between consecutive pixels
     float factor[4], shift[4];
 #if FRAMES
-    // Of a volume: elements from frame to frame, its frames, those of the result, and how these walk (Depth of optdnn.kernels.conv.problem).
+    // Of a volume: elements between frames, number of input and of output frames, and the walk along depth (Depth of
+    // optdnn.kernels.conv.problem).
     int frame_pitch, frames, out_frames, frame_stride, first_frame, frame_dilation;
 #endif
 #if IN_BANDS
-    int pooled_h, pooled_w, band, bands;           // rows and columns of the pooled image; tiles of a block, bands of an image
+    int pooled_h, pooled_w, band, bands;           // rows and columns of the pooled image; tiles of a block; bands of an image
 #endif
 };
 
@@ -45,10 +46,10 @@ constexpr int THREADS = WARPS_M * WARPS_N * 32, K = K_STEPS * 16;
 constexpr int CHUNKS = HALO_H * ROW_CHUNKS * (PLANES ? CHANNELS : 1);                  // of VEC columns
 constexpr int ROUNDS = (CHUNKS + THREADS - 1) / THREADS;
 constexpr int SETS = PLANES ? 1 : CHANNELS, RAW = (VEC * IMAGE_ITEM + 3) / 4;
-constexpr bool COPIED = !NORMALIZE && IMAGE_KIND == FACTOR_KIND;                       // pixels are factors as they are
+constexpr bool COPIED = !NORMALIZE && IMAGE_KIND == FACTOR_KIND;                       // pixels need no conversion
 static_assert(TILE_W % 8 == 0);
 
-struct Chunk { u32 raw[SETS][RAW]; };              // VEC neighbouring columns of a row, of each channel that lies beside
+struct Chunk { u32 raw[SETS][RAW]; };              // VEC neighbouring columns of a row, of every interleaved channel
 
 DEVICE void load_raw(const u8* at, u32 (&raw)[RAW]) {
     if constexpr (VEC * IMAGE_ITEM == 16) {
@@ -80,11 +81,11 @@ DEVICE float pixel(const u32 (&raw)[RAW], int i) {
 #endif
 }
 
-// The chunks that a thread copies, the same of every tile: where they lie in the image after the tile's first pixel (elements),
-// and in which row and column of the tile.
+// The chunks that a thread copies; the same for every tile. ``offset``: elements from the tile's first pixel in the image.
+// ``row``, ``column``: position in the tile.
 struct Places { int offset[ROUNDS], row[ROUNDS], column[ROUNDS]; };
 
-// Elements from the first channel (of the first frame) to another one.
+// Elements from the first channel (of the first frame) to another channel.
 DEVICE int plane_offset(const Params& p, int channel) {
 #if FRAMES
     constexpr int EACH = CHANNELS / FRAMES;
@@ -105,9 +106,9 @@ DEVICE Places places_of(const Params& p) {
     return at;
 }
 
-struct Tile { int x, y, image; };                  // in tiles, and which image
+struct Tile { int x, y, image; };                  // x, y in tiles; the image's index
 
-// Where the image of a tile begins; of a volume, the first frame under its taps.
+// Offset of a tile's image; for a volume, of the first frame under its taps.
 DEVICE long long image_offset(const Params& p, const Tile& tile) {
 #if FRAMES
     const int image = u32(tile.image) / u32(p.out_frames), frame = (tile.image - image * p.out_frames) * p.frame_stride + p.first_frame;
@@ -117,7 +118,7 @@ DEVICE long long image_offset(const Params& p, const Tile& tile) {
 #endif
 }
 
-// Whether the frame of a channel is one of the volume's.
+// Whether the frame of a channel lies in the volume.
 DEVICE bool in_volume(const Params& p, const Tile& tile, int channel) {
 #if FRAMES
     const int frame = int(u32(tile.image) % u32(p.out_frames)) * p.frame_stride + p.first_frame;
@@ -153,14 +154,14 @@ DEVICE float normalized(const Params& p, float v, int channel) {
     return NORMALIZE ? __fadd_rn(__fmul_rn(v, p.factor[channel]), p.shift[channel]) : v;
 }
 
-// As 16-bit numbers: cast, normalized, zeros outside (the padding is of the normalized image).
+// Writes 16-bit values to shared memory: cast and normalized, zeros outside the image (the padding follows the normalization).
 DEVICE void put(const Params& p, u8* pixels, const Tile& tile, const Places& at, const Chunk (&held)[ROUNDS]) {
     #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
         const int chunk = threadIdx.x + i * THREADS;
         if (CHUNKS % THREADS && chunk >= CHUNKS) continue;
         const bool real = COPIED || !NORMALIZE || inside(p, tile, at, i);
-        constexpr int LANES = VEC * TOGETHER;                                          // 16-bit numbers of the chunk
+        constexpr int LANES = VEC * TOGETHER;                                          // 16-bit values of the chunk
         u32 words[(LANES + 1) / 2];
         #pragma unroll
         for (int w = 0; w < (LANES + 1) / 2; w++) {
@@ -192,7 +193,7 @@ DEVICE void put(const Params& p, u8* pixels, const Tile& tile, const Places& at,
     }
 }
 
-// The same without a way through registers, for planes of the factors' own type.
+// The same by asynchronous copies, without registers, for planes of the factors' own type.
 DEVICE void copy_pixels(const Params& p, u32 pixels, const Tile& tile, const Places& at) {
     const int row = p.first_row + tile.y * (TILE_H * STRIDE_H), column = p.first_column + tile.x * (TILE_W * STRIDE_W);
     const u8* from = p.image + (image_offset(p, tile) + row * p.row_pitch + column * p.column_pitch) * IMAGE_ITEM;
@@ -209,7 +210,7 @@ DEVICE void copy_pixels(const Params& p, u32 pixels, const Tile& tile, const Pla
 
 // ---- results -----------------------------------------------------------------------------------------------------------
 
-// Two neighbouring channels of a pixel, with the pair that is added.
+// Two neighbouring channels of a pixel, with the added pair.
 DEVICE u32 finish_pair(float x, float y, u32 added) {
     x = epilogue(x, 0.0f, low_float(added)), y = epilogue(y, 0.0f, high_float(added));
 #if FINAL_SILU

@@ -1,5 +1,5 @@
-// The rows of a patch that a warp's strips of 16 pixels meet, of kernels that load each once for all of its strips. generated.cuh defines STRIPS, STRIP_W,
-// STRIDE_H, DILATION_H and KERNEL_H.
+// The rows of a patch that a warp's strips of 16 pixels meet, for kernels that load each row once for all their strips. generated.cuh
+// defines STRIPS, STRIP_W, STRIDE_H, DILATION_H and KERNEL_H.
 #pragma once
 
 constexpr int STRIP_H = 16 / STRIP_W, ROWS = (STRIPS - 1) * STRIP_H * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;

@@ -1,4 +1,4 @@
-// Depthwise filters on tensor cores: pixels times diagonal matrices, each of a tap's weights for eight channels.
+// Depthwise filters on tensor cores: pixels times diagonal matrices. A matrix holds one tap's weights of eight channels.
 #pragma once
 #include "ptx.cuh"
 

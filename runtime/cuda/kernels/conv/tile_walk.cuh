@@ -1,15 +1,15 @@
-// A block that walks over tiles of an image's pixels, channels-last in 16 bits: TMA brings the patches of a slab of channels that the
-// tiles' windows cover, and stores the results. Nothing is computed here.
+// A block that walks over tiles of an image's pixels, channels-last in 16 bits: TMA loads the patches under the tiles' windows, for a slab
+// of channels, and stores the results. The caller computes.
 //
-// generated.cuh defines CHUNKS (a slab's, of eight channels), TILE_W, TILE_H, TILE_N (pixels and images of a tile), PATCH_W, PATCH_H
-// (pixels of a patch; what lies in the padding arrives as zeros), STRIDE_H, STRIDE_W, STAGES (patches in flight), WARPS, SQUEEZE (0
-// none, 1 sums of tiles, 2 means) and PARTS (warps that see the same channels).
+// generated.cuh defines CHUNKS (of eight channels, in a slab), TILE_W, TILE_H, TILE_N (pixels and images of a tile), PATCH_W, PATCH_H
+// (pixels of a patch; zeros in the padding), STRIDE_H, STRIDE_W, STAGES (patches in flight), WARPS, SQUEEZE (0 none, 1 sums of tiles,
+// 2 means) and PARTS (warps with the same channels).
 #pragma once
 #include "ptx.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr u32 SPAN = CHUNKS * 16, HEAD_BYTES = 1024;
-// Odd numbers of chunks have no bank conflicts; those of powers of two are swizzled by TMA.
+// An odd number of chunks has no bank conflicts; TMA swizzles numbers that are powers of two.
 constexpr bool SWIZZLED = CHUNKS == 2 || CHUNKS == 4 || CHUNKS == 8;
 static_assert(SWIZZLED || CHUNKS % 2, "chunks of neighbouring pixels would lie in the same banks");
 constexpr u32 PATCH_LOAD = TILE_N * PATCH_H * PATCH_W * SPAN, PATCH_BYTES = (PATCH_LOAD + 1023) / 1024 * 1024;
@@ -22,15 +22,15 @@ struct Params {
     float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
     u16* means;                                    // SQUEEZE 2: [n][channels]
     int batch, channels, out_h, out_w, pad_h, pad_w;
-    int slabs, tiles_x, tiles, count;              // slabs of channels; tiles of an image's row, of images, of the batch
-    float factor;                                  // of a mean
+    int slabs, tiles_x, tiles, count;              // slabs of channels; tiles of a row of an image, of images, of the batch
+    float factor;                                  // 1 / pixels of a mean
 };
 
 struct Place {
-    int n, y, x, tile;                             // first image and result; which tile of its images
+    int n, y, x, tile;                             // first image and first output pixel; index of the tile within its images
 };
 
-// Where TMA puts what lies at an address of a tile's rows of SPAN bytes. Tiles begin at multiples of 1024 bytes.
+// The address under TMA's swizzle, for an address in a tile of rows of SPAN bytes. Tiles begin at multiples of 1024 bytes.
 DEVICE u32 swizzled(u32 at) { return SWIZZLED ? at ^ (at >> 3 & (CHUNKS - 1) << 4) : at; }
 
 DEVICE Place place_of(const Params& p, int tile) {
@@ -45,8 +45,8 @@ DEVICE void load_patch(const Params& p, u32 base, int slab, int tile, int stage)
                 to.x * STRIDE_W - p.pad_w, to.y * STRIDE_H - p.pad_h, to.n);
 }
 
-// compute(patch, place): results of a tile from its patch in shared memory, kept in registers; put(results): to shared memory.
-// Both are called by all threads. For a squeeze compute() leaves the warp's sums of channels in its row of ``partial``.
+// compute(patch, place): computes a tile's results in registers, from its patch in shared memory; put(results) writes them to shared
+// memory. All threads call both. For a squeeze, compute() leaves the warp's channel sums in its row of ``partial``.
 template <class Compute, class Put> DEVICE void walk_tiles(const Params& p, u8* shared, const Compute& compute, const Put& put) {
     const u32 base = smem_address(shared), results = base + HEAD_BYTES + STAGES * PATCH_BYTES;
     const int slab = blockIdx.x % p.slabs, first = blockIdx.x / p.slabs, step = gridDim.x / p.slabs;
@@ -69,10 +69,10 @@ template <class Compute, class Put> DEVICE void walk_tiles(const Params& p, u8* 
         barrier_wait(base + 8 * stage, parity);
         compute(base + HEAD_BYTES + stage * PATCH_BYTES, to);
         if (leader) tma_store_wait_read<0>();
-        __syncthreads();                           // the patch has been read, and the results of the tile before
+        __syncthreads();                           // the patch has been read, and the previous tile's results
         if (leader && tile + STAGES * step < p.count) load_patch(p, base, slab, tile + STAGES * step, stage);
         u32 to_results = results;
-        asm volatile("" : "+r"(to_results));       // else addresses within it are kept from tile to tile, and spilled
+        asm volatile("" : "+r"(to_results));       // else addresses in the buffer are kept from tile to tile, and spill
         put(to_results);
 #if SQUEEZE
         const float* partial = reinterpret_cast<const float*>(shared + HEAD_BYTES + STAGES * PATCH_BYTES + RESULT_BYTES);
