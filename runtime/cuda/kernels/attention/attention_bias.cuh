@@ -1,14 +1,14 @@
-// The masks and biases that attention_sm90.cu adds to scores. Included behind the kernel's Params.
+// The masks and biases that attention_sm90.cu adds to scores. Included after the kernel's Params.
 #pragma once
 
-// What is added to the scores of a thread's queries, row and row + 8.
+// The addends of the scores of a thread's queries, row and row + 8.
 struct Bias {
     const u16* mask[2];
 #if FACTORS
     const u16* factors[2][2];                      // rows and columns
 #endif
 #if FACTORS == 1
-    float columns[BLOCK_KEYS / 2];                 // times log2(e), as scores lie
+    float columns[BLOCK_KEYS / 2];                 // times log2(e), in the order of the scores
 #endif
 
     __device__ __forceinline__ Bias(const Params& p, const Item& item, int row, int lane) {
@@ -40,7 +40,7 @@ struct Bias {
     }
 };
 
-// A thread's part of a tile's mask, in pairs. It is read while the tile's scores are multiplied.
+// A thread's part of a tile's mask, in pairs. It is loaded while the tile's scores are computed.
 constexpr int MASK_PAIRS = MASK ? BLOCK_KEYS / 8 * MASK_ROWS : 1;
 
 DEVICE void load_mask(const Params& p, const Bias& bias, int tile, int lane, u32 (&pairs)[MASK_PAIRS]) {
@@ -63,7 +63,7 @@ DEVICE void load_mask(const Params& p, const Bias& bias, int tile, int lane, u32
 #endif
 }
 
-// Caps and scales a tile's scores and adds the bias to them, but for an offset of each query.
+// Caps and scales a tile's scores and adds the bias, except for an offset per query.
 DEVICE void add_bias(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PAIRS], int tile, int column, float (&s)[BLOCK_KEYS / 2],
                      float (&offset)[2]) {
     offset[0] = offset[1] = 0.0f;

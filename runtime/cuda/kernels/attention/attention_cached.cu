@@ -1,26 +1,26 @@
-// Attention of one new position over a cache of keys and values: rotary embedding of queries and of the new key, the write of the new rows
-// into the cache, and out = softmax(scale * q K^T) V for each head of queries. 16-bit operands, fp32 sums, every GPU from sm_80 on. Bound by
-// reading the part of the cache that is filled.
+// Attention of one new position over a cache of keys and values: rotary embedding of the queries and of the new key, the write of the new
+// rows into the cache, and out = softmax(scale * q K^T) V for each query head. 16-bit operands, fp32 accumulators, every GPU from sm_80 on.
+// Bound by the reads of the filled part of the cache.
 //
-// A block takes the GROUP queries that share a head of keys, and every SPLITS-th tile of BLOCK_KEYS keys that they see; a warp takes 16 keys of a
-// tile. The queries are the rows of mma.sync for the scores, and the columns for the result: the fragments of the scores are, packed, those of
-// the second product. Keys and values go from global memory to registers: the order of features within a product is free, so a lane reads
-// 16 bytes. The next loads are on their way while the warp computes. The number of keys is read from memory, so one launch serves
-// each position: blocks without a tile end at once, and the block that comes last adds the sums of the others.
+// A block takes the GROUP queries that share a key head, and every SPLITS-th tile of BLOCK_KEYS keys that they see; a warp takes 16 keys of a
+// tile. The queries are the rows of mma.sync for the scores, and its columns for the result: the packed fragments of the scores are the
+// operand of the second product. Keys and values go from global memory to registers: the order of features within a product is free, so a
+// lane reads 16 bytes. The next loads are in flight while the warp computes. The number of keys is read from memory, so one launch serves
+// every position: blocks without a tile end at once, and the last block to finish adds the results of the others.
 //
-// CLUSTER: the blocks that share a head of keys are a cluster, and send their sums to the shared memory of the first one. A barrier of
-// its own counts their bytes, so no block waits for another one's fences.
+// CLUSTER: the blocks that share a key head are a cluster, and send their results to the shared memory of the first block. A barrier
+// counts their bytes, so no block waits for the fences of another.
 //
 // The row that this launch writes is read from shared memory, since other blocks may not see it in the cache yet.
 //
-// generated.cuh defines WARPS, SPLITS, CLUSTER, GROUP, HEAD (features, a multiple of 16), TURNED (features that turn, 0: none), INTERLEAVED, WINDOW,
-// SOFTCAP and multiply().
+// generated.cuh defines WARPS, SPLITS, CLUSTER, GROUP, HEAD (features, a multiple of 16), TURNED (rotated features, 0: none), INTERLEAVED,
+// WINDOW, SOFTCAP and multiply().
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
 
 constexpr int THREADS = WARPS * 32, BLOCK_KEYS = WARPS * 16;
-constexpr int WARP_PARTS = (HEAD + 63) / 64;        // all
+constexpr int WARP_PARTS = (HEAD + 63) / 64;        // a warp has all parts
 #include "attention_cached.cuh"
 constexpr bool KEEP = HEAD <= 128;                 // queries in registers
 
@@ -30,24 +30,24 @@ struct Rows {                                      // strides in elements
 
 struct Params {
     const u16 *queries, *new_keys, *new_values, *cosines, *sines;
-    const int *starts, *lengths;                   // where the new row of each batch entry goes (null: at 0), and how many keys it then has
+    const int *starts, *lengths;                   // cache position of each batch entry's new row (null: 0), and its number of keys afterwards
     u16 *keys, *values, *output;
-    float* partial;                                // [batch][key head][split] of GROUP x (HEAD + 2): sums, largest score, sum of weights
+    float* partial;                                // [batch][key head][split] of GROUP x (HEAD + 2): accumulators, largest score, sum of weights
     u32* arrived;                                  // [batch][key head]
     Rows of_queries, of_new_keys, of_new_values, of_keys, of_values, of_output;
     long long key_position, value_position, cosine_batch, sine_batch, start_step, length_step;
     int capacity;
-    int reach;                                     // of a window: keys before the new one that are seen
+    int reach;                                     // with a window: visible keys before the new one
     float scale_log2;                              // the scale times log2(e)
     float cap_in, cap_out;                         // of a softcap: 2 log2(e) scale / cap, and cap log2(e)
 };
 
-struct Row {                                       // of turn_unit
+struct Row {                                       // reader for turn_unit
     const u16* from;
     __device__ __forceinline__ void operator()(u32& a, u32& b, int left, int right) const { a = word_at(from + left), b = word_at(from + right); }
 };
 
-// The keys that are seen, and the tiles that hold them.
+// The visible keys, and the tiles that hold them.
 struct Range {
     int begin, end, first, last;
 
@@ -56,13 +56,13 @@ struct Range {
         begin = WINDOW ? max(0, end - 1 - p.reach) : 0;
         first = begin / BLOCK_KEYS, last = (end + BLOCK_KEYS - 1) / BLOCK_KEYS;
     }
-    // Blocks that have a tile; the first one works in any case.
+    // Blocks that have a tile; the first block works in any case.
     __device__ __forceinline__ int active() const { return max(1, min(SPLITS, last - first)); }
 };
 
-// Brings a warp's first keys and values into L2.
+// Prefetches a warp's first keys and values into L2.
 DEVICE void prefetch_tile(const Params& p, const u16* keys, const u16* values, int end, int tile, int warp, int lane) {
-    constexpr int LINES = (HEAD + 63) / 64;        // of a row
+    constexpr int LINES = (HEAD + 63) / 64;        // per row
     #pragma unroll
     for (int i = 0; i < (16 * LINES + 31) / 32; i++) {
         const int row = (i * 32 + lane) / LINES, line = (i * 32 + lane) % LINES * 64, at = tile * BLOCK_KEYS + warp * 16 + row;
@@ -81,7 +81,7 @@ struct Seen {
     __device__ __forceinline__ const u16* value(int at) const { return at == fresh ? new_value : values + at * value_position; }
 };
 
-// 16 keys: rows first + lane / 4 and first + 8 + lane / 4.
+// Loads 16 keys: rows first + lane / 4 and first + 8 + lane / 4.
 DEVICE void load_keys(Fragment (&k)[2], const Seen& seen, int first, int lane) {
     #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -91,7 +91,8 @@ DEVICE void load_keys(Fragment (&k)[2], const Seen& seen, int first, int lane) {
     }
 }
 
-// The values of 16 keys: of keys first + 2 (lane % 4) + {0, 1, 8, 9} the eight features at 8 (lane / 4) of each 64.
+// Loads the values of 16 keys: of keys first + 2 (lane % 4) + {0, 1, 8, 9}, the eight features from 8 (lane / 4) on of each block of 64
+// features.
 DEVICE void load_values(uint4 (&v)[PARTS][4], const Seen& seen, int first, int lane) {
     #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -107,10 +108,10 @@ DEVICE void load_values(uint4 (&v)[PARTS][4], const Seen& seen, int first, int l
 }
 
 #if CLUSTER
-// What a block sends: sums as above, then of each query the largest score, the sum of weights, and two numbers that are not read.
+// A block sends accumulators as above, then for each query the largest score, the sum of weights, and two floats of padding.
 constexpr int SENT = GROUP * (HEAD + 4);
 
-// As add_up, of what blocks of a cluster have sent.
+// Like add_up, for the results that the blocks of a cluster have sent.
 template <class Put> DEVICE void add_sent(const float* parts, int count, float factor, const Put& put) {
     for (int e = threadIdx.x; e < GROUP * HEAD / 4; e += THREADS) {
         const int query = 4 * e / HEAD;
@@ -142,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
     u16* const new_key = queries + 8 * TILES * ROW;
     u16* const new_value = new_key + ROW;
     float* const found_at = reinterpret_cast<float*>(new_value + ROW);         // [WARPS][FOUND]
-    u32* const word = reinterpret_cast<u32*>(found_at + WARPS * FOUND);        // of CLUSTER a barrier, 16 bytes, and [SPLITS][SENT]
+    u32* const word = reinterpret_cast<u32*>(found_at + WARPS * FOUND);        // with CLUSTER a barrier, 16 bytes, and [SPLITS][SENT]
 #if CLUSTER
     if (threadIdx.x == 0) {
         barrier_init(smem_address(word), 1);
@@ -152,14 +153,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
 #endif
     u16* const keys = p.keys + batch * p.of_keys.batch + head * p.of_keys.head;
     u16* const values = p.values + batch * p.of_values.batch + head * p.of_values.head;
-    // The length may not be there yet. What lies in its place does no harm: a line of the cache in L2 is never out of date. But a copy of
-    // the length in L1 would be.
+    // The length may not be written yet. A stale value does no harm here: it only chooses a prefetch, and L2 is coherent. A stale copy of the
+    // length in L1 would do harm, hence __ldcg.
     const int* const length = p.lengths + batch * p.length_step;
     const Range likely(p, __ldcg(length));
     if (split < likely.active()) prefetch_tile(p, keys, values, likely.end, likely.first + split, warp, lane);
     grid_dependency_wait();
 #if CLUSTER
-    cluster_wait();                                // each block's barrier is there
+    cluster_wait();                                // every block has initialized its barrier
 #endif
 
     const int start = p.starts ? p.starts[batch * p.start_step] : 0;
@@ -239,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
         return;
     }
 #if CLUSTER
-    float* const sent = reinterpret_cast<float*>(word + 4);                    // by each block, in the first one
+    float* const sent = reinterpret_cast<float*>(word + 4);                    // written by each block, in the first block's memory
     const u32 barrier = cluster_map(smem_address(word), 0), to = cluster_map(smem_address(sent + split * SENT), 0);
     if (split == 0 && threadIdx.x == 0) barrier_expect(smem_address(word), active * (GROUP * HEAD + 4 * GROUP) * 4);
     add_up<false>(found_at, WARPS, factor, [&](int query, int feature, const float4& sum, float weight, float most) {

@@ -1,7 +1,7 @@
-// What kernels that attend to a cache by fragments of mma.sync share: rotary embeddings, scores, and what a warp has found of its keys.
+// Shared by kernels that attend to a cache with mma.sync fragments: rotary embeddings, scores, and the running result of a warp.
 //
-// generated.cuh defines GROUP (queries that share a head of keys), HEAD (features, a multiple of 16), TURNED (features that turn, 0: none),
-// INTERLEAVED and multiply(); the kernel THREADS, and WARP_PARTS, the parts of 64 features of the values that a warp has.
+// generated.cuh defines GROUP (queries that share a key head), HEAD (features, a multiple of 16), TURNED (rotated features, 0: none),
+// INTERLEAVED and multiply(). The kernel defines THREADS, and WARP_PARTS, the parts of 64 features of the values that a warp has.
 #pragma once
 
 constexpr int TILES = (GROUP + 7) / 8;             // of eight queries
@@ -14,7 +14,7 @@ DEVICE float infinity() { return __int_as_float(0x7f800000); }
 DEVICE u32 word_at(const u16* at) { return *reinterpret_cast<const u32*>(at); }
 DEVICE void put_word(u16* at, u32 word) { *reinterpret_cast<u32*>(at) = word; }
 
-// Two pairs of features of a row, turned. ``unit`` counts fours of features; ``read`` gives the words of two pairs.
+// Rotates two pairs of features of a row. ``unit`` counts groups of four features; ``read`` gives the words of two pairs.
 template <class Read> DEVICE void turn_unit(u16* to, const Read& read, const u16* cosines, const u16* sines, int unit) {
     const int left = TURNED == 0 || INTERLEAVED || unit >= TURNED / 4 ? 4 * unit : 2 * unit;
     const int right = TURNED == 0 || INTERLEAVED || unit >= TURNED / 4 ? left + 2 : left + TURNED / 2;
@@ -22,7 +22,7 @@ template <class Read> DEVICE void turn_unit(u16* to, const Read& read, const u16
     read(a, b, left, right);
     if (TURNED && unit < TURNED / 4) {
         const u32 c = word_at(cosines + 2 * unit), s = word_at(sines + 2 * unit);
-        // Of neighbours, a word is a pair; of halves, a pair has an element of both words.
+        // INTERLEAVED: a word is a pair; otherwise a pair has an element of both words.
         const float x0 = low_float(a), y0 = INTERLEAVED ? high_float(a) : low_float(b);
         const float x1 = INTERLEAVED ? low_float(b) : high_float(a), y1 = high_float(b);
         const float u0 = low_float(c) * x0 - low_float(s) * y0, v0 = low_float(s) * x0 + low_float(c) * y0;
@@ -33,7 +33,8 @@ template <class Read> DEVICE void turn_unit(u16* to, const Read& read, const u16
     put_word(to + left, a), put_word(to + right, b);
 }
 
-// What a lane holds of rows of keys, or of queries: of each 32 features the eight at 8 (lane % 4), of a last 16 the four at 4 (lane % 4).
+// A lane's part of rows of keys or queries: eight features from 8 (lane % 4) on of each block of 32, four features from 4 (lane % 4) on of a
+// last block of 16.
 struct Fragment {
     u32 word[WHOLE * 4 + REST * 2];
 
@@ -69,16 +70,16 @@ DEVICE void score(float (&s)[2][4], const Fragment (&q)[TILES], const Fragment (
     }
 }
 
-// Words of two keys: their low and their high halves side by side.
+// Words of two keys: their low halves, or their high halves, as a pair.
 DEVICE u32 low_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
 DEVICE u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
 DEVICE u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-constexpr int FOUND = (GROUP * (HEAD + 2) + 3) / 4 * 4;                        // floats of what a warp, or a block, has found
-constexpr int BATCH = 4;                           // of them that are read at a time
+constexpr int FOUND = (GROUP * (HEAD + 2) + 3) / 4 * 4;                        // floats of the result of a warp, or of a block
+constexpr int BATCH = 4;                           // results that are read at a time
 
-// What a warp has found so far. sum[m][c][w][i]: of the warp's part c of the features number 8 (lane / 4) + 2 w + i / 2, query 8 m + 2 (lane % 4) + i % 2; largest[m] and
-// weight[m], the lane's part of it: of query 8 m + lane / 4.
+// The running result of a warp. sum[m][c][w][i]: accumulator of feature 8 (lane / 4) + 2 w + i / 2 of the warp's part c, for query
+// 8 m + 2 (lane % 4) + i % 2. largest[m], and weight[m] (this lane's part of the sum of weights): for query 8 m + lane / 4.
 struct Found {
     float sum[TILES][WARP_PARTS][4][4], largest[TILES], weight[TILES];
 
@@ -91,12 +92,12 @@ struct Found {
         }
     }
 
-    // A number of query 8 m + lane / 4, as lanes have it that hold sums of query 2 (lane % 4) + i.
+    // Moves a value of query 8 m + lane / 4 to the lanes with accumulators of query 2 (lane % 4) + i.
     static __device__ __forceinline__ float of_column(float number, int lane, int i) {
         return __uint_as_float(__shfl_sync(0xffffffffu, __float_as_uint(number), lane % 4 * 8 + i * 4));
     }
 
-    // Scores, with minus infinity for keys that are not seen, become weights, packed as the second product takes them.
+    // Turns scores (minus infinity for keys that are not visible) into weights, packed as the operand of the second product.
     __device__ __forceinline__ void weigh(u32 (&packed)[TILES][2], float (&s)[2][4], float factor, int lane) {
         #pragma unroll
         for (int m = 0; m < TILES; m++) {
@@ -133,7 +134,7 @@ struct Found {
         }
     }
 
-    // To shared memory: [GROUP][HEAD] sums, then largest scores and sums of weights, [GROUP] each.
+    // Writes to shared memory: [GROUP][HEAD] accumulators, then the largest scores and the sums of weights, [GROUP] each.
     __device__ __forceinline__ void put(float* to, int lane, int first_part) const {
         #pragma unroll
         for (int m = 0; m < TILES; m++) {
@@ -151,8 +152,8 @@ struct Found {
     }
 };
 
-// Four neighbouring features: the sums of ``count`` that lie side by side, at a common largest score. ``put`` takes the query, the first feature,
-// the sums, the sum of weights and the largest score. GLOBAL: other blocks wrote them.
+// Adds ``count`` contiguous results, four neighbouring features at a time, rescaled to a common largest score. ``put`` takes the query, the
+// first feature, the sums, the sum of weights and the largest score. GLOBAL: other blocks wrote the results.
 template <bool GLOBAL, class Put> DEVICE void add_up(const float* parts, int count, float factor, const Put& put) {
     auto number = [](const float* at) { return GLOBAL ? __ldcg(at) : *at; };
     for (int e = threadIdx.x; e < GROUP * HEAD / 4; e += THREADS) {

@@ -2,10 +2,10 @@
 // C channels over many tokens, out = softmax(factor * (q / |q|) (k / |k|)^T) v, where q, k and v are [channel][token], C x C scores are sums
 // over all tokens, and |.| is the norm of a channel over its tokens. In memory the channels of a token are contiguous.
 //
-// A block makes all scores of a head and the results of WARPS x 16 tokens: other blocks of the head make the same scores, which costs
-// less than a launch. Each warp sums q^T k over every WARPS-th sixteen of tokens by mma.sync, and the squares of what it loads for that;
-// norms become factors of rows and columns of the scores. Then the warps add their sums up in a fixed order, take the softmax of a row
-// each, and multiply it with their own tokens' values.
+// A block computes all scores of a head and the results of WARPS x 16 tokens. Other blocks of the head compute the same scores, which costs
+// less than a launch. Each warp sums q^T k over every WARPS-th group of sixteen tokens by mma.sync, and the squares of the loaded values.
+// Norms become factors of rows and columns of the scores. Then the warps add their sums in a fixed order, compute the softmax of a row each,
+// and multiply it with the values of their own tokens.
 //
 // attention_channels.cuh says what generated.cuh defines.
 #include "ptx.cuh"
@@ -18,14 +18,14 @@ constexpr int VALUES_BYTES = WARPS * TOKENS_BYTES;
 struct Params {
     const u16 *queries, *keys, *values;
     u16* output;
-    const float* factors;                          // of each head's scores
+    const float* factors;                          // per head, for its scores
     int tokens, channels;
-    float least_query, least_key;                  // the least norms that are divided by
+    float least_query, least_key;                  // lower bounds of the norms in divisions
     View of_queries, of_keys, of_values, of_output;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_channels(const __grid_constant__ Params p) {
-    extern __shared__ __align__(128) u8 shared[];  // values, weights, squares, and the rings, whose place the sums take
+    extern __shared__ __align__(128) u8 shared[];  // values, weights, squares, and the rings, whose space the sums reuse
     const int warp = threadIdx.x / 32, head = blockIdx.y, batch = blockIdx.z;
     const u32 own_values = warp * TOKENS_BYTES, weights = VALUES_BYTES, squared = weights + WEIGHTS_BYTES;
     const u32 rings = squared + WARPS * SQUARES * 4, own_ring = rings + warp * SLOTS * SLOT_BYTES;

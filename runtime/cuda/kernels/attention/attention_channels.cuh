@@ -1,15 +1,15 @@
-// What the kernels of attention between channels share (attention_channels.cu in one launch; channel_sums.cu and channel_results.cu in two).
+// Shared by the kernels of attention between channels (attention_channels.cu in one launch; channel_sums.cu and channel_results.cu in two).
 //
-// generated.cuh defines WARPS, CHANNELS (of a head, filled up to a multiple of 16 with zeros), SLOTS (sixteens of tokens in a warp's
-// ring), WIDTH (bytes of a copy: 16 by cp.async, 4, or 2), NORMALIZE and multiply().
+// generated.cuh defines WARPS, CHANNELS (of a head, padded to a multiple of 16 with zeros), SLOTS (a warp's ring: slots of sixteen tokens),
+// WIDTH (bytes of a copy: 16 by cp.async, 4, or 2), NORMALIZE and multiply().
 #pragma once
 
 constexpr int THREADS = WARPS * 32, TILES = CHANNELS / 16;
-constexpr int PITCH = CHANNELS + 8;                // of a row in shared memory: eight rows of an ldmatrix hit all banks
+constexpr int PITCH = CHANNELS + 8;                // of a row in shared memory: eight rows of an ldmatrix touch all banks
 constexpr int TOKENS_BYTES = 16 * PITCH * 2, SLOT_BYTES = 2 * TOKENS_BYTES;
 constexpr int WEIGHTS_BYTES = CHANNELS * PITCH * 2;
 constexpr int SQUARES = 2 * CHANNELS, SUMS = CHANNELS * PITCH, PART = SQUARES + CHANNELS * CHANNELS;
-constexpr int BLOCKS = WIDTH < 16 ? 1 : 0;            // of a multiprocessor, where ptxas would else spill (0: as it likes)
+constexpr int BLOCKS = WIDTH < 16 ? 1 : 0;            // per multiprocessor, where ptxas would spill otherwise (0: no limit)
 constexpr float LOG2_E = 1.4426950408889634f;
 static_assert(CHANNELS % 16 == 0 && CHANNELS <= 64 && CHANNELS % WARPS == 0, "a lane has two columns at most, a warp whole rows");
 
@@ -18,7 +18,7 @@ struct View {                                      // strides in elements; chann
     int position;
 };
 
-// Sixteen tokens from ``first`` on, by one warp; zeros behind the last token and the last channel.
+// Loads sixteen tokens from ``first`` on, by one warp; zeros beyond the last token and the last channel.
 DEVICE void load_tokens(u8* shared, u32 at, const u16* source, int position, int first, int tokens, int channels) {
     constexpr int EACH = WIDTH / 2, COPIES = CHANNELS / EACH, AT_ONCE = WIDTH == 2 ? 8 : 16 * COPIES / 32;
     #pragma unroll AT_ONCE
@@ -44,7 +44,7 @@ DEVICE float sum_of_four(float v) {
     return v + __shfl_xor_sync(0xffffffffu, v, 2);
 }
 
-// What a channel with these sums of squares (of each copy) is multiplied by.
+// The factor of a channel: 1 / norm, from its sums of squares in each copy.
 template <int COPIES> DEVICE float reciprocal_norm(const float* sums, float least) {
     if (!NORMALIZE) return 1.0f;
     float total = 0.0f;
@@ -71,11 +71,11 @@ struct Sums {
         for (int n = 0; n < 2 * TILES; n++) key[n] = 0.0f;
     }
 
-    // Adds sixteen tokens, which lie in shared memory as [token][channel].
+    // Adds sixteen tokens, which are in shared memory as [token][channel].
     inline __device__ void add(u32 queries, u32 keys) {
         const int lane = threadIdx.x % 32;
-        const u32 rows = (lane % 8 + lane / 16 * 8) * PITCH * 2 + lane / 8 % 2 * 16;   // of q^T: channels 0-7, 8-15 of tokens 0-7, then 8-15
-        const u32 columns = lane % 16 * PITCH * 2 + lane / 16 * 16;                    // of k: tokens 0-7, 8-15 of channels 0-7, then 8-15
+        const u32 rows = (lane % 8 + lane / 16 * 8) * PITCH * 2 + lane / 8 % 2 * 16;   // for q^T: channels 0-7, 8-15 of tokens 0-7, then of tokens 8-15
+        const u32 columns = lane % 16 * PITCH * 2 + lane / 16 * 16;                    // for k: tokens 0-7, 8-15 of channels 0-7, then of channels 8-15
         u32 a[TILES][4];
         #pragma unroll
         for (int m = 0; m < TILES; m++) {
@@ -97,7 +97,7 @@ struct Sums {
         }
     }
 
-    // The warp's part of the scores [channel][PITCH], and of the squares [queries, keys][channel].
+    // Stores the warp's part of the scores [channel][PITCH], and of the squares [queries, keys][channel].
     inline __device__ void store(float* sums, float* squared) const {
         const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
         #pragma unroll
@@ -114,8 +114,8 @@ struct Sums {
     }
 };
 
-// The warp's share of the sums over the sixteens of tokens before ``end``: from ``step`` on, every WARPS-th one. ``last`` issues copies
-// that are waited for with those of the ring.
+// Sums the warp's share of the groups of sixteen tokens before ``end``: every WARPS-th group from ``step`` on. ``last`` issues copies that
+// are waited for together with the copies of the ring.
 template <class Last>
 DEVICE void sum_tokens(Sums& sums, u8* shared, u32 ring, const u16* queries, const u16* keys, int query_position, int key_position,
                        int step, int end, int tokens, int channels, Last last) {
@@ -143,10 +143,10 @@ DEVICE void sum_tokens(Sums& sums, u8* shared, u32 ring, const u16* queries, con
         slot = slot + 1 == SLOTS ? 0 : slot + 1;
     }
     copies_wait_but<0>();
-    __syncthreads();                               // nothing is in the rings any more
+    __syncthreads();                               // the rings are empty
 }
 
-// Softmax of the warp's rows of scores, the sum of so many copies in shared memory, to [row][PITCH] there.
+// Softmax of the warp's rows of scores (the sum of COPIES copies in shared memory), to [row][PITCH] in shared memory.
 template <int COPIES>
 DEVICE void softmax_rows(u16* weights, const float* sums, const float* squared, float factor, int channels, float least_query, float least_key) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -182,7 +182,7 @@ DEVICE void softmax_rows(u16* weights, const float* sums, const float* squared, 
     }
 }
 
-// The results of the warp's sixteen tokens from ``first`` on.
+// Computes the results of the warp's sixteen tokens from ``first`` on.
 DEVICE void weighted_values(u32 values, u32 weights, u16* output, int position, int first, int tokens, int channels) {
     const int lane = threadIdx.x % 32;
     const u32 down = lane % 16 * PITCH * 2 + lane / 16 * 16, across = (lane % 8 + lane / 16 * 8) * PITCH * 2 + lane / 8 % 2 * 16;

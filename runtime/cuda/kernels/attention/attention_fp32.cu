@@ -1,21 +1,22 @@
 // Fused attention of fp32 for any tensor-core GPU from sm_80 on: out = softmax(scale * q k^T + mask) v per batch and head, mma.sync fed by a
 // cp.async ring.
 //
-// Tensor cores multiply tf32, which has 11 bits of a number's 24. So each number is the sum of its first 11 bits and of the rest, and a product is
-// the sum of three: first x first, first x rest, rest x first. The fourth, rest x rest, is below 2^-20 of the product (3xTF32: Ootomo and Yokota 2022,
-// and CUTLASS). Tensor cores cut off what they add: so products with a rest have
-// sums of their own where the sum becomes an exponent, and those of each tile of keys are added to the result by fp32 additions.
+// Tensor cores multiply tf32, which has 11 of fp32's 24 significant bits. So each value is the sum of its first 11 bits and a rest, and a
+// product is the sum of three: first x first, first x rest, rest x first. The fourth, rest x rest, is below 2^-20 of the product (3xTF32:
+// Ootomo and Yokota 2022, and CUTLASS). Tensor cores truncate in their additions. So products with a rest have accumulators of their own
+// where the sum becomes an exponent, and the accumulators of each tile of keys are added to the result by fp32 additions.
 //
-// A block takes WARPS sets of 16 queries of one head, which stay in shared memory. Tiles of BLOCK_KEYS keys and of their values come by turns
-// into a ring of SLOTS. The accumulators of eight keys' scores are, as exponentials, the first operand of their product with values, since K may be
-// in any order: column c of the operand is key 2 c for c < 4, else key 2 (c - 4) + 1. Statistics are those of the online softmax.
+// A block takes WARPS sets of 16 queries of one head, which stay in shared memory. Tiles of BLOCK_KEYS keys and their values alternate in a
+// ring of SLOTS. The exponentials of the score accumulators of eight keys are operand A of the product with the values, since K may be in any
+// order: column c of the operand is key 2 c for c < 4, else key 2 (c - 4) + 1. The statistics are those of the online softmax.
 //
-// A lane (row g = lane / 4, t = lane % 4) reads four features of a key at once: two steps of K. Of a value it reads FEW features at once, each the
-// column g of a tile of results. So rows of keys are PITCH floats apart (16 more than a multiple of 32) and those of values HEAD + 4: the lanes of a
-// quarter of a warp read different banks.
+// A lane (row g = lane / 4, t = lane % 4) reads four features of a key at once: two steps of K. It reads FEW features of a value at once,
+// each of them column g of a tile of results. So the pitch of key rows is PITCH floats (16 more than a multiple of 32), and the pitch of
+// value rows is HEAD + 4: the lanes of a quarter warp read different banks.
 //
-// generated.cuh defines WARPS, BLOCK_KEYS, SLOTS, HEAD (a multiple of 16; what the tensor lacks is zeros), MIN_BLOCKS, CAUSAL, WINDOW, FROM_END,
-// HAS_LENGTHS, SOFTCAP, MASK (as for attention_sm80.cu, of fp32), ROUNDED (numbers are rounded to tf32, and products are one) and multiply().
+// generated.cuh defines WARPS, BLOCK_KEYS, SLOTS, HEAD (a multiple of 16, padded with zeros), MIN_BLOCKS, CAUSAL, WINDOW, FROM_END,
+// HAS_LENGTHS, SOFTCAP, MASK (as for attention_sm80.cu, in fp32), ROUNDED (values are rounded to tf32, and one product suffices) and
+// multiply().
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -31,7 +32,7 @@ struct Params : Operands<float, float> {
     float cap_in, cap;                             // of a softcap: 2 log2(e) scale / cap, and cap
 };
 
-// The first 11 bits of a number, and the rest; where it is rounded, there is none.
+// The first 11 bits of a value, and the rest; a rounded value has no rest.
 struct Parts {
     u32 first, rest;
     Parts() = default;
@@ -48,7 +49,7 @@ struct Left {                                      // operands of both parts
     }
 };
 
-// The three products (of rounded numbers the one) with COUNT tiles of columns; small: sums of those of a rest.
+// The three products (one for rounded values) with COUNT tiles of columns; small: accumulators of products with a rest.
 template <int COUNT> DEVICE void multiply_parts(float (*sums)[4], float (*small)[4], const Left& a, const Parts (&b)[COUNT][2]) {
     #pragma unroll
     for (int n = 0; !ROUNDED && n < COUNT; n++) multiply(small[n], a.rest, b[n][0].first, b[n][1].first);
@@ -58,7 +59,7 @@ template <int COUNT> DEVICE void multiply_parts(float (*sums)[4], float (*small)
     for (int n = 0; !ROUNDED && n < COUNT; n++) multiply(small[n], a.first, b[n][0].rest, b[n][1].rest);
 }
 
-// COUNT rows of a head from ``first`` on; zeros from row ``end`` on, and behind the features.
+// Loads COUNT rows of a head from ``first`` on; zeros from row ``end`` on, and beyond the features.
 template <int COUNT, int PITCH_OF> DEVICE void load_rows(u32 target, const float* source, int position, int features, int first, int end) {
     for (int i = threadIdx.x; i < COUNT * (HEAD / 4); i += THREADS) {
         const int row = i / (HEAD / 4), column = i % (HEAD / 4) * 4;
@@ -67,20 +68,20 @@ template <int COUNT, int PITCH_OF> DEVICE void load_rows(u32 target, const float
     }
 }
 
-// Loads four elements by one instruction. NVRTC may split a plain vector load, and join its parts differently from run to run.
+// Loads four elements by one instruction. NVRTC may split a plain vector load, and combine its parts differently from run to run.
 DEVICE float4 four(u32 at) {
     float4 v;
     shared_load(at, v);
     return v;
 }
 
-// Scores of a tile of keys: s[j][i]: query row 8 (i / 2), key column + 8 j + i % 2. queries, keys: addresses of the lane.
+// Scores of a tile of keys: s[j][i]: query row 8 (i / 2), key column + 8 j + i % 2. queries, keys: addresses for this lane.
 DEVICE void multiply_keys(float (&s)[EIGHTS][4], u32 queries, u32 keys) {
-    constexpr int SOME = EIGHTS % 4 == 0 ? 4 : 2;  // eights of keys at a time
+    constexpr int SOME = EIGHTS % 4 == 0 ? 4 : 2;  // groups of eight keys at a time
     #pragma unroll
     for (int first = 0; first < EIGHTS; first += SOME) {
         float small[SOME][4] = {};
-        #pragma unroll 2                           // all steps' loads at once would spill
+        #pragma unroll 2                           // the loads of all steps at once would spill
         for (int k = 0; k < HEAD / 16; k++) {
             Left a[2];
             #pragma unroll
@@ -105,7 +106,7 @@ DEVICE void multiply_keys(float (&s)[EIGHTS][4], u32 queries, u32 keys) {
     }
 }
 
-// The results so far, times rescale, plus the weights of a tile of keys times their values. values: address of the lane.
+// out = out * rescale + the weights of a tile of keys times their values. values: address for this lane.
 DEVICE void multiply_values(float (&out)[GROUPS * FEW][4], const float (&s)[EIGHTS][4], const float (&rescale)[2], u32 values) {
     #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
@@ -139,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
     const u32 base = smem_address(shared);
     constexpr u32 RING = QUERIES * PITCH * 4;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    // Of causal order the last queries see the most keys: they begin first.
+    // With causal order the last queries see the most keys: they begin first.
     const int first = int(CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * QUERIES, own = first + warp * ROWS;
     const int head = blockIdx.y, batch = blockIdx.z;
     const float factor = MASK || SOFTCAP ? LOG2_E : p.scale * LOG2_E;
@@ -151,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
 
     const float* const keys = p.keys + batch * p.of_keys.batch + head / p.group * p.of_keys.head;
     const float* const values = p.values + batch * p.of_values.batch + head / p.group * p.of_values.head;
-    // Load 2 t is tile begin + t of the keys, load 2 t + 1 that of the values.
+    // Load 2 t is tile begin + t of the keys; load 2 t + 1 is that tile of the values.
     auto load_part = [&](int load, int slot) {
         const u32 to = base + RING + slot * SLOT_BYTES;
         const int row = (begin + load / 2) * BLOCK_KEYS;
@@ -165,10 +166,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
         if (load < 2 * tiles) load_part(load, load);
         copies_commit();
     }
-    int slot = 0;                                  // of the load whose turn it is
+    int slot = 0;                                  // slot of the current load
     auto next_part = [&](int load) {
         copies_wait_but<SLOTS - 2>();
-        __syncthreads();                           // this load has landed for all; the slot of the one before is free for all
+        __syncthreads();                           // this load has landed for all threads; all have read the previous load's slot
         if (load + SLOTS - 1 < 2 * tiles) load_part(load + SLOTS - 1, slot == 0 ? SLOTS - 1 : slot - 1);
         copies_commit();
         const u32 found = base + RING + slot * SLOT_BYTES;
@@ -195,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
             const int column = tile * BLOCK_KEYS + lane % 4 * 2, row = own + lane / 4;
             #pragma unroll
             for (int j = 0; j < EIGHTS; j++) {
-                if (SOFTCAP)                       // cap tanh(x / cap), as exponentials
+                if (SOFTCAP)                       // cap tanh(x / cap), by an exponential
                     #pragma unroll
                     for (int i = 0; i < 4; i++) s[j][i] = fmaf(__fdividef(-2.0f, 1.0f + exp2_fast(s[j][i] * p.cap_in)), p.cap, p.cap);
                 if (MASK)
@@ -228,8 +229,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
                 }
                 most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
                 most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-                // A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so. Differences come first: a
-                // mask may be the least finite number.
+                // While a row has seen only -inf, its accumulators stay zero; they are zero at the end if nothing else follows.
+                // The difference is taken before the scaling: a mask may be the lowest finite number.
                 const float shift = most == -infinity() ? 0.0f : most;
                 rescale[i] = exp2_fast((maximum[i] - shift) * factor);
                 maximum[i] = most;
@@ -255,12 +256,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp32
         float whole = sum[i];
         whole += __shfl_xor_sync(0xffffffffu, whole, 1);
         whole += __shfl_xor_sync(0xffffffffu, whole, 2);
-        whole = whole == 0.0f ? 0.0f : 1.0f / whole;                           // no key at all: zeros, as ONNX's Attention has it
+        whole = whole == 0.0f ? 0.0f : 1.0f / whole;                           // no key at all: zeros, as in ONNX's Attention
         if (row >= p.query_count) continue;
         #pragma unroll
         for (int group = 0; group < GROUPS; group++)
             #pragma unroll
-            for (int f = 0; f < 2 * FEW; f += 4) {                             // of the 2 FEW features that lie side by side, four at a time
+            for (int f = 0; f < 2 * FEW; f += 4) {                             // four at a time of the 2 FEW contiguous features
                 const int feature = group * (8 * FEW) + lane % 4 * (2 * FEW) + f;
                 float v[4];
                 #pragma unroll

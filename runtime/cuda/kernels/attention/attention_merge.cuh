@@ -1,12 +1,12 @@
-// The sums of warpgroups that share queries in attention_sm90.cu (SPLIT). Included behind exp2_fast().
+// Adds the results of warpgroups that share queries in attention_sm90.cu (SPLIT). Included after exp2_fast().
 #pragma once
 
 constexpr u32 MERGE_BARRIER = TURN_BARRIER;        // a split block has no turns
 constexpr int MULTIPLYING = WARPGROUPS * 128;      // threads
-constexpr int MERGED_PARTS = HEAD / 8 + 1;         // of 16 bytes, which a thread hands over: its maxima and sums, its results
+constexpr int MERGED_PARTS = HEAD / 8 + 1;         // of 16 bytes, which a thread passes on: its maxima and sums, then its results
 
-// Adds up what the block's warpgroups found for the same 64 queries, each with a part of the keys: true in the first one, which then has the
-// result. ``room``: of the ring, which nobody reads any more.
+// Adds the results of the block's warpgroups, which have the same 64 queries and each a part of the keys. Returns true in the first
+// warpgroup, which then has the result. ``room``: space of the ring, which nobody reads any more.
 DEVICE bool merge(float4* room, int group, float factor, float (&out)[HEAD / 2], float (&sum)[2], const float (&maximum)[2]) {
     const int thread = threadIdx.x % 128;
     named_barrier(MERGE_BARRIER, MULTIPLYING);
@@ -19,7 +19,7 @@ DEVICE bool merge(float4* room, int group, float factor, float (&out)[HEAD / 2],
         return false;
     }
     named_barrier(MERGE_BARRIER, MULTIPLYING);
-    float4 ends[WARPGROUPS];                       // of the warpgroups: maxima and sums
+    float4 ends[WARPGROUPS];                       // maxima and sums of each warpgroup
     ends[0] = make_float4(maximum[0], maximum[1], sum[0], sum[1]);
     float shift[2] = {maximum[0], maximum[1]};
     #pragma unroll

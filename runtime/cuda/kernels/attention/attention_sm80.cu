@@ -1,21 +1,21 @@
 // Fused attention for any tensor-core GPU from sm_80 on: out = softmax(scale * q k^T + mask) v per batch and head, mma.sync fed by a
-// cp.async ring, 16-bit operands. It computes what attention_sm90.cu does, in the same order of keys.
+// cp.async ring, 16-bit operands. It computes the same as attention_sm90.cu, in the same order of keys.
 //
-// A block takes WARPS / SPLIT sets of TILES x 16 queries of one head, whose tile stays in shared memory (KEEP: in registers). Tiles of BLOCK_KEYS
-// keys and of their values come by turns into a ring of SLOTS. Each warp multiplies its queries with a tile of keys, keeps the scores in
-// registers, turns them into exp2(score - running maximum), and multiplies these with the values: the accumulators of two products of
-// eight keys are, packed, what mma.sync takes for sixteen of K (the online softmax of FlashAttention; statistics and sums are fp32).
-// Operands are strided views [batch][position][head][feature], so q, k and v may lie in the output of one joint projection.
+// A block takes WARPS / SPLIT sets of TILES x 16 queries of one head, which stay in shared memory (KEEP: in registers). Tiles of BLOCK_KEYS
+// keys and their values alternate in a ring of SLOTS. Each warp multiplies its queries with a tile of keys, keeps the scores in registers,
+// turns them into exp2(score - running maximum), and multiplies these with the values. The packed accumulators of two products of eight
+// keys are mma.sync's operand for sixteen of K (the online softmax of FlashAttention; statistics and accumulators are fp32). Operands are
+// strided views [batch][position][head][feature], so q, k and v may be slices of the output of one joint projection.
 //
-// The results of wide heads exceed a warp's registers. SPLIT warps then share a set of queries: each takes a part of a tile's keys for the
-// scores and, when all have put their exponentials into shared memory, a part of the features for the results.
+// The results of wide heads exceed the registers of a warp. SPLIT warps then share a set of queries. For the scores, each warp takes a part
+// of a tile's keys. When all have written their exponentials to shared memory, each takes a part of the features for the results.
 //
-// A head of HEAD features (a multiple of 16 x SPLIT; what the tensor lacks is zeros) is a row of 16-byte chunks in shared memory, swizzled so
-// that the eight rows of an ldmatrix hit all banks. A warp's results go through the place of its own queries, and out as whole chunks.
+// A head of HEAD features (a multiple of 16 x SPLIT, padded with zeros) is a row of 16-byte chunks in shared memory. With the swizzle, the
+// eight rows of an ldmatrix touch all banks. A warp stages its results in place of its own queries, and stores them as whole chunks.
 //
-// generated.cuh defines WARPS, SPLIT, TILES, BLOCK_KEYS, SLOTS, HEAD, KEEP, MIN_BLOCKS, CAUSAL, WINDOW (queries see a number of keys before
-// their position), FROM_END (positions of queries count from the end of the keys), HAS_LENGTHS, SOFTCAP, MASK (0 none; else elements per
-// load: 1 or 2), NARROW (1: the result goes out in 8-bit integers, 2: in fp8) and multiply().
+// generated.cuh defines WARPS, SPLIT, TILES, BLOCK_KEYS, SLOTS, HEAD, KEEP, MIN_BLOCKS, CAUSAL, WINDOW (queries see only a limited number of
+// keys before their position), FROM_END (positions of queries count from the end of the keys), HAS_LENGTHS, SOFTCAP, MASK (0 none; else
+// elements per load: 1 or 2), NARROW (1: the result is stored as 8-bit integers, 2: as fp8) and multiply().
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -26,7 +26,7 @@ constexpr int THREADS = WARPS * 32, ROWS = TILES * 16, QUERIES = WARPS / SPLIT *
 constexpr int OWN_KEYS = BLOCK_KEYS / SPLIT, COLUMNS = HEAD / SPLIT;           // of a warp: keys of its scores, features of its results
 static_assert(WARPS % SPLIT == 0 && OWN_KEYS % 16 == 0 && COLUMNS % 16 == 0 && (SPLIT == 1 || !KEEP), "whole fragments for each warp");
 constexpr int CHUNKS = HEAD / 8, ROW_BYTES = HEAD * 2;
-constexpr int SWIZZLE = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;         // chunks that change places
+constexpr int SWIZZLE = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;         // chunks that the swizzle permutes
 constexpr u32 SLOT_BYTES = BLOCK_KEYS * ROW_BYTES;
 constexpr int WEIGHT_CHUNKS = BLOCK_KEYS / 8, WEIGHT_ROW_BYTES = BLOCK_KEYS * 2;
 constexpr int WEIGHT_SWIZZLE = WEIGHT_CHUNKS % 8 == 0 ? 8 : WEIGHT_CHUNKS % 4 == 0 ? 4 : 2;
@@ -37,12 +37,12 @@ struct Params : Operands<u16, u8> {
     Narrow narrow;
 };
 
-// What the chunks of a row are XORed with: a row of CHUNKS begins at bank group row * CHUNKS % 8.
+// The XOR mask of a row's chunks: a row of CHUNKS begins at bank group row * CHUNKS % 8.
 DEVICE int swizzle_of(int row) { return row / (8 / SWIZZLE) % SWIZZLE; }
 DEVICE int weight_swizzle(int row) { return row / (8 / WEIGHT_SWIZZLE) % WEIGHT_SWIZZLE; }
 
-// COUNT rows of a head from ``first`` on; zeros from row ``end`` on, and behind the features. A thread copies every STEP-th row's chunks
-// of one place in the swizzle.
+// Loads COUNT rows of a head from ``first`` on; zeros from row ``end`` on, and beyond the features. A thread copies the chunks at one place
+// of the swizzle, from every STEP-th row.
 template <int COUNT> DEVICE void load_rows(u32 target, const u16* source, int position, int features, int first, int end) {
     constexpr int STEP = THREADS / SWIZZLE;
     const int column = threadIdx.x % SWIZZLE, row = threadIdx.x / SWIZZLE;
@@ -60,7 +60,7 @@ template <int COUNT> DEVICE void load_rows(u32 target, const u16* source, int po
     }
 }
 
-// The largest of ``most`` and a row's scores, those of four lanes; i: which of a lane's two rows.
+// Maximum of ``most`` and a row's scores, over four lanes; i: index of the lane's two rows.
 template <int N> DEVICE float row_maximum(const float (&s)[N][4], int i, float most) {
     #pragma unroll
     for (int j = 0; j < N; j++) most = fmaxf(most, fmaxf(s[j][2 * i], s[j][2 * i + 1]));
@@ -72,12 +72,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
     extern __shared__ __align__(128) u8 shared[];
     const u32 base = smem_address(shared), ring = base + QUERIES * ROW_BYTES;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int set = warp / SPLIT, part = warp % SPLIT;                          // part: of the keys, and of the features
-    // Where the warps of a set exchange weights [set][row][key], and numbers of rows [set][part][row].
+    const int set = warp / SPLIT, part = warp % SPLIT;                          // part: index among the parts of the keys, and of the features
+    // The warps of a set exchange weights [set][row][key] and row statistics [set][part][row] here.
     const u32 weights = ring + SLOTS * SLOT_BYTES + set * ROWS * WEIGHT_ROW_BYTES;
     float* numbers = reinterpret_cast<float*>(shared + QUERIES * ROW_BYTES + SLOTS * SLOT_BYTES + QUERIES * WEIGHT_ROW_BYTES) +
                      set * SPLIT * ROWS;
-    // Of causal order the last queries see the most keys: they begin first.
+    // With causal order the last queries see the most keys: they begin first.
     const int first = int(CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * QUERIES, own = first + set * ROWS;
     const int head = blockIdx.y, batch = blockIdx.z;
     const float factor = MASK || SOFTCAP ? 1.0f : p.scale_log2, mask_factor = SOFTCAP ? 1.0f : p.scale_log2;
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
 
     const u16* keys = p.keys + batch * p.of_keys.batch + head / p.group * p.of_keys.head;
     const u16* values = p.values + batch * p.of_values.batch + head / p.group * p.of_values.head;
-    // Load 2 t is tile begin + t of the keys, load 2 t + 1 that of the values.
+    // Load 2 t is tile begin + t of the keys; load 2 t + 1 is that tile of the values.
     auto load_part = [&](int load, int slot) {
         const u16* source = load % 2 ? values : keys;
         const int position = load % 2 ? p.of_values.position : p.of_keys.position;
@@ -104,10 +104,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
         if (load < 2 * tiles) load_part(load, load);
         copies_commit();
     }
-    int slot = 0;                                  // of the load whose turn it is
+    int slot = 0;                                  // slot of the current load
     auto next_part = [&](int load) {
         copies_wait_but<SLOTS - 2>();
-        __syncthreads();                           // this load has landed for all; the slot of the one before is free for all
+        __syncthreads();                           // this load has landed for all threads; all have read the previous load's slot
         if (load + SLOTS - 1 < 2 * tiles) load_part(load + SLOTS - 1, slot == 0 ? SLOTS - 1 : slot - 1);
         copies_commit();
         const u32 found = ring + slot * SLOT_BYTES;
@@ -115,7 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
         return found;
     };
 
-    // Where a lane's row of an ldmatrix is: of queries and values rows 0-15 at both chunks of a pair, of keys rows 0-7 at both, then rows 8-15.
+    // Row addresses of a lane for ldmatrix. Queries and values: rows 0-15 at both chunks of a pair. Keys: rows 0-7 at both chunks, then rows
+    // 8-15.
     const u32 own_queries = base + set * ROWS * ROW_BYTES, lane_swizzle = swizzle_of(lane % 8);
     const u32 down = lane % 16 * ROW_BYTES, down_chunk = (lane / 16 ^ lane_swizzle) << 4;
     const u32 across = (lane % 8 + lane / 16 * 8) * ROW_BYTES, across_chunk = (lane / 8 % 2 ^ lane_swizzle) << 4;
@@ -175,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
             #pragma unroll
             for (int m = 0; m < TILES; m++) {
                 const int row = own + m * 16 + lane / 4;
-                if (SOFTCAP) {                     // cap tanh(x / cap), as exponentials
+                if (SOFTCAP) {                     // cap tanh(x / cap), by an exponential
                     #pragma unroll
                     for (int j = 0; j < OWN_KEYS / 8; j++)
                         #pragma unroll
@@ -218,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
                         }
                     }
                 }
-                if (SPLIT > 1) {                   // the largest of this warp's keys
+                if (SPLIT > 1) {                   // the maximum over this warp's keys
                     #pragma unroll
                     for (int i = 0; i < 2; i++) {
                         const float most = row_maximum(s[m], i, -infinity());
@@ -240,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
                     } else {
                         most = row_maximum(s[m], i, most);
                     }
-                    // A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
+                    // While a row has seen only -inf, its accumulators stay zero; they are zero at the end if nothing else follows.
                     const float shift = most == -infinity() ? 0.0f : most * factor;
                     const float rescale = exp2_fast(maximum[m][i] * factor - shift);
                     maximum[m][i] = most;
@@ -299,11 +300,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
         }
     }
 
-    // No other set reads this one's queries, and its warps have read them all: their place takes the result.
+    // No other set reads these queries, and the warps of this set have read them all: the result takes their place.
     __syncwarp();
     u8* place = shared + set * ROWS * ROW_BYTES;
-    if (SPLIT > 1) {                               // sums of a warp's keys -> of all
-        __syncthreads();                           // nobody reads the largest scores any more
+    if (SPLIT > 1) {                               // sums over a warp's keys -> over all keys
+        __syncthreads();                           // nobody reads the maxima any more
         #pragma unroll
         for (int m = 0; m < TILES; m++) {
             #pragma unroll
@@ -327,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
                 whole += __shfl_xor_sync(0xffffffffu, whole, 1);
                 whole += __shfl_xor_sync(0xffffffffu, whole, 2);
             }
-            whole = whole == 0.0f ? 0.0f : __fdividef(1.0f, whole);    // no key at all: zeros, as ONNX's Attention has it
+            whole = whole == 0.0f ? 0.0f : __fdividef(1.0f, whole);    // no key at all: zeros, as in ONNX's Attention
             const int row = m * 16 + 8 * i + lane / 4;
             #pragma unroll
             for (int n = 0; n < COLUMNS / 8; n++)
@@ -343,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
         if (own + row >= p.query_count || chunk * 8 >= p.value_features) continue;
         const uint4 v = *reinterpret_cast<const uint4*>(place + row * ROW_BYTES + ((chunk ^ swizzle_of(row)) << 4));
         const long long target = origin + (long long)(own + row) * p.of_output.position + chunk * 8;
-#if NARROW                                         // of what was rounded to 16 bits, as a reader of that result would see it
+#if NARROW                                         // from values rounded to 16 bits, so the result equals a quantized 16-bit result
         const uint2 words = {
             narrow_four<NARROW == 2>(p.narrow, low_float(v.x), high_float(v.x), low_float(v.y), high_float(v.y)),
             narrow_four<NARROW == 2>(p.narrow, low_float(v.z), high_float(v.z), low_float(v.w), high_float(v.w))};

@@ -1,47 +1,47 @@
 // Fused attention for Hopper: out = softmax(scale * q k^T + mask) v per batch and head, wgmma fed by TMA, 16-bit operands.
 //
-// A block takes WARPGROUPS x 64 queries of one head. Its queries are loaded once, then tiles of BLOCK_KEYS keys and values into a
-// ring of STAGES: by a warp of its own, or, where all tiles have a stage, by one thread before it multiplies. Each
-// warpgroup multiplies 64 queries with a tile of keys, keeps the scores in registers, turns them into exp2(score - maximum)
-// and multiplies these, as wgmma's register operand, with the values (the online softmax of FlashAttention; statistics and accumulators
-// are fp32; attention_softmax.cuh). The tensor cores multiply one tile's weights with its values while the next tile's scores go through the softmax
-// (FlashAttention-3). Operands are strided views [batch][position][head][feature], so q, k and v may lie in the output of one joint
+// A block takes WARPGROUPS x 64 queries of one head. It loads its queries once, then tiles of BLOCK_KEYS keys and values into a ring
+// of STAGES. A separate warp loads them, or one thread before it multiplies, where every tile has a stage of its own. Each warpgroup
+// multiplies 64 queries with a tile of keys, keeps the scores in registers, turns them into exp2(score - maximum) and multiplies these, as
+// wgmma's register operand, with the values (the online softmax of FlashAttention; statistics and accumulators are fp32;
+// attention_softmax.cuh). The tensor cores multiply the weights of one tile with its values during the softmax of the next tile's scores
+// (FlashAttention-3). Operands are strided views [batch][position][head][feature], so q, k and v may be slices of the output of one joint
 // projection.
 //
-// PERSISTENT: a block takes items (64 * WARPGROUPS queries of one head) in turn. Queries have two places then, so the loading warp
-// brings the next item's operands while this one's are multiplied.
+// PERSISTENT: a block takes several items in turn (an item is 64 * WARPGROUPS queries of one head). Queries then have two buffers, and the
+// loading warp loads the next item's operands while the current item is multiplied.
 //
-// TURNS: warpgroups issue their products in turn (FlashAttention-3's ping-pong), so that one's softmax runs beside another's products.
+// TURNS: warpgroups issue their products in turn (FlashAttention-3's ping-pong), so that the softmax of one overlaps the products of another.
 // Without it they wait for the same tile, and tensor cores and exponentials are busy one after the other.
 //
-// SPLIT: a block's warpgroups share 64 queries, and take tiles of keys in turn: few queries then occupy the GPU for a shorter time. At the end
-// the first warpgroup adds up what all found.
+// SPLIT: the warpgroups of a block share 64 queries, and take tiles of keys in turn, which shortens the latency of few queries. At the end
+// the first warpgroup adds the results of all.
 //
-// A head of HEAD features (a multiple of 16; TMA fills what the tensor lacks with zeros) lies in shared memory as subtiles of
-// SPAN bytes per row. k is K-major; v is read across: its rows are keys, so it is wgmma's MN-major operand.
+// A head of HEAD features (a multiple of 16; TMA pads the tensor with zeros) is stored in shared memory as subtiles with SPAN bytes per row.
+// k is K-major. The rows of v are keys, so v is wgmma's MN-major operand.
 //
-// generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (whether a warp of its own loads), ONE_TILE (a warpgroup has one at most), PERSISTENT
-// (LOADER is 1, then), TURNS, SPLIT, REGISTERS (of a persistent block's multiplying threads), HEAD, SPAN, MIN_BLOCKS, CAUSAL, REACH (a query
-// sees a number of keys before its position only: tiles before them are neither loaded nor multiplied), FROM_END (positions of queries count from the
-// end of the keys), HAS_LENGTHS, MASK (0 none;
-// else elements per load: 1 or 2), MASK_ROWS (2 where queries have masks of their own, else 1), FACTORS (0: none; key k = KEY_WIDTH *
-// row + column gets rows[query][row] + columns[query][column]. 1: KEY_WIDTH is BLOCK_KEYS, so that columns stay in registers; 2: any even
-// KEY_WIDTH), SOFTCAP (scores become cap * tanh(score / cap) before masks are added), NARROW (1: the result goes out in 8-bit integers, 2: in fp8), wgmma_scores() and wgmma_values().
+// generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (whether a separate warp loads), ONE_TILE (a warpgroup has one tile at most),
+// PERSISTENT (implies LOADER), TURNS, SPLIT, REGISTERS (per multiplying thread of a persistent block), HEAD, SPAN, MIN_BLOCKS, CAUSAL, REACH
+// (a query sees only a limited number of keys before its position; earlier tiles are neither loaded nor multiplied), FROM_END (positions of
+// queries count from the end of the keys), HAS_LENGTHS, MASK (0 none; else elements per load: 1 or 2), MASK_ROWS (2 where each query has its
+// own mask, else 1), FACTORS (0: none; key k = KEY_WIDTH * row + column gets rows[query][row] + columns[query][column]. 1: KEY_WIDTH is
+// BLOCK_KEYS, so that columns stay in registers; 2: any even KEY_WIDTH), SOFTCAP (scores become cap * tanh(score / cap) before masks are
+// added), NARROW (1: the result is stored as 8-bit integers, 2: as fp8), wgmma_scores() and wgmma_values().
 #include "ptx.cuh"
 #include "generated.cuh"
 #include "mma.cuh"
 #include "narrow.cuh"
 
-// A persistent block's loading warp belongs to a warpgroup of its own, which gives its registers to the multiplying ones.
+// The loading warp of a persistent block is part of a separate warpgroup, which gives its registers to the multiplying warpgroups.
 constexpr int THREADS = WARPGROUPS * 128 + (PERSISTENT ? 128 : LOADER * 32);
 constexpr int QUERY_GROUPS = SPLIT ? 1 : WARPGROUPS;   // of 64 queries each
-constexpr int TILE_STEP = SPLIT ? WARPGROUPS : 1;      // from one tile of a warpgroup to its next one
+constexpr int TILE_STEP = SPLIT ? WARPGROUPS : 1;      // tiles between consecutive tiles of a warpgroup
 constexpr int SUBTILES = HEAD * 2 / SPAN;
 constexpr u32 QUERY_SUBTILE = 64 * SPAN, QUERY_BYTES = SUBTILES * QUERY_SUBTILE;
 constexpr u32 KEY_SUBTILE = BLOCK_KEYS * SPAN, KEY_BYTES = SUBTILES * KEY_SUBTILE;
 constexpr int QUERY_PLACES = PERSISTENT ? 2 : 1;
 constexpr u32 BARRIER_BYTES = 1024;
-constexpr u32 TURN_BARRIER = 1 + WARPGROUPS;       // of the first warpgroup; those before order a warpgroup's stores
+constexpr u32 TURN_BARRIER = 1 + WARPGROUPS;       // barrier of the first warpgroup's turn; lower numbers order the stores of a warpgroup
 static_assert(!SPLIT || (!PERSISTENT && !TURNS && (!LOADER || STAGES % WARPGROUPS == 0)), "a split block has one item, and stages for each warpgroup");
 
 struct Params {
@@ -51,15 +51,15 @@ struct Params {
     long long mask_batch, mask_head, mask_query;   // strides in elements
     int query_count, key_count, heads, group;      // group: query heads per key head
     int causal_offset;                             // query i sees keys <= i + causal_offset (FROM_END: positions count from the end of the keys)
-    int reach;                                     // with REACH, query i sees keys from i + causal_offset - reach on
+    int reach;                                     // with REACH, query i sees keys >= i + causal_offset - reach
     int mask_period;                               // batch entry n has mask n % mask_period
-    int items, row_items;                          // of the launch, and of one head
+    int items, row_items;                          // items of the launch, and of one head
     float scale_log2;                              // the scale times log2(e)
     Narrow narrow;
 #if FACTORS
     const u16* factors[2];                         // rows, columns
     long long factor_strides[2][4];                // in elements: batch, head, row and column of the query
-    int query_width;                               // queries in a row
+    int query_width;                               // queries per row
 #endif
 #if SOFTCAP
     float cap_in, cap_out;                         // 2 log2(e) scale / cap, and cap log2(e)
@@ -70,10 +70,10 @@ struct Item {                                      // 64 * QUERY_GROUPS queries 
     int first, head, batch;
 };
 
-// Where a block's operands and barriers lie in shared memory.
+// Addresses of a block's operands and barriers in shared memory.
 struct Room {
     u32 query_full, query_empty, key_full, value_full, key_empty, value_empty, queries, keys, values;
-    float4* merged;                                // in place of the ring, at the end of a split block
+    float4* merged;                                // reuses the ring, at the end of a split block
 
     __device__ __forceinline__ Room(u8* shared, u32 base) {
         query_full = base, query_empty = query_full + 8 * QUERY_PLACES, key_full = query_empty + 8 * QUERY_PLACES;
@@ -83,25 +83,25 @@ struct Room {
     }
 };
 
-// The items of a block are own_first(), own_first() + gridDim.x ... below own_end().
+// The items of a block are own_first(), own_first() + gridDim.x, ..., below own_end().
 DEVICE int own_first() { return PERSISTENT ? int(blockIdx.x) : 0; }
 DEVICE int own_end(const Params& p) { return PERSISTENT ? p.items : 1; }
 
-// The last queries of all heads come first: in causal order they see the most keys.
+// The last queries of all heads come first: with causal order they see the most keys.
 DEVICE Item item_at(const Params& p, int index) {
     if (!PERSISTENT) return {int(blockIdx.x) * QUERY_GROUPS * 64, int(blockIdx.y), int(blockIdx.z)};
     const int stack = p.items / p.row_items, row = index / stack, pair = index - row * stack;
     return {(p.row_items - 1 - row) * QUERY_GROUPS * 64, pair % p.heads, pair / p.heads};
 }
 
-// Query i sees keys up to i and this.
+// Query i sees keys up to i + seen_ahead().
 DEVICE int seen_ahead(const Params& p, int key_count) { return p.causal_offset + (FROM_END ? key_count - p.query_count : 0); }
 
-struct Tiles {                                     // of keys: from first to last - 1
+struct Tiles {                                     // tiles of keys: from first to last - 1
     int first, last;
 };
 
-// Tiles of those keys that any of ``count`` queries from ``query`` on sees.
+// The tiles of all keys that any of the ``count`` queries from ``query`` on sees.
 DEVICE Tiles seen_tiles(const Params& p, int query, int count, int key_count) {
     const int ahead = seen_ahead(p, key_count);
     const int end = CAUSAL ? max(0, min(key_count, query + count + ahead)) : key_count;
@@ -109,19 +109,19 @@ DEVICE Tiles seen_tiles(const Params& p, int query, int count, int key_count) {
     return {REACH ? min(last, max(0, query + ahead - p.reach) / BLOCK_KEYS) : 0, last};
 }
 
-// Keys of the item's batch.
+// The number of keys of the item's batch entry.
 DEVICE int keys_of(const Params& p, const Item& item) {
     return HAS_LENGTHS ? min(p.key_count, max(p.lengths[item.batch], 0)) : p.key_count;
 }
 
-// An MN-major operand: each key is a row of SPAN bytes, eight rows are one swizzle atom, subtiles follow each other.
+// Descriptor of an MN-major operand: each key is a row of SPAN bytes, eight rows are one swizzle atom, subtiles are contiguous.
 DEVICE u64 value_descriptor(u32 address) {
     constexpr u64 swizzle = SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3;
     return (swizzle << 62) | (u64((8 * SPAN) >> 4) << 32) | (u64(KEY_SUBTILE >> 4) << 16) | u64((address & 0x3ffff) >> 4);
 }
-// Of an operand ``units`` of 16 bytes behind. The upper word stays: with 64-bit additions, products wait for carries.
+// Descriptor of an operand ``units`` of 16 bytes further. The upper word is unchanged: with 64-bit additions, products wait for carries.
 DEVICE u64 later(u64 descriptor, u32 units) { return (descriptor >> 32 << 32) | (u32(descriptor) + units); }
-// A number that all lanes have, as the compiler does not know: it then computes descriptors once for a warp.
+// A value that is equal in all lanes, which the compiler cannot know. It then computes descriptors once per warp.
 DEVICE u32 uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
 DEVICE u32 swizzled(u32 offset) { return offset ^ (((offset >> 7) & (SPAN / 16 - 1)) << 4); }
 DEVICE void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
@@ -129,7 +129,7 @@ DEVICE void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
                  ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// Loads the operands of the block's items: one thread.
+// Loads the operands of the block's items. Called by one thread.
 DEVICE void load_items(const Params& p, const Room& at) {
     int stage = 0, parity = 1, loads = 0, place = 0, place_parity = 1;
     for (int index = own_first(); index < own_end(p); index += gridDim.x) {
@@ -159,7 +159,7 @@ DEVICE void load_items(const Params& p, const Room& at) {
     }
 }
 
-// Where a multiplying warpgroup is in the ring of keys and values, and among the places of queries.
+// Position of a multiplying warpgroup in the ring of keys and values, and in the query buffers.
 struct Turn {
     int stage, parity = 0, place = 0, place_parity = 0;
 
@@ -170,7 +170,7 @@ struct Turn {
     }
 };
 
-// What makes these numbers stays above this, what reads them below.
+// A fence for the compiler: writers of these values stay before it, readers after it.
 template <int N> DEVICE void settle(float (&sums)[N]) {
     #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(sums[i]) :: "memory");
@@ -179,16 +179,16 @@ template <int N> DEVICE void settle(float (&sums)[N]) {
 #include "attention_softmax.cuh"
 #include "attention_merge.cuh"
 
-// What the multiplying warps do with one item.
+// The work of the multiplying warps on one item.
 DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn, bool first, int warp, int lane) {
     const int group = warp / 4, quarter = warp % 4, query_group = SPLIT ? 0 : group;
     const int row = item.first + query_group * 64 + quarter * 16 + lane / 4;  // this thread's queries: row and row + 8
     const int key_count = keys_of(p, item);
     const Tiles tiles = seen_tiles(p, item.first, QUERY_GROUPS * 64, key_count);
-    Tiles own = seen_tiles(p, item.first + query_group * 64, 64, key_count);  // of this warpgroup; of SPLIT ones, each WARPGROUPS-th
+    Tiles own = seen_tiles(p, item.first + query_group * 64, 64, key_count);  // of this warpgroup; with SPLIT, every WARPGROUPS-th
     if (SPLIT) own.first += group;
     if (item.first + query_group * 64 >= p.query_count || own.first >= own.last) own = {tiles.first, tiles.first};
-    // The place of the item before: its result has been read when its store has left shared memory.
+    // Releases the query buffer of the previous item, once the store of its result has been read from shared memory.
     auto leave_place = [&] {
         if (PERSISTENT && !first && quarter == 0 && elect_one()) {
             tma_store_wait_read<0>();
@@ -202,7 +202,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     u32 pairs[MASK_PAIRS], weights[BLOCK_KEYS / 4];                   // wgmma's register operand: rows row, row + 8 of keys 0-7, then of keys 8-15
     #pragma unroll
     for (int i = 0; i < HEAD / 2; i++) out[i] = 0.0f;
-    int behind = 0, behind_parity = 0;             // the stage whose values come next
+    int behind = 0, behind_parity = 0;             // the stage whose values are multiplied next
     auto issue_keys = [&] {
         wgmma_fence();
         const u32 keys = at.keys + uniform(turn.stage) * KEY_BYTES;
@@ -229,7 +229,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
             wgmma_values(out, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3], later(b, k * SPAN));
         wgmma_commit();
     };
-    auto keys_done = [&] {                         // their stage is free
+    auto keys_done = [&] {                         // releases the stage of the keys
         if (LOADER && lane == 0) barrier_arrive(at.key_empty + 8 * turn.stage);
         behind = turn.stage, behind_parity = turn.parity;
         turn.next_stage();
@@ -237,7 +237,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     auto pass_turn = [&] {
         if (TURNS) named_barrier_arrive(TURN_BARRIER + (group + 1) % WARPGROUPS, 256);
     };
-    auto pass_tiles = [&](int from, int to) {      // other warpgroups' tiles
+    auto pass_tiles = [&](int from, int to) {      // skips tiles of other warpgroups
         for (int tile = from; tile < to; tile++) {
             barrier_wait(at.key_full + 8 * turn.stage, turn.parity);
             if (LOADER && lane == 0) barrier_arrive(at.key_empty + 8 * turn.stage);
@@ -252,7 +252,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
         #pragma unroll
         for (int j = 0; j < HEAD / 2; j++) out[j] *= rescale[j / 2 % 2];
     };
-    auto pack_weights = [&](int from, int to) {    // of eights of keys    // of eights of keys
+    auto pack_weights = [&](int from, int to) {    // from, to: groups of eight keys
         #pragma unroll
         for (int i = 2 * from; i < 2 * to; i++) weights[i] = pack2(s[2 * i], s[2 * i + 1]);
     };
@@ -287,7 +287,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
                 soften(p, bias, pairs, row, tile, key_count, lane, grown, s, maximum, sum, rescale);
             }
             settle(s);
-            // ptxas moves a wait to the start of its basic block, in front of the softmax. A branch that is never taken ends the block.
+            // ptxas moves a wait to the start of its basic block, before the softmax. A branch that is never taken ends the block.
             if ((KEEPS_MAXIMA ? total[0] : sum[0]) < 0.0f) __nanosleep(1);
             wgmma_wait<0>();
             settle(out);
@@ -301,7 +301,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
                 }
                 if (any_thread(1 + group, 128, grown[0] || grown[1])) {
                     grown[0] = quad_any(grown[0], lane), grown[1] = quad_any(grown[1], lane);
-                    issue_keys();                  // once more: the scores are lost
+                    issue_keys();                  // again: the scores were overwritten
                     wgmma_wait<0>();
                     settle(s);
                     soften(p, bias, pairs, row, tile, key_count, lane, grown, s, maximum, sum, rescale);
@@ -333,13 +333,13 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     if (SPLIT && !merge(at.merged, group, factor_of(p), out, sum, maximum)) return;
     #pragma unroll
     for (int i = 0; i < 2; i++) {
-        sum[i] = sum[i] == 0.0f ? 0.0f : __fdividef(1.0f, sum[i]);     // no key at all: zeros, as ONNX's Attention has it
+        sum[i] = sum[i] == 0.0f ? 0.0f : __fdividef(1.0f, sum[i]);     // no key at all: zeros, as in ONNX's Attention
     }
-    named_barrier(1 + group, 128);                 // the queries have been read: their place takes the result
+    named_barrier(1 + group, 128);                 // the queries have been read: the result takes their buffer
 #if NARROW
     const u32 own_row = own_queries + (quarter * 16 + lane / 4) * HEAD + lane % 4 * 2;
     #pragma unroll
-    for (int j = 0; j < HEAD / 8; j++) {       // rounded to 16 bits first, as a reader of that result would see it
+    for (int j = 0; j < HEAD / 8; j++) {       // rounded to 16 bits first, so the result equals a quantized 16-bit result
         const u32 upper = pack2(out[4 * j] * sum[0], out[4 * j + 1] * sum[0]);
         const u32 lower = pack2(out[4 * j + 2] * sum[1], out[4 * j + 3] * sum[1]);
         const u32 word = narrow_four<NARROW == 2>(p.narrow, low_float(upper), high_float(upper), low_float(lower), high_float(lower));

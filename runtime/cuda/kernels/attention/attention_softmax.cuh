@@ -1,40 +1,40 @@
-// The online softmax of attention_sm90.cu. Included behind the kernel's Params.
+// The online softmax of attention_sm90.cu. Included after the kernel's Params.
 //
-// Weights are exp2(score - a maximum of the row). The maximum is that of the first tile. It stays the row's as long as later weights are small
-// enough for 16 bits, which their sums tell: then a tile needs neither its own maximum nor a rescaling of the results. Where a row has grown, the
-// warpgroup multiplies the tile's keys once more, and takes the maxima of the rows that have. A bias whose columns are read with each tile and
-// a mask of each query leave no registers for that: each tile has its maximum there.
+// Weights are exp2(score - a maximum of the row). The first tile sets this maximum. It is kept as long as later weights are small enough for
+// 16 bits, which the sums of the weights show. Such a tile needs neither its own maximum nor a rescaling of the results. Where a row has grown
+// too far, the warpgroup multiplies the tile's keys again and updates the maxima of these rows. A bias whose columns are read with each tile,
+// or a mask per query, leaves no registers for that: then each tile computes its maximum.
 #pragma once
 
 constexpr float LOG2_E = 1.4426950408889634f;
 #include "attention_bias.cuh"
 
 constexpr bool KEEPS_MAXIMA = FACTORS != 2 && !(MASK && MASK_ROWS == 2);
-constexpr float MOST = 16384.0f;                   // of a thread's weights of a row and tile
-constexpr float ROOM = KEEPS_MAXIMA && !ONE_TILE ? 6.0f : 0.0f;    // weights begin at 2^-ROOM, so that a row may grow by 2^20; smaller ones stay exact enough
+constexpr float MOST = 16384.0f;                   // bound of a thread's sum of weights for a row and tile
+constexpr float ROOM = KEEPS_MAXIMA && !ONE_TILE ? 6.0f : 0.0f;    // weights begin at 2^-ROOM, so that a row may grow by 2^20; smaller weights stay exact enough
 #define NOTHING __int_as_float(0xff800000)         // the maximum of a row that has seen no key
 constexpr int EIGHTS = BLOCK_KEYS / 8;             // of keys
-constexpr int MIDDLE = EIGHTS / 2;                 // those before it are packed while the others' exponentials are computed
+constexpr int MIDDLE = EIGHTS / 2;                 // groups before it are packed while the exponentials of the others are computed
 
-// Of scores that add_bias() has seen.
+// The factor of scores after add_bias().
 DEVICE float factor_of(const Params& p) { return MASK || FACTORS || SOFTCAP ? 1.0f : p.scale_log2; }
-// What is subtracted from scores. A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
+// The subtrahend of scores. While a row has seen only -inf, its accumulators stay zero; they are zero at the end if nothing else follows.
 DEVICE float shift_of(float maximum, float factor) { return maximum == NOTHING ? 0.0f : fmaf(maximum, factor, ROOM); }
 
-// Whether any of the threads that meet at a barrier says so.
+// Whether ``own`` is true in any of the threads at a barrier.
 DEVICE bool any_thread(u32 barrier, u32 threads, bool own) {
     u32 any;
     asm volatile("{.reg .pred p, q; setp.ne.b32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q;}"
                  : "=r"(any) : "r"(barrier), "r"(threads), "r"(u32(own)) : "memory");
     return any != 0;
 }
-// Whether any of the four lanes that share a row says so.
+// Whether ``own`` is true in any of the four lanes that share a row.
 DEVICE bool quad_any(bool own, int lane) { return __ballot_sync(0xffffffffu, own) >> (lane & 28) & 15; }
 
-// Scores of keys that a query does not see become -inf. s[4 j + i]: query row + 8 (i / 2), key column + 8 j + i % 2.
+// Sets scores of invisible keys to -inf. s[4 j + i]: query row + 8 (i / 2), key column + 8 j + i % 2.
 DEVICE void hide(const Params& p, int row, int tile, int key_count, int lane, float (&s)[BLOCK_KEYS / 2]) {
     const int column = tile * BLOCK_KEYS + lane % 4 * 2;
-    const int first_row = row - lane / 4, ahead = seen_ahead(p, key_count);    // the row: of the warp
+    const int first_row = row - lane / 4, ahead = seen_ahead(p, key_count);    // the warp's first row
     const bool cut = (tile + 1) * BLOCK_KEYS > key_count || (CAUSAL && (tile + 1) * BLOCK_KEYS > first_row + ahead + 1) ||
                      (REACH && tile * BLOCK_KEYS < first_row + 15 + ahead - p.reach);
     if (!cut) return;
@@ -50,7 +50,7 @@ DEVICE void hide(const Params& p, int row, int tile, int key_count, int lane, fl
     }
 }
 
-// A row's scores of the eights from FIRST to LAST - 1 become exp2(score * factor + offset); their sum.
+// Replaces a row's scores of groups FIRST to LAST - 1 (of eight keys) by exp2(score * factor + offset); returns their sum.
 template <int FIRST, int LAST> DEVICE float weigh(int i, float factor, float offset, float (&s)[BLOCK_KEYS / 2]) {
     float total = 0.0f;
     #pragma unroll
@@ -62,7 +62,7 @@ template <int FIRST, int LAST> DEVICE float weigh(int i, float factor, float off
     return total;
 }
 
-// Makes a tile's scores ready for weigh(), which gets ``offset`` of each row.
+// Prepares a tile's scores for weigh(), which takes ``offset`` for each row.
 DEVICE void prepare(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PAIRS], int row, int tile, int key_count, int lane,
                     const float (&maximum)[2], float (&s)[BLOCK_KEYS / 2], float (&offset)[2]) {
     add_bias(p, bias, pairs, tile, tile * BLOCK_KEYS + lane % 4 * 2, s, offset);
@@ -70,7 +70,7 @@ DEVICE void prepare(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_P
     offset[0] -= shift_of(maximum[0], factor_of(p)), offset[1] -= shift_of(maximum[1], factor_of(p));
 }
 
-// Turns a tile's scores into weights by the maxima of the rows that have grown. What was summed before is to be multiplied by rescale.
+// Turns a tile's scores into weights, with new maxima for the rows that have grown. Earlier sums must then be multiplied by rescale.
 DEVICE void soften(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PAIRS], int row, int tile, int key_count, int lane,
                    const bool (&grown)[2], float (&s)[BLOCK_KEYS / 2], float (&maximum)[2], float (&sum)[2], float (&rescale)[2]) {
     const float factor = factor_of(p);

@@ -1,5 +1,5 @@
-// The results of attention between channels from its scores in parts (channel_sums.cu): each block adds up the parts of a head, takes the
-// softmax, and multiplies it with the values of WARPS x 16 tokens, then with those that gridDim.x x WARPS x 16 tokens follow, and so on.
+// The results of attention between channels from partial scores (channel_sums.cu). Each block adds the parts of a head and computes the
+// softmax. It multiplies this with the values of WARPS x 16 tokens, then of the tokens gridDim.x x WARPS x 16 further, and so on.
 //
 // attention_channels.cuh says what generated.cuh defines.
 #include "ptx.cuh"
@@ -13,13 +13,13 @@ struct Params {
     const float* sums;
     const u16* values;
     u16* output;
-    const float* factors;                          // of each head's scores
+    const float* factors;                          // per head, for its scores
     int tokens, channels, parts;
-    float least_query, least_key;                  // the least norms that are divided by
+    float least_query, least_key;                  // lower bounds of the norms in divisions
     View of_values, of_output;
 };
 
-// Adds up the parts of a head: squares to [2][CHANNELS], scores to [channel][PITCH] in shared memory.
+// Adds the parts of a head: squares to [2][CHANNELS], scores to [channel][PITCH] in shared memory.
 DEVICE void add_parts(float* sums, float* squared, const float* parts, int count) {
     for (int i = threadIdx.x * 4; i < PART; i += THREADS * 4) {
         float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -37,7 +37,7 @@ DEVICE void add_parts(float* sums, float* squared, const float* parts, int count
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) channel_results(const __grid_constant__ Params p) {
-    extern __shared__ __align__(128) u8 shared[];  // two sixteens of values of each warp, weights, squares, scores
+    extern __shared__ __align__(128) u8 shared[];  // per warp two slots of sixteen values; weights, squares, scores
     const int warp = threadIdx.x / 32, head = blockIdx.y, batch = blockIdx.z;
     const u32 own_values = warp * 2 * TOKENS_BYTES, weights = WARPS * 2 * TOKENS_BYTES, squared = weights + WEIGHTS_BYTES;
     const u16* values = p.values + batch * p.of_values.batch + head * p.of_values.head;

@@ -1,8 +1,8 @@
-// The scores of attention between channels over many tokens, in parts: sums of q^T k, and of the squares of q and k, over DEPTH x WARPS
-// sixteens of tokens each. channel_results.cu adds the parts up.
+// Partial scores of attention between channels over many tokens: each part sums q^T k, and the squares of q and k, over DEPTH x WARPS groups
+// of sixteen tokens. channel_results.cu adds the parts.
 //
-// A part lies in memory as [2 + CHANNELS][CHANNELS] of fp32: squares of the queries, of the keys, then a row for each channel of the
-// queries. generated.cuh also defines DEPTH (attention_channels.cuh has the others).
+// The layout of a part is [2 + CHANNELS][CHANNELS] of fp32: squares of the queries, squares of the keys, then a row for each channel of the
+// queries. generated.cuh also defines DEPTH (for the other macros see attention_channels.cuh).
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -16,7 +16,7 @@ struct Params {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) channel_sums(const __grid_constant__ Params p) {
-    extern __shared__ __align__(128) u8 shared[];  // squares, and the rings, whose place the sums take
+    extern __shared__ __align__(128) u8 shared[];  // squares, and the rings, whose space the sums reuse
     const int warp = threadIdx.x / 32, head = blockIdx.y, batch = blockIdx.z;
     const u32 rings = WARPS * SQUARES * 4;
     const u16* queries = p.queries + batch * p.of_queries.batch + head * p.of_queries.head;

@@ -52,7 +52,7 @@ DEVICE Tile tile_at(const Params& p, int tile, int group) {
 // The first input channel that the tile reads.
 DEVICE int band_of(const Params& p, const Tile& at) { return BANDED ? at.channel / p.band_channels * p.band_inputs : 0; }
 
-// Loads a block of channels. The blocks of a volume are ordered by the taps along depth.
+// Loads a block of channels. For a volume, the block index also runs over the taps along depth.
 DEVICE void load_patch(const Params& p, const Tile& at, int block, u32 target, u32 barrier) {
     const int w = at.w - p.source[0].pad_w, h = at.h - p.source[0].pad_h;
 #if VOLUME

@@ -1,14 +1,14 @@
 // GroupNorm and InstanceNorm, NHWC, fp32 statistics; the input is read once.
 //
-// A cluster of CLUSTER blocks (one before Hopper) takes a slab of channels (whole groups, whole vectors) of one image; each block
-// keeps its share of the pixels in registers (HELD vectors a thread), or in shared memory (HELD = 0). A group's pivot is the first
-// channel of the image's first pixel. Sums over a block are added in a fixed order, those of a cluster's blocks in rank order.
+// A cluster of CLUSTER blocks (one before Hopper) takes a slab of channels (whole groups, whole vectors) of one image. Each block keeps its
+// share of the pixels in registers (HELD vectors per thread), or in shared memory (HELD = 0). A group's pivot is the first channel of the
+// image's first pixel. Sums over a block are added in a fixed order, sums of a cluster's blocks in rank order.
 //
-// generated.cuh defines LANES (channels per access), THREADS, CLUSTER, HELD, WIDE (fp32 elements), HAS_RESIDUAL, epilogue(), and what
-// group_sums.cuh needs.
+// generated.cuh defines LANES (channels per access), THREADS, CLUSTER, HELD, WIDE (fp32 elements), HAS_RESIDUAL, epilogue(), and the macros
+// that group_sums.cuh needs.
 #include "group_sums.cuh"
 
-constexpr int ROUND = HELD ? HELD : 4;             // loads of a thread that are under way at once
+constexpr int ROUND = HELD ? HELD : 4;             // loads of a thread in flight
 
 struct Params {
     const Element* input;
@@ -17,9 +17,9 @@ struct Params {
     const float* bias;                             // [channels]
     const Element* added;                          // a vector of channels, added to each pixel of an image; may be null
     int pixels, slab, group;                       // slab: channels per cluster, group: channels per group
-    int input_pitch, output_pitch;                 // elements from a pixel to the next
-    int added_pitch;                               // elements from the vector of an image to that of the next
-    const Element* residual;                       // what the epilogue adds, and its elements from a pixel to the next
+    int input_pitch, output_pitch;                 // elements between consecutive pixels
+    int added_pitch;                               // elements between the vectors of consecutive images
+    const Element* residual;                       // operand of the epilogue, and elements between its pixels
     int residual_pitch;
     float inverse_count, epsilon;
 };
@@ -30,7 +30,7 @@ DEVICE void cluster_put(u32 address, float2 v) {
 }
 #endif
 
-// Sum and sum of squares of group g of the slab: a share of threads tells them to all blocks of the cluster.
+// Writes the sum and sum of squares of group g of the slab to all blocks of the cluster, by SHARE threads.
 DEVICE void tell(float2* totals, int rank, int groups, int g, float2 sums) {
     float2* slot = totals + rank * groups + g;
 #if CLUSTER > 1
@@ -50,11 +50,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const __grid_co
 #endif
     const int first_channel = blockIdx.x / CLUSTER * p.slab, n = blockIdx.y;
     const int vectors = p.slab / LANES, lines = THREADS / vectors, groups = p.slab / p.group;
-    const int vector = threadIdx.x % vectors, line = threadIdx.x / vectors;      // threads past lines * vectors only help to reduce
+    const int vector = threadIdx.x % vectors, line = threadIdx.x / vectors;      // threads beyond lines * vectors only help to reduce
     const int from = p.pixels * rank / CLUSTER, to = p.pixels * (rank + 1) / CLUSTER;
     const bool live = line < lines;
-    const int channel = vector * LANES, mine = live ? to - from - line : 0;      // pixels from the thread's first one on
-    float2* table = reinterpret_cast<float2*>(shared);                           // of group_sums.cuh
+    const int channel = vector * LANES, mine = live ? to - from - line : 0;      // pixels from the thread's first pixel on
+    float2* table = reinterpret_cast<float2*>(shared);                           // see group_sums.cuh
     float2* totals = table + vectors * SPAN * table_pitch(lines);                // [CLUSTER][groups]
     float2* moments = totals + CLUSTER * groups;                                 // [groups]: mean, 1 / standard deviation
     float* pivots = reinterpret_cast<float*>(moments + groups);                  // [groups]
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const __grid_co
         for (int k = 0; HAS_RESIDUAL && k < ROUND; k++)
             if (mine > begin + k * lines) r[k] = load_vector(residual + (long long)(begin + k * lines) * p.residual_pitch, policy);
     };
-    if constexpr (HELD > 0) load_residual(0);      // on its way while blocks meet
+    if constexpr (HELD > 0) load_residual(0);      // in flight while the blocks synchronize
     if (live) put_sums(table, own, vector, line, lines, sum, square);
     __syncthreads();
 #if CLUSTER > 1

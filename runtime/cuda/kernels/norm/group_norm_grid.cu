@@ -1,14 +1,16 @@
-// GroupNorm and InstanceNorm of large images, NHWC, fp32 statistics: one cooperative launch that keeps what it can of its input.
+// GroupNorm and InstanceNorm of large images, NHWC, fp32 statistics: one cooperative launch that keeps as much of its input as fits.
 //
-// A block takes a slab of channels (whole groups, whole vectors) of a tile of an image's pixels. It sums the tile, of which the first pixels stay in
-// shared memory and the last ones in registers, and tells the tile's moments. When all blocks have, it adds up those of its groups, in a
-// fixed order, and normalizes its tile: the last pixels first, then those that it has to read again, backwards, since L2 has the latest.
+// A block takes a slab of channels (whole groups, whole vectors) of a tile of an image's pixels. It sums the tile and writes the tile's
+// moments. The first pixels stay in shared memory, the last ones in registers. When all blocks have written, each block adds the moments of
+// its groups in a fixed order and normalizes its tile: first the last pixels, then the pixels that it must read again, backwards, since L2
+// holds the most recent ones.
 //
-// generated.cuh defines LANES (channels per access), THREADS, WIDE (fp32 elements), ADDED, epilogue(), and what group_sums.cuh needs.
+// generated.cuh defines LANES (channels per access), THREADS, WIDE (fp32 elements), ADDED, epilogue(), and the macros that group_sums.cuh
+// needs.
 #include "group_tiles.cuh"
 #include "grid_meeting.cuh"
 
-constexpr int AHEAD = 6;                           // loads of a thread that are under way at once
+constexpr int AHEAD = 6;                           // loads of a thread in flight
 
 struct Params {
     const Element* input;
@@ -17,7 +19,7 @@ struct Params {
     const float* scale;                            // [channels]
     const float* bias;                             // [channels]
     float2* moments;                               // [batch][groups][tiles]: mean, variance
-    u32* rounds;                                   // how often all blocks have met, and how many have arrived since
+    u32* rounds;                                   // completed grid barriers, and blocks that have arrived at the next one
     Tiling tiling;
     int output_pitch, held;                        // held: pixels of a thread that stay in shared memory
     float epsilon;
@@ -29,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) group_norm_grid(const _
     const Place place(t, blockIdx.x);
     const int vectors = t.slab / LANES, groups = t.slab / t.group, channel = place.vector * LANES;
     const VectorGroups own(channel, t.group);
-    float2* table = reinterpret_cast<float2*>(shared);                          // of group_sums.cuh
+    float2* table = reinterpret_cast<float2*>(shared);                          // see group_sums.cuh
     float2* moments = table + vectors * SPAN * table_pitch(place.lines);        // [groups]: mean, 1 / standard deviation
     float* pivots = reinterpret_cast<float*>(moments + groups);                 // [groups]
     const int head = 8 * (vectors * SPAN * table_pitch(place.lines) + groups) + 4 * groups;
@@ -39,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) group_norm_grid(const _
     const Element* input = origin + (long long)place.line * t.pitch + channel;
     const long long step = (long long)place.lines * t.pitch;
     const int mine = place.live ? max(0, (place.to - place.from - place.line + place.lines - 1) / place.lines) : 0;  // pixels
-    const int last = mine ? (mine - 1) / AHEAD * AHEAD : 0;                     // the first of those that stay in registers
+    const int last = mine ? (mine - 1) / AHEAD * AHEAD : 0;                     // the first pixel that stays in registers
     const u64 once = evict_first(), again = evict_normally();
 
     const auto pivot_of = [&](int g) { return element_of(origin + g * t.group) + place.added_to(p.added, t, g * t.group); };
@@ -87,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) group_norm_grid(const _
     __syncthreads();
     if (!place.live) return;
 
-    float means[SPAN], inverses[SPAN], factor[LANES], shift[LANES], mean[LANES];   // of 16-bit elements, the mean is part of the shift
+    float means[SPAN], inverses[SPAN], factor[LANES], shift[LANES], mean[LANES];   // for 16-bit elements, the mean is part of the shift
     #pragma unroll
     for (int k = 0; k < SPAN; k++) {
         const float2 m = moments[min(own.first + k, groups - 1)];

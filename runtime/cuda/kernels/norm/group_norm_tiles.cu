@@ -1,14 +1,15 @@
-// GroupNorm and InstanceNorm of images of any size, NHWC, fp32 statistics: two launches, each of which reads the input.
+// GroupNorm and InstanceNorm of images of any size, NHWC, fp32 statistics: two launches, which both read the input.
 //
 // A block of either kernel takes a slab of channels (whole groups, whole vectors) of a tile of an image's pixels.
 // group_moments: each tile's mean and variance, for each group. A group's pivot is the first channel of the tile's first pixel.
-// group_apply: each block adds up the moments of all tiles, in a fixed order, and normalizes its own tile. Blocks take their
-// tiles in the opposite order: what group_moments read last is still in L2.
+// group_apply: each block adds the moments of all tiles, in a fixed order, and normalizes its own tile. Blocks take their tiles in the
+// opposite order: the last reads of group_moments are still in L2.
 //
-// generated.cuh defines LANES (channels per access), THREADS, WIDE (fp32 elements), ADDED, epilogue(), and what group_sums.cuh needs.
+// generated.cuh defines LANES (channels per access), THREADS, WIDE (fp32 elements), ADDED, epilogue(), and the macros that group_sums.cuh
+// needs.
 #include "group_tiles.cuh"
 
-constexpr int AHEAD = 4;                           // loads of a thread that are under way at once
+constexpr int AHEAD = 4;                           // loads of a thread in flight
 
 struct MomentsParams {
     const Element* input;
@@ -48,7 +49,7 @@ struct Cursor {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) group_moments(const __grid_constant__ MomentsParams p) {
-    extern __shared__ __align__(16) float2 table[];                             // of group_sums.cuh; behind it [groups] pivots
+    extern __shared__ __align__(16) float2 table[];                             // see group_sums.cuh; [groups] pivots follow
     grid_launch_dependents();
     const Tiling& t = p.tiling;
     const Place place(t, blockIdx.x);
@@ -105,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 256 ? 1 : 768 / 
     const int groups = t.slab / t.group, channel = place.vector * LANES;
     const VectorGroups own(channel, t.group);
     const u64 policy = t.kept ? evict_first() : evict_normally();
-    float factor[LANES], shift[LANES], mean[LANES];  // of 16-bit elements, the mean is part of the shift
+    float factor[LANES], shift[LANES], mean[LANES];  // for 16-bit elements, the mean is part of the shift
     load_floats<LANES>(factor, p.scale + place.first_channel + channel);
     load_floats<LANES>(shift, p.bias + place.first_channel + channel);
     Cursor cursor(place, t, p.input);
@@ -114,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 256 ? 1 : 768 / 
     Vector v[AHEAD];
     grid_dependency_wait();
 
-    cursor.load(v, policy);                        // beside those of the moments
+    cursor.load(v, policy);                        // in flight beside the loads of the moments
     const long long row = (long long)place.image * (t.channels / t.group) + place.first_channel / t.group;
     for (int begin = 0; begin < groups; begin += THREADS / SHARE) {
         const int g = begin + threadIdx.x / SHARE;

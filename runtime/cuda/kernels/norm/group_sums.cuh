@@ -1,8 +1,8 @@
-// Sums of groups of channels over a block, of threads that each hold a vector of LANES neighbouring channels of a slab of whole groups.
+// Sums of groups of channels over a block. Each thread holds a vector of LANES neighbouring channels of a slab of whole groups.
 //
 // Sums are of differences from a pivot of each group, so that a large mean does not cancel the deviations.
-// generated.cuh defines LANES, THREADS, SPAN (groups that a vector may touch) and SHARE (neighbouring threads that add up a group: a
-// power of two up to 32).
+// generated.cuh defines LANES, THREADS, SPAN (groups that a vector may touch) and SHARE (neighbouring threads that sum a group: a power of
+// two up to 32).
 #pragma once
 #include "tile_vectors.cuh"
 
@@ -13,14 +13,14 @@ struct VectorGroups {
     int first, passed, group;                      // the group of lane 0, its channels before the vector, channels per group
 
     __device__ __forceinline__ VectorGroups(int channel, int group) : first(channel / group), passed(channel % group), group(group) {}
-    // Of one value for each of the vector's groups, that of a lane.
+    // Picks a lane's value from one value per group of the vector.
     __device__ __forceinline__ float pick(const float (&value)[SPAN], int lane) const {
         float picked = value[0];
         #pragma unroll
         for (int k = 1; k < SPAN; k++) picked = passed + lane >= k * group ? value[k] : picked;
         return picked;
     }
-    // The sums of the lanes of each of the vector's groups.
+    // Sums the lanes of each of the vector's groups.
     __device__ __forceinline__ void fold(const float (&lane_sum)[LANES], float (&sum)[SPAN]) const {
         #pragma unroll
         for (int k = 0; k < SPAN; k++) {
@@ -34,10 +34,10 @@ struct VectorGroups {
     }
 };
 
-// Entries of a row of the table [vectors][SPAN][pitch]: one for each line, and one more where that keeps the columns in different banks.
+// Entries in a row of the table [vectors][SPAN][pitch]: one per line, and one more where that keeps the columns in different banks.
 DEVICE int table_pitch(int lines) { return lines | 1; }
 
-// Stores the sums and the sums of squares of a thread. All threads of all vectors and lines do.
+// Stores a thread's sums and sums of squares. Called by all threads of all vectors and lines.
 DEVICE void put_sums(float2* table, const VectorGroups& own, int vector, int line, int lines, const float (&sum)[LANES],
                      const float (&square)[LANES]) {
     float sums[SPAN], squares[SPAN];
@@ -52,7 +52,7 @@ DEVICE void put_sums(float2* table, const VectorGroups& own, int vector, int lin
     }
 }
 
-// The sum and the sum of squares of group g, by SHARE threads. A group's rows are neighbours; between them are zeros alone.
+// The sum and the sum of squares of group g, by SHARE threads. A group's rows are neighbours; only zeros lie between them.
 DEVICE float2 group_sums(const float2* table, int g, int group, int lines) {
     const int pitch = table_pitch(lines), from = g * group / LANES, to = (g * group + group - 1) / LANES;
     const int first = from * SPAN + g - from * LANES / group, last = from == to ? first : to * SPAN;

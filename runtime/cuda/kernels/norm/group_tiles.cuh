@@ -4,15 +4,15 @@
 
 struct Tiling {
     int pixels, channels, slab, group, tiles;      // slab: channels per block, group: channels per group
-    int kept;                                      // blocks of group_moments from this one on leave what they read in L2
-    int pitch;                                     // elements from a pixel of the input to the next
-    int added_pitch;                               // elements from an image's vector of `added` to the next one's
+    int kept;                                      // from this block on, group_moments leaves its reads in L2
+    int pitch;                                     // elements between consecutive pixels of the input
+    int added_pitch;                               // elements between the vectors of `added` of consecutive images
 };
 
-// What a block works on. The slabs of a tile are neighbours in the order of blocks, as they are in memory.
+// The work of a block. The slabs of a tile are consecutive blocks, and are neighbours in memory.
 struct Place {
     int image, tile, first_channel, vector, line, lines, from, to;
-    bool live;                                     // threads past lines * vectors only help to reduce
+    bool live;                                     // threads beyond lines * vectors only help to reduce
 
     __device__ __forceinline__ Place(const Tiling& t, int block) {
         const int slabs = t.channels / t.slab, vectors = t.slab / LANES;
@@ -26,11 +26,11 @@ struct Place {
         from = tile_begin(t.pixels, tile, t.tiles);
         to = tile_begin(t.pixels, tile + 1, t.tiles);
     }
-    // The first channel of the slab at a pixel of a tensor with this pitch.
+    // Offset of the slab's first channel at a pixel, for a tensor with this pitch.
     __device__ __forceinline__ long long at(const Tiling& t, int pixel, int pitch) const {
         return ((long long)image * t.pixels + pixel) * pitch + first_channel;
     }
-    // What is added to a channel of the slab.
+    // The addend of a channel of the slab.
     __device__ __forceinline__ float added_to(const Element* added, const Tiling& t, int channel) const {
         return ADDED ? element_of(added + (long long)image * t.added_pitch + first_channel + channel) : 0.0f;
     }

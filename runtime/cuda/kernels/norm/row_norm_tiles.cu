@@ -1,19 +1,19 @@
-// Normalization of rows of any length that lie one after the other, fp32 statistics: LayerNorm, and GroupNorm and InstanceNorm of
-// NCHW images, whose groups are rows.
+// Normalization of contiguous rows of any length, fp32 statistics: LayerNorm, and GroupNorm and InstanceNorm of NCHW images, where groups
+// are rows.
 //
-// Rows of one tile: row_norm, a block each, reads the row twice. Longer ones: row_moments stores each tile's mean and sum of squared
-// deviations, and row_apply adds them up and normalizes its own tile. Its blocks take tiles in the opposite order: what row_moments
-// read last is still in L2. Sums are of differences from the tile's first element, so that a large mean does not cancel them.
+// Rows of one tile: row_norm takes a block per row, and reads the row twice. Longer rows: row_moments stores each tile's mean and sum of
+// squared deviations; row_apply adds them and normalizes its own tile. Its blocks take tiles in the opposite order: the last reads of
+// row_moments are still in L2. Sums are of differences from the tile's first element, so that a large mean does not cancel them.
 //
 // generated.cuh defines LANES (elements per access), THREADS, WIDE (fp32 elements), EACH (each element of a row has a scale and bias of
 // its own) and epilogue().
 #include "tile_vectors.cuh"
 
-constexpr int AHEAD = 4;                           // loads of a thread that are under way at once
+constexpr int AHEAD = 4;                           // loads of a thread in flight
 
 struct Tiling {
-    int vectors, tiles;                            // of a row: accesses, and parts
-    int kept;                                      // blocks of row_moments from this one on leave what they read in L2
+    int vectors, tiles;                            // of a row: accesses, and tiles
+    int kept;                                      // from this block on, row_moments leaves its reads in L2
 };
 
 struct MomentsParams {
@@ -29,7 +29,7 @@ struct ApplyParams {
     const float* bias;
     const float2* moments;                         // null in row_norm
     Tiling tiling;
-    int run, period;                               // vectors in a row that share a scale; rows after which the scales repeat
+    int run, period;                               // vectors of a row that share a scale; rows after which the scales repeat
     float epsilon;
 };
 

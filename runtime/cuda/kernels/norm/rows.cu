@@ -1,23 +1,23 @@
 // Normalization and softmax over the last axis of a matrix: [rows][length] in 16-bit floats or (WIDE) fp32, with fp32 statistics.
 //
-// GROUP threads take a row. Each holds VECTORS vectors of LANES elements of it in registers as fp32, so that a row is read once
-// and written once: mean, then the squared deviations from it (no cancellation), then the result. GROUP <= 32 is part of a warp,
-// and a block takes several rows; a larger GROUP is the whole block. ROWS: rows of a group of part of a warp, all loaded before the
-// first is reduced; they share one reading of the parameters, which are four times as long as a row.
+// GROUP threads take a row. Each thread holds VECTORS vectors of LANES elements in registers as fp32, so that a row is read once and
+// written once: first the mean, then the squared deviations from it (no cancellation), then the result. GROUP <= 32 is part of a warp,
+// and a block takes several rows; a larger GROUP is the whole block. ROWS: rows per group, where GROUP <= 32. All of them are loaded before
+// the first is reduced; they share one read of the parameters, which have four times the length of a row.
 //
 // generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, 2 softmax, 3 log-softmax), WIDE, LANES, VECTORS, GROUP, ROWS, THREADS, HAS_ADD
 // (the normalized row is input + addend), ADD_LAST (the addend is added to the normalized row instead), PERIODIC (the addend's rows
 // repeat), FIRST (1, 2: the input is normalized by operation 0 or 1 before an addend is added), HAS_FIRST_SCALE and HAS_FIRST_BIAS,
-// WALKED (the input's rows are spread over up to four axes; all else lies in rows), HAS_SUM (that sum is an output, too), HAS_SCALE and
-// HAS_BIAS; EPILOGUE (the result goes through epilogue()); MODULATED (rows of an image share factors, and with HAS_SHIFT shifts, after the
-// norm); NARROW (1: the result goes out in 8-bit integers, 2: in fp8)
-// and HAS_OUTPUT (it goes out in the input's type; WIDENED: in fp32).
+// WALKED (the input's rows are spread over up to four axes; other tensors are rows), HAS_SUM (input + addend is a second output), HAS_SCALE
+// and HAS_BIAS; EPILOGUE (the result goes through epilogue()); MODULATED (rows of an image share factors, and with HAS_SHIFT shifts, after
+// the norm); NARROW (1: the result is stored as 8-bit integers, 2: as fp8) and HAS_OUTPUT (it is stored in the input's type; WIDENED: in
+// fp32).
 #include "tile_vectors.cuh"
 #include "narrow.cuh"
 
 constexpr int WARPS = GROUP > 32 ? GROUP / 32 : 1;
 constexpr int COUNT = VECTORS * LANES;
-constexpr bool EARLY_PARAMETERS = COUNT <= 16;     // few enough to wait for the predecessor with the parameters in registers
+constexpr bool EARLY_PARAMETERS = COUNT <= 16;     // few enough to hold the parameters in registers while waiting for the predecessor
 
 #if WIDENED
 typedef float Result;
@@ -36,22 +36,22 @@ struct Params {
     int rows, length;
     float epsilon, inverse_length, factor;         // factor multiplies softmax's input
     Narrow to;
-    int period;                                    // rows of the addend, where they repeat
-    int addend_pitch, pitch;                       // elements from a row of the addend, and of both results in its type, to the next one
-    int sizes[3];                                  // WALKED: of the three inner axes over which the input's rows are spread
-    long long strides[4];                          // WALKED: elements from a row to the next one of each axis
+    int period;                                    // rows of the addend, where it repeats
+    int addend_pitch, pitch;                       // elements between rows of the addend; between rows of both results of the input's type
+    int sizes[3];                                  // WALKED: sizes of the three inner axes over which the input's rows are spread
+    long long strides[4];                          // WALKED: elements between rows along each axis
     const float* first_scale;                      // FIRST: [length]
     const float* first_bias;
     float first_epsilon;
 #if MODULATED
     const Element* factors;
     const Element* shifts;
-    int shared, factor_pitch, shift_pitch;         // rows that share factors and shifts, and elements to those of the next rows
-    float plus;                                    // is added to a factor
+    int shared, factor_pitch, shift_pitch;         // rows that share factors and shifts; elements between the factors, and the shifts, of consecutive images
+    float plus;                                    // added to each factor
 #endif
 };
 
-// As exact as the elements are.
+// Accurate to the precision of the elements.
 #if WIDE
 DEVICE float exponential(float x) { return expf(x); }
 DEVICE float logarithm(float x) { return logf(x); }
@@ -62,7 +62,7 @@ DEVICE float logarithm(float x) { return __logf(x); }
 DEVICE float reciprocal(float x) { return __fdividef(1.0f, x); }
 #endif
 
-// Where a row of the input begins.
+// Offset of a row of the input.
 DEVICE long long input_at(const Params& p, int row) {
     if (!WALKED) return (long long)row * p.length;
     const int middle = row / p.sizes[2], outer = middle / p.sizes[1];
@@ -72,7 +72,7 @@ DEVICE long long input_at(const Params& p, int row) {
 
 __shared__ float exchange[2][WARPS];
 
-// Reduces over the row's group. All of its threads get the result, and add in the same order.
+// Reduces over the row's group. All its threads get the result, and add in the same order.
 template <bool MAXIMUM> DEVICE float reduce(float x, int slot) {
     #pragma unroll
     for (int distance = (GROUP < 32 ? GROUP : 32) / 2; distance > 0; distance /= 2) {
@@ -89,8 +89,8 @@ template <bool MAXIMUM> DEVICE float reduce(float x, int slot) {
     return x;
 }
 
-// What normalizes a row of the input: its mean (MEAN) and the reciprocal of its deviation. `inside`: columns that the row has. The last
-// sum is exchanged through slot 1, as the row's next reduction takes slot 0.
+// Computes the normalization of a row of the input: its mean (MEAN) and the reciprocal of its deviation. `inside`: columns of the row. The
+// last sum is exchanged through slot 1, since the row's next reduction uses slot 0.
 template <bool MEAN>
 DEVICE void moments(const Vector (&raw)[VECTORS], int first, int inside, float inverse_length, float epsilon, float& shift, float& factor) {
     #pragma unroll
@@ -123,7 +123,7 @@ DEVICE void store_floats(float* at, const float (&x)[LANES]) {
 }
 #endif
 
-// LANES bytes of the result, as a reader of it in the input's type would quantize it.
+// Stores LANES bytes of the result, equal to the quantized result of the input's type.
 DEVICE void store_narrow(const Params& p, u8* at, const Vector& x) {
     u32 word[(LANES + 3) / 4];
     #pragma unroll
@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const __grid_constant
         float first_shift = 0.0f, first_factor = 1.0f;
         if (FIRST) moments<FIRST == 1>(raw[r], first, row + r < p.rows ? p.length : 0, p.inverse_length, p.first_epsilon, first_shift, first_factor);
         float total = OPERATION < 2 ? 0.0f : __int_as_float(0xff800000);
-        bool nan = false;                          // fmaxf drops NaN, softmax must not
+        bool nan = false;                          // fmaxf drops NaN; softmax must propagate it
         #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
             const int column = first + v * GROUP * LANES;

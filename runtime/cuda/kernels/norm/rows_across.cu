@@ -1,10 +1,10 @@
-// LayerNorm and RMSNorm of the rows of a stack of matrices [images][rows][length] where some tensors lie transposed: neighbours in memory
-// are then those of a column ("across"). 16-bit storage, fp32 statistics.
+// LayerNorm and RMSNorm of the rows of a stack of matrices [images][rows][length] where some tensors are transposed ("across"): neighbours
+// in memory are neighbours in a column. 16-bit storage, fp32 statistics.
 //
-// A block takes ROWS rows of one image, a warp one row at a time. What lies across goes through shared memory, where a tile lies in rows:
-// global accesses are of eight rows of a column, and neighbouring lanes take the next eight.
+// A block takes ROWS rows of one image, a warp one row at a time. Tensors that lie across go through shared memory, where the tile is stored
+// in rows. A global access covers eight rows of a column, and neighbouring lanes take the next eight.
 //
-// generated.cuh defines OPERATION (0 layer norm, 1 RMS norm), VECTORS (accesses of eight elements a lane that a row takes), ROWS, THREADS,
+// generated.cuh defines OPERATION (0 layer norm, 1 RMS norm), VECTORS (accesses of eight elements per lane and row), ROWS, THREADS,
 // HAS_ADD (the normalized row is input + addend, and the addend lies across; that sum is an output, in rows), INPUT_ACROSS (the addend is
 // the input), OUTPUT_ACROSS, HAS_SCALE and HAS_BIAS.
 #include "vectors.cuh"
@@ -14,7 +14,7 @@ constexpr int LANES = 8, WARPS = THREADS / 32, OCTETS = ROWS / LANES;
 static_assert(ROWS % LANES == 0 && ROWS % WARPS == 0 && (OCTETS & (OCTETS - 1)) == 0, "a tile's columns are whole vectors");
 
 struct Across {
-    long long image, column;                       // elements from an image, and from a column, to the next
+    long long image, column;                       // elements between images, and between columns
 };
 
 struct Params {
@@ -37,7 +37,7 @@ DEVICE float warp_sum(float x) {
     return x;
 }
 
-// The addend's columns -> the tile's rows. Rows beyond the image are not written.
+// Copies the addend's columns into the tile's rows. Rows beyond the image are not written.
 DEVICE void gather(const Params& p, const u16* from, int rows, int pitch) {
     for (int i = threadIdx.x; i < p.length * OCTETS; i += THREADS) {
         const int column = i / OCTETS, row = i % OCTETS * LANES;
@@ -52,11 +52,11 @@ DEVICE void gather(const Params& p, const u16* from, int rows, int pitch) {
     }
 }
 
-// The tile's rows -> the output's columns, two at a time.
+// Copies the tile's rows into the output's columns, two at a time.
 DEVICE void scatter(const Params& p, u16* to, int rows, int pitch) {
     for (int i = threadIdx.x; i < p.length / 2 * OCTETS; i += THREADS) {
         const int column = i / OCTETS * 2, row = i % OCTETS * LANES;
-        u32 pairs[LANES];                          // of each row, both columns
+        u32 pairs[LANES];                          // both columns of each row
         #pragma unroll
         for (int k = 0; k < LANES; k++) pairs[k] = *reinterpret_cast<const u32*>(tile + (row + k) * pitch + column);
         u16* at = to + column * p.output_at.column + row;
@@ -75,7 +75,7 @@ DEVICE void scatter(const Params& p, u16* to, int rows, int pitch) {
     }
 }
 
-// One row, which a warp has in registers: statistics, then the result in place.
+// Normalizes one row, in the registers of a warp: statistics, then the result in place.
 DEVICE void normalize(const Params& p, float (&x)[VECTORS][LANES], int lane) {
     float total = 0.0f;
     #pragma unroll

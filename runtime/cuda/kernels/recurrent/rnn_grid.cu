@@ -1,17 +1,17 @@
-// One recurrent layer (RNN, GRU, LSTM) behind the products of its inputs, as one persistent launch over all time steps, for
-// states that no cluster holds: the blocks of the whole grid exchange them through global memory.
+// One recurrent layer (RNN, GRU, LSTM) after the products of its inputs, as one persistent launch over all time steps, for states too
+// large for a cluster: the blocks of the whole grid exchange them through global memory.
 //
 // A block owns ROW_TILES * 16 rows of the recurrent matrix of one direction: sixteen rows are the gates of 16 / GATES units (GATES: 1
-// or 4; row gate * 4 + unit). Each of its eight warps multiplies these rows by an eighth of the state. Its share of the matrix lies in
+// or 4; row gate * 4 + unit). Each of its eight warps multiplies these rows by an eighth of the state. Its share of the matrix stays in
 // its registers as mma.sync fragments for the whole launch. K is walked in chunks of 32: lane t of four takes elements 8 t .. 8 t + 7.
-// Partial sums meet in shared memory, and a thread computes a unit.
+// Partial sums are added through shared memory, and a thread computes a unit.
 //
-// The exchange: two numbers of the state and a tag are eight bytes, which are written and read at once. Who reads the tag of the step
-// that it waits for has its numbers, too, and needs no flag and no fence. A warp waits only for its own eighth. Two slots suffice: a
-// block writes step t + 1 after it has read all of step t, whose writers had read all of step t - 1. Tags go on from launch to launch
+// The exchange: two values of the state and a tag form eight bytes, which are written and read in one access. A reader that sees the
+// expected step's tag also has its values, and needs no flag and no fence. A warp waits only for its own eighth. Two slots suffice: a
+// block writes step t + 1 after it has read all of step t, whose writers had read all of step t - 1. Tags continue from launch to launch
 // (``epoch``, for each direction), so that nothing has to be cleared.
 //
-// All blocks must be on the GPU at once: the launch is cooperative.
+// All blocks must be resident at once: the launch is cooperative.
 //
 // generated.cuh defines CELL (0 LSTM, 1 GRU, 2 RNN), RELU (an RNN's activation; else tanh), HIDDEN (a multiple of 256), ROW_TILES,
 // DIRECTIONS, REVERSE (of the first direction), COLUMN_TILES (batch / 8, rounded up), COLUMNS (of
@@ -25,15 +25,15 @@ constexpr int TILE_UNITS = 16 / GATES, UNITS = ROW_TILES * TILE_UNITS, ROWS = RO
 constexpr int SHARE = HIDDEN / WARPS, CHUNKS = SHARE / 32;
 constexpr int PITCH = SHARE * 2 + (SHARE % 64 ? 0 : 64);       // bytes of a column: odd multiples of 64, no bank conflicts
 constexpr int SUM_PITCH = ROWS + 4;                            // floats of a column of partial sums
-constexpr int ITEMS = (UNITS * 8 + THREADS - 1) / THREADS;     // results of a thread in a tile of eight columns
-constexpr int BLOCKS = HIDDEN / UNITS;                         // of a direction
+constexpr int ITEMS = (UNITS * 8 + THREADS - 1) / THREADS;     // results per thread in a tile of eight columns
+constexpr int BLOCKS = HIDDEN / UNITS;                         // per direction
 static_assert(HIDDEN % 256 == 0 && HIDDEN % UNITS == 0, "warps take whole chunks, blocks whole rows");
 static_assert(CHUNKS * ROW_TILES <= 16, "the matrix lies in registers");
 
 struct Params {
     const u16* gates;                              // [steps][batch][direction][gate][unit]: products of the inputs
     const u16* weights;                            // [direction][gate][unit][HIDDEN]
-    const u16* bias;                               // [direction][2][gate][unit], of which the second is the recurrent one
+    const u16* bias;                               // [direction][2][gate][unit]: input bias, recurrent bias
     const u16* initial_h;                          // [direction][batch][unit]
     const u16* initial_c;
     u16* output;                                   // [steps][batch][direction][unit]
@@ -53,11 +53,11 @@ DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
-DEVICE float tangent(float x) {                    // within 1e-7, for any x
+DEVICE float tangent(float x) {                    // accurate to 1e-7, for any x
     const float e = __expf(-2.0f * fabsf(x));
     return copysignf(__fdividef(1.0f - e, 1.0f + e), x);
 }
-DEVICE uint4 read_pairs(const uint2* from) {       // not from L1; each pair of eight bytes as it was written
+DEVICE uint4 read_pairs(const uint2* from) {       // bypasses L1; each pair of eight bytes is read in one piece
     uint4 v;
     asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
     return v;
@@ -72,7 +72,7 @@ struct Place {                                     // of this thread
 };
 struct Shared {
     __align__(16) u8 state[WARPS][8 * PITCH];      // each warp's eighth of eight columns
-    float sums[2][WARPS][8 * SUM_PITCH];           // [column][row]; two: a slow warp may still read those before
+    float sums[2][WARPS][8 * SUM_PITCH];           // [column][row]; two buffers: a slow warp may still read the previous one
 };
 
 // Row ``row`` (of 16) of a tile is a gate of a unit of this block; null for the fourth gate of a GRU.
@@ -98,8 +98,8 @@ DEVICE void load_weights(uint4 (&w)[ROW_TILES][2 * CHUNKS], const Params& p, con
     }
 }
 
-// This warp's eighth of ``live`` columns of a slot, once all of it has the tag. Reads are on their way together: one takes longer than
-// the rest of a step.
+// Reads this warp's eighth of ``live`` columns of a slot, once all of it has the tag. The reads are in flight together: one takes longer
+// than the rest of a step.
 DEVICE void receive(u8* state, const uint2* slot, int live, u32 tag, const Place& at) {
     constexpr int QUADS = SHARE / 4;                               // four units are 16 bytes of the exchange
     constexpr int EACH = (COLUMNS * QUADS + 31) / 32, TOGETHER = EACH < 8 ? EACH : 8;
@@ -127,7 +127,7 @@ DEVICE void receive(u8* state, const uint2* slot, int live, u32 tag, const Place
         }
     }
 }
-// The same of the initial states.
+// The same for the initial states.
 DEVICE void begin(u8* state, const u16* initial, int live, const Place& at) {
     for (int i = at.lane; i < live * (SHARE / 4); i += 32) {
         const int column = i / (SHARE / 4), four = i % (SHARE / 4);
@@ -136,7 +136,7 @@ DEVICE void begin(u8* state, const u16* initial, int live, const Place& at) {
     }
 }
 
-// The rows times the warp's eighth of the columns: partial sums [column][row].
+// Multiplies the rows by the warp's eighth of the columns: partial sums [column][row].
 DEVICE void multiply(float* sums, const uint4 (&w)[ROW_TILES][2 * CHUNKS], const u8* state, int live, const Place& at) {
     float acc[ROW_TILES][2][4];
     #pragma unroll
@@ -165,7 +165,7 @@ DEVICE void multiply(float* sums, const uint4 (&w)[ROW_TILES][2 * CHUNKS], const
     }
 }
 
-// A unit of a column: its number among the block's, and the column of the tile.
+// A unit of a column: its index in the block, and the column of the tile.
 struct Item {
     int unit, column;
 };
@@ -181,7 +181,7 @@ DEVICE void gates_of(float (&g)[GATES], const float (&sums)[WARPS][8 * SUM_PITCH
         for (int w = 0; w < WARPS; w++) g[i] += sums[w][item.column * SUM_PITCH + row];
     }
 }
-// ``in``: the products of the inputs; ``g``: those of the state; ``bias``: the recurrent one. ``c``: an LSTM's cell.
+// ``in``: the products of the inputs; ``g``: the products of the state; ``bias``: the recurrent bias. ``c``: an LSTM's cell.
 DEVICE float cell_step(const float (&in)[GATES], const float (&g)[GATES], const float (&bias)[GATES], float h, float& c) {
     if constexpr (CELL == 0) {
         c = sigmoid(in[2] + g[2] + bias[2]) * c + sigmoid(in[0] + g[0] + bias[0]) * tangent(in[3] + g[3] + bias[3]);
@@ -242,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_grid(const __grid_c
         #pragma unroll
         for (int t = 0; t < COLUMN_TILES; t++, turn ^= 1) {
             const int first = t * 8, live = min(8, p.batch - first);
-            float in[ITEMS][GATES];                // on their way while the state arrives
+            float in[ITEMS][GATES];                // in flight while the state arrives
             #pragma unroll
             for (int i = 0; i < ITEMS; i++) {
                 const Item item = item_of(threadIdx.x + i * THREADS);
@@ -256,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_grid(const __grid_c
             }
             if (multiplied) {
                 u8* const state = shared.state[at.warp];
-                __syncwarp();                      // its columns before are multiplied
+                __syncwarp();                      // the previous columns are multiplied
                 if (step > 0)
                     receive(state, exchange + ((step - 1) & 1) * slot_size + first * (HIDDEN / 2), live, epoch + step, at);
                 else
@@ -273,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_grid(const __grid_c
                     gates_of(g, shared.sums[turn], item, multiplied);
                     h[t][i] = cell_step(in[i], g, bias[i], h[t][i], c[t][i]);
                 }
-                const float next = __shfl_down_sync(0xffffffffu, h[t][i], 1);       // units are even in number: the same column
+                const float next = __shfl_down_sync(0xffffffffu, h[t][i], 1);       // the number of units is even: the same column
                 if (item.column >= live || item.unit % 2) continue;
                 const u32 both = pack2(h[t][i], next);
                 const int n = first + item.column, unit = own + item.unit;
@@ -296,6 +296,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_grid(const __grid_c
             if (CELL == 0) p.final_c[to] = pack1(c[t][i]);
         }
     }
-    // All blocks of the direction have read the epoch: this one has read what they sent later.
+    // All blocks of the direction have read the epoch: this block has read values that they sent later.
     if (at.part == 0 && threadIdx.x == 0) p.epoch[at.direction] = epoch + p.steps;
 }

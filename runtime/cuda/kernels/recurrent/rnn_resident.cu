@@ -1,19 +1,18 @@
-// LSTM, GRU and RNN of any size with everything that ONNX lets them have, all steps and directions in one launch: the recurrent matrix stays
-// in registers, in fp32.
+// LSTM, GRU and RNN of any size with all of ONNX's options, all steps and directions in one launch. The recurrent matrix stays in
+// registers, in fp32.
 //
-// A block owns UNITS hidden units of one direction and COLUMNS entries of the batch: an item. Where not all items run at once, blocks take
-// several, one after the other. LANES threads share a unit: each holds the weights
-// of all its gates for every LANES-th group of four units of the state, and their sums meet by shuffles. Then lane n computes the cell of
-// entry n. The state lies in shared memory.
+// An item is UNITS hidden units of one direction and COLUMNS entries of the batch. A block owns an item; where not all items run at once,
+// blocks take several in sequence. LANES threads share a unit: each holds the weights of all its gates for every LANES-th group of four
+// units of the state, and shuffles add their partial sums. Then lane n computes the cell of entry n. The state is in shared memory.
 //
-// Where one block holds all units (PARTS == 1), two buffers of the state take turns. Otherwise PARTS blocks exchange the state through L2: a
-// number and a tag are eight bytes that are written and read in one access, so there is no flag and no fence. Two slots suffice: a block
-// writes step t + 1 after it has read all of step t, whose writers had read all of step t - 1. Tags go on from launch to launch (``epoch``,
-// for each item). All blocks must be on the GPU at once: that launch is cooperative.
+// Where one block holds all units (PARTS == 1), the state alternates between two buffers. Otherwise PARTS blocks exchange the state through
+// L2. A value and a tag form eight bytes that are written and read in one access, so no flag and no fence is needed. Two slots suffice: a
+// block writes step t + 1 after it has read all of step t, whose writers had read all of step t - 1. Tags continue from launch to launch
+// (``epoch``, for each item). All blocks must be resident at once: that launch is cooperative.
 //
 // generated.cuh defines CELL (0 LSTM, 1 GRU, 2 RNN), HIDDEN, DIRECTIONS, REVERSE (of the first direction), UNITS, PARTS, LANES (a power of
 // two up to 32), COLUMNS, THREADS, WIDE (fp32), BFLOAT (bf16), WIDE_GATES (products of the inputs in fp32), HAS_BIAS, HAS_PEEPHOLES,
-// HAS_LENGTHS, HAS_INITIAL, COUPLED (an LSTM's forget gate is 1 - its input gate), RESET_FIRST (a GRU's reset gate comes before the
+// HAS_LENGTHS, HAS_INITIAL, COUPLED (an LSTM's forget gate is 1 - its input gate), RESET_FIRST (a GRU's reset gate is applied before the
 // product), and the activations.
 #include "element.cuh"
 
@@ -24,20 +23,20 @@ typedef Element Gate;
 #endif
 
 constexpr int GATES = CELL == 0 ? 4 : CELL == 1 ? 3 : 1;
-constexpr int SLICES = (HIDDEN + 4 * LANES - 1) / (4 * LANES);     // groups of four weights of a lane
+constexpr int SLICES = (HIDDEN + 4 * LANES - 1) / (4 * LANES);     // groups of four weights per lane
 constexpr int PITCH = SLICES * LANES * 4;                          // floats of an entry's state; zeros beyond HIDDEN
-constexpr int ROUNDS = (COLUMNS + LANES - 1) / LANES;              // entries of a lane
-constexpr int STATES = COLUMNS * PITCH;                            // floats of a buffer
+constexpr int ROUNDS = (COLUMNS + LANES - 1) / LANES;              // entries per lane
+constexpr int STATES = COLUMNS * PITCH;                            // floats per buffer
 constexpr int BUFFERS = PARTS == 1 ? 2 : 1;
 constexpr int EACH = (COLUMNS * HIDDEN + THREADS - 1) / THREADS;
-constexpr int TOGETHER = EACH < 8 ? EACH : 8;                      // reads of the exchange on their way at once
+constexpr int TOGETHER = EACH < 8 ? EACH : 8;                      // reads of the exchange in flight
 static_assert(LANES <= 32 && 32 % LANES == 0 && THREADS % 32 == 0 && UNITS * LANES <= THREADS, "a warp holds whole units");
 static_assert(UNITS * PARTS >= HIDDEN, "blocks own all units");
 
 struct Params {
     const Gate* gates;                             // [steps][batch][direction][gate][unit]: products of the inputs
     const Element* weights;                        // [direction][gate][unit][HIDDEN]
-    const Element* bias;                           // [direction][2][gate][unit], of which the second is the recurrent one
+    const Element* bias;                           // [direction][2][gate][unit]: input bias, recurrent bias
     const Element* peepholes;                      // [direction][3][unit]
     const int* lengths;                            // [batch]
     const Element* initial_h;                      // [direction][batch][unit]
@@ -45,14 +44,14 @@ struct Params {
     Element* output;                               // [steps][batch][direction][unit]
     Element* final_h;                              // [direction][batch][unit]
     Element* final_c;
-    u64* exchange;                                 // [state, gated state][slot][direction][batch][unit]: a number, and a tag above it
+    u64* exchange;                                 // [state, gated state][slot][direction][batch][unit]: a value in the low word, a tag in the high word
     u32* epoch;                                    // [item]: the last tag of earlier launches
     int steps, batch;
 };
 
 struct Place {                                     // of this thread
     int item, direction, part;
-    int first, count;                              // of the batch's entries
+    int first, count;                              // part of the batch
     int unit, lane;
     bool active, reverse;
 };
@@ -71,7 +70,7 @@ DEVICE Place place_of(const Params& p, int item, int groups) {
     return at;
 }
 
-// A thread's share of the matrix, and what its unit adds to the products.
+// A thread's share of the matrix, and the bias and peepholes of its unit.
 struct Weights {
     float w[GATES][SLICES][4];
     float bias[GATES], peephole[GATES];
@@ -108,7 +107,7 @@ DEVICE void load_vectors(Weights& own, const Params& p, const Place& at) {
     }
 }
 
-// The gates FIRST to LAST - 1 of the thread's unit, of one entry's state. All lanes of a unit get them.
+// The products FIRST to LAST - 1 of the thread's unit with one entry's state. All lanes of a unit get them.
 template <int FIRST, int LAST> DEVICE void multiply(float (&sums)[GATES], const Weights& own, const float* state, const Place& at) {
     #pragma unroll
     for (int g = FIRST; g < LAST; g++) sums[g] = 0.0f;
@@ -127,7 +126,7 @@ template <int FIRST, int LAST> DEVICE void multiply(float (&sums)[GATES], const 
         for (int g = FIRST; g < LAST; g++) sums[g] += __shfl_xor_sync(0xffffffffu, sums[g], m);
     }
 }
-// The same of entries round * LANES .. round * LANES + LANES - 1: lane n gets those of the n-th.
+// The same for entries round * LANES .. round * LANES + LANES - 1: lane n gets the products of the n-th.
 template <int FIRST, int LAST>
 DEVICE void multiply_round(float (&mine)[GATES], const Weights& own, const float* states, int round, const Place& at) {
     constexpr int MOST = COLUMNS < LANES ? COLUMNS : LANES;
@@ -141,7 +140,8 @@ DEVICE void multiply_round(float (&mine)[GATES], const Weights& own, const float
     }
 }
 
-// ``in``: the products of the inputs; ``g``: those of the state. ``update``: a GRU's update gate where it is known. ``c``: an LSTM's cell.
+// ``in``: the products of the inputs; ``g``: the products of the state. ``update``: a GRU's update gate, if already computed. ``c``: an
+// LSTM's cell.
 DEVICE float cell_step(const Gate (&in)[GATES], const float (&g)[GATES], const Weights& own, float update, float h, float& c, int d) {
     float x[GATES];
     #pragma unroll
@@ -163,10 +163,10 @@ DEVICE float cell_step(const Gate (&in)[GATES], const float (&g)[GATES], const W
 
 // A thread's entry of the batch in a round.
 struct Entry {
-    int number, length;                            // in the batch; steps
+    int number, length;                            // index in the batch; steps
     bool mine;
     float h, c, update;
-    Gate in[GATES];                                // of the next step, on their way; widened where they are used
+    Gate in[GATES];                                // inputs of the next step, in flight; widened at their use
 };
 DEVICE int position_of(const Entry& e, int step, bool reverse) {
     return reverse && step < e.length ? e.length - 1 - step : step;
@@ -196,18 +196,18 @@ DEVICE void begin(Entry& e, const Params& p, const Place& at, int round) {
 
 // ---- the exchange ----------------------------------------------------------------------------------------------------------------
 
-// The numbers of a direction in slot ``step % 2``. ``kind``: 0 states, 1 states times reset gates.
+// The values of a direction in slot ``step % 2``. ``kind``: 0 states, 1 states times reset gates.
 DEVICE u64* slot_of(const Params& p, const Place& at, int kind, int step) {
     return p.exchange + (i64((kind * 2 + (step & 1)) * DIRECTIONS + at.direction) * p.batch) * HIDDEN;
 }
 DEVICE void give(u64* slot, const Entry& e, int unit, float value, u32 tag) {
     *reinterpret_cast<volatile u64*>(slot + i64(e.number) * HIDDEN + unit) = u64(tag) << 32 | __float_as_uint(value);
 }
-// All units of the block's entries, once they have the tag.
+// Reads all units of the block's entries, once they have the tag.
 DEVICE void receive(float* states, const u64* slot, u32 tag, const Place& at) {
     const u64* from = slot + i64(at.first) * HIDDEN;
     const int items = at.count * HIDDEN;
-    __syncwarp();                                  // every lane has given what others wait for
+    __syncwarp();                                  // every lane has written what other blocks wait for
     for (int i = threadIdx.x; i < items; i += THREADS * TOGETHER) {
         u64 v[TOGETHER];
         for (bool there = false; !there;) {
@@ -228,7 +228,7 @@ DEVICE void receive(float* states, const u64* slot, u32 tag, const Place& at) {
 
 // ---- a step ----------------------------------------------------------------------------------------------------------------------
 
-// A GRU whose reset gate comes before the product: the update gates, and the states times the reset gates.
+// A GRU whose reset gate is applied before the product: computes the update gates, and the states times the reset gates.
 DEVICE void reset_states(Entry (&entries)[ROUNDS], const Weights& own, const float* now, float* gated, const Params& p, const Place& at,
                          int step, u32 tag) {
     #pragma unroll
@@ -276,7 +276,7 @@ DEVICE void run(const Params& p, const Weights& own, const Place& at, float* sta
         float* const now = states + step % BUFFERS * STATES;
         float* const next = states + (step + 1) % BUFFERS * STATES;
         if (PARTS > 1 && step > 0) {
-            __syncthreads();                       // nobody reads the states before
+            __syncthreads();                       // nobody reads the previous states
             receive(now, slot_of(p, at, 0, step - 1), epoch + step, at);
             __syncthreads();
         }
@@ -306,7 +306,7 @@ DEVICE void run(const Params& p, const Weights& own, const Place& at, float* sta
         p.final_h[to] = narrow<Element>(e.h);
         if (CELL == 0) p.final_c[to] = narrow<Element>(e.c);
     }
-    // All blocks that share it have read the epoch: this one has read what they sent later.
+    // All blocks of the item have read the epoch: this block has read values that they sent later.
     if (PARTS > 1 && at.part == 0 && threadIdx.x == 0) *own_epoch = epoch + p.steps;
     __syncthreads();
 }

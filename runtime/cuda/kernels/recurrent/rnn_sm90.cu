@@ -1,21 +1,21 @@
 // LSTM and GRU as one persistent launch over all layers and time steps: weights stay in registers, layers run as a wavefront.
 //
-// A cluster of RANKS blocks holds one matrix of one layer: either the input's (kind 0, "projection") or the recurrent one (kind 1,
-// "recurrence"). A block owns 32 hidden units, a warp four, whose four gates are the sixteen rows of an m16n8k16 product: row
-// 4 * gate + unit. The warp's share of the matrix, 16 rows x K, lies in its registers as mma.sync fragments for the whole
-// launch. K is walked in chunks of 32: lane t of four takes elements 8 t .. 8 t + 7 of a chunk, which the packed weights know.
+// A cluster of RANKS blocks holds one matrix of one layer: the input's (kind 0, "projection") or the recurrent one (kind 1, "recurrence").
+// A block owns 32 hidden units and a warp four. The four gates of four units are the sixteen rows of an m16n8k16 product: row
+// 4 * gate + unit. The warp's share of the matrix, 16 rows x K, stays in its registers as mma.sync fragments for the whole launch. K is
+// walked in chunks of 32: lane t of four takes elements 8 t .. 8 t + 7 of a chunk, and the weights are packed in this order.
 //
 // Warps 0-7 multiply. Warp 8 stores results and raises flags: a release at device scope takes longer than the rest of a step. In a
-// projection warps 9-11 bring the inputs into a ring.
+// projection, warps 9-11 load the inputs into a ring.
 //
-// Recurrence: h travels to all blocks of the cluster through distributed shared memory (st.async, counted by the receiver's
-// mbarrier); two buffers suffice, since a block sends step t + 1 only after it has received all of step t. Projection: runs ahead
-// of its recurrence, or behind that of the layer before, and passes gate values through global memory with release/acquire
-// flags. Dependencies go from lower to higher cluster indices only, so the launch makes progress even where not all clusters
-// are resident at once. Flags must be zero at the start: rnn_reset goes before.
+// Recurrence: h goes to all blocks of the cluster through distributed shared memory (st.async, counted by the receiver's mbarrier). Two
+// buffers suffice, since a block sends step t + 1 only after it has received all of step t. Projection: it runs ahead of its recurrence,
+// or behind the recurrence of the previous layer, and passes gate values through global memory with release/acquire flags. Dependencies go
+// from lower to higher cluster indices only, so the launch makes progress even where not all clusters are resident at once. Flags must be
+// zero at the start: rnn_reset runs before.
 //
 // generated.cuh defines CELL (0 LSTM, 1 GRU), RANKS (hidden size / 32), INPUT_CHUNKS (input size / 32, rounded up), TILES (columns of a
-// recurrence's part of the batch / 8), INPUT_TILES (of the whole batch, which a projection takes), INPUT_STAGES, HAS_INITIAL and REVERSE.
+// recurrence's part of the batch / 8), INPUT_TILES (columns of the whole batch / 8, for a projection), INPUT_STAGES, HAS_INITIAL and REVERSE.
 #include "ptx.cuh"
 #include "generated.cuh"
 
@@ -30,21 +30,21 @@ struct Params {
     const float4* bias;                            // [layer][unit]: four gates
     const u16* initial_h;                          // [layer][batch][unit]
     const u16* initial_c;
-    u16* hidden;                                   // [layer - 1][steps][batch][unit]: what inner layers give
+    u16* hidden;                                   // [layer - 1][steps][batch][unit]: outputs of the inner layers
     u16* output;                                   // [steps][batch][unit] of the last layer
     u16* final_h;                                  // [layer][batch][unit]
     u16* final_c;
     float4* gates;                                 // [layer][steps][rank][batch][unit of 32]
     u32* progress;                                 // [cluster][rank]: finished steps
-    int steps, batch, inputs, layers, groups;      // groups: parts of the batch, a recurrence cluster each
+    int steps, batch, inputs, layers, groups;      // groups: parts of the batch, with one recurrence cluster each
 };
 
 DEVICE void store_release(u32* at, u32 value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
-// What racecheck follows. Its hazards are judged by barriers at which every thread arrives, all at one instruction; of the two protocols
-// below it sees neither a warp that stands behind its one lane that arrives, nor a named barrier that two roles reach in code of their
-// own. RACECHECK (benchmarks/kinds/sanitize.py) puts an mbarrier of all threads in their place: the same waits, at the same points.
+// A form of the protocols that racecheck can follow. It judges hazards by barriers at which every thread arrives, all at one instruction. It
+// does not understand two protocols below: one lane that arrives for its warp, and a named barrier that two roles reach in different code.
+// RACECHECK (benchmarks/kinds/sanitize.py) replaces both by an mbarrier of all threads: the same waits, at the same points.
 #ifdef RACECHECK
 constexpr int RING_ARRIVALS = COMPUTE;
 DEVICE void leave_stage(u32 barrier, int) { barrier_arrive(barrier); }
@@ -78,7 +78,7 @@ DEVICE void shared_half(u32 address, u16 v) { asm volatile("st.shared.b16 [%0], 
 DEVICE void shared_words_store(u32 address, const uint4& v) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-DEVICE void copy_async(u32 target, const void* source, int bytes) {     // 16 bytes, those past ``bytes`` become zero
+DEVICE void copy_async(u32 target, const void* source, int bytes) {     // 16 bytes; bytes from ``bytes`` on become zero
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
 }
 DEVICE void mma(float (&d)[4], const uint4& a, u32 b0, u32 b1) {
@@ -90,7 +90,7 @@ DEVICE void mma(float (&d)[4], const uint4& a, u32 b0, u32 b1) {
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
-DEVICE float tangent(float x) {                    // within 1e-7, for any x
+DEVICE float tangent(float x) {                    // accurate to 1e-7, for any x
     const float e = __expf(-2.0f * fabsf(x));
     return copysignf(__fdividef(1.0f - e, 1.0f + e), x);
 }
@@ -98,12 +98,12 @@ DEVICE float tangent(float x) {                    // within 1e-7, for any x
 struct Place {                                     // of this thread
     int layer, kind, group, rank, warp, lane, row, quad;
     int first, count;                              // its cluster's part of the batch
-    u32* flag;                                     // its block's
-    int unit, pick;                                // hidden unit within the block; which of two columns it takes
+    u32* flag;                                     // flag of its block
+    int unit, pick;                                // hidden unit within the block; the column of a pair that it takes
 };
 
 template <int CHUNKS> DEVICE void load_weights(uint4 (&w)[2 * CHUNKS], const Params& p, const Place& at) {
-    // Before this matrix: the layer-0 projection, then RANKS chunks for every other one.
+    // Chunks before this matrix: INPUT_CHUNKS of the layer-0 projection, RANKS of every other matrix.
     const int matrix = at.layer * 2 + at.kind;
     const long long before = matrix == 0 ? 0 : (long long)INPUT_CHUNKS + (matrix - 1) * RANKS;
     const uint4* from = p.weights + before * (RANKS * 8 * 2 * 32) + (at.rank * 8 + at.warp) * (2 * CHUNKS * 32) + at.lane;
@@ -111,12 +111,12 @@ template <int CHUNKS> DEVICE void load_weights(uint4 (&w)[2 * CHUNKS], const Par
     for (int i = 0; i < 2 * CHUNKS; i++) w[i] = __ldg(from + i * 32);
 }
 
-// Sixteen rows times COUNT tiles of eight columns from tile ``first`` on, interleaved: one's operands arrive while the other multiplies. Then
-// each lane has the four gates of its unit in column tile * 8 + 2 * quad + pick.
+// Multiplies sixteen rows by COUNT tiles of eight columns from tile ``first`` on. The tiles are interleaved: operands of one arrive while the
+// other multiplies. Then each lane has the four gates of its unit in column tile * 8 + 2 * quad + pick.
 template <int CHUNKS, int COUNT>
 DEVICE void multiply(float4 (&gates)[COUNT], const uint4 (&w)[2 * CHUNKS], u32 operand, u32 column_stride, u32 chunk_stride, int first,
                      int live, const Place& at) {
-    constexpr int CHAINS = COUNT == 1 ? 4 : 2;     // independent accumulators of a tile that hide mma's latency
+    constexpr int CHAINS = COUNT == 1 ? 4 : 2;     // independent accumulators of a tile hide mma's latency
     float acc[COUNT][CHAINS][4];
     #pragma unroll
     for (int i = 0; i < COUNT * CHAINS * 4; i++) (&acc[0][0][0])[i] = 0.0f;
@@ -154,12 +154,12 @@ DEVICE void multiply(float4 (&gates)[COUNT], const uint4 (&w)[2 * CHUNKS], u32 o
     }
 }
 
-// The flags of a layer's projection, and of the first of its recurrences.
+// The flags of a layer's projection, or of its first recurrence.
 DEVICE u32* flags_of(const Params& p, int layer, int kind) {
     return p.progress + (layer * (1 + p.groups) + kind) * RANKS;
 }
 
-DEVICE long long gate_index(const Params& p, const Place& at, int step, int n) {       // n counts from the batch's first
+DEVICE long long gate_index(const Params& p, const Place& at, int step, int n) {       // n: entry of the whole batch
     return ((((long long)at.layer * p.steps + step) * RANKS + at.rank) * p.batch + n) * 32 + at.unit;
 }
 
@@ -211,7 +211,7 @@ template <int CHUNKS> DEVICE void fetch_inputs(const Params& p, const Place& at,
     const int width = at.layer == 0 ? p.inputs : HIDDEN, own = threadIdx.x - COMPUTE - 32;
     const u16* input = at.layer == 0 ? p.input : p.hidden + (long long)(at.layer - 1) * p.steps * p.batch * HIDDEN;
     const u32* before = flags_of(p, at.layer - 1, 1);
-    int known = at.layer == 0 ? p.steps : 0;       // steps that the layer before has finished
+    int known = at.layer == 0 ? p.steps : 0;       // steps that the previous layer has finished
     for (int tile = 0, stage = 0, parity = 1; tile < t.tiles; tile++) {
         if (tile >= INPUT_STAGES) barrier_wait(base + 64 + 8 * stage, parity);
         const int need = min(p.steps, (tile + 1) * t.span);
@@ -247,14 +247,14 @@ DEVICE void publish_projection(const Params& p, const Place& at) {
 
 // ---- recurrence ------------------------------------------------------------------------------------------------------------------
 
-// base: two barriers; h at base + 128, then this block's own part of it, twice each.
+// base: two barriers; at base + 128 two buffers of h, then two buffers of this block's own part of h.
 DEVICE void recur(const Params& p, const Place& at, u32 base) {
     const u32 full = base, hidden = base + 128, staging = hidden + 2 * HIDDEN_BYTES;
     uint4 w[2 * RANKS];
     load_weights<RANKS>(w, p, at);
     grid_dependency_wait();
     const u32* flag = flags_of(p, at.layer, 0) + at.rank;
-    const long long state = ((long long)at.layer * p.batch + at.first) * HIDDEN;       // of this cluster in the states' arrays
+    const long long state = ((long long)at.layer * p.batch + at.first) * HIDDEN;       // offset of this cluster in the state arrays
     float c[TILES], h[TILES];
     #pragma unroll
     for (int i = 0; i < TILES; i++) {
@@ -276,7 +276,7 @@ DEVICE void recur(const Params& p, const Place& at, u32 base) {
 
     u32 known = 0;
     float4 in[TILES];
-    auto fetch = [&](int step) {                   // what the projection computed for this warp's units
+    auto fetch = [&](int step) {                   // loads the projection's results for this warp's units
         if (known <= u32(step)) {
             for (int tries = 0; ; tries++) {
                 u32 value = 0;
@@ -297,7 +297,7 @@ DEVICE void recur(const Params& p, const Place& at, u32 base) {
     fetch(0);
     for (int step = 0; step < p.steps; step++) {
         const int buffer = step & 1;
-        const u32 own = staging + buffer * COLUMNS * 64;       // two: a slow warp may still read the one of the step before
+        const u32 own = staging + buffer * COLUMNS * 64;       // two buffers: a slow warp may still read the previous step's
         if (step > 0) {
             barrier_wait_cluster(full + 8 * buffer, ((step - 1) >> 1) & 1);
             if (threadIdx.x == 0 && step + 2 < p.steps) barrier_expect(full + 8 * buffer, RANKS * at.count * 64);
@@ -326,7 +326,7 @@ DEVICE void recur(const Params& p, const Place& at, u32 base) {
         }
         meet_publisher(base, step);
         if (step + 1 < p.steps) {
-            // Neighbouring lanes send neighbouring pieces to one peer; peers are begun with in turn.
+            // Neighbouring lanes send neighbouring pieces to one peer; each rank starts with a different peer.
             const u32 target = hidden + (buffer ^ 1) * HIDDEN_BYTES + at.rank * COLUMNS * 64, pieces = at.count * 4;
             for (u32 i = threadIdx.x; i < pieces * RANKS; i += COMPUTE) {
                 const u32 peer = (i / pieces + at.rank) % RANKS, piece = i % pieces;
@@ -401,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_sm90(const __grid_c
     }
     __syncthreads();
     cluster_arrive();
-    cluster_wait();                                // the peers run, and their barriers are set up
+    cluster_wait();                                // the peers run and their barriers are initialized
     if (at.warp < COMPUTE / 32) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         if (at.kind)
