@@ -7,7 +7,7 @@
 // Norms become factors of rows and columns of the scores. Then the warps add their sums in a fixed order, compute the softmax of a row each,
 // and multiply it with the values of their own tokens.
 //
-// attention_channels.cuh says what generated.cuh defines.
+// generated.cuh: see attention_channels.cuh.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"

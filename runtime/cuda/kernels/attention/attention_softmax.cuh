@@ -11,7 +11,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 constexpr bool KEEPS_MAXIMA = FACTORS != 2 && !(MASK && MASK_ROWS == 2);
 constexpr float MOST = 16384.0f;                   // bound of a thread's sum of weights for a row and tile
-constexpr float ROOM = KEEPS_MAXIMA && !ONE_TILE ? 6.0f : 0.0f;    // weights begin at 2^-ROOM, so that a row may grow by 2^20; smaller weights stay exact enough
+constexpr float ROOM = KEEPS_MAXIMA && !ONE_TILE ? 6.0f : 0.0f;    // weights begin at 2^-ROOM, so that a row may grow by 2^20; smaller ones stay exact enough
 #define NOTHING __int_as_float(0xff800000)         // the maximum of a row that has seen no key
 constexpr int EIGHTS = BLOCK_KEYS / 8;             // of keys
 constexpr int MIDDLE = EIGHTS / 2;                 // groups before it are packed while the exponentials of the others are computed

@@ -1,7 +1,7 @@
 // The results of attention between channels from partial scores (channel_sums.cu). Each block adds the parts of a head and computes the
 // softmax. It multiplies this with the values of WARPS x 16 tokens, then of the tokens gridDim.x x WARPS x 16 further, and so on.
 //
-// attention_channels.cuh says what generated.cuh defines.
+// generated.cuh: see attention_channels.cuh.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"

@@ -1,9 +1,9 @@
-// The sum of a small array over the GPUs of one host, in one launch: each GPU pushes its part into the inboxes of all others, and adds what
-// it finds in its own, in the order of the ranks. So all GPUs get the same bits.
+// The sum of a small array over the GPUs of one host, in one launch: each GPU pushes its part into the inboxes of all others, and adds the
+// parts in its own inbox in rank order. So all GPUs get the same bits.
 //
-// Block b of a GPU works with block b of each other GPU, and with no other block. Epochs count the launches of a block. Inboxes have two
-// slots, which take turns: a block that sees the flag of epoch e + 1 knows that the other one has left epoch e, whose slot epoch e + 2
-// overwrites. A flag is released to, and acquired from, the whole system. Waits end after LIMIT, or when the host says so: then this GPU
+// Block b of a GPU communicates with block b of each other GPU, and with no other block. Epochs count the launches of a block. Inboxes
+// alternate between two slots: a block that sees the flag of epoch e + 1 knows that the sender has left epoch e, whose slot epoch e + 2
+// overwrites. A flag is released to, and acquired from, the whole system. Waits end after LIMIT, or when the host requests it. Then this GPU
 // does not wait any more, its results are wrong, and the host raises an error.
 //
 // generated.cuh defines WORLD, WIDE (fp32), BFLOAT (bf16), BLOCKS (most blocks) and LIMIT (nanoseconds).
@@ -11,16 +11,16 @@
 #include "packets.cuh"
 
 constexpr u32 THREADS = 256, VECTOR = 16 / sizeof(Element);
-constexpr u32 CHUNK = THREADS * 16;                // bytes of a block
+constexpr u32 CHUNK = THREADS * 16;                // bytes per block
 constexpr u32 FLAGS = 1 << 16;                     // bytes before the inboxes
 static_assert(WORLD >= 2 && WORLD * BLOCKS * 4 <= FLAGS, "a flag for each block of each rank");
 
 struct Params {
     const Element* x;
     Element* y;
-    char* memory[WORLD];                           // of each rank: flags [rank][block], then inboxes [rank][slot][block][CHUNK]
+    char* memory[WORLD];                           // per rank: flags [rank][block], then inboxes [rank][slot][block][CHUNK]
     u32* epochs;                                   // [block], then whether this GPU has given up
-    u32* word;                                     // in the host's memory: not 0 where waits are to end
+    u32* word;                                     // in the host's memory: nonzero where waits must end
     u32 count, rank;
 };
 
@@ -29,7 +29,7 @@ union Words {
     Element at[VECTOR];
 };
 
-DEVICE uint4 fresh(const char* at) {               // not from L1, which another GPU's writes do not reach
+DEVICE uint4 fresh(const char* at) {               // bypasses L1: writes of another GPU do not reach it
     uint4 v;
     asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
     return v;
@@ -39,7 +39,7 @@ DEVICE char* inbox(char* memory, u32 from, u32 slot) {
     return memory + FLAGS + u64((from * 2 + slot) * BLOCKS + blockIdx.x) * CHUNK + threadIdx.x * 16;
 }
 
-// Wait for a rank's flag of this epoch; false where that took too long.
+// Waits for a rank's flag of this epoch; false after the limit.
 DEVICE bool arrived(const u32* flag, u32 epoch, const u32* word) {
     const u64 start = nanoseconds();
     for (u32 k = 1; word_now(flag) != epoch; ++k) {

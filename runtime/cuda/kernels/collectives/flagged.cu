@@ -1,31 +1,31 @@
-// Sums and gathers of small arrays over the GPUs of one host, in one launch and one way over the link: each GPU pushes its part into the
-// inboxes of all others in packets that carry their own flags (packets.cuh), and takes theirs from its own. A sum adds in the order of
-// the ranks, so all GPUs get the same bits.
+// Sums and gathers of small arrays over the GPUs of one host, in one launch and one trip over the link: each GPU pushes its part into the
+// inboxes of all others, in packets that carry their own flags (packets.cuh), and reads the parts of the others from its own inbox. A sum adds
+// in rank order, so all GPUs get the same bits.
 //
-// A thread works with the thread of its number on each other GPU, and with no other thread. The flag is the epoch, which counts the launches
-// of a block. Inboxes have two slots, which take turns: a GPU that sends epoch e + 1 has ended the launch of epoch e, and this one has taken
-// packets of epoch e + 1 before it overwrites the slot of epoch e with those of e + 2. Waits end after LIMIT, or when the host says so:
-// then this GPU hardly waits any more, the results are wrong, and the host raises an error. The host's word is looked at seldom: thousands
-// of threads that read it together would take a tenth of a millisecond.
+// A thread communicates with the thread of the same index on each other GPU, and with no other thread. The flag is the epoch, which counts the
+// launches of a block. Inboxes alternate between two slots. A GPU that sends epoch e + 1 has ended the launch of epoch e; this GPU has read the
+// packets of epoch e + 1 before it overwrites the slot of epoch e with epoch e + 2. Waits end after LIMIT, or when the host requests it. Then
+// this GPU hardly waits any more, the results are wrong, and the host raises an error. The host's word is polled rarely: thousands of threads
+// that read it together would take a tenth of a millisecond.
 //
-// generated.cuh defines WORLD, GATHER (else a sum), WIDE (fp32), BFLOAT (bf16), BLOCKS (most blocks), INBOXES (bytes before the
+// generated.cuh defines WORLD, GATHER (otherwise a sum), WIDE (fp32), BFLOAT (bf16), BLOCKS (most blocks), INBOXES (bytes before the
 // inboxes) and LIMIT (nanoseconds).
 #include "element.cuh"
 #include "packets.cuh"
 
-constexpr u32 THREADS = 256, COUNT = 8 / sizeof(Element);      // elements of a thread
+constexpr u32 THREADS = 256, COUNT = 8 / sizeof(Element);      // elements per thread
 constexpr u32 CHUNK = THREADS * 16;                // bytes of a block's packets
 
 struct Params {
     const Element* x;
     Element* y;                                    // gathered: [rank][count]
-    char* memory[WORLD];                           // of each rank: packets [rank][slot][block][thread] behind INBOXES
+    char* memory[WORLD];                           // per rank: packets [rank][slot][block][thread] after INBOXES
     u32* epochs;                                   // [block], then whether this GPU has given up
-    u32* word;                                     // in the host's memory: not 0 where waits are to end
+    u32* word;                                     // in the host's memory: nonzero where waits must end
     u32 count, rank;
 };
 
-// Element i of two words; an empty one is put.
+// Element i of two words; put_element() needs zero in its place.
 #if WIDE
 DEVICE Element element(const uint2& words, u32 i) { return __uint_as_float(i == 0 ? words.x : words.y); }
 DEVICE void put_element(uint2& words, u32 i, Element v) { (i == 0 ? words.x : words.y) = __float_as_uint(v); }
@@ -42,7 +42,7 @@ DEVICE char* packet(char* memory, u32 from, u32 slot) {
     return memory + INBOXES + u64((from * 2 + slot) * BLOCKS + blockIdx.x) * CHUNK + threadIdx.x * 16;
 }
 
-// Take the packets of all other ranks, or give up.
+// Reads the packets of all other ranks, or gives up.
 DEVICE void receive(uint2 (&parts)[WORLD], char* mine, u32 slot, u32 epoch, const Params& p) {
     u64 start = 0;
     for (u32 k = 1;; ++k) {

@@ -1,12 +1,12 @@
-// What GPUs of one host write into one another's memory: packets of two words of data, each beside a flag. Eight bytes that are written
-// at once are seen at once, so a word whose flag has come has come as well, and no fence is needed.
+// Packets that the GPUs of one host write into one another's memory: two words of data, each beside a flag. Eight bytes that are written in
+// one access are seen together, so a word has arrived when its flag has, and no fence is needed.
 #pragma once
 
 DEVICE void put_packet(char* at, const uint2& data, u32 flag) {
     asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(at), "r"(data.x), "r"(flag), "r"(data.y) : "memory");
 }
 
-// Whether the packet with this flag is there, and its data. Past L1, which another GPU's writes do not reach.
+// Whether the packet with this flag has arrived, and its data. Bypasses L1: writes of another GPU do not reach it.
 DEVICE bool take_packet(uint2& data, const char* at, u32 flag) {
     u32 first, second;
     asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -1,4 +1,4 @@
-// Counts in global memory that blocks of a grid tell one another by. For kernels on ptx.cuh and for general ones.
+// Counters in global memory by which blocks of a grid signal one another. For kernels on ptx.cuh and for general kernels.
 #pragma once
 
 DEVICE u32 load_acquire(const u32* count) {

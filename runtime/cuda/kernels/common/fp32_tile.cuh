@@ -1,22 +1,22 @@
 // The inner part of products in true fp32 on scalar units (conv_fp32.cu, and generated matrix products): copies into a ring of tiles, and
-// a block's multiply-adds on them. Operands lie K-major, [K][pixels or rows] and [K][channels or columns], so that four neighbours are
+// a block's multiply-adds on them. Operands are K-major, [K][pixels or rows] and [K][channels or columns], so that four neighbours are
 // one 16-byte load. A warp takes 4 TM x 8 TN of the results, a thread TM x TN.
 //
-// Defined before: BM, BN, TM, TN (4 or 8), BK (a multiple of 8), STAGES, EARLY, B_PAD (elements between the rows of the second operand);
-// DEVICE, u32, u64.
+// The including text defines BM, BN, TM, TN (4 or 8), BK (a multiple of 8), STAGES, EARLY, B_PAD (elements between the rows of the second
+// operand); DEVICE, u32, u64.
 #pragma once
 
 constexpr int WARPS_M = BM / (4 * TM), WARPS_N = BN / (8 * TN), THREADS = 32 * WARPS_M * WARPS_N;
-constexpr int A_PITCH = BM + 4;                    // lane l writes row l % 8: four banks further each
+constexpr int A_PITCH = BM + 4;                    // lane l writes row l % 8: rows are four banks apart
 constexpr int B_PITCH = BN + B_PAD;
 constexpr int STAGE = BK * (A_PITCH + B_PITCH);    // floats
-constexpr int ROWS = BM * 8 / THREADS;             // rows of the first operand that a thread copies, each at BK / 8 places of K
+constexpr int ROWS = BM * 8 / THREADS;             // rows of the first operand that a thread copies, each at BK / 8 positions of K
 constexpr int CHUNKS = BK * BN / 4 / THREADS;      // 16-byte pieces of the second operand that a thread copies
 constexpr int EACH = THREADS / (BN / 4);           // rows of K between them
 
-// The element ``at`` behind ``source``; zero where ``at`` is negative.
+// Copies element ``at`` of ``source``; zero where ``at`` is negative.
 DEVICE void copy_4(u32 target, const float* source, int at) {
-    u64 address;                                   // by one instruction, where the compiler would take four
+    u64 address;                                   // by one instruction, where the compiler would use four
     asm("mad.wide.s32 %0, %1, 4, %2;" : "=l"(address) : "r"(at), "l"(source));
     asm volatile("{.reg .pred p; setp.lt.s32 p, %2, 0; cp.async.ca.shared.global [%0], [%1], 4, p;}" ::"r"(target), "l"(address), "r"(at) : "memory");
 }
@@ -26,8 +26,8 @@ DEVICE void copy_16(u32 target, const float* source, bool valid) {
 DEVICE void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 DEVICE void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory"); }
 
-// The first row and column of a thread: TM rows are four neighbours, then four 16 further; TN columns the same, 32 further. Lanes lie so
-// that a quarter of a warp reads few 16-byte words of either operand.
+// The first row and column of a thread. Its TM rows are four neighbours, then four more 16 further; its TN columns the same, 32 further. The
+// lanes are arranged so that a quarter warp reads few 16-byte words of either operand.
 DEVICE int own_row() {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     return warp % WARPS_M * 4 * TM + ((lane >> 3 & 2) | (lane & 1)) * 4;
@@ -39,16 +39,16 @@ DEVICE int own_column() {
 constexpr int __device__ row_of(int i) { return i / 4 * 16 + i % 4; }
 constexpr int __device__ column_of(int j) { return j / 4 * 32 + j % 4; }
 
-// Loads four elements of shared memory by one instruction. NVRTC may split a plain vector load, and join its parts differently from run to
-// run. (shared_load of ptx.cuh is not known to the text that includes this file.)
+// Loads four elements of shared memory by one instruction. NVRTC may split a plain vector load, and combine its parts differently from run to
+// run. (shared_load of ptx.cuh is unknown to the text that includes this file.)
 DEVICE void fetch_4(float* to, u32 at) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3]) : "r"(at) : "memory");
 }
 
-// A block's multiply-adds over ``steps`` stages of the ring, of which STAGES - 1 are on their way; load(stage) sends for the next one. With
-// EARLY the barrier between two steps stands before the last products of the first, which hide it.
+// A block's multiply-adds over ``steps`` stages of the ring. STAGES - 1 stages are in flight; load(stage) requests the next one. With EARLY
+// the barrier between two steps precedes the last products of the first step, which hide it.
 template <class Load> DEVICE void multiply_ring(float (&acc)[TM][TN], const float* shared, int steps, const Load& load) {
-    float x[2][TM], y[2][TN];                      // of this place of K, and of the next
+    float x[2][TM], y[2][TN];                      // of the current position of K, and of the next
     const u32 base = u32(__cvta_generic_to_shared(shared)), a = base + own_row() * 4, b = base + (BK * A_PITCH + own_column()) * 4;
     auto fetch = [&](int at, int k) {
         #pragma unroll
@@ -60,7 +60,7 @@ template <class Load> DEVICE void multiply_ring(float (&acc)[TM][TN], const floa
     for (int i = 0; i < TM * TN; i++) acc[i / TN][i % TN] = 0.0f;
     auto next_step = [&](int at) {
         await_copies();
-        __syncthreads();                           // the next step has landed for all; the one before it has been read by all
+        __syncthreads();                           // the next step has landed for all threads; all have read the previous step
         fetch(at, 0);
     };
     int at = 0, fill = STAGES - 1;
@@ -75,7 +75,7 @@ template <class Load> DEVICE void multiply_ring(float (&acc)[TM][TN], const floa
         #pragma unroll
         for (int k = 0; k < BK; k++) {
             if (k + 1 < BK) fetch(at, k + 1);
-            else if (EARLY) next_step(next);       // behind the last step: of no use, and of no harm
+            else if (EARLY) next_step(next);       // after the last step: useless, but harmless
             #pragma unroll
             for (int i = 0; i < TM; i++)
                 #pragma unroll

@@ -1,3 +1,3 @@
-// A kernel that is generated as a whole (see optdnn/tactics/cuda): general.cuh is what it builds on.
+// The base of a kernel whose body is generated (see optdnn/kernels/launch.py): general.cuh has its building blocks.
 #include "general.cuh"
 #include "generated.cuh"

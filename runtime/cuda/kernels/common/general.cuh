@@ -1,4 +1,4 @@
-// What the general kernels share: element types, their conversion to and from the type of arithmetic, dependent launch.
+// Shared by the general kernels: element types, their conversion to and from the type of arithmetic, dependent launch.
 //
 // 16-bit floats are stored as structs of their bits and computed in float; every conversion to a narrower type rounds to nearest
 // even, once. The kernels of this family run on every architecture from sm_80 on and read any strides.
@@ -19,14 +19,14 @@ typedef long long i64;
 struct f16 { u16 bits; };
 struct bf16 { u16 bits; };
 struct boolean { u8 bits; };
-struct e4m3 { u8 bits; };       // 8-bit floats: no infinity, NaN is 0x7f; and IEEE's way
+struct e4m3 { u8 bits; };       // 8-bit floats without infinities, NaN is 0x7f; below: with IEEE's special values
 struct e5m2 { u8 bits; };
-struct i4 { u8 bits; };         // elements of less than a byte, each in the low bits of its own
+struct i4 { u8 bits; };         // elements of less than a byte, each in the low bits of a byte
 struct u4 { u8 bits; };
 struct i2 { u8 bits; };
 struct u2 { u8 bits; };
-// Floats of 8 and fewer bits without infinities: MANTISSA bits after the point, the sign at bit SIGN. FNUZ ones have no negative
-// zero: its code is NaN; others have no NaN.
+// Floats of 8 or fewer bits without infinities: MANTISSA bits after the point, the sign at bit SIGN. FNUZ formats have no negative zero: its
+// code is NaN; the others have no NaN.
 template <int MANTISSA, int BIAS, int SIGN, bool FNUZ> struct Tiny { u8 bits; };
 typedef Tiny<3, 8, 7, true> e4m3fnuz;
 typedef Tiny<2, 16, 7, true> e5m2fnuz;
@@ -37,7 +37,7 @@ struct e8m0 { u8 bits; };       // powers of two
 typedef float f32;
 typedef double f64;
 
-// The type an element type is computed in.
+// The type that an element type is computed in.
 template <typename T> struct Arithmetic { typedef T type; };
 template <> struct Arithmetic<f16> { typedef float type; };
 template <> struct Arithmetic<bf16> { typedef float type; };
@@ -58,7 +58,7 @@ DEVICE float widen(e4m3 v) {
     const u32 sign = u32(v.bits & 0x80) << 24, exponent = (v.bits >> 3) & 15, mantissa = v.bits & 7;
     if (exponent == 15 && mantissa == 7) return __uint_as_float(0x7fc00000u);
     if (exponent) return __uint_as_float(sign | ((exponent + 120) << 23) | (mantissa << 20));
-    return (sign ? -1.0f : 1.0f) * float(mantissa) * 0.001953125f;     // of 2^-9
+    return (sign ? -1.0f : 1.0f) * float(mantissa) * 0.001953125f;     // in units of 2^-9
 }
 DEVICE int widen(i4 v) { return int((v.bits & 15) ^ 8) - 8; }
 DEVICE int widen(u4 v) { return v.bits & 15; }
@@ -87,19 +87,19 @@ template <> struct Narrow<f16> {
 };
 template <> struct Narrow<bf16> {
     DEVICE static bf16 from(float v) { bf16 out; out.bits = float_to_bfloat(v); return out; }
-    DEVICE static bf16 from(double v) {     // by way of a float rounded to odd, so that rounding happens once
+    DEVICE static bf16 from(double v) {     // through a float rounded to odd, so that the value is effectively rounded once
         float f = __double2float_rz(v);
         if (double(f) != v && f == f) f = __uint_as_float(__float_as_uint(f) | 1u);
         return from(f);
     }
     template <typename S> DEVICE static bf16 from(S v) { return from(double(v)); }
 };
-// A double as a float rounded to odd: rounding that once more gives what rounding the double once would.
+// Rounds a double to odd. Rounding this float again gives the same result as rounding the double once.
 DEVICE float rounded_to_odd(double v) {
     const float f = __double2float_rz(v);
     return double(f) != v && f == f ? __uint_as_float(__float_as_uint(f) | 1u) : f;
 }
-// A float to 8 bits with MANTISSA of them after the point, to nearest even; beyond the largest: OVERFLOW.
+// Rounds a float to 8 bits with MANTISSA bits after the point, to nearest even; values above the largest give OVERFLOWN.
 template <int MANTISSA, int BIAS, u32 LARGEST, u32 OVERFLOWN, u32 NAN8> DEVICE u8 float_to_8(float v) {
     const u32 bits = __float_as_uint(v), sign = (bits >> 24) & 0x80u, rest = bits & 0x7fffffffu;
     if (rest > 0x7f800000u) return u8(sign | NAN8);
@@ -128,7 +128,7 @@ template <int M, int B, int S, bool F> struct Narrow<Tiny<M, B, S, F>> {
         const u32 code = float_to_8<M, B, (1u << S) - 1, F ? 0x80u : (1u << S) - 1, F ? 0x80u : 0u>(fabsf(v));
         Tiny<M, B, S, F> out;
         if (F) out.bits = u8(code > top || code == 0 ? code : sign << S | code);
-        else out.bits = u8((v != v ? sign ^ 1u : sign) << S | code);     // NaN: a zero
+        else out.bits = u8((v != v ? sign ^ 1u : sign) << S | code);     // NaN becomes a zero
         return out;
     }
     DEVICE static Tiny<M, B, S, F> from(double v) { return from(rounded_to_odd(v)); }
@@ -166,7 +166,7 @@ template <typename T, int COUNT> struct Pack {
     DEVICE void store(T* p) const { *reinterpret_cast<typename Word<sizeof(T) * COUNT>::type*>(p) = word; }
 };
 
-// Integer power by squaring, which wraps as multiplication does: pow() on doubles may miss an integer by one.
+// Integer power by squaring, which wraps like multiplication: pow() on doubles may be off by one.
 template <typename T, typename E> DEVICE T integer_power(T base, E exponent) {
     if (exponent < E(0)) return base == T(1) ? T(1) : base == T(-1) ? (exponent & 1 ? T(-1) : T(1)) : T(0);
     u64 result = 1, factor = u64(base);
@@ -177,7 +177,7 @@ template <typename T, typename E> DEVICE T integer_power(T base, E exponent) {
 template <typename T> DEVICE T integer_power(T base, float exponent) { return T(pow(double(base), double(exponent))); }
 template <typename T> DEVICE T integer_power(T base, double exponent) { return T(pow(double(base), exponent)); }
 
-// The remainder with the divisor's sign, as Python and NumPy have it: exact, also beside infinities and for zeros.
+// The remainder with the divisor's sign, as in Python and NumPy: exact, also for infinities and zeros.
 template <typename T> DEVICE T floor_mod(T a, T b) {
     const T r = fmod(a, b);
     if (r == 0) return copysign(T(0), b);
@@ -191,17 +191,17 @@ DEVICE double max_nan(double a, double b) { return a > b || a != a ? a : b; }
 DEVICE double min_nan(double a, double b) { return a < b || a != a ? a : b; }
 template <typename T> DEVICE T max_nan(T a, T b) { return a > b ? a : b; }
 template <typename T> DEVICE T min_nan(T a, T b) { return a < b ? a : b; }
-// Adds to a number that other threads may add to as well.
+// Adds to a value that other threads may add to as well.
 DEVICE void add_to(double* at, double v) { atomicAdd(at, v); }
 
 // ---- 8-bit integers and floats, without the slow conversions ---------------------------------------------------------------
 
-// In the low mantissa of 2^23, a byte is a float.
+// A byte in the low mantissa of 2^23 makes a float.
 DEVICE float byte_to_float(i8 v) { return __uint_as_float(0x4b000000u + (u32(v) + 128u & 255u)) - 8388736.0f; }
 DEVICE float byte_to_float(u8 v) { return __uint_as_float(0x4b000000u + v) - 8388608.0f; }
 
-// a / b, rounded to nearest even as the division itself: two steps from the product with the reciprocal, which is formed once where
-// many are divided by one number. Quotients beyond 1e30 or of subnormal numbers may be off; they saturate, or vanish.
+// a / b, rounded to nearest even like the division itself: two correction steps from the product with the reciprocal, which is computed once
+// for many divisions by one value. Quotients beyond 1e30 or of subnormal values may be off; they saturate or vanish.
 DEVICE float quotient(float a, float b) {
     const float r = 1.0f / b, q = a * r;
     const float nearer = fmaf(fmaf(-q, b, a), r, q);

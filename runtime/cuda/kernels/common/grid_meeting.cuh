@@ -1,9 +1,9 @@
-// Meetings of blocks: of all those of a cooperative launch, and of some that do not wait. Behind ptx.cuh or in general.cuh.
+// Barriers of blocks: of all blocks of a cooperative launch, and arrivals without a wait. Included after ptx.cuh or in general.cuh.
 #pragma once
 #include "counts.cuh"
 
-// What any block wrote before, each may read behind it. rounds: how often they have met, and how many have arrived since; zeros before
-// the first launch. The last block to arrive begins the next round.
+// A grid barrier: afterwards each block may read all earlier writes of any block. rounds: completed barriers, and blocks that have arrived
+// since; zeros before the first launch. The last block to arrive begins the next round.
 DEVICE void meet(u32* rounds) {
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -19,8 +19,8 @@ DEVICE void meet(u32* rounds) {
     __syncthreads();
 }
 
-// Whether this block is the last of `count` blocks to come here: it may read what the others wrote before. Nobody waits.
-// arrived: zero before the first launch; the last block leaves it so.
+// Whether this block is the last of `count` blocks to arrive: it may then read all earlier writes of the others. Nobody waits.
+// arrived: zero before the first launch; the last block resets it to zero.
 DEVICE bool arrives_last(u32* arrived, u32 count) {
     __shared__ bool last;
     __syncthreads();

@@ -1,4 +1,4 @@
-// Loads that say how long L2 should keep their lines, against others.
+// Loads that give L2 a priority for keeping their lines.
 #pragma once
 #include "ptx.cuh"
 

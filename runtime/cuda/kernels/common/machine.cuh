@@ -1,5 +1,5 @@
-// The instructions that general.cuh needs: conversions of 16-bit floats, dependent launch, and meetings of blocks. Everything else in it is plain C++,
-// so that tests can run the generated kernels on a processor, with these few functions written for it.
+// The instructions that general.cuh needs: conversions of 16-bit floats, dependent launch, and barriers of blocks. The rest of general.cuh is
+// plain C++, so tests can run the generated kernels on a processor, with processor versions of these few functions.
 #pragma once
 #include "arithmetic.cuh"
 #include "grid_meeting.cuh"

@@ -1,9 +1,9 @@
-// What kernels on mma.sync fed by cp.async need beside ptx.cuh: every GPU from sm_80 on.
+// Additions to ptx.cuh for kernels on mma.sync fed by cp.async: every GPU from sm_80 on.
 #pragma once
 
-// The first ``bytes`` of WHOLE (4, 8 or 16) from global to shared memory, zeros behind them (of none, the source is an address all the same).
+// Copies the first ``bytes`` of WHOLE (4, 8 or 16) from global to shared memory, then zeros. The source must be an address even for 0 bytes.
 template <int WHOLE> DEVICE void copy_or_zeros(u32 target, const void* source, int bytes) {
-#ifdef INITCHECK                                   // which takes every copy for a read of all bytes (benchmarks/kinds/sanitize.py)
+#ifdef INITCHECK                                   // initcheck takes every copy for a read of all bytes (benchmarks/kinds/sanitize.py)
     if (bytes < WHOLE) {
         for (int i = 0; i < WHOLE; i++) {
             const u32 value = i < bytes ? static_cast<const u8*>(source)[i] : 0;
@@ -21,12 +21,12 @@ template <int WHOLE> DEVICE void copy_or_zeros(u32 target, const void* source, i
 }
 DEVICE void copy_16_or_zeros(u32 target, const void* source, int bytes) { copy_or_zeros<16>(target, source, bytes); }
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits for all of the thread's groups of copies but the last so many.
+// Waits for all of the thread's groups of copies except the last PENDING.
 template <int PENDING> DEVICE void copies_wait_but() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
 DEVICE void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at))); }
 
-// One more has come: how many had before. What it wrote is seen by who comes later.
+// Counts one more arrival; returns the number before. Later arrivals see this thread's earlier writes.
 DEVICE u32 count_arrival(u32* count) {
     u32 before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
@@ -51,7 +51,7 @@ DEVICE float exp2_fast(float x) {
     return y;
 }
 
-// a * b + c of pairs of 16-bit floats.
+// a * b + c for pairs of 16-bit floats.
 DEVICE u32 fma2(u32 a, u32 b, u32 c) {
     u32 d;
 #if defined(DTYPE_BF16)

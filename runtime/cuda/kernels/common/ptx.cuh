@@ -37,7 +37,7 @@ DEVICE u32 pack2(float low, float high) {
 }
 DEVICE float low_float(u32 packed) { return __uint_as_float(packed << 16); }
 DEVICE float high_float(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
-DEVICE u32 relu2(u32 packed) {                     // a NaN stays
+DEVICE u32 relu2(u32 packed) {                     // a NaN stays NaN
     asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(packed) : "r"(0u));
     return packed;
 }
@@ -49,18 +49,18 @@ DEVICE u32 pack2(float low, float high) {
 }
 DEVICE float low_float(u32 packed) { return low_half(packed); }
 DEVICE float high_float(u32 packed) { return high_half(packed); }
-DEVICE u32 relu2(u32 packed) {                     // a NaN stays
+DEVICE u32 relu2(u32 packed) {                     // a NaN stays NaN
     asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(packed) : "r"(0u));
     return packed;
 }
 #endif
-DEVICE float tanh_fast(float x) {                  // to 11 bits
+DEVICE float tanh_fast(float x) {                  // accurate to 11 bits
     float y;
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// x / (1 + exp(-x)) of two elements. 1 / a and 1 / b come from the reciprocal of a * b: three instructions of the special function units, not
-// four. Beyond -40 the result is less than the least number of 16 bits either way. A NaN stays, since it is multiplied.
+// x / (1 + exp(-x)) of two elements. 1 / a and 1 / b come from the reciprocal of a * b: three special-function instructions instead of
+// four. The exponent is bounded at 40: beyond it the result is below the least 16-bit value either way. A NaN stays NaN, by the product.
 DEVICE void silu_pair(float& x, float& y) {
     const float a = 1.0f + __expf(fminf(-x, 40.0f)), b = 1.0f + __expf(fminf(-y, 40.0f)), r = __fdividef(1.0f, a * b);
     x *= b * r;
@@ -84,7 +84,7 @@ DEVICE void mark(int) {}
 
 // ---- programmatic dependent launch -------------------------------------------------------------------------------
 
-// Before it: only constants (weights, biases) may be read and nothing may be written; buffers are reused across steps.
+// Before this call a kernel may read only constants (weights, biases) and write nothing: buffers are reused across steps.
 DEVICE void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -122,7 +122,7 @@ DEVICE void shared_store(u32 address, int v) { asm volatile("st.shared.b32 [%0],
 
 #if __CUDA_ARCH__ >= 900
 
-// True on one lane of a converged warp. Unlike lane == 0, the compiler knows that a single lane is left, and issues TMA from
+// True on one lane of a converged warp. Unlike with lane == 0, the compiler knows that a single lane is active, and issues TMA from
 // uniform registers without a loop over lanes.
 DEVICE bool elect_one() {
     u32 elected;
@@ -130,7 +130,7 @@ DEVICE bool elect_one() {
     return elected;
 }
 
-// Registers of each thread of a warpgroup, some of which others take. In a branch of its own, by all of its warps.
+// Moves registers between warpgroups; COUNT: registers per thread afterwards. All warps of the warpgroup call it, in a branch of their own.
 template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
@@ -153,14 +153,14 @@ DEVICE bool barrier_try(u32 barrier, u32 parity) {
     return done;
 }
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
-#ifdef BARRIER_TRAP  // a protocol fault ends the kernel with an error and does not hang the GPU
+#ifdef BARRIER_TRAP  // a protocol fault ends the kernel with an error instead of hanging the GPU
     for (int tries = 0; !barrier_try(barrier, parity); tries++)
         if (tries > 200) __trap();
 #else
     while (!barrier_try(barrier, parity)) {}
 #endif
 }
-// The same for a barrier that other blocks of the cluster count on: what they stored is visible afterwards.
+// The same for a barrier at which other blocks of the cluster arrive: their stores are visible afterwards.
 DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
     u32 done = 0;
     for (int tries = 0; !done; tries++) {
@@ -182,10 +182,10 @@ DEVICE u32 cluster_rank() {
     return rank;
 }
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-// Where no ordinary store has to be seen by the peers.
+// For use where the peers need not see any ordinary store.
 DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// By warps whose lanes come at different times.
+// For warps whose lanes arrive at different times.
 DEVICE void cluster_wait_together() {
     __syncwarp();
     cluster_wait();
@@ -195,16 +195,16 @@ DEVICE u32 cluster_map(u32 address, u32 rank) {
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
     return remote;
 }
-// An arrival at a barrier of any block of the cluster (an address by cluster_map), by a thread that has written nothing the others
-// read: a release over the cluster would be a fence of the whole GPU.
+// Arrives at a barrier of any block of the cluster (an address from cluster_map). For threads whose writes no other thread reads: a release
+// over the cluster would be a fence of the whole GPU.
 DEVICE void cluster_barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// From a block of the cluster (an address by cluster_map).
+// Loads from a block of the cluster (an address from cluster_map).
 DEVICE void cluster_load(u32 address, float4& v) {
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
 }
-// A 16-byte store to a block of the cluster that counts on that block's barrier (both addresses by cluster_map).
+// A 16-byte store to a block of the cluster, counted by that block's barrier (both addresses from cluster_map).
 DEVICE void cluster_store_async(u32 address, u32 barrier, const float* v) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
                  ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
@@ -246,7 +246,7 @@ DEVICE void tma_load_im2col_5d(u32 target, const TensorMap* map, u32 barrier, in
                  ::"r"(target), "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "h"(tap_w),
                  "h"(tap_h), "h"(tap_d) : "memory");
 }
-// The same to the same place in every block of the cluster whose bit is set; each one's barrier counts what it receives.
+// The same, to the same offset in every block of the cluster whose bit is set. Each block's barrier counts its own bytes.
 DEVICE void tma_multicast_2d(u32 target, const TensorMap* map, u32 barrier, int x, int y, u16 blocks) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1, {%3, %4}], [%2], %5;"
@@ -266,7 +266,7 @@ DEVICE void tma_multicast_im2col_5d(u32 target, const TensorMap* map, u32 barrie
                  ::"r"(target), "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "h"(tap_w),
                  "h"(tap_h), "h"(tap_d), "h"(blocks) : "memory");
 }
-// ``bytes`` (a multiple of 16) as they lie.
+// Copies ``bytes`` (a multiple of 16) in memory order.
 DEVICE void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
@@ -287,7 +287,7 @@ DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" 
 
 // ---- wgmma ---------------------------------------------------------------------------------------------------------
 
-// A K-major operand in shared memory whose rows are one swizzle span (128 or 64 bytes) and whose start is aligned to 8 rows.
+// Descriptor of a K-major operand in shared memory. A row is one swizzle span (128 or 64 bytes); the start is aligned to 8 rows.
 template <int SPAN> DEVICE u64 wgmma_descriptor(u32 address) {
     constexpr u64 swizzle = SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3;
     constexpr u64 eight_rows = (8 * SPAN) >> 4;
@@ -319,7 +319,7 @@ DEVICE void stmatrix_x2_trans(u32 address, u32 a, u32 b) {
 
 #endif  // __CUDA_ARCH__ >= 900
 
-// 16 bytes from global to shared memory, behind the thread's back; copies_wait() waits for all of the thread's.
+// 16 bytes from global to shared memory, asynchronously; copies_wait() waits for all copies of the thread.
 DEVICE void copy_16_async(u32 target, const void* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(__cvta_generic_to_global(source)) : "memory");
 }

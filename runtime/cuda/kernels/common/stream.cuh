@@ -1,5 +1,5 @@
-// Loads of weights that are read once: they need not stay in L1, nor, where L2 cannot hold them, in the place of what others read in
-// every run.
+// Loads of weights that are read once. They bypass L1. Where L2 cannot hold the weights, they do not evict data that is read in every
+// run.
 //
 // generated.cuh defines PASSING (the weights do not fit L2).
 #pragma once
@@ -14,7 +14,7 @@ struct Stream {
                      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at), "l"(policy));
         return v;
     }
-    // 16 bytes to shared memory (copies_commit() says when they are waited for).
+    // Copies 16 bytes to shared memory; copies_commit() closes the group to wait for.
     __device__ __forceinline__ void copy(u32 target, const void* source) const {
         asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;"
                      ::"r"(target), "l"(__cvta_generic_to_global(source)), "l"(policy) : "memory");

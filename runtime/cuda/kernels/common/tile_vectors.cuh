@@ -1,7 +1,7 @@
 // Vectors of LANES elements (16-bit floats, with WIDE fp32) of tensors, as fp32.
 //
-// Where two launches read a tensor one after the other, each access says how long L2 should keep its lines. Lines that no launch reads again
-// are replaced first.
+// Where two launches read a tensor in sequence, each access gives L2 a priority for its lines. Lines that no launch reads again are evicted
+// first.
 #pragma once
 #include "l2_priority.cuh"
 #include "vectors.cuh"
@@ -45,7 +45,7 @@ DEVICE float element_of(const Element* at) {
 #endif
 }
 
-// A vector as it is.
+// Stores a vector unchanged.
 DEVICE void put_vector(Element* at, const Vector& v) {
     if constexpr (VECTOR_BYTES == 16) *reinterpret_cast<uint4*>(at) = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
     else if constexpr (VECTOR_BYTES == 8) *reinterpret_cast<uint2*>(at) = make_uint2(v.word[0], v.word[1]);
@@ -85,7 +85,7 @@ DEVICE void store_vector(Element* at, const float (&x)[LANES]) { put_vector(at, 
 
 // ---- tiles and their moments -------------------------------------------------------------------------------------------
 
-// Where part `tile` of `count` items in `tiles` parts begins; the first parts are the larger ones.
+// The beginning of part `tile`, where `tiles` parts share `count` items; the first parts are the larger ones.
 DEVICE int tile_begin(int count, int tile, int tiles) { return count / tiles * tile + min(tile, count % tiles); }
 
 // Sum of v over WIDTH neighbouring lanes, in all of them.
@@ -102,8 +102,8 @@ struct Moments {
 // 1 / standard deviation. A variance below zero is rounding; NaN stays NaN.
 DEVICE float inverse_deviation(const Moments& m, float epsilon) { return rsqrtf((m.variance < 0.0f ? 0.0f : m.variance) + epsilon); }
 
-// The moments (mean, variance) of all tiles as one, by Chan, Golub and LeVeque: WIDTH neighbouring lanes add them up, in an order that
-// depends on `tiles` alone. The tiles share out `items` of equally many elements. Means are taken from that of the first tile.
+// Combines the moments (mean, variance) of all tiles, by Chan, Golub and LeVeque: WIDTH neighbouring lanes add them, in an order that depends
+// on `tiles` alone. The tiles share `items`, each with the same number of elements. Means are relative to the mean of the first tile.
 template <int WIDTH = 32> DEVICE Moments combine(const float2* tile_moments, int items, int tiles) {
     const int base = items / tiles, larger = items % tiles;
     const float pivot = tile_moments[0].x, inverse = 1.0f / float(items);

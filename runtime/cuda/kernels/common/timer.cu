@@ -1,4 +1,4 @@
-// What measuring needs on the device: operands that look like activations, and the difference of two results.
+// Device code for measurements: operands that look like activations, and the difference of two results.
 #include "general.cuh"
 #include "generated.cuh"   // typedef ... Element;
 
@@ -10,7 +10,7 @@ DEVICE u32 mixed(u32 x) {   // Wellons' "lowbias32"
 
 struct FillParams { Element* x; u64 count; u32 seed; };
 
-// About normal, standard deviation 0.7: the sum of two uniform numbers.
+// Approximately normal values, standard deviation 0.7: the sum of two uniform values.
 extern "C" __global__ void __launch_bounds__(256) fill(const __grid_constant__ FillParams p) {
     for (u64 i = blockIdx.x * 256ull + threadIdx.x; i < p.count; i += gridDim.x * 256ull) {
         const u32 bits = mixed(u32(i) ^ mixed(p.seed + u32(i >> 32)));
@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(256) fill(const __grid_constant__ F
 
 struct CompareParams { const Element* a; const Element* b; u64 count; u32* found; };
 
-// found: bits of the largest |a - b|, of the largest |b|, and how many elements are NaN in one of the two only.
+// found: bits of the largest |a - b|, bits of the largest |b|, and the number of elements that are NaN in only one of the two.
 extern "C" __global__ void __launch_bounds__(256) compare(const __grid_constant__ CompareParams p) {
     float error = 0.0f, scale = 0.0f;
     u32 odd = 0;
@@ -28,12 +28,12 @@ extern "C" __global__ void __launch_bounds__(256) compare(const __grid_constant_
         const float a = float(widen(p.a[i])), b = float(widen(p.b[i]));
         if (is_nan(a) || is_nan(b)) {
             odd += is_nan(a) != is_nan(b);
-        } else if (a != b) {            // equal infinities differ by nothing
+        } else if (a != b) {            // equal infinities have no difference
             error = fmaxf(error, fabsf(a - b));
         }
         if (!is_nan(b)) scale = fmaxf(scale, fabsf(b));
     }
-    atomicMax(&p.found[0], __float_as_uint(error));     // of floats that are not negative the bits are in order
+    atomicMax(&p.found[0], __float_as_uint(error));     // the bits of nonnegative floats are ordered like the floats
     atomicMax(&p.found[1], __float_as_uint(scale));
     if (odd) atomicAdd(&p.found[2], odd);
 }

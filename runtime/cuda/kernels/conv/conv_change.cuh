@@ -30,7 +30,7 @@ DEVICE u32 change_pair(u32 pair, const float2* c, u32 gate) {
 constexpr int CHANGERS = STAGES < 4 ? STAGES : 4;
 constexpr bool TURNS_AT_STAGES = STAGES % CHANGERS != 0;
 
-constexpr int CHUNKS = SPAN / 16, CHANGED_STEP = 32 / CHUNKS, CHANGED_ROWS = WGN * BN;        // groups of eight channels; rows that a warp takes at once
+constexpr int CHUNKS = SPAN / 16, CHANGED_STEP = 32 / CHUNKS, CHANGED_ROWS = WGN * BN;        // a lane's rows until the swizzle repeats
 constexpr int PHASES = CHANGED_STEP < 8 ? 8 / CHANGED_STEP : 1;                                // rows of a lane after which the swizzle repeats
 
 struct Fill {                                      // a fill of a warp, with its tile's first pixel and that pixel's image

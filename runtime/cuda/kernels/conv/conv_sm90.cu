@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     if (warp == CONSUMERS / 32) {
         if (elect_one()) {
             Place to = place(p, first_tile, sharer, k_begin);
-            if ((BATCHED && !ONE_MATRIX) || ROW_SCALED) grid_dependency_wait();    // else weights, or the constant matrix, are loaded first: no kernel writes them
+            if ((BATCHED && !ONE_MATRIX) || ROW_SCALED) grid_dependency_wait();    // else the first loads are constants
             const int primed = k_count < STAGES ? k_count : STAGES;
             if (WEIGHTS_STATIONARY) {
                 barrier_expect(weights_full, k_count * WEIGHT_BYTES);
@@ -396,7 +396,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 #pragma unroll
                 for (int j = 0; j < BN / 16; j++) {
 #if ROW_SCALED
-                    scales.apply(&sum[m][j * 8], 2 * j, lane), scales.apply(&sum[m][j * 8 + 4], 2 * j + 1, lane);   // before each epilogue: scaled all at once, accumulators spill
+                    scales.apply(&sum[m][j * 8], 2 * j, lane), scales.apply(&sum[m][j * 8 + 4], 2 * j + 1, lane);   // before each epilogue, else registers spill
 #endif
                     finish_16_pixels(p, row + j * 16 * 128, &sum[m][j * 8], constants[m], added_residual<4>(own_factors + j * 128, columns[m]));
                 }

@@ -8,7 +8,7 @@
 #include "stem_instructions.cuh"
 
 #ifndef FRAMES
-#define FRAMES 0                                   // frames of a volume that the depth taps cover, whose channels count as channels of one image; 0: no volume
+#define FRAMES 0                                   // frames under the depth taps, as channels of one image; 0: no volume
 #endif
 
 #ifndef POOL

@@ -1,14 +1,14 @@
-// A few rows times a matrix (batch 1 to 4): bound by reading the matrix once. 16-bit operands, fp32 sums.
+// A few rows times a matrix (batch 1 to 4): bound by reading the matrix once. 16-bit operands, fp32 accumulators.
 //
 //   out[m, column] = epilogue(sum_k x[m, k] * weights[column, k])
 //
-// NORM: rows are divided by the root of the mean of their squares first, and multiplied by ``scale``. A block sees whole rows, so it sums the squares
-// beside the products, and divides the sums. PAIRED: the epilogue reads the product with a second matrix, after stages of its own (gated
-// linear units).
+// NORM: rows are first divided by their root mean square and multiplied by ``scale``. A block sees whole rows, so it sums the squares beside
+// the products, and divides the accumulators instead. PAIRED: the epilogue reads the product with a second matrix, after stages of its own
+// (gated linear units).
 //
-// A block takes COLUMNS columns, whose K its warps share: each lane reads 16 bytes of every column's weights at a time, and
-// DEPTH such steps are in flight. The first weights are on their way before griddepcontrol.wait: they depend on no other kernel. Sums of
-// lanes, then of warps, in a fixed order.
+// A block takes COLUMNS columns, and its warps split K: each lane reads 16 bytes of every column's weights at a time, and DEPTH such steps
+// are in flight. The first weights are loaded before griddepcontrol.wait: no kernel writes them. Sums of lanes, then of warps, are added in a
+// fixed order.
 //
 // generated.cuh defines ROWS, COLUMNS, WARPS, DEPTH, PASSING (the matrix does not fit L2), HAS_RESIDUAL, NORM, PAIRED,
 // RESULT_FLOAT (results and residuals are fp32), epilogue() and, PAIRED, epilogue_beside().
@@ -27,13 +27,13 @@ DEVICE Result narrow(float v) { return pack1(v); }
 #endif
 
 constexpr int ALL = COLUMNS * (1 + PAIRED);        // columns of a block, of both matrices
-constexpr int SUMS = ROWS * (ALL + NORM);          // numbers that warps add
+constexpr int SUMS = ROWS * (ALL + NORM);          // values that warps add
 
 struct Params {
     const u16* x;                                  // [ROWS][x_pitch]
     const u16* weights;                            // [columns][k]
     const float* bias;
-    const Result* residual;                        // as output
+    const Result* residual;                        // shaped as the output
     Result* output;                                // [ROWS][out_pitch]
     const u16* beside;                             // the second matrix, and its bias
     const float* beside_bias;
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_const
             w[d][c] = begin + d * STEP < p.k ? stream(rows[c] + begin + d * STEP) : make_uint4(0u, 0u, 0u, 0u);
     }
     grid_dependency_wait();
-    float sum[SUMS];                               // of column c and row m at c ROWS + m, of the squares behind them
+    float sum[SUMS];                               // column c and row m at c ROWS + m; the sums of squares follow
     #pragma unroll
     for (int i = 0; i < SUMS; i++) sum[i] = 0.0f;
     for (int k = begin; k < p.k; k += DEPTH * STEP) {

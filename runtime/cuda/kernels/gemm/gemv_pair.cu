@@ -1,13 +1,13 @@
-// Two products of a vector for each image, the second of what the first one makes: the gate of squeeze-and-excitation.
+// Two products in sequence with a vector of each image: the gate of squeeze-and-excitation.
 //
 //   hidden[h] = round(between_one(sum_k first[h, k] x[k]))        out[c] = epilogue(sum_h second[c, h] hidden[h])
 //
-// A cluster of CLUSTER blocks takes an image. Each block makes a share of the hidden vector and tells it to all of them, then a share of the
-// result. Both shares of the weights are in shared memory before the kernel that makes the vectors has ended: they depend on
-// no other one. 16-bit operands, fp32 sums in one order.
+// A cluster of CLUSTER blocks takes an image. Each block computes a share of the hidden vector and sends it to all blocks, then computes a
+// share of the result. Both shares of the weights are loaded into shared memory before the producer of the vectors has ended: no kernel
+// writes weights. 16-bit operands, fp32 sums in a fixed order.
 //
-// POOL: the vector has the means of the channels of an image, of which each block makes a share: of 1 its pixels (channels-last), of 2
-// the sums of its tiles, which the kernel before has made.
+// POOL: the vector holds the means of an image's channels. Each block computes a share of them: with POOL 1 from the image's pixels
+// (channels-last), with POOL 2 from the sums of its tiles, which the previous kernel has written.
 //
 // generated.cuh defines CLUSTER, WARPS, PART (lanes that share a sum of the second product), POOL, between_one() and epilogue().
 #include "vectors.cuh"
@@ -18,17 +18,17 @@ constexpr int THREADS = WARPS * 32;
 constexpr int AHEAD = 8;
 
 struct Params {
-    const void* x;                                 // [images][x_pitch]; POOL: [images][pixels][x_pitch], of 2 fp32
+    const void* x;                                 // [images][x_pitch]; POOL: [images][pixels][x_pitch], for POOL 2 in fp32
     const u16* first;                              // [hidden][depth]
     const float* first_bias;                       // [hidden]
     const u16* second;                             // [channels][hidden]
     const float* second_bias;                      // [channels]
     u16* output;                                   // [images][out_pitch]
     int depth, hidden, channels;                   // depth and hidden: multiples of 8
-    int rows, columns;                             // of the hidden vector and of the result, that a block makes
+    int rows, columns;                             // rows of the hidden vector, and columns of the result, per block
     int x_pitch, out_pitch;
-    int pixels, share;                             // POOL: pixels or tiles; the channels whose means a block makes, a multiple of 8
-    float factor;                                  // of a sum that makes it a mean
+    int pixels, share;                             // POOL: pixels or tiles; channels whose means a block computes, a multiple of 8
+    float factor;                                  // sum * factor is the mean
 };
 #if POOL == 2
 typedef float Item;
@@ -53,7 +53,7 @@ DEVICE void put(u16* at, int rank, u16 v) {
     asm volatile("st.shared::cluster.u16 [%0], %1;" ::"r"(cluster_map(smem_address(at), rank)), "h"(v) : "memory");
 }
 #endif
-// All blocks of the cluster have written what they have to.
+// Waits until all blocks of the cluster have written their shares.
 DEVICE void meet() {
 #if CLUSTER > 1
     cluster_arrive();
@@ -63,7 +63,7 @@ DEVICE void meet() {
 #endif
 }
 
-// Eight channels of a pixel, or of a tile's sums.
+// Eight channels of a pixel, or of the sums of a tile.
 #if POOL == 2
 struct Eight {
     float4 low, high;
@@ -84,8 +84,8 @@ DEVICE void add_eight(float (&sum)[8], const Eight& v) {
 }
 #endif
 
-// The sums of ``share`` channels from ``image`` on, of which the image has ``channels``: each of the first threads has one. Threads take
-// vectors of pixels, a number of pixels apart, AHEAD at a time; ``partial``: 8 numbers a thread.
+// The sums of ``share`` channels from ``image`` on; the image has ``channels``. Each of the first ``share`` threads returns one sum. A thread
+// takes vectors of pixels that are ``lines`` pixels apart, AHEAD at a time; ``partial``: 8 floats per thread.
 DEVICE float channel_sum(const Params& p, const Item* image, int channels, float* partial) {
     const int vectors = p.share / 8, lines = THREADS / vectors, vector = threadIdx.x % vectors, line = threadIdx.x / vectors;
     float sum[8];
@@ -111,7 +111,7 @@ DEVICE float channel_sum(const Params& p, const Item* image, int channels, float
         for (int i = 0; i < 8; i++) partial[line * p.share + vector * 8 + i] = sum[i];
     }
     __syncthreads();
-    // Several threads share the lines of a channel, then the first one has the sum of theirs.
+    // Several threads add the lines of a channel; then the first of them adds their sums.
     const int channel = threadIdx.x % p.share, first = threadIdx.x / p.share, step = THREADS / p.share;
     float total = 0.0f;
     for (int l = first; l < lines && first < step; l += step) total += partial[l * p.share + channel];
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemv_pair(const __grid_
     const int image = blockIdx.x / CLUSTER, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int row = rank * p.rows, rows = min(p.rows, p.hidden - row);             // none, or fewer, for the last blocks
     const int column = rank * p.columns, columns = min(p.columns, p.channels - column);
-    float* hidden = reinterpret_cast<float*>(shared);                              // [p.hidden], of all blocks
+    float* hidden = reinterpret_cast<float*>(shared);                              // [p.hidden], from all blocks
     u16* x = reinterpret_cast<u16*>(hidden + p.hidden);
     u16* first = x + p.depth;
     u16* second = first + p.rows * p.depth;

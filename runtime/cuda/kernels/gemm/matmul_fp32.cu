@@ -1,3 +1,3 @@
-// A generated matrix product in tiles of true fp32 (see optdnn/kernels/gemm/tiles.py): what it builds on.
+// The base of a generated matrix product in tiles of true fp32 (see optdnn/kernels/gemm/tiles.py).
 #include "general.cuh"
 #include "generated.cuh"

@@ -1,5 +1,5 @@
-// A tile of a matrix product in true fp32: operands of any strides, by copies of 4 bytes, or (COLUMNS_TOGETHER: neighbouring columns of the
-// right one are neighbours in memory, aligned) of 16. Included by generated text, which defines what fp32_tile.cuh needs.
+// A tile of a matrix product in true fp32: operands of any strides, by copies of 4 bytes, or of 16 (COLUMNS_TOGETHER: neighbouring columns of
+// the right operand are contiguous and aligned). Included by generated text, which defines the macros of fp32_tile.cuh.
 #pragma once
 #include "fp32_tile.cuh"
 
@@ -9,7 +9,7 @@ struct Matrix {
     int row, column;
 };
 
-// acc = left[top.., :] @ right[:, first..], of m rows, n columns and k products.
+// acc = left[top.., :] @ right[:, first..], with m rows, n columns and k products.
 DEVICE void product_tile(float (&acc)[TM][TN], float* shared, const Matrix& left, const Matrix& right, int top, int first, int m, int n, int k) {
     const u32 base = u32(__cvta_generic_to_shared(shared));
     const int lane = threadIdx.x % 8, line = threadIdx.x / 8;
@@ -29,7 +29,7 @@ DEVICE void product_tile(float (&acc)[TM][TN], float* shared, const Matrix& left
     }
     const int piece = threadIdx.x % (BN / 4) * 4, b_row = threadIdx.x / (BN / 4);
     const bool b_valid = first + piece < n;
-    int at = 0;                                    // in K, of the next stage
+    int at = 0;                                    // position in K of the next stage
     auto load = [&](int stage) {
         const u32 a_target = base + (stage * STAGE + lane * A_PITCH + line) * 4, b_target = base + (stage * STAGE + BK * A_PITCH) * 4;
         #pragma unroll

@@ -1,8 +1,8 @@
-// A tile of a matrix product on tensor cores (mma.sync, fp32 sums): operands of 16 bits, or of fp32 that is rounded to tf32, of any strides. Its
-// rows are lines of the left operand, its columns lines of the right one. Included by generated text, which defines BM and BN (64 or 128), STAGES,
-// ITEM (bytes of an element), multiply(), and of each operand
-//   ALONG: shared memory holds 64 bytes of K of each line; else a line's neighbours at each place of K;
-//   PIECE: bytes of it that are copied behind the threads' backs at a time (16, 8 or 4, along that direction); 0: element by element, by the threads.
+// A tile of a matrix product on tensor cores (mma.sync, fp32 accumulators): 16-bit operands, or fp32 operands rounded to tf32, of any strides.
+// The tile's rows are lines of the left operand, its columns lines of the right one. Included by generated text, which defines BM and BN (64 or
+// 128), STAGES, ITEM (bytes of an element), multiply(), and for each operand
+//   ALONG: shared memory holds 64 bytes of K of each line; otherwise the neighbouring lines at each position of K;
+//   PIECE: bytes per asynchronous copy (16, 8 or 4, along that direction); 0: threads copy element by element, through registers.
 #pragma once
 #include "ldmatrix.cuh"
 #include "mma.cuh"
@@ -17,7 +17,7 @@ typedef f16 Number;
 
 constexpr int THREADS = 128, LINE_BYTES = 64, BK = LINE_BYTES / ITEM, PER_CHUNK = 16 / ITEM;
 constexpr int WARP_M = BM / 2, WARP_N = BN / 2, TILES_M = WARP_M / 16, TILES_N = WARP_N / 8, TM = 2 * TILES_M, TN = 2 * TILES_N;
-constexpr int PAD = ITEM == 4 ? 32 : 16;           // bytes between places of K: what a fragment reads lies in all banks
+constexpr int PAD = ITEM == 4 ? 32 : 16;           // bytes of padding between positions of K: a fragment load touches all banks
 
 // Strides of a matrix's rows and columns.
 struct Matrix {
@@ -25,20 +25,20 @@ struct Matrix {
     i64 row, column;
 };
 
-// Four 16-byte pieces a line; the eight lines that ldmatrix reads at a time lie in all banks.
+// Four 16-byte pieces per line; the eight lines that ldmatrix reads at a time touch all banks.
 DEVICE int piece_at(int line, int piece) { return line * LINE_BYTES + ((piece ^ (line >> 1 & 3)) << 4); }
 
 template <int LINES, bool ALONG, int PIECE> struct Operand {
-    static constexpr int PITCH = LINES * ITEM + PAD;                       // of a place of K
-    static constexpr int BYTES = ALONG ? LINES * LINE_BYTES : BK * PITCH;  // of a stage
+    static constexpr int PITCH = LINES * ITEM + PAD;                       // of a position of K
+    static constexpr int BYTES = ALONG ? LINES * LINE_BYTES : BK * PITCH;  // per stage
     static constexpr int EACH = PIECE ? PIECE / ITEM : 1;                  // elements at a time
     static constexpr int TURNS = LINES * BK / EACH / THREADS, HELD = PIECE ? 1 : TURNS;
     const Number* first;
-    i64 line, place;                               // strides of lines and of places of K
-    int lines, k;                                  // that there are, from the first one on
-    Number held[HELD];                             // elements on their way through registers
+    i64 line, place;                               // strides of lines and of positions of K
+    int lines, k;                                  // available lines and positions of K, from the first one on
+    Number held[HELD];                             // elements in flight through registers
 
-    // Of the thread's i-th piece: the line, the place of K behind the stage's first one, and where it lies in the stage.
+    // Of the thread's i-th piece: its line, its position of K within the stage, and its offset in the stage.
     DEVICE int line_of(int i) const { return ALONG ? (threadIdx.x + i * THREADS) / (BK / EACH) : (threadIdx.x + i * THREADS) % (LINES / EACH) * EACH; }
     DEVICE int place_of(int i) const { return ALONG ? (threadIdx.x + i * THREADS) % (BK / EACH) * EACH : (threadIdx.x + i * THREADS) / (LINES / EACH); }
     DEVICE int offset_of(int i) const {
@@ -46,7 +46,7 @@ template <int LINES, bool ALONG, int PIECE> struct Operand {
         return ALONG ? piece_at(l, z / PER_CHUNK) + z % PER_CHUNK * ITEM : z * PITCH + l * ITEM;
     }
 
-    // Sends for the K from ``at`` on: pieces to a stage, which begins at ``target``, elements to registers.
+    // Starts the loads for K from ``at`` on: pieces into the stage at ``target``, elements into registers.
     DEVICE void load(u8* target, int at) {
         #pragma unroll
         for (int i = 0; i < TURNS; i++) {
@@ -56,17 +56,17 @@ template <int LINES, bool ALONG, int PIECE> struct Operand {
             else held[i] = inside ? first[l * line + z * place] : Number{};
         }
     }
-    // Puts the elements in registers to their stage.
+    // Stores the elements in registers into their stage.
     DEVICE void put(u8* target) const {
         if (PIECE) return;
         #pragma unroll
         for (int i = 0; i < HELD; i++) *reinterpret_cast<Number*>(target + offset_of(i)) = held[i];
     }
 
-    // 32 bits of a fragment: of tf32, line l at place z.
+    // 32 bits of a fragment: for tf32, line l at position z.
     DEVICE u32 word(const u8* stage, int z, int l) const { return *reinterpret_cast<const u32*>(stage + z * PITCH + l * ITEM); }
 
-    // Fragments of 16 lines each, at product ``step`` of the stage.
+    // Fragments of 16 lines each, for product ``step`` of the stage.
     template <int COUNT> DEVICE void rows(const u8* stage, int line, int step, u32 (&a)[COUNT][4]) const {
         const int lane = threadIdx.x % 32;
         #pragma unroll
@@ -111,13 +111,13 @@ template <int LINES, bool ALONG, int PIECE> struct Operand {
     }
 };
 
-// A thread's results: row_of(i) behind its first row, column_of(j) behind its first column.
+// A thread's results: row_of(i) is relative to its first row, column_of(j) to its first column.
 DEVICE int own_row() { return threadIdx.x / 32 % 2 * WARP_M + threadIdx.x % 32 / 4; }
 DEVICE int own_column() { return threadIdx.x / 64 * WARP_N + threadIdx.x % 4 * 2; }
 constexpr int __device__ row_of(int i) { return i / 2 * 16 + i % 2 * 8; }
 constexpr int __device__ column_of(int j) { return j / 2 * 8 + j % 2; }
 
-// acc = left[top.., :] @ right[:, first..], of m rows, n columns and k products.
+// acc = left[top.., :] @ right[:, first..], with m rows, n columns and k products.
 DEVICE void product_tile(float (&acc)[TM][TN], float* memory, const Matrix& left, const Matrix& right, int top, int first, int m, int n, int k) {
     Operand<BM, LEFT_ALONG, LEFT_PIECE> one = {left.first + top * left.row, left.row, left.column, m - top, k};
     Operand<BN, RIGHT_ALONG, RIGHT_PIECE> two = {right.first + first * right.column, right.column, right.row, n - first, k};
@@ -147,7 +147,7 @@ DEVICE void product_tile(float (&acc)[TM][TN], float* memory, const Matrix& left
     #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         copies_wait_but<STAGES - 2>();
-        __syncthreads();                           // this step has landed for all; the stage read last step is free for all
+        __syncthreads();                           // this step has landed for all threads; all have read the stage of the last step
         const bool more = step + STAGES - 1 < steps;
         u8* next = shared + (stage ? stage - 1 : STAGES - 1) * STAGE;
         if (more) load(next, step + STAGES - 1);
@@ -164,7 +164,7 @@ DEVICE void product_tile(float (&acc)[TM][TN], float* memory, const Matrix& left
                 #pragma unroll
                 for (int j = 0; j < TILES_N; j++) multiply(sum[i][j], a[i], b[j][0], b[j][1]);
         }
-        if (more) put(next);                       // what the loads have brought while the products ran
+        if (more) put(next);                       // elements that were loaded during the products
     }
     #pragma unroll
     for (int i = 0; i < TM; i++)

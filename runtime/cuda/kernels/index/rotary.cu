@@ -1,20 +1,21 @@
-// Rotary position embeddings: pairs of features of a head turn by the angles of its position. fp32 arithmetic.
+// Rotary position embeddings: pairs of features of a head are rotated by the angles of its position. fp32 arithmetic.
 //
-// A thread turns LANES pairs, two vectors of features, or copies one vector of those that do not turn. Threads follow the
-// output's order in memory, so the vectors of a row are read and written side by side. Constant angles are on their way before
-// the launches in front of this one end.
+// A thread rotates LANES pairs, two vectors of features, or copies one vector of the features that are not rotated. Threads follow the
+// output's order in memory, so the vectors of a row are read and written side by side. Constant angles are loaded before the preceding
+// launches end.
 //
-// One launch turns one tensor, or two by the same angles: queries and keys.
+// One launch rotates one tensor, or two by the same angles: queries and keys.
 //
-// generated.cuh defines TENSORS (1 or 2), LANES (elements per access), WIDE (fp32 elements), BFLOAT (bf16 ones), RANK (axes of rows), TURNING and COPYING
-// (vectors of pairs, and of other features, in a row), OWN_ANGLES (each feature has an angle, else each pair), INTERLEAVED (neighbours are pairs), EARLY (the angles are constant),
-// COSINE_VECTORS and SINE_VECTORS (the angles of a thread are one aligned vector).
+// generated.cuh defines TENSORS (1 or 2), LANES (elements per access), WIDE (fp32 elements), BFLOAT (bf16 elements), RANK (axes of rows),
+// TURNING and COPYING (vectors of pairs, and of other features, in a row), OWN_ANGLES (each feature has an angle, otherwise each pair),
+// INTERLEAVED (neighbours are pairs), EARLY (the angles are constant), COSINE_VECTORS and SINE_VECTORS (the angles of a thread are one
+// aligned vector).
 #include "rotary.cuh"
 
 constexpr u32 THREADS = 128;
 constexpr u32 VECTORS = TURNING + COPYING;
 
-struct Tensor {                                    // x and the result, and how they and the angles lie
+struct Tensor {                                    // x and the result, with their strides and the strides of the angles
     const Element* x;
     Element* output;
     u32 count;                                     // threads
@@ -25,11 +26,11 @@ struct Tensor {                                    // x and the result, and how 
 struct Params {
     const Element* cosines;
     const Element* sines;
-    i64 cosine_step, sine_step;                    // from one pair's angle to the next one's
+    i64 cosine_step, sine_step;                    // elements between the angles of consecutive pairs
     Tensor tensor[TENSORS];
 };
 
-// Where a row begins.
+// Offsets of a row.
 struct Row {
     i64 x, cosines, sines, output;
 };

@@ -1,4 +1,4 @@
-// What the kernels of rotary position embeddings share: vectors of features and of angles, and the turn itself.
+// Shared by the kernels of rotary position embeddings: vectors of features and of angles, and the rotation itself.
 #pragma once
 #include "element.cuh"
 
@@ -20,7 +20,7 @@ DEVICE void store_features(Element* at, const float* feature) {
     v.store(at);
 }
 
-// Turns LANES pairs: neighbours, or a feature of the first vector and one of the second.
+// Rotates LANES pairs: neighbours, or a feature of the first vector with one of the second.
 DEVICE void turn(float (&feature)[2 * LANES], const Vector& cosines, const Vector& sines) {
     #pragma unroll
     for (int j = 0; j < LANES; j++) {

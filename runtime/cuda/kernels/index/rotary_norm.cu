@@ -1,30 +1,30 @@
-// Norms of the queries' and keys' heads, and rotary position embeddings of what they give: one launch in place of three. fp32 arithmetic.
+// Norms of the queries' and keys' heads, and rotary position embeddings of the normalized heads: one launch instead of three. fp32 arithmetic.
 //
-// SHARE threads (a power of two) share a head's row: each turns LANES pairs, two vectors of features, or copies one vector of those that
-// do not turn. A norm is of each head (a warp's lanes add up), or of all heads of a token together (a block does). Scales, biases and
-// constant angles are on their way before the launches in front of this one end.
+// SHARE threads (a power of two) share a head's row: each rotates LANES pairs, two vectors of features, or copies one vector of the features
+// that are not rotated. A norm covers each head (added within a warp), or all heads of a token together (added within a block). Scales,
+// biases and constant angles are loaded before the preceding launches end.
 //
-// generated.cuh defines LANES (elements per access), WIDE (fp32 elements), BFLOAT (bf16 ones), TURNING and COPYING (vectors of pairs, and of
-// other features, in a row), INTERLEAVED (neighbours are pairs), EARLY (the angles are constant), COSINE_VECTORS and SINE_VECTORS (the
-// angles of a thread are one aligned vector), SHARE, THREADS (of a block), TOKENS (norms are of all heads of a token), CENTERED (layer norms,
-// else RMS norms) and BIASED.
+// generated.cuh defines LANES (elements per access), WIDE (fp32 elements), BFLOAT (bf16 elements), TURNING and COPYING (vectors of pairs, and
+// of other features, in a row), INTERLEAVED (neighbours are pairs), EARLY (the angles are constant), COSINE_VECTORS and SINE_VECTORS (the
+// angles of a thread are one aligned vector), SHARE, THREADS (of a block), TOKENS (a norm covers all heads of a token), CENTERED (layer norms,
+// otherwise RMS norms) and BIASED.
 #include "rotary.cuh"
 
 constexpr u32 VECTORS = TURNING + COPYING, SIZE = (2 * TURNING + COPYING) * LANES, WARPS = THREADS / 32;
 
-struct Tensor {                                    // x and the result (batch, heads, length), and how they and the angles lie
+struct Tensor {                                    // x and the result (batch, heads, length), with their strides and the strides of the angles
     const Element* x;
     Element* output;
     const float* scale;                            // [features of a norm]
     const float* bias;
-    u32 rows, length, heads;                       // rows: norms
+    u32 rows, length, heads;                       // rows: number of norms
     i64 x_strides[3], output_strides[3], cosine_strides[2], sine_strides[2];
 };
 
 struct Params {
     const Element* cosines;
     const Element* sines;
-    i64 cosine_step, sine_step;                    // from one pair's angle to the next one's
+    i64 cosine_step, sine_step;                    // elements between the angles of consecutive pairs
     float epsilon;
     Tensor tensor[2];
 };
@@ -34,7 +34,7 @@ DEVICE float total(float v, float (&partial)[WARPS]) {
     #pragma unroll
     for (int m = TOKENS ? 16 : SHARE / 2; m; m /= 2) v += __shfl_xor_sync(0xffffffffu, v, m);
     if (!TOKENS) return v;
-    __syncthreads();                               // the sums before these have been read
+    __syncthreads();                               // the previous sums have been read
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = v;
     __syncthreads();
     v = 0.0f;
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotary_norm(const __grid_c
     const u32 position = token % t.length, image = token / t.length;
     const bool live = vector < VECTORS && head < t.heads && row < t.rows, turns = vector < TURNING;
     const u32 left = !turns ? (TURNING + vector) * LANES : (INTERLEAVED ? 2 : 1) * vector * LANES;
-    const u32 right = turns ? left + (INTERLEAVED ? 1 : TURNING) * LANES : left;  // the same vector where nothing turns
+    const u32 right = turns ? left + (INTERLEAVED ? 1 : TURNING) * LANES : left;  // the same vector where nothing is rotated
 
     float scale[2 * LANES] = {}, bias[2 * LANES] = {}, feature[2 * LANES] = {};
     Vector cosines, sines;

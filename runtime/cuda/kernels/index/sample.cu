@@ -1,13 +1,13 @@
-// The next token of a sequence, from its logits: the largest one, or drawn from those that temperature, top_k and top_p leave. A block
-// takes a row.
+// The next token of a sequence, from its logits: the token with the largest logit, or a random one of the tokens that temperature, top_k and
+// top_p leave. A block takes a row.
 //
-// optdnn/ops/sampling.py says what the settings mean. Probabilities are integers of 28 bits relative to the largest one, so that
-// their sums do not depend on the order of threads, and the token drawn is that of the reference.
+// optdnn/ops/sampling.py explains the settings. Probabilities are integers of 28 bits relative to the largest one. So their sums do not
+// depend on the order of threads, and the sampled token equals the reference's.
 //
 // The k-th largest logit, and the last one that top_p keeps, are found digit by digit: logits become keys that are ordered as
-// integers, and the histogram of a digit tells which bin holds the unit that is searched. Units are tokens, or parts of the mass.
+// integers, and the histogram of a digit gives the bin with the wanted unit. Units are tokens, or parts of the mass.
 //
-// generated.cuh defines THREADS (a multiple of 32 up to 1024), LANES (elements per access), WIDE (fp32 logits), BFLOAT (bf16 ones).
+// generated.cuh defines THREADS (a multiple of 32 up to 1024), LANES (elements per access), WIDE (fp32 logits), BFLOAT (bf16 logits).
 #include "element.cuh"
 
 struct Params {
@@ -18,7 +18,7 @@ struct Params {
     const i64* seed;
     const i64* position;
     i64* token;
-    i64 pitch;                                     // from one row of logits to the next one
+    i64 pitch;                                     // elements between rows of logits
     i64 temperature_step, top_k_step, top_p_step, seed_step, position_step, token_step;
     u32 vocabulary;
 };
@@ -29,11 +29,11 @@ constexpr u32 MASS_BITS = 28, HALF_BITS = MASS_BITS / 2;
 constexpr u32 LEVELS = WIDE ? 3 : 2;               // the low 13 bits of a 16-bit float's key follow from the others
 static_assert(THREADS % 32 == 0 && GROUPS <= 32, "groups of threads");
 
-// What the threads of a block share.
+// Shared memory of a block.
 struct Shared {
     u64 part[THREADS];
     u64 group[GROUPS];
-    u32 low[BINS], high[BINS];                     // a bin's units in two halves: shared memory adds 32 bits at a time
+    u32 low[BINS], high[BINS];                     // the units of a bin in two halves: shared memory adds 32 bits at a time
     float best[THREADS];
     u32 place[THREADS];
     u32 found;
@@ -43,12 +43,12 @@ struct Shared {
 struct Row {
     const Element* logits;
     u32 size;
-    float highest, scale;                          // 2 ^ (scale * (logit - highest)) is a token's share of the largest one's
+    float highest, scale;                          // 2 ^ (scale * (logit - highest)) is a token's share, relative to the largest one
 };
 
 // ---- keys, masses, random bits ---------------------------------------------------------------------------------------------
 
-// Ordered as the floats are.
+// A key that is ordered as the floats are.
 DEVICE u32 key_of(float v) {
     const u32 bits = __float_as_uint(v == 0 ? 0.0f : v);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -97,8 +97,8 @@ template <typename Visit> DEVICE void each(const Row& row, u32 begin, u32 end, u
 
 // ---- searches by the whole block -------------------------------------------------------------------------------------------
 
-// The thread that holds unit `wanted` when all threads' units stand in a row. `s.rest`: how many of its own stand before it;
-// `s.total`: all units. THREADS where there are not so many.
+// The thread that holds unit `wanted` in the sequence of all threads' units; THREADS if there are fewer units. `s.rest`: the units of this
+// thread before the wanted one; `s.total`: all units.
 DEVICE u32 locate(Shared& s, u64 own, u64 wanted) {
     s.part[threadIdx.x] = own;
     __syncthreads();
@@ -130,11 +130,11 @@ DEVICE u32 locate(Shared& s, u64 own, u64 wanted) {
 DEVICE u64 total_of(Shared& s, u64 own) {
     locate(s, own, ~u64(0));
     const u64 total = s.total;
-    __syncthreads();                               // the next search writes it
+    __syncthreads();                               // the next search overwrites it
     return total;
 }
 
-// The largest logit, and its first place. A NaN wins.
+// The largest logit, and its first position. A NaN wins.
 DEVICE void find_highest(Shared& s, Row& row, u32& place) {
     float best = __uint_as_float(0xff800000u);
     u32 at = row.size;
@@ -160,7 +160,7 @@ DEVICE void find_highest(Shared& s, Row& row, u32& place) {
     place = s.place[0];
 }
 
-// The key of the logit that holds unit `wanted` (below their number), counted from the largest logit down. Elements below the key
+// The key of the logit that holds unit `wanted` (below the number of units), counted from the largest logit down. Elements with keys below
 // `least` have no units; others have `units(logit)`, at most 28 bits.
 template <typename Units> DEVICE u32 select(Shared& s, const Row& row, u32 least, u64 wanted, Units units) {
     u32 prefix = 0, shift = 32;
@@ -177,7 +177,7 @@ template <typename Units> DEVICE u32 select(Shared& s, const Row& row, u32 least
             if (u32 part = count >> HALF_BITS) atomicAdd(&s.high[bin], part);
         });
         __syncthreads();
-        const u32 first = BINS - 1 - threadIdx.x * PER_THREAD;          // the thread's bins, the highest one first
+        const u32 first = BINS - 1 - threadIdx.x * PER_THREAD;          // the thread's bins, highest first
         u64 own = 0;
         for (u32 b = 0; b < PER_THREAD && b <= first; b++) own += s.low[first - b] + (u64(s.high[first - b]) << HALF_BITS);
         const u32 holder = locate(s, own, wanted);
@@ -194,7 +194,7 @@ template <typename Units> DEVICE u32 select(Shared& s, const Row& row, u32 least
     return prefix << shift;
 }
 
-// Groups of 32 threads have a stretch of the vocabulary each: where that of group `g` begins.
+// Each group of 32 threads has a stretch of the vocabulary. The beginning of the stretch of group `g`.
 DEVICE u32 edge(const Row& row, u32 g) {
     const u32 vectors = row.size / LANES, share = (vectors + GROUPS - 1) / GROUPS;
     return (g * share < vectors ? g * share : vectors) * LANES;
@@ -210,7 +210,7 @@ DEVICE u64 own_mass(const Row& row, u32 least) {
     return own;
 }
 
-// The token that holds unit `wanted` of the masses, in the vocabulary's order. `own`: as of own_mass.
+// The token that holds unit `wanted` of the masses, in the vocabulary's order. `own`: result of own_mass.
 DEVICE u32 draw(Shared& s, const Row& row, u32 least, u64 own, u64 wanted) {
     const u32 group = locate(s, own, wanted) / 32;
     wanted = s.rest;
@@ -258,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(const __grid_consta
     const i64 top_k = p.top_k[b * p.top_k_step];
     u32 greedy;
     find_highest(s, row, greedy);
-    const float distance = row.highest - row.highest;                   // NaN for what is not finite
+    const float distance = row.highest - row.highest;                   // NaN where the largest logit is not finite
     i64 token = -1;
     if (distance == 0) {
         token = greedy;

@@ -1,5 +1,5 @@
-// top_rows.cu: a line that is read again for each count. The threshold is found digit by digit: the histogram of a digit tells which bin holds
-// the last element that is kept. Where several elements share its key, digits of their index decide.
+// top_rows.cu: a line that is read again for each count. The threshold is found digit by digit: the histogram of a digit gives the bin with
+// the last kept element. Where several elements share its key, digits of their index decide.
 #pragma once
 
 constexpr u32 DIGIT_BITS = 8, BINS = 256, NO_BIN = BINS, GROUP = 16, GROUPS = BINS / GROUP, INDEX_BITS = 32;
@@ -13,7 +13,7 @@ struct Counts {
     u32 digit, rest, inside;
 };
 
-// Find the bin that holds the `rest`-th element from the top: s.digit, s.rest (how many of the bin are kept), s.inside (its elements).
+// Finds the bin with the `rest`-th element from the top: s.digit, s.rest (kept elements of the bin), s.inside (all its elements).
 DEVICE void find_bin(Counts& s, u32 rest) {
     __syncthreads();
     if (threadIdx.x < GROUPS) {
@@ -45,7 +45,7 @@ struct Line {
         #pragma unroll 4
         for (u32 at = threadIdx.x; at < p.size; at += LINE_THREADS) act(key_of(x[at * p.step_x]), at);
     }
-    // Counts the elements by bin; bin_of(key, inverted index) is NO_BIN for those that do not count.
+    // Counts the elements by bin; bin_of(key, inverted index) is NO_BIN for elements to skip.
     template <typename BinOf> DEVICE void count(Counts& s, BinOf bin_of) const {
         for (u32 j = threadIdx.x; j < BINS; j += LINE_THREADS) s.bins[j] = 0;
         __syncthreads();

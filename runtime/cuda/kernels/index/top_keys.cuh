@@ -1,27 +1,27 @@
-// top_rows.cu: a line whose keys are in its threads' registers.
+// top_rows.cu: a line whose keys are in the registers of its threads.
 //
-// Of few elements (FEW), the KEEP-th largest of the largest keys of a warp's lanes is a bound: KEEP keys are not smaller. Those that are not are
-// mostly few, and each finds its place by a look at all of them. Otherwise, or if they are many, the threshold is found bit by bit: how many
-// keys reach a candidate?
+// With few kept elements (FEW), the KEEP-th largest of the lanes' largest keys in a warp is a bound: at least KEEP keys reach it. Mostly few
+// keys do. Each of them finds its rank by a comparison with all of them. Otherwise, or if many keys reach the bound, the threshold is found bit
+// by bit, by the number of keys that reach a candidate.
 #pragma once
 
 constexpr bool FEW = KEEP <= 32;
-constexpr u32 CANDIDATES = 128 * WARPS < 512 ? 128 * WARPS : 512;      // places for them
+constexpr u32 CANDIDATES = 128 * WARPS < 512 ? 128 * WARPS : 512;      // places for the keys that reach the bound
 
 struct Counts {
-    u32 of_warp[2][WARPS];                         // in turn: a warp that is late still reads those before
+    u32 of_warp[2][WARPS];                         // alternating: a late warp still reads the previous counts
     Key bounds[WARPS];
 };
 
 DEVICE constexpr u32 floor_power(u32 n) { return n < 2 ? n : 2 * floor_power(n / 2); }
 
 struct Line {
-    Key keys[KEYS];                                // beyond the line 0, which no candidate counts
+    Key keys[KEYS];                                // 0 beyond the line, which reaches no candidate
     const u32 thread;
     u32 turn;
 
     DEVICE Line(const Element* x, const Params& p, u32 thread) : thread(thread), turn(0) {
-        Element found[KEYS];                       // without a branch, so that all are on their way at once
+        Element found[KEYS];                       // without a branch, so that all loads are in flight together
         #pragma unroll
         for (u32 i = 0; i < KEYS; i++) found[i] = x[min(place(i), p.size - 1) * p.step_x];
         #pragma unroll
@@ -33,10 +33,10 @@ struct Line {
         #pragma unroll
         for (u32 i = 0; i < KEYS; i++) act(keys[i], place(i));
     }
-    // Whether a key is one of the line: those of the last turn may lie behind it.
+    // Whether a key belongs to the line: the last keys may be beyond it.
     DEVICE bool inside(u32 i, const Params& p) const { return i + 1 < KEYS || place(i) < p.size; }
 
-    // The largest key that is known to be reached by `kept` keys: a warp's lanes have as many that reach its own bound.
+    // The largest key that `kept` keys are known to reach: in each warp, `kept` lanes reach the warp's own bound.
     DEVICE Key bound(Counts& counts, u32 kept) const {
         const u32 lane = thread % 32;
         Key most = 0;
@@ -57,7 +57,7 @@ struct Line {
         for (u32 w = 0; w < WARPS; w++) least = max(least, counts.bounds[w]);
         return least;
     }
-    // The keys that reach a bound, in any order, as far as there is room; returns how many there are.
+    // Gathers the keys that reach a bound, in any order, up to the capacity; returns their number.
     DEVICE u32 gather(Item* items, u32& count, Key least, const Params& p) const {
         u32 own = 0;
         #pragma unroll
@@ -72,9 +72,9 @@ struct Line {
         line_barrier();
         return count;
     }
-    // How many keys of the line fulfil a condition.
+    // The number of the line's keys that fulfil a condition.
     template <typename If> DEVICE u32 counted(Counts& counts, If condition) {
-        u32 parts[4] = {};                         // that do not wait for one another
+        u32 parts[4] = {};                         // independent of one another
         #pragma unroll
         for (u32 i = 0; i < KEYS; i++) parts[i % 4] += condition(keys[i], place(i)) ? 1 : 0;
         const u32 own = __reduce_add_sync(~0u, parts[0] + parts[1] + parts[2] + parts[3]);
@@ -86,8 +86,8 @@ struct Line {
         return __reduce_add_sync(~0u, thread % 32 < WARPS ? found[thread % 32] : 0);
     }
     DEVICE Threshold threshold(Counts& counts, u32 kept) {
-        Key key = 0;                               // the largest one that more than `kept` keys reach
-        u32 above = 0;                             // keys that are larger: as counted last, since key + 1 was the last that too few reach
+        Key key = 0;                               // the largest key that more than `kept` keys reach
+        u32 above = 0;                             // number of larger keys: key + 1 was the latest candidate that too few keys reach
         #pragma unroll 1
         for (int bit = KEY_BITS - 1; bit >= 0; bit--) {
             const Key candidate = key | Key(1) << bit;
@@ -98,7 +98,7 @@ struct Line {
             else
                 above = reach;
         }
-        u32 bound = 0;                             // the largest one below which too few of the equal keys are
+        u32 bound = 0;                             // the largest index below which too few of the equal keys are
         #pragma unroll 1
         for (u32 bit = floor_power(KEYS * LINE_THREADS); bit; bit /= 2) {
             const u32 candidate = bound | bit;

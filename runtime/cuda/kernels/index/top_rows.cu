@@ -1,12 +1,13 @@
-// The first KEEP elements of each line in order: the largest ones, or the smallest ones. Of equal elements the one with the lower
-// index comes first; a NaN counts as larger than any number. A block takes LINES lines, each with WARPS warps.
+// The first KEEP elements of each line in order: the largest, or the smallest. Of equal elements the one with the lower index comes first; a
+// NaN counts as larger than any number. A block takes LINES lines, each with WARPS warps.
 //
-// Elements become keys that are ordered as integers, a larger key for an element that comes earlier. A threshold tells which ones are kept: its
-// search counts keys. Threads hold the keys of a line in registers (top_keys.cuh), or, where the line is too long, it is read again for each
-// count (top_digits.cuh). The kept elements are then gathered and sorted.
+// Elements become keys that are ordered as integers: the element that comes first has the larger key. A threshold selects the kept elements;
+// the search for it counts keys. Threads hold the keys of a line in registers (top_keys.cuh). A line that is too long for that is read again
+// for each count (top_digits.cuh). The kept elements are then gathered and sorted.
 //
-// generated.cuh defines TYPE (of the elements, by number), LINES (1 if WARPS is more), WARPS, KEYS (of a thread; 0: lines are read again), RANK
-// (axes that number the lines), KEEP, CAPACITY (KEEP or the next power of two), LARGEST, WIDE (elements of 64 bits), INDICES (the indices are written).
+// generated.cuh defines TYPE (of the elements, by number), LINES (1 if WARPS is more), WARPS, KEYS (per thread; 0: lines are read again), RANK
+// (axes that number the lines), KEEP, CAPACITY (KEEP or the next power of two), LARGEST, WIDE (elements of 64 bits), INDICES (the indices
+// are written).
 #include "general.cuh"
 #include "generated.cuh"
 
@@ -44,7 +45,7 @@ struct Params {
 #if INDICES
     i64* index;
 #endif
-    i64 step_x, step_y, step_index;                // along a line
+    i64 step_x, step_y, step_index;                // strides along a line
     i64 dims[RANK], x_strides[RANK], y_strides[RANK], index_strides[RANK];
     u32 size, lines;                               // elements of a line; lines
 };
@@ -62,7 +63,7 @@ struct Item {
     u32 at;
 };
 
-// The elements that are kept: those with a larger key, and of those with this key the ones below an index.
+// Selects the kept elements: larger keys, and elements with this key whose index is below the bound.
 struct Threshold {
     Key key;
     u32 bound;
@@ -135,7 +136,7 @@ DEVICE void sort(Shared& s, u32 thread) {
     }
 }
 
-// Where a line is read, and where its elements go.
+// Read and write addresses of a line.
 struct Places {
     const Params& p;
     const Element* x;
@@ -166,7 +167,7 @@ struct Places {
 };
 
 #if KEYS
-// Each of the gathered candidates counts those before it.
+// Each gathered candidate counts the candidates before it.
 DEVICE void put_candidates(const Shared& s, u32 count, const Places& places, u32 thread) {
     for (u32 j = thread; j < count; j += LINE_THREADS) {
         const Item own = s.items[j];

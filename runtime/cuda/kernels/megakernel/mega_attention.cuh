@@ -1,12 +1,12 @@
 // A job of a megakernel: attention of one new position over a cache, as attention_cached.cu computes it.
 //
-// A block takes the GROUP queries that share a head of keys, and every SPLITS-th tile of 64 keys that they see. Its keys, then its values, come
-// through the ring. A warp takes 16 keys and 64 features of the values; warps beyond that only give the slots back. Blocks that share a
-// head exchange their sums as packets, and each adds a part of the features.
+// A block takes the GROUP queries that share a key head, and every SPLITS-th tile of 64 keys that they see. Its keys, then its values, come
+// through the ring. A warp takes 16 keys and 64 features of the values; further warps only release the slots. Blocks that share a key head
+// exchange their results as packets, and each adds a part of the features.
 //
-// The row that this launch writes is read from shared memory, since the slot may hold what lay there before.
+// The row that this launch writes is read from shared memory, since the slot may hold older data in its place.
 //
-// generated.cuh defines SPLITS, HEADS (of keys, of all of the batch), SOFTCAP, and what attention_cached.cuh says.
+// generated.cuh defines SPLITS, HEADS (key heads of the whole batch), SOFTCAP, and the macros of attention_cached.cu.
 #pragma once
 
 constexpr int KEY_WARPS = 4, TILE_KEYS = KEY_WARPS * 16, WARP_PARTS = 1, VALUE_PARTS = (HEAD + 63) / 64;
@@ -16,19 +16,19 @@ static_assert(KEY_WARPS * VALUE_PARTS <= WARPS && SPLITS <= 32 && HEADS * SPLITS
 
 struct AttentionJob {
     Source queries, new_keys, new_values;          // pitch: between heads
-    Target out;                                    // likewise
+    Target out;                                    // pitch: between heads
     const u16 *cosines, *sines;
-    const int *starts, *lengths;                   // as attention_cached.cu has them
+    const int *starts, *lengths;                   // as in attention_cached.cu
     u16 *keys, *values;
-    uint2* partial;                                // [head of keys][SPLITS][SENT] packets of a float
-    long long keys_head, values_head;              // elements between heads; positions follow one another
+    uint2* partial;                                // [key head][SPLITS][SENT] packets of a float
+    long long keys_head, values_head;              // elements between heads; positions are contiguous
     int capacity, reach;
     float scale_log2, cap_in, cap_out;
 };
-constexpr int SENT = GROUP * (HEAD + 2);           // sums; of each query the largest score and the sum of weights
+constexpr int SENT = GROUP * (HEAD + 2);           // accumulators; for each query the largest score and the sum of weights
 
 struct SeenKeys {
-    int begin, end, first, last, active;           // keys, tiles, and the blocks that have one
+    int begin, end, first, last, active;           // keys, tiles, and the number of blocks that have a tile
     __device__ __forceinline__ SeenKeys(const AttentionJob& p) {
         end = max(0, min(*p.lengths, p.capacity)), begin = p.reach < 0 ? 0 : max(0, end - 1 - p.reach);
         first = begin / TILE_KEYS, last = (end + TILE_KEYS - 1) / TILE_KEYS;
@@ -96,7 +96,7 @@ struct Attention {
         join(parts, split, seen.active, factor, tag, warp, lane, write);
     }
 
-    // Queries and the new key, turned, and the new value.
+    // Loads queries, the new key (both rotated) and the new value.
     static __device__ __forceinline__ void bring(const AttentionJob& p, u16* queries, int head, const Now& now) {
         constexpr int UNITS = HEAD / 4;
         for (int e = threadIdx.x; e < (GROUP + 2) * UNITS; e += THREADS) {
@@ -122,7 +122,7 @@ struct Attention {
             else put_word(p.values + head * p.values_head + (long long)start * HEAD + at, word_at(new_value + at));
         }
     }
-    // A tile: two slots.
+    // Computes a tile: two slots.
     static __device__ __forceinline__ void attend(Found& found, const AttentionJob& p, Ring& ring, const u16* queries, int tile, int start, const SeenKeys& seen, float factor, int warp, int lane) {
         const u16 *const new_key = queries + 8 * TILES * ROW, *const new_value = new_key + ROW;
         const int origin = tile * TILE_KEYS, first = origin + warp % KEY_WARPS * 16, part = warp / KEY_WARPS;
@@ -169,7 +169,7 @@ struct Attention {
         ring.release(lane);
         ring.next();
     }
-    // Adds what the blocks of a head have found: this block its part of the fours of features, a warp four of them, a lane a block.
+    // Adds the results of a head's blocks. This block adds its part of the features, four per warp; each lane reads one block's result.
     template <class Write> static __device__ __forceinline__ void join(const uint2* parts, int split, int active, float factor, u32 tag, int warp, int lane, const Write& write) {
         constexpr int FOURS = GROUP * HEAD / 4;
         const int begin = FOURS * split / active, end = FOURS * (split + 1) / active;

@@ -1,4 +1,4 @@
-// The kinds of a megakernel's jobs, and which code does each.
+// The kinds of a megakernel's jobs, and the code of each.
 #pragma once
 
 #define KIND(n, rows, columns, depth, norm, paired, residual)                                                                \

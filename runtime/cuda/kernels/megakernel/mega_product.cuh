@@ -2,10 +2,11 @@
 //
 //   out[m, column] = epilogue(sum_k x[m, k] * weights[column, k])
 //
-// A block takes tiles of 16 columns, whose K its warps share. A slot has 512 of K of a tile: 16 rows of a kilobyte, at a pitch that has no bank
-// conflicts. A warp takes 32 of them: two products of mma.sync, whose operand A is the weights. The order of K within a product is free, so a lane
-// reads 16 bytes. Columns of operand B are the rows. NORM: they are divided by the root of the mean of their squares first, and multiplied by
-// ``scale``; each becomes two columns, a number of 16 bits and what it lacks. PAIRED: the epilogue reads the product with a second matrix.
+// A block takes tiles of 16 columns, and its warps split K. A slot has 512 elements of K of a tile: 16 rows of a kilobyte, at a pitch without
+// bank conflicts. A warp takes 32 of these elements: two products of mma.sync with the weights as operand A. The order of K within a product
+// is free, so a lane reads 16 bytes. Columns of operand B are the rows. NORM: rows are first divided by their root mean square and multiplied
+// by ``scale``. Each row becomes two columns: the value rounded to 16 bits, and the rounding error. PAIRED: the epilogue reads the product with
+// a second matrix.
 //
 // Kind has K, COLUMNS, ROWS, NORM, PAIRED, HAS_RESIDUAL, epilogue() and, PAIRED, epilogue_beside().
 #pragma once
@@ -21,7 +22,7 @@ struct ProductJob {
     float epsilon;
 };
 
-// The block's tiles. Jobs begin at different blocks, since some blocks have a tile more.
+// The block's tiles. Each job starts at a different block, since some blocks have one tile more.
 struct Share {
     int begin, count;
     __device__ __forceinline__ Share(int tiles, int job) {
@@ -51,7 +52,7 @@ template <class Kind> struct Product {
                 const u32 bytes = min(PIECE, K * 2 - i * PIECE);
                 me.begin(bytes * MINE);
                 #pragma unroll
-                for (int r = 0; r < MINE; r++)     // beyond the last column: that one again
+                for (int r = 0; r < MINE; r++)     // beyond the last column: the last column again
                     me.weights((me.part * MINE + r) * PITCH, matrix + (long long)min(first + r, Kind::COLUMNS - 1) * K + i * STAGE_K, bytes);
                 me.end();
             }
@@ -78,7 +79,7 @@ template <class Kind> struct Product {
                 if (g >= USED) b = make_uint4(0u, 0u, 0u, 0u);
                 ring.wait_full();
                 uint4 low = shared_load16(ring.at() + from), high = shared_load16(ring.at() + from + 8 * PITCH);
-                if (K % STAGE_K && k + i * STAGE_K >= K) low = high = make_uint4(0u, 0u, 0u, 0u);    // whatever lies there
+                if (K % STAGE_K && k + i * STAGE_K >= K) low = high = make_uint4(0u, 0u, 0u, 0u);    // uninitialized memory
                 const u32 first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
                 multiply(total, first, b.x, b.y);
                 multiply(other, second, b.z, b.w);
@@ -92,10 +93,10 @@ template <class Kind> struct Product {
         finish(job, share, sums, now, number);
     }
 
-    // The rows, for the products: zeros beyond K.
+    // Loads the rows for the products, with zeros beyond K.
     static __device__ __forceinline__ void bring(const ProductJob& job, u16* rows, float* squares, int warp, int lane, const Now& now) {
         uint2 word[2 * EACH];
-        float2 scale[Kind::NORM ? EACH : 1][4];    // constants: asked for before the rows are there
+        float2 scale[Kind::NORM ? EACH : 1][4];    // constants: loaded before the rows arrive
         const uint2* at[2 * EACH];
         bool live[2 * EACH];
         int row[EACH], k[EACH];
@@ -165,7 +166,7 @@ template <class Kind> struct Product {
             factor[e] = rsqrtf(all / K + epsilon);
         }
     }
-    // The warp's sums of a tile: lane 4 g + t has those of columns g and g + 8 (of the tile) with columns 2 t and 2 t + 1 of operand B.
+    // Stores the warp's accumulators of a tile: lane 4 g + t has columns g and g + 8 (of the tile) times columns 2 t and 2 t + 1 of operand B.
     static __device__ __forceinline__ void put(float* to, const float (&total)[4], int lane) {
         const int g = lane / 4, t = lane % 4;
         #pragma unroll
@@ -185,7 +186,7 @@ template <class Kind> struct Product {
         for (int w = 0; w < WARPS; w++) part[w % 4] += sums[((tile * WARPS + w) * ROWS + m) * TILE + c];
         return (part[0] + part[1]) + (part[2] + part[3]);
     }
-    // A thread has two neighbouring results.
+    // A thread computes two neighbouring results.
     static __device__ __forceinline__ void finish(const ProductJob& job, const Share& share, const float* sums, const Now& now, int number) {
         for (int i = threadIdx.x; i < share.count * (ROWS * TILE / 2); i += THREADS) {
             const int tile = i / (ROWS * TILE / 2), m = i / (TILE / 2) % ROWS, c = i % (TILE / 2) * 2, n = (share.begin + tile) * TILE + c;

@@ -1,8 +1,8 @@
-// A ring of slots in shared memory, through which all that a block reads from memory passes, job after job: weights, and keys and values of
-// caches. PRODUCERS threads ask for it, WARPS warps take it. What a later job reads is on its way while an earlier one waits for rows.
+// A ring of slots in shared memory. All that a block reads from memory passes through it, job after job: weights, and keys and values of
+// caches. PRODUCERS threads request it, WARPS warps consume it. The data of a later job is in flight while an earlier job waits for rows.
 //
-// Few requests are on their way at a time (REQUESTS slots a block: 34 KB, about latency times bandwidth). A full ring of requests
-// would queue in front of memory, and rows that pass between jobs would wait behind it. A job of many slots has LONG_REQUESTS.
+// Few requests are in flight at a time (REQUESTS slots per block: 34 KB, about latency times bandwidth). A full ring of requests would
+// queue at the memory, and rows that pass between jobs would wait behind it. A job of many slots has LONG_REQUESTS.
 //
 // generated.cuh defines SLOTS, SLOT_BYTES, REQUESTS and LONG_REQUESTS.
 #pragma once
@@ -36,19 +36,19 @@ struct Ring {
 };
 constexpr int RING_BYTES = (SLOTS * (SLOT_BYTES + 16) + 127) / 128 * 128;
 
-// One of the threads that ask for slots: each for its part of all of them.
+// One of the threads that request slots: each thread loads its part of every slot.
 struct Producer {
     int part;
-    Ring ring, before;                             // ``before``: the first slot that may be on its way
-    int waiting = 0, most = REQUESTS;              // slots on their way, and the most of them
-    u64 policy;                                    // weights are read once: they make way in L2 for what is read again
+    Ring ring, before;                             // ``before``: the first slot that may be in flight
+    int waiting = 0, most = REQUESTS;              // slots in flight, and their limit
+    u64 policy;                                    // weights are read once: L2 evicts them before data that is read again
 
     __device__ __forceinline__ Producer(u8* shared, int part) : part(part), ring(shared), before(shared) {
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     }
-    // A job of so many slots begins.
+    // Begins a job of ``slots`` slots.
     __device__ __forceinline__ void job(int slots) { most = slots > 2 * SLOTS ? LONG_REQUESTS : REQUESTS; }
-    // The next slot is free, and fewer than ``most`` others are on their way.
+    // Waits until the next slot is free, and fewer than ``most`` others are in flight.
     __device__ __forceinline__ void begin(u32 bytes) {
         ring.wait_empty();
         for (; waiting >= most; waiting--) before.wait_full(), before.next();
@@ -64,4 +64,4 @@ struct Producer {
     __device__ __forceinline__ void end() { ring.next(); }
 };
 
-DEVICE void sync_warps() { named_barrier(1, THREADS); }        // those that take slots
+DEVICE void sync_warps() { named_barrier(1, THREADS); }        // the consumers of slots

@@ -1,14 +1,15 @@
 // Products of a few rows and attention over a cache, job after job, in one persistent launch. A decoder's token is bound by reading its
-// weights: as launches, each job begins with an idle memory and waits for the one before it; here the next jobs' weights are on their way.
+// weights. As separate launches, each job begins with an idle memory and waits for the previous job. Here the weights of the next jobs are
+// already in flight.
 //
-// A block for each multiprocessor. Four threads bring what the block reads, of all jobs, through a ring of shared memory (mega_ring.cuh).
-// 16 warps take it, job by job. Rows pass from job to job as packets (mega_exchange.cuh).
+// There is one block per multiprocessor. Four threads load all data of the block, for all jobs, through a ring in shared memory
+// (mega_ring.cuh). 16 warps consume it, job by job. Rows pass from job to job as packets (mega_exchange.cuh).
 //
 // All blocks wait for one another, so the launch is cooperative.
 //
 // generated.cuh defines LEAST_BLOCKS (of any grid that the launch may have), RUN (jobs of the run, for tags), MOST_JOBS (of a launch),
-// multiply(), KINDS (of products, up to 6), of kind n ROWS_n, COLUMNS_n, DEPTH_n, NORM_n, PAIRED_n, RESIDUAL_n, epilogue_n() and
-// epilogue_beside_n(), ATTENTION (whether there is any), and what the files below say.
+// multiply(), KINDS (of products, up to 6), for kind n ROWS_n, COLUMNS_n, DEPTH_n, NORM_n, PAIRED_n, RESIDUAL_n, epilogue_n() and
+// epilogue_beside_n(), ATTENTION (whether any job is attention), and the macros of the files below.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -25,8 +26,8 @@ struct alignas(16) Job {
     u8 job[JOB_BYTES];                             // a ProductJob or an AttentionJob
 };
 struct Params {
-    u32* state;                                    // how many launches there were, and the blocks that have ended
-    int first, jobs;                               // of the run
+    u32* state;                                    // number of earlier launches, and of blocks that have ended
+    int first, jobs;                               // index of the first job in the run, and number of jobs
     Job job[MOST_JOBS];
 };
 
@@ -55,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) megake
     for (int i = 0; i < p.jobs; i++) {
         const Job& job = p.job[i];
         consume(job.kind, job.job, ring, shared + RING_BYTES, warp, lane, now, p.first + i);
-        sync_warps();                              // the next job writes to the same shared memory
+        sync_warps();                              // the next job overwrites the same shared memory
     }
     if (threadIdx.x == 0 && count_arrival(p.state + 1) == gridDim.x - 1) {
         p.state[1] = 0;

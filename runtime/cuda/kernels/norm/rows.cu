@@ -46,7 +46,7 @@ struct Params {
 #if MODULATED
     const Element* factors;
     const Element* shifts;
-    int shared, factor_pitch, shift_pitch;         // rows that share factors and shifts; elements between the factors, and the shifts, of consecutive images
+    int shared, factor_pitch, shift_pitch;         // rows that share factors and shifts; elements between those of two images
     float plus;                                    // added to each factor
 #endif
 };

@@ -1,12 +1,13 @@
 // Packed weights in tiles: from memory straight to the fragments of mma.sync m16n8k16 (operand A: rows are output channels).
 //
-// A chunk is 1024 bytes: 16 channels x CHUNK_K numbers of K. Lane 4 g + t reads 16 bytes of channel g and, 512 bytes on, 16 of channel
-// g + 8. Of each 16 of K, it holds the pairs from 2 t and from 2 t + 8 on: registers of operand A as they are.
-// Pairs of numbers lie BITS * i bits up in both halves of a word, so that one LOP3 makes them 16-bit floats of a known exponent.
-// optdnn/kernels/packed/tiles.py makes the tiles.
+// A chunk is 1024 bytes: 16 channels x CHUNK_K numbers of K. Lane 4 g + t reads 16 bytes of channel g and, 512 bytes further, 16 bytes of
+// channel g + 8. Of each 16 elements of K, it holds the pairs from 2 t and from 2 t + 8 on: the register order of operand A.
+// Pairs of numbers are at bit BITS * i of both halves of a word, so that one LOP3 turns them into 16-bit floats of a known exponent.
+// optdnn/kernels/packed/tiles.py builds the tiles.
 //
-// generated.cuh defines BITS (2, 4, 8), FLOAT_CODES (e4m3), GROUPS (scales of a chunk's row), SCALE_FLOAT (scales are fp32), SCALE_BF16 (or
-// bf16, or else fp16), ZEROS (0: none, so half of the range; 1: a byte for each scale; 2: a number like the scales), and multiply().
+// generated.cuh defines BITS (2, 4, 8), FLOAT_CODES (e4m3), GROUPS (scales of a chunk's row), SCALE_FLOAT (scales are fp32), SCALE_BF16 (bf16;
+// otherwise fp16), ZEROS (0: none, the zero point is half of the range; 1: a byte for each scale; 2: a value of the scales' type), and
+// multiply().
 #pragma once
 
 constexpr int CHUNK_BYTES = 1024, CHUNK_K = 512 / BITS, STEPS = CHUNK_K / 16, GROUP_STEPS = STEPS / GROUPS, PAIRS = 16 / BITS;
@@ -16,10 +17,10 @@ static_assert(STEPS % GROUPS == 0, "a scale is of whole products");
 struct PackedWeights {
     const u8 *tiles;                               // [tile of 16 channels][chunk][1024]
     const u8 *scales, *zeros;                      // [tile][set][16 channels][GROUPS]
-    int chunks, sets, set_shift;                   // of a tile; chunk c has the scales of set c >> set_shift
+    int chunks, sets, set_shift;                   // per tile; chunk c has the scales of set c >> set_shift
 };
 
-// BYTES (a power of two), aligned to them up to 16, as words.
+// Loads BYTES (a power of two) as words; the address is aligned to BYTES, at most to 16.
 template <int BYTES> struct Words { u32 word[(BYTES + 3) / 4]; };
 template <int BYTES> DEVICE Words<BYTES> load_words(const u8* at) {
     Words<BYTES> v;
@@ -55,7 +56,7 @@ template <int BYTES> DEVICE Words<BYTES> shared_words(const u8* at) {
     return v;
 }
 
-DEVICE float scale_of(u32 bits) {                  // of the low 16 bits, where it is not fp32
+DEVICE float scale_of(u32 bits) {                  // from the low 16 bits, unless scales are fp32
 #if SCALE_FLOAT
     return __uint_as_float(bits);
 #elif SCALE_BF16
@@ -72,7 +73,7 @@ DEVICE float scale_at(const Words<GROUPS * SCALE_BYTES>& v, int i) {
 #endif
 }
 
-// What a lane holds of a chunk, as it lies in memory: of channels g and g + 8.
+// A lane's part of a chunk, in memory order: channels g and g + 8.
 struct Chunk {
     uint4 weights[2];
     Words<GROUPS * SCALE_BYTES> scales[2];
@@ -104,7 +105,7 @@ constexpr u32 ONE2 = 0x3f803f80;
 constexpr u32 ONE2 = 0x3c003c00;
 #endif
 
-// The zero point of a group: an integer, and what is left of one that is a float.
+// The zero point of a group: its integer part, and the rest of a floating-point zero point.
 struct Zero {
     u32 whole;
     float rest;
@@ -122,8 +123,8 @@ DEVICE Zero zero_at(const Chunk& c, int h, int group) {
     return z;
 }
 
-// Masks of numbers in a word, by how far up they lie. LOP3 takes one constant: of two, the compiler moves one into a register each time,
-// unless it cannot know the value. ``zero`` is 0, read from memory.
+// Masks of the numbers in a word, by bit position. LOP3 takes one constant: of two, the compiler moves one into a register each time, unless
+// it cannot know the value. ``zero`` is 0, read from memory.
 struct Masks {
     u32 numbers[8 / BITS];
     __device__ __forceinline__ Masks(int zero = 0) {
@@ -132,7 +133,7 @@ struct Masks {
     }
 };
 
-// The PAIRS pairs of a word, less the zero point: of each 16 of K, two pairs. Whole numbers are exact.
+// The PAIRS pairs of a word minus the zero point; two pairs for each 16 elements of K. Integers are exact.
 DEVICE void unpack_word(u32 (&pair)[PAIRS], u32 word, const Zero& z, const Masks& masks = {}) {
 #if FLOAT_CODES
     const u32 low = float8_to_half(word), high = float8_to_half(word >> 16);
@@ -147,7 +148,7 @@ DEVICE void unpack_word(u32 (&pair)[PAIRS], u32 word, const Zero& z, const Masks
     for (int i = 0; i < 2; i++) {
         float low = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + 2 * i)) - offset;
         float high = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7441 + 2 * i)) - offset;
-        if (ZEROS == 2) low -= z.rest, high -= z.rest;     // eight bits of a bfloat are too few for a zero point
+        if (ZEROS == 2) low -= z.rest, high -= z.rest;     // a bfloat's eight bits are too few for a zero point
         pair[i] = pack2(low, high);
     }
 #elif BITS == 8                                    // 1024 + number
@@ -159,7 +160,7 @@ DEVICE void unpack_word(u32 (&pair)[PAIRS], u32 word, const Zero& z, const Masks
     #pragma unroll
     for (int i = 0; i < PAIRS; i++)
         pair[i] = fma2((word >> (BITS * i) & masks.numbers[0]) | 0x43004300u, ONE2, offset);
-#else                                              // 1024 + number * 2^up: fp16 has ten bits behind the first one
+#else                                              // 1024 + number * 2^up: fp16 has ten bits after the leading one
     const u32 next = word >> 8;
     #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
@@ -177,7 +178,7 @@ DEVICE void unpack_word(u32 (&pair)[PAIRS], u32 word, const Zero& z, const Masks
 // Word i of 16 bytes.
 DEVICE u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// The registers of operand A of a product of 16 of K: numbers less their zero points, SCALED: times their scales.
+// The registers of operand A for a product of 16 elements of K: numbers minus their zero points; SCALED: times their scales.
 template <bool SCALED = true> DEVICE void unpack_operand(u32 (&a)[4], const Chunk& chunk, int step, const Masks& masks = {}) {
     const int word = step * 4 / STEPS, at = step % (STEPS / 4) * 2, group = step / GROUP_STEPS;
     #pragma unroll

@@ -1,11 +1,11 @@
-// Packed weights in rows of channels, for products of many rows: 16-bit floats, or (EIGHT_BITS) int8 numbers with one scale a channel.
+// Unpacks packed weights to rows of channels, for products of many rows: 16-bit floats, or (EIGHT_BITS) int8 with one scale per channel.
 //
 //   out[column, k] = (number[column, k] - zero) * scale
 //   out[column, k] = round((number[column, k] - zero) * (scale * inverse[column]))
 //
-// A warp takes a chunk at a time: it unpacks its registers, turns them in shared memory, and stores 16 bytes a lane.
+// A warp takes a chunk at a time: it unpacks its registers, transposes them in shared memory, and stores 16 bytes per lane.
 //
-// generated.cuh defines WARPS, DEPTH (chunks of a warp), EIGHT_BITS, and what packed.cuh says.
+// generated.cuh defines WARPS, DEPTH (chunks per warp), EIGHT_BITS, and the macros of packed.cuh.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -15,15 +15,15 @@
 struct Params {
     PackedWeights weights;
     u8* output;                                    // [columns][pitch], rows aligned to 16 bytes
-    int columns, pitch;                            // in bytes; what is beyond K is stored, too, up to the pitch
-    const float* inverse;                          // of each column, 16 at a time: 127 by its largest magnitude
+    int columns, pitch;                            // in bytes; columns beyond K are stored, too, up to the pitch
+    const float* inverse;                          // per column, for whole tiles of 16: 127 / its largest magnitude
 };
 
 constexpr int ITEM = EIGHT_BITS ? 1 : 2;           // bytes of a number
-constexpr int ROW_WORDS = CHUNK_K * ITEM / 4 + 4;  // eight rows of four lanes lie in other banks
+constexpr int ROW_WORDS = CHUNK_K * ITEM / 4 + 4;  // eight rows of four lanes are on different banks
 constexpr int ROW_VECTORS = CHUNK_K * ITEM / 16;   // of 16 bytes
 
-// A pair of whole numbers times their factor, where two numbers of a row lie.
+// Stores a pair of integers times their factor, at a position of a row.
 DEVICE void store_pair(u32* row, int at, u32 pair, float factor) {
 #if EIGHT_BITS
     constexpr float MAGIC = 12582912.0f;           // 1.5 * 2^23: the sum's low byte is the rounded product
@@ -34,7 +34,7 @@ DEVICE void store_pair(u32* row, int at, u32 pair, float factor) {
 #endif
 }
 
-// The lane's numbers of a chunk, times their scales, to rows g and g + 8.
+// Writes the lane's numbers of a chunk, times their scales, to rows g and g + 8.
 DEVICE void unpack_chunk(u32* turned, const Chunk& chunk, const float (&inverse)[2], int lane) {
     #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -52,7 +52,7 @@ DEVICE void unpack_chunk(u32* turned, const Chunk& chunk, const float (&inverse)
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) packed_dense(const __grid_constant__ Params p) {
-    extern __shared__ __align__(128) u8 shared[];  // of each warp 16 rows
+    extern __shared__ __align__(128) u8 shared[];  // 16 rows per warp
     grid_launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first = (blockIdx.x * WARPS + warp) * DEPTH, count = (p.columns + 15) / 16 * p.weights.chunks;

@@ -2,22 +2,22 @@
 //
 //   out[m, column] = epilogue(sum_k x[m, k] * (number[column, k] - zero) * scale)
 //
-// mma.sync on 8-bit integers takes packed numbers nearly as they are: eight of 4 bits cost one LOP3. Rows become integers of 18 bits (of
-// 22, where numbers have 8), whose power of two 256 of K share. Each is three digits of 8 bits, which are three columns of operand B. So sums
-// of a group are exact, the zero point is subtracted exactly, and the rest is fp32.
+// mma.sync on 8-bit integers takes packed numbers almost without conversion: eight 4-bit numbers cost one LOP3. Rows become integers of 18
+// bits (22 for 8-bit numbers) with a power of two that 256 elements of K share. Each integer has three digits of 8 bits, which are three
+// columns of operand B. So the sums of a group are exact, the zero point is subtracted exactly, and the rest is fp32.
 //
-// A block takes the tiles of 16 columns from its first to its last one, two side by side. Its warps share K: a warp takes the same chunks of
-// each tile, so it makes the digits of its own part of the rows, and reads them alone. Weights come straight to registers, AHEAD chunks
-// in flight; the first are on their way before griddepcontrol.wait, since they depend on no other kernel. Warps meet once, at the end: their
-// sums of a tile are added in a fixed order.
+// A block takes a contiguous range of tiles of 16 columns, two side by side. Its warps split K. A warp takes the same chunks of each tile, so
+// it computes the digits of its own part of the rows and is their only reader. Weights are loaded straight to registers, AHEAD chunks in
+// flight; the first are loaded before griddepcontrol.wait, since no kernel writes them. Warps synchronize once, at the end: their
+// accumulators of a tile are added in a fixed order.
 //
-// NORM: rows are divided by the root of the mean of their squares first, and multiplied by ``scale``. A block sees whole rows, so it sums the
-// squares, and divides the sums. PAIRED: the epilogue reads the product with a second matrix of the same form, after stages of its own
+// NORM: rows are first divided by their root mean square and multiplied by ``scale``. A block sees whole rows, so it sums the squares, and
+// divides the accumulators instead. PAIRED: the epilogue reads the product with a second matrix of the same form, after stages of its own
 // (gated linear units): a tile of it follows each tile of the first matrix.
 //
-// generated.cuh defines ROWS, BLOCKS, WARPS, AHEAD, SHARE (chunks of a warp of a tile, at most), EVEN (each has as many), SET_SHIFT (chunk c has the scales of set c >> SET_SHIFT), TILES (of a block, at most), RESIDENT
-// (blocks of a multiprocessor), HAS_RESIDUAL, NORM,
-// PAIRED, multiply() of 8-bit integers, epilogue() and, PAIRED, epilogue_beside(), and what packed.cuh says.
+// generated.cuh defines ROWS, BLOCKS, WARPS, AHEAD, SHARE (most chunks of a tile in a warp), EVEN (each warp has SHARE chunks), SET_SHIFT
+// (chunk c has the scales of set c >> SET_SHIFT), TILES (most tiles of a block), RESIDENT (blocks per multiprocessor), HAS_RESIDUAL, NORM,
+// PAIRED, multiply() of 8-bit integers, epilogue() and, PAIRED, epilogue_beside(), and the macros of packed.cuh.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -29,7 +29,7 @@ struct Params {
     const u16* x;                                  // [ROWS][x_pitch], rows aligned to 16 bytes
     PackedWeights weights;
     const float* bias;
-    const u16* residual;                           // as output
+    const u16* residual;                           // shaped as the output
     u16* output;                                   // [ROWS][out_pitch]
     PackedWeights beside;                          // the second matrix, and its bias
     const float* beside_bias;
@@ -39,8 +39,8 @@ struct Params {
 };
 
 constexpr int THREADS = WARPS * 32, MATRICES = 1 + PAIRED;
-constexpr int TILE_SUMS = WARPS * ROWS * 16;       // of a tile of one matrix
-constexpr int TOGETHER = TILES * MATRICES > 1 ? 2 : 1, EACH = TOGETHER / MATRICES;     // tiles that are multiplied side by side, and of each matrix
+constexpr int TILE_SUMS = WARPS * ROWS * 16;       // per tile of one matrix
+constexpr int TOGETHER = TILES * MATRICES > 1 ? 2 : 1, EACH = TOGETHER / MATRICES;     // tiles multiplied side by side: in all, of each matrix
 constexpr int DEPTH = AHEAD / TOGETHER;
 constexpr int SQUARES = NORM ? (WARPS * ROWS + 3) / 4 * 4 : 0;
 constexpr int SCALE_SET = 16 * GROUPS * SCALE_BYTES, ZERO_SET = 16 * GROUPS * ZERO_BYTES;  // bytes
@@ -56,7 +56,7 @@ struct Share {
     }
 };
 
-// A matrix as a lane reads it, from the next tile's first chunk, scales and zero points on.
+// A lane's read addresses in a matrix: the next tile's first chunk, scales and zero points.
 struct Tiles {
     const u8 *weights, *scales, *zeros;
     __device__ __forceinline__ Tiles(const PackedWeights& w, int first, int lane)
@@ -67,12 +67,12 @@ struct Tiles {
     }
 };
 
-// The chunks of the warp in turn: of TOGETHER tiles side by side.
+// The chunks of the warp in order, for TOGETHER tiles side by side.
 struct Loads {
     const Params& p;
     const Stream& stream;
     const int first, end;                          // of the warp's chunks
-    int left, at;                                  // tiles of a matrix to come, and the next chunk
+    int left, at;                                  // remaining tiles of a matrix, and the next chunk
     Tiles here, there;
     __device__ __forceinline__ Loads(const Params& p, const Share& share, const Stream& stream, int lane)
         : p(p), stream(stream), first(share.first), end(share.first + share.count), left(share.tiles), at(share.first),
@@ -94,15 +94,15 @@ struct Loads {
         if (TOGETHER == 2 && (PAIRED || left > 1)) load(into[TOGETHER - 1], there);
         if (++at < end) return;
         at = first, left -= EACH;
-        here.next(p.weights);                      // the other matrix has as many chunks and sets
+        here.next(p.weights);                      // the other matrix has the same number of chunks and sets
         if (TOGETHER == 2) there.next(p.weights);
     }
 };
 
-// What the thread's first result reads beside its sums, early.
+// Epilogue operands of the thread's first result, besides its accumulators; loaded early.
 struct Around {
     float bias, beside;
-    u16 residual;                                  // a number as soon as it is needed, so that nothing waits for it before
+    u16 residual;                                  // converted only at its use, so that nothing waits for it earlier
     __device__ __forceinline__ void constants(const Params& p, int column) {
         bias = column < p.columns ? p.bias[column] : 0.0f;
         beside = PAIRED && column < p.columns ? p.beside_bias[column] : 0.0f;
@@ -112,7 +112,7 @@ struct Around {
     }
 };
 
-// The result of column i % 16 of a tile and of a row, from the sums of the warps: four by four.
+// The sum over the warps for column i % 16 of a tile and a row: four partial sums.
 DEVICE float summed(const float* sums, int tile, int m, int i) {
     constexpr int SIDES = WARPS < 4 ? WARPS : 4;
     float total[4] = {};
@@ -131,7 +131,7 @@ DEVICE float norm_factor(const Params& p, const float* squares, int m) {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     grid_launch_dependents();
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);    // uniform, and known to be
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);    // warp-uniform, and the compiler knows it
     const int lane = now(threadIdx.x % 32, threadIdx.x % 32) % 32u;
     const Share share(p, warp);
     const Stream stream;
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(co
 
     float* const sums = reinterpret_cast<float*>(shared);    // [tile][matrix][WARPS][ROWS][16]
     float* const squares = sums + TILES * MATRICES * TILE_SUMS;        // [WARPS][ROWS]
-    u8* const digits = reinterpret_cast<u8*>(squares + SQUARES) + share.first * (ROWS * ROW_BYTES);    // the warp's, which it reads alone
+    u8* const digits = reinterpret_cast<u8*>(squares + SQUARES) + share.first * (ROWS * ROW_BYTES);    // no other warp reads them
     const LaneDigits rows(digits, lane);
     grid_dependency_wait();
     part.load_rows(p.x, p.x_pitch, 0);
@@ -162,10 +162,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(co
     if (NORM) part.put_squares(squares + warp * ROWS);
     __syncwarp();
 
-    float* own = sums + warp * ROWS * 16;          // of the tile
+    float* own = sums + warp * ROWS * 16;          // within the tile
     Totals<TOGETHER> total;
     clear<TOGETHER>(total);
-    int left = share.tiles, at = 0;                // tiles to come, and the chunk of the warp's
+    int left = share.tiles, at = 0;                // remaining tiles, and the index of the warp's chunk
     while (left > 0) {
         #pragma unroll
         for (int d = 0; d < DEPTH; d++) {

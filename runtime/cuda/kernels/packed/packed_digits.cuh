@@ -1,46 +1,48 @@
 // Rows as integers of three digits, and their products with packed weights by mma.sync m16n8k32 on 8-bit integers.
 //
-// Operand A: register r of product q of a chunk holds four numbers of channel g (or g + 8) in the bytes of a word, as they lie. Of 4 bits,
-// a byte has two: ``low + 16 high``. Register 0 has the bytes, register 1 has ``16 high``. So the row counts 16 x in the place of ``low``, and in
-// that of ``high`` its own x less 16 times the x of ``low``: the products add up to 16 (low x + high x'). Operand B: column 4 (m % 2) + d holds
-// digit d of row m (column 3 and 7: nothing that is read). So lane 4 g + t has sums of channels g and g + 8: of digits 0 and 1 where t is
-// even, of digit 2 where it is odd, of row t / 2 of a pair.
+// Operand A: register r of product q of a chunk holds four packed bytes of channel g (or g + 8), without conversion. For 4-bit weights,
+// a byte has two numbers: ``low + 16 high``. Register 0 holds these bytes, register 1 holds ``16 high``. So the row's value at the place of
+// ``low`` is 16 x, and its value at the place of ``high`` is its own x' minus 16 times the x of ``low``: the products sum to
+// 16 (low x + high x'). Operand B: column 4 (m % 2) + d holds digit d of row m (columns 3 and 7 are never read). So lane 4 g + t has
+// accumulators of channels g and g + 8 for row t / 2 of a pair: of digits 0 and 1 where t is even, of digit 2 where t is odd.
 //
-// generated.cuh defines ROWS, NORM, SHARE (chunks of a warp, at most), EVEN (each warp has as many, and K ends with one), multiply() of 8-bit integers (operand A unsigned), and what packed.cuh says.
+// generated.cuh defines ROWS, NORM, SHARE (most chunks of a warp), EVEN (each warp has SHARE chunks, and K ends with a chunk), multiply() of
+// 8-bit integers (operand A unsigned), and the macros of packed.cuh.
 #pragma once
 
 static_assert(!FLOAT_CODES && BITS >= 4, "numbers are integers of 4 or 8 bits");
 constexpr int PRODUCTS = CHUNK_K / 32, GROUP_PRODUCTS = PRODUCTS / GROUPS, ROW_PAIRS = (ROWS + 1) / 2;
 static_assert(GROUP_PRODUCTS >= 1, "a scale is of whole products");
-// Of a row of a chunk: its digits; then, of digits 0 and 1, and of digit 2: what one is worth, and what the groups' zero points multiply.
+// Bytes of a row in a chunk: its digits; then twice, for digits 0 and 1 and for digit 2: the value of one unit, and the factors of the
+// groups' zero points.
 constexpr int STATS_AT = 3 * CHUNK_K, STAT_BYTES = 4 + 4 * GROUPS, ROW_BYTES = (STATS_AT + 2 * STAT_BYTES + 15) / 16 * 16;
-// A lane makes the digits of 8 of K; the warp those of a turn, which share a power of two.
+// A lane computes the digits of 8 elements of K. The warp computes the digits of a turn, which share a power of two.
 constexpr int TURN_K = 256, CHUNK_LANES = CHUNK_K / 8, GROUP_LANES = CHUNK_LANES / GROUPS, TURN_BYTES = TURN_K / CHUNK_K * ROWS * ROW_BYTES;
 constexpr int TURNS = (SHARE * CHUNK_K + TURN_K - 1) / TURN_K, MOST_SIDE = ROWS > 2 ? 1 : (NORM ? 2 : 4) / ROWS;
-constexpr int SIDE = TURNS < MOST_SIDE ? TURNS : MOST_SIDE;            // turns whose rows are under way together
-constexpr u32 RANGE = BITS == 8 ? 22 : 18;         // bits of a number of a row; 16 times as much, and a bit more, are three digits
+constexpr int SIDE = TURNS < MOST_SIDE ? TURNS : MOST_SIDE;            // turns whose rows are in flight together
+constexpr u32 RANGE = BITS == 8 ? 22 : 18;         // bits of a row's integer; 16 times this integer, and a bit more, fits three digits
 constexpr int TURN_CHUNKS = TURN_K / CHUNK_K;
-// What makes digits signed, once before and once behind. Adding ADDED[r] to a float of register r leaves its integer in the last bits, plus a
-// constant: 2^22 of 8 bits; of 4 bits, a number less 16 times that of register 0 has SIGNS in its last 24.
+// Constants that make digits signed, one before and one after the conversion. Adding ADDED[r] to a float of register r leaves its integer in
+// the low bits, plus a constant: 2^22 for 8 bits. For 4 bits, a number minus 16 times the number of register 0 has SIGNS in its low 24 bits.
 constexpr u32 SIGNS = 0x00808080u, OFFSETS[2] = {BITS == 8 ? 0x400000u : 0x3c0000u, BITS == 8 ? 0x400000u : 0x408080u};
 constexpr float ADDED[2] = {8388608.0f + OFFSETS[0], 8388608.0f + OFFSETS[1]};
 constexpr u32 ADDED_ALL = 4 * (2 * 0x4b000000u + OFFSETS[0] + OFFSETS[1]);
 static_assert(BITS == 8 || ((OFFSETS[1] - 16 * OFFSETS[0] - SIGNS) & 0xffffffu) == 0, "of the last 24 bits, nothing else");
 
-// The lane's own value, which is computed here and not where it is needed: what others wait for has fewer instructions.
+// The lane's own value, computed here and not at its use: the critical path after a wait then has fewer instructions.
 DEVICE int now(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 
-// Digits 0, 1 and 2 of four integers, each in a word.
+// Digits 0, 1 and 2 of four integers: one word per digit.
 DEVICE void across(u32 (&word)[3], u32 a, u32 b, u32 c, u32 d) {
     const u32 low = __byte_perm(a, b, 0x5140), high = __byte_perm(c, d, 0x5140);
     word[0] = __byte_perm(low, high, 0x5410), word[1] = __byte_perm(low, high, 0x7632);
     word[2] = __byte_perm(__byte_perm(a, b, 0x0062), __byte_perm(c, d, 0x0062), 0x5410);
 }
 
-// The register of operand A that pair j of a lane's eight numbers belongs to: pair j begins 8 j of K on.
+// The register of operand A for pair j of a lane's eight numbers: pair j begins 8 j elements of K further.
 DEVICE constexpr int register_of(int j) { return BITS == 8 ? j / 2 : j % 2; }
 
-// The digits of register r of eight numbers of a row, in words.
+// The digits of register r of a row's eight numbers, in words.
 DEVICE void digit_words(u32 (&word)[3], const u32 (&number)[8], int r) {
     u32 digit[4];
     #pragma unroll
@@ -59,11 +61,11 @@ DEVICE void digit_words(u32 (&word)[3], const u32 (&number)[8], int r) {
     for (int d = 0; d < 3; d++) word[d] ^= 0x80808080u;
 }
 
-// A warp's part of the rows, from number ``begin`` of K on: ``count`` chunks, with zeros beyond K.
+// A warp's part of the rows, from element ``begin`` of K on: ``count`` chunks, with zeros beyond K.
 struct RowPart {
-    int lane, chunk, first;                        // the lane's chunk of a turn, and its first number of K
-    int left, chunks;                              // numbers of K from there on, and chunks
-    int place;                                     // of the lane's digits
+    int lane, chunk, first;                        // the lane's chunk of a turn, and its first element of K
+    int left, chunks;                              // elements of K, and chunks, from there on
+    int place;                                     // offset of the lane's digits
     u32 pair[SIDE][ROWS][4];
     float2 scale[NORM ? SIDE : 1][4];
     float squares[ROWS];
@@ -76,15 +78,15 @@ struct RowPart {
         #pragma unroll
         for (int m = 0; m < ROWS; m++) squares[m] = 0.0f;
     }
-    // Whether the lane has a chunk in a turn, and whether pair j of it begins in front of the end of K.
+    // Whether the lane has a chunk in a turn, and whether its pair j begins before the end of K.
     __device__ __forceinline__ bool inside(int turn) const {
         if (EVEN) return SHARE % TURN_CHUNKS == 0 || turn * TURN_CHUNKS + chunk < SHARE;
         return turn * TURN_CHUNKS < chunks;
     }
     __device__ __forceinline__ bool inside(int turn, int j) const { return EVEN ? inside(turn) : turn * TURN_K + j * 8 < left; }
-    // Whether K ends after the first of pair j.
+    // Whether K ends after the first element of pair j.
     __device__ __forceinline__ bool alone(int turn, int j) const { return !EVEN && left - (turn * TURN_K + j * 8) == 1; }
-    // The norm's scales of the next turns, which depend on no other kernel.
+    // Loads the norm's scales of the next turns. No kernel writes them.
     __device__ __forceinline__ void load_scales(const float* scales, int turn) {
         #pragma unroll
         for (int i = 0; i < SIDE * 4; i++) {
@@ -105,8 +107,8 @@ struct RowPart {
             else pair[s][m][j] = *reinterpret_cast<const u32*>(at);
         }
     }
-    // Puts the digits of the next turns: [chunk][row][pair of products][digit][lane of four][16 bytes], and behind each row of a chunk what
-    // they count.
+    // Stores the digits of the next turns: [chunk][row][pair of products][digit][lane of four][16 bytes], and after each row of a chunk its
+    // units and zero-point factors.
     __device__ __forceinline__ void put(u8* digits, int turn) {
         #pragma unroll
         for (int s = 0; s < SIDE; s++) {
@@ -144,14 +146,14 @@ struct RowPart {
         #pragma unroll
         for (int step = 1; step < GROUP_LANES; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
         if (lane % GROUP_LANES > 1 || !here) return;
-        // In two parts, as digits are; of infinities and NaN, every product is NaN.
+        // In two parts, like the digits. With an infinity or NaN in the turn, every product is NaN.
         const int whole = int(sum) * (BITS == 8 ? 1 : 16), below = int(u32(whole) << 16) >> 16, part = lane % 2 ? (whole - below) >> 16 : below;
         const float unit = exponent == 255u ? __uint_as_float(0x7fffffffu) : __uint_as_float((exponent - 21u) << 23);
         u8* const stat = row + chunk * (ROWS * ROW_BYTES) + STATS_AT + lane % 2 * STAT_BYTES;
         if (lane % CHUNK_LANES < 2) *reinterpret_cast<float*>(stat) = lane % 2 ? unit * 65536.0f : unit;
         reinterpret_cast<int*>(stat)[1 + lane % CHUNK_LANES / GROUP_LANES] = ZEROS ? part : part << (BITS - 1);
     }
-    // The sums of the squares of the rows as they were.
+    // Stores the sums of squares of the original rows.
     __device__ __forceinline__ void put_squares(float* to) {
         #pragma unroll
         for (int m = 0; m < ROWS; m++) {
@@ -162,11 +164,11 @@ struct RowPart {
     }
 };
 
-// What lane 4 g + t reads: digits of column g, and what counts of the rows of its results.
+// Read addresses of lane 4 g + t: the digits of column g, and the units and zero-point factors for the rows of its results.
 struct LaneDigits {
     const u8* digits;
-    int row[ROW_PAIRS], stat[ROW_PAIRS];           // from there on
-    int second;                                    // what the lane's second sum is worth
+    int row[ROW_PAIRS], stat[ROW_PAIRS];           // offsets from there
+    int second;                                    // the weight of the lane's second accumulator
     __device__ __forceinline__ LaneDigits(const u8* digits, int lane) : digits(digits), second(now(lane % 2 ? 0 : 256, lane)) {
         #pragma unroll
         for (int i = 0; i < ROW_PAIRS; i++) {
@@ -177,20 +179,20 @@ struct LaneDigits {
     }
 };
 
-// Four bytes: register ``r`` of product ``q``.
+// Register ``r`` of product ``q``: four bytes.
 DEVICE u32 operand_word(const uint4& weights, int q, int r) {
     if (BITS == 8) return word_of(weights, 2 * q + r);
     return r ? word_of(weights, q) & 0xf0f0f0f0u : word_of(weights, q);
 }
 
-// Of COUNT tiles: the lane's sums.
+// The lane's accumulators of COUNT tiles.
 template <int COUNT> using Totals = float[COUNT][ROW_PAIRS][2];
 template <int COUNT> DEVICE void clear(Totals<COUNT>& total) {
     #pragma unroll
     for (int i = 0; i < COUNT * ROW_PAIRS * 2; i++) total[i / (ROW_PAIRS * 2)][i / 2 % ROW_PAIRS][i % 2] = 0.0f;
 }
 
-// Adds a group's sums of a tile, times its scales, less what its zero points take away.
+// Adds a group's integer sums of a tile, times its scales, minus the term of its zero points.
 DEVICE void add_group(float (&total)[ROW_PAIRS][2], const int (&sum)[ROW_PAIRS][4], const Chunk& chunk, const LaneDigits& rows, int from, int group) {
     #pragma unroll
     for (int i = 0; i < ROW_PAIRS; i++) {
@@ -207,9 +209,9 @@ DEVICE void add_group(float (&total)[ROW_PAIRS][2], const int (&sum)[ROW_PAIRS][
     }
 }
 
-// Adds the products of a chunk of COUNT tiles with the rows whose digits begin ``from`` bytes on.
+// Adds the products of a chunk of COUNT tiles with the rows whose digits begin at offset ``from``.
 template <int COUNT> DEVICE void add_chunks(Totals<COUNT>& total, const Chunk (&chunk)[COUNT], const LaneDigits& rows, int from) {
-    uint4 b[ROW_PAIRS];                            // of two products
+    uint4 b[ROW_PAIRS];                            // for two products
     int sum[COUNT][ROW_PAIRS][4];
     #pragma unroll
     for (int q = 0; q < PRODUCTS; q++) {
@@ -231,7 +233,7 @@ template <int COUNT> DEVICE void add_chunks(Totals<COUNT>& total, const Chunk (&
     }
 }
 
-// The warp's sums of a tile: [row][16].
+// Stores the warp's accumulators of a tile: [row][16].
 DEVICE void store_sums(float* to, const float (&total)[ROW_PAIRS][2], int lane) {
     #pragma unroll
     for (int i = 0; i < ROW_PAIRS; i++) {

@@ -1,14 +1,14 @@
-// The products of packed weights with a few rows, in few instructions: reading the weights should take the time.
+// The products of packed weights with a few rows, in few instructions: the reads of the weights should set the time.
 //
-// A number of 4 or 2 bits that stands alone in the lowest bits of a 16-bit float is that number times 2^-24 (a subnormal, exact; so is one
-// of 8 bits), some bits up a power of two more: one LOP3 makes two operands. Numbers that lie equally far up are summed apart. The zero
-// point is the same for a group, so it multiplies the sum of the group's rows, and is subtracted from the sum of products.
-// bfloat has no room for such numbers: there they are 128 and the number.
+// A 4-bit or 2-bit number alone in the lowest bits of a 16-bit float is that number times 2^-24 (a subnormal, exact; so is an 8-bit number).
+// Each bit further up doubles the factor. So one LOP3 makes two operands. Numbers at different bit positions have different accumulators. The
+// zero point is the same for a group, so it multiplies the sum of the group's rows, and this term is subtracted from the sum of products.
+// bfloat16 has no room for such numbers: there they are 128 plus the number.
 //
-// Rows lie in shared memory in the order in which lanes read them: of each two products, 16 bytes for each lane of four. Beside them lie the
-// sums of their groups.
+// Rows are stored in shared memory in the order in which lanes read them: for each pair of products, 16 bytes for each lane of four. The sums
+// of their groups follow.
 //
-// generated.cuh defines ROWS (up to eight), multiply(), and what packed.cuh says.
+// generated.cuh defines ROWS (up to eight), multiply(), and the macros of packed.cuh.
 #pragma once
 
 #if defined(DTYPE_BF16)
@@ -17,16 +17,16 @@
 #define HAS_BF16 0
 #endif
 
-constexpr int WORD_STEPS = STEPS / 4;              // products of a word
-// Pairs of a word that are equally far up, and with that have one sum, are so many apart.
+constexpr int WORD_STEPS = STEPS / 4;              // products per word
+// Distance between the pairs of a word at the same bit position, which share an accumulator.
 constexpr int UNITS = HAS_BF16 ? 1 : 8 / BITS;
-// Whether products of numbers as they lie are summed, and corrected once for a group. Not where a word holds several groups: pairs of
-// products would belong to two of them.
+// Whether unconverted numbers are multiplied, and the sum is corrected once per group. Not where a word holds several groups: a pair of
+// products would then belong to two groups.
 constexpr bool RAW = !FLOAT_CODES && !(BITS == 8 && HAS_BF16) && (UNITS == 1 || GROUP_STEPS >= WORD_STEPS);
 constexpr int SUMS = RAW ? UNITS : 2, ORDER = RAW ? UNITS : 1;
-constexpr int GROUP_LANES = GROUP_STEPS * 2;       // that hold 16 bytes each of a group's row
+constexpr int GROUP_LANES = GROUP_STEPS * 2;       // lanes that hold 16 bytes each of a group's row
 
-// Pair i of a word, as a float of a known exponent.
+// Pair i of a word, as floats of a known exponent.
 DEVICE u32 raw_pair(u32 word, u32 next, int i) {
 #if HAS_BF16
     return (word >> (BITS * i) & 0x00010001u * ((1 << BITS) - 1)) | 0x43004300u;
@@ -36,13 +36,13 @@ DEVICE u32 raw_pair(u32 word, u32 next, int i) {
     return (BITS * i < 8 ? word : next) & (0x00010001u * ((1 << BITS) - 1)) << BITS * i % 8;
 #endif
 }
-// The factor of a raw sum, and the constant that is added to each number.
+// The unit of a raw accumulator, and the constant that is added to each number.
 DEVICE float raw_unit(int unit) { return HAS_BF16 ? 1.0f : float(1 << (24 - BITS * unit)); }
 constexpr float RAW_OFFSET = HAS_BF16 ? 128.0f : 0.0f;
 
 // ---- rows in shared memory ----------------------------------------------------------------------------------------------------
 
-// Rows of ``chunks`` chunks of K, as lanes read them: row m begins at m * pitch, and its sums at m * chunks * GROUPS.
+// Rows of ``chunks`` chunks of K, in the lanes' read order: row m begins at m * pitch, and its sums at m * chunks * GROUPS.
 struct RowsHere {
     u8* rows;
     int chunks, pitch;
@@ -51,14 +51,14 @@ struct RowsHere {
         : rows(at), chunks(chunks), pitch(chunks * CHUNK_K * 2 + 64), sums(reinterpret_cast<float*>(at + ROWS * pitch)) {}
 };
 
-// Where the pairs of half h of product s lie: the first lane's, of the four whose 16 bytes follow one another.
+// Offset of the pairs of half h of product s, for the first of four lanes. The 16 bytes of these lanes are contiguous.
 DEVICE int place_of(int s, int h) {
     if (ORDER == 4) return (s / 4 * 2 + s % 2) * 64 + (h * 2 + s / 2 % 2) * 4;
     if (ORDER == 2) return s / 2 * 64 + (h * 2 + s % 2) * 4;
     return s / 2 * 64 + (s % 2 * 2 + h) * 4;
 }
 
-// The rows from ``first`` of K on, with zeros beyond ``k``, by all threads of the block. Whole warps.
+// Stores the rows from element ``first`` of K on, with zeros beyond ``k``; by all threads of the block. Whole warps.
 template <int THREADS> DEVICE void put_rows(const RowsHere& here, const u16* x, long long x_pitch, int first, int k) {
     const int vectors = here.chunks * (CHUNK_K / 8), lane = threadIdx.x % 32;
     for (int base = threadIdx.x - lane; base < ROWS * vectors; base += THREADS) {
@@ -69,7 +69,7 @@ template <int THREADS> DEVICE void put_rows(const RowsHere& here, const u16* x, 
         if (inside && at + 8 <= k) {
             const uint4 part = *reinterpret_cast<const uint4*>(from);
             word[0] = part.x, word[1] = part.y, word[2] = part.z, word[3] = part.w;
-        } else if (inside && at < k) {             // the last numbers of a row: what lies behind them may be nobody's
+        } else if (inside && at < k) {             // the end of a row: memory after it may be unmapped
             #pragma unroll
             for (int j = 0; j < 8; j++)
                 if (at + j < k) word[j / 2] |= u32(from[j]) << j % 2 * 16;
@@ -79,7 +79,7 @@ template <int THREADS> DEVICE void put_rows(const RowsHere& here, const u16* x, 
         for (int j = 0; j < 4; j++) sum += low_float(word[j]) + high_float(word[j]);
         #pragma unroll
         for (int step = 1; step < GROUP_LANES; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-        const int turned = v / 8 % 4;              // so that lanes write to other banks
+        const int turned = v / 8 % 4;              // so that lanes write to different banks
         if (turned & 1) {
             const u32 w = word[0];
             word[0] = word[1], word[1] = word[2], word[2] = word[3], word[3] = w;
@@ -98,10 +98,10 @@ template <int THREADS> DEVICE void put_rows(const RowsHere& here, const u16* x, 
 
 // ---- products -------------------------------------------------------------------------------------------------------------------
 
-// The sums of the lane: of each tile of 16 channels, columns g and g + 8 of rows 2 t and 2 t + 1.
+// The lane's accumulators: for each tile of 16 channels, columns g and g + 8 of rows 2 t and 2 t + 1.
 template <int COUNT> using Sums = float[COUNT][4];
 
-// What lane 4 g + t reads of the rows: its part of row g (of the last one, where there are fewer), and sums of rows 2 t and 2 t + 1.
+// Read addresses of lane 4 g + t: its part of row g (of the last row, where there are fewer), and the sums of rows 2 t and 2 t + 1.
 struct LaneRows {
     const u8* row;
     const float* sum[2];
@@ -113,7 +113,7 @@ struct LaneRows {
 
 DEVICE uint4 words_of_rows(const u8* at) { return *reinterpret_cast<const uint4*>(at); }
 
-// Adds the products of a group of chunk ``at``: numbers as they lie.
+// Adds the products of a group of chunk ``at``, with unconverted numbers.
 template <int COUNT> DEVICE void add_raw(Sums<COUNT> (&sum)[SUMS], const Chunk (&chunk)[COUNT], const LaneRows& rows, int at, int group) {
     constexpr int LOADED = ORDER > 2 ? ORDER : 2;  // products whose rows are loaded at once
     #pragma unroll
@@ -138,9 +138,9 @@ template <int COUNT> DEVICE void add_raw(Sums<COUNT> (&sum)[SUMS], const Chunk (
     }
 }
 
-// The same with numbers less their zero points.
+// The same, with numbers minus their zero points.
 template <int COUNT> DEVICE void add_exact(Sums<COUNT> (&sum)[SUMS], const Chunk (&chunk)[COUNT], const LaneRows& rows, int at, int group) {
-    uint4 b;                                       // of two products
+    uint4 b;                                       // for two products
     Zero zero[COUNT][2];
     #pragma unroll
     for (int n = 0; n < COUNT; n++) zero[n][0] = zero_at(chunk[n], 0, group), zero[n][1] = zero_at(chunk[n], 1, group);
@@ -165,7 +165,7 @@ DEVICE float zero_value(const Chunk& c, int h, int group) {
     return ZEROS == 2 ? z.rest : float(z.whole);
 }
 
-// Adds the products of a chunk of each tile to the lane's sums. The chunk is number ``at`` of those whose rows are here.
+// Adds the products of a chunk of each tile to the lane's accumulators. ``at``: index of the chunk among those of the stored rows.
 template <int COUNT> DEVICE void add_chunk(Sums<COUNT>& total, const Chunk (&chunk)[COUNT], const LaneRows& rows, int at) {
     #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
@@ -177,7 +177,7 @@ template <int COUNT> DEVICE void add_chunk(Sums<COUNT>& total, const Chunk (&chu
         else
             add_exact<COUNT>(sum, chunk, rows, at, group);
         #pragma unroll
-        for (int i = 0; i < 4; i += ROWS == 1 ? 2 : 1) {   // of one row, the second has no sums
+        for (int i = 0; i < 4; i += ROWS == 1 ? 2 : 1) {   // with one row, the second accumulator is unused
             const float here = RAW ? rows.sum[i % 2][at * GROUPS + group] : 0.0f;
             #pragma unroll
             for (int n = 0; n < COUNT; n++) {

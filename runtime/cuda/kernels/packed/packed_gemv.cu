@@ -1,13 +1,13 @@
-// A few rows times packed weights (batch 1 to 8): bound by reading the weights once. 16-bit activations, fp32 sums.
+// A few rows times packed weights (batch 1 to 8): bound by reading the weights once. 16-bit activations, fp32 accumulators.
 //
 //   out[m, column] = epilogue(sum_k x[m, k] * (number[column, k] - zero) * scale)
 //
-// A block takes TILES tiles of 16 columns, whose K its warps share chunk by chunk. Weights come straight to registers, DEPTH chunks of each
-// lane in flight; the first are on their way before griddepcontrol.wait, since they depend on no other kernel. They are operand A of
-// mma.sync, and the rows, filled up to eight with any of them, are operand B: products are exact, and summed in fp32. Each group of K that
-// shares a scale is summed by itself. Rows lie in shared memory, PART chunks at a time. Sums of warps are added in a fixed order.
+// A block takes TILES tiles of 16 columns, and its warps take the chunks of K in turn. Weights are loaded straight to registers, DEPTH chunks
+// per lane in flight; the first are loaded before griddepcontrol.wait, since no kernel writes them. They are operand A of mma.sync. The rows,
+// padded to eight by repetition, are operand B: products are exact, and summed in fp32. Each group of K that shares a scale has its own
+// accumulator. Rows are in shared memory, PART chunks at a time. The accumulators of warps are added in a fixed order.
 //
-// generated.cuh defines ROWS, TILES, WARPS, DEPTH, PART (a multiple of WARPS * DEPTH), HAS_RESIDUAL, epilogue(), and what packed.cuh says.
+// generated.cuh defines ROWS, TILES, WARPS, DEPTH, PART (a multiple of WARPS * DEPTH), HAS_RESIDUAL, epilogue(), and the macros of packed.cuh.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -19,13 +19,13 @@ struct Params {
     const u16* x;                                  // [ROWS][x_pitch], rows aligned to 16 bytes
     PackedWeights weights;
     const float* bias;
-    const u16* residual;                           // as output
+    const u16* residual;                           // shaped as the output
     u16* output;                                   // [ROWS][out_pitch]
     int columns, k, x_pitch, out_pitch;
 };
 
 constexpr int THREADS = WARPS * 32, COLUMNS = TILES * 16;
-constexpr int PITCH = PART * CHUNK_K * 2 + 64;     // bytes of a row: two of them lie in other banks
+constexpr int PITCH = PART * CHUNK_K * 2 + 64;     // bytes of a row: two rows are on different banks
 static_assert(PART % (WARPS * DEPTH) == 0, "a part is whole turns of the ring");
 static_assert(THREADS % COLUMNS == 0, "a thread finishes one column, of some rows");
 static_assert(ROWS * (PITCH + PART * GROUPS * 4) >= WARPS * ROWS * COLUMNS * 4, "the sums of warps take the place of the rows");
@@ -33,7 +33,7 @@ static_assert(ROWS * (PITCH + PART * GROUPS * 4) >= WARPS * ROWS * COLUMNS * 4, 
 #if __CUDA_ARCH__ >= 900
 #define BOUNDS THREADS
 #else
-#define BOUNDS THREADS, 1                          // ptxas would rather spill than have fewer blocks
+#define BOUNDS THREADS, 1                          // otherwise ptxas spills to fit more blocks
 #endif
 extern "C" __global__ void __launch_bounds__(BOUNDS) packed_gemv(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) packed_gemv(const __grid_co
     #pragma unroll
     for (int i = 0; i < TILES * 4; i++) total[i / 4][i % 4] = 0.0f;
     for (int begin = 0; begin < chunks; begin += PART) {
-        if (begin) __syncthreads();                // the part before is read no more
+        if (begin) __syncthreads();                // nobody reads the previous part any more
         const int end = min(begin + PART, chunks);
         const RowsHere here(shared, PART);
         put_rows<THREADS>(here, p.x, p.x_pitch, begin * CHUNK_K, p.k);
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) packed_gemv(const __grid_co
         }
     }
 
-    // Lane 4 g + t has the sums of columns g and g + 8 of rows 2 t and 2 t + 1.
+    // Lane 4 g + t has the accumulators of columns g and g + 8 of rows 2 t and 2 t + 1.
     __syncthreads();
     float* partial = reinterpret_cast<float*>(shared);     // [WARPS][ROWS][COLUMNS]
     #pragma unroll

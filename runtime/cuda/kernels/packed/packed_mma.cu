@@ -1,15 +1,16 @@
-// Some rows times packed weights (up to 64 in a block), for any tensor-core GPU from sm_80 on. 16-bit activations, fp32 sums.
+// Several rows times packed weights (up to 64 in a block), for any tensor-core GPU from sm_80 on. 16-bit activations, fp32 accumulators.
 //
 //   out[m, column] = epilogue(sum_k x[m, k] * (number[column, k] - zero) * scale)
 //
 // A block takes WN * TILES tiles of 16 columns and ROW_TILES * 8 rows. WN warps share the rows; WK such groups of warps take chunks of K in
-// turn. Weights come straight to registers, DEPTH chunks of each lane in flight; the first are on their way before griddepcontrol.wait.
-// They become 16-bit floats there, times their scale, and are operand A of mma.sync. Rows come through a ring of STAGES stages in shared
+// turn. Weights are loaded straight to registers, DEPTH chunks per lane in flight; the first are loaded before griddepcontrol.wait. There
+// they are converted to 16-bit floats, times their scale, and are operand A of mma.sync. Rows pass through a ring of STAGES stages in shared
 // memory, of WK chunks each.
-// SPLIT blocks share K where tiles are few: each writes its sums, and the one that comes last adds all of them in the order of K, so
-// results repeat to the bit. p.arrived counts those of a tile that have written; it is zero between launches, since the last resets it.
+// SPLIT blocks split K where tiles are few. Each block writes its accumulators. The last block to arrive adds all of them in the order of K,
+// so results repeat to the bit. p.arrived counts the blocks of a tile that have written; it is zero between launches, since the last block
+// resets it.
 //
-// generated.cuh defines ROW_TILES, TILES, WN, WK, DEPTH, STAGES, SPLIT, HAS_RESIDUAL, epilogue(), and what packed.cuh says.
+// generated.cuh defines ROW_TILES, TILES, WN, WK, DEPTH, STAGES, SPLIT, HAS_RESIDUAL, epilogue(), and the macros of packed.cuh.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -21,7 +22,7 @@ struct Params {
     const u16* x;                                  // [rows][x_pitch], rows aligned to 16 bytes
     PackedWeights weights;
     const float* bias;
-    const u16* residual;                           // as output
+    const u16* residual;                           // shaped as the output
     u16* output;                                   // [rows][out_pitch], aligned to 8 bytes
     float4* partial;
     u32* arrived;
@@ -29,14 +30,14 @@ struct Params {
 };
 
 constexpr int THREADS = WN * WK * 32, COLUMNS = WN * TILES * 16, ROWS = ROW_TILES * 8, FOURS = COLUMNS / 4;
-constexpr int STAGE_K = WK * CHUNK_K, PITCH = STAGE_K * 2 + 16;    // bytes of a row: the eight rows of an ldmatrix lie in other banks
+constexpr int STAGE_K = WK * CHUNK_K, PITCH = STAGE_K * 2 + 16;    // bytes of a row: the eight rows of an ldmatrix are on different banks
 constexpr int STAGE_BYTES = ROWS * PITCH, SUM_PITCH = COLUMNS + 4;
 
 static_assert(THREADS % FOURS == 0, "a thread stores the same columns of some rows");
 
 typedef float Sums[TILES][ROW_TILES][4];
 
-// Rows of WK chunks to a stage, with zeros beyond K.
+// Copies rows of WK chunks into a stage, with zeros beyond K.
 DEVICE void copy_stage(u32 target, const Params& p, int first_row, int first_chunk) {
     constexpr int VECTORS = STAGE_K / 8;
     const int rows = min(ROWS, p.rows - first_row);
@@ -46,7 +47,7 @@ DEVICE void copy_stage(u32 target, const Params& p, int first_row, int first_chu
     }
 }
 
-// Adds the products of a chunk of each tile. rows: where the lane's 16 bytes of ldmatrix begin.
+// Adds the products of a chunk of each tile. rows: address of the lane's 16 bytes for ldmatrix.
 DEVICE void add_chunk(Sums& sums, const Chunk (&chunk)[TILES], u32 rows) {
     #pragma unroll
     for (int step = 0; step < STEPS; step += 2) {
@@ -66,7 +67,7 @@ DEVICE void add_chunk(Sums& sums, const Chunk (&chunk)[TILES], u32 rows) {
     }
 }
 
-// The sums of all warps to shared memory, [ROWS][SUM_PITCH], those of groups of warps in order.
+// Adds the accumulators of all warps in shared memory, [ROWS][SUM_PITCH], in the order of the warp groups.
 DEVICE void add_warps(float* shared, const Sums& sums, int group, int first_column, int lane) {
     for (int w = 0; w < WK; w++) {
         if (group == w) {
@@ -123,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_mma(const __grid_co
             const int step = turn + d, chunk = begin + step * WK + group;
             if (step >= steps) break;
             copies_wait_but<STAGES - 2>();
-            __syncthreads();                       // this step has landed for all; the stage read last step is free for all
+            __syncthreads();                       // this step has landed for all threads; all have read the stage of the last step
             if (step + STAGES - 1 < steps)
                 copy_stage(base + (stage ? stage - 1 : STAGES - 1) * STAGE_BYTES, p, first_row, begin + (step + STAGES - 1) * WK);
             copies_commit();
@@ -135,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_mma(const __grid_co
         }
     }
 
-    __syncthreads();                               // the ring is read no more: sums take its place
+    __syncthreads();                               // nobody reads the ring any more: accumulators take its place
     float* total = reinterpret_cast<float*>(shared);
     add_warps(total, sums, group, warp % WN * (TILES * 16), lane);
     const int count = min(ROWS, p.rows - first_row) * FOURS;
@@ -149,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_mma(const __grid_co
     }
     if (SPLIT == 1) return;
     __threadfence();
-    __syncthreads();                               // the sums are read no more: their first word tells who was last
+    __syncthreads();                               // nobody reads the accumulators any more: their first word holds whether this block is the last
     if (!parts.is_last(reinterpret_cast<u32*>(shared), [] { __syncthreads(); })) return;
     for (int i = threadIdx.x; i < count; i += THREADS)
         store_four(p, first_row + i / FOURS, column, parts.sum(i), bias);

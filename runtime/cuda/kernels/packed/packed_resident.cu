@@ -1,24 +1,25 @@
-// Some rows times packed weights (up to 16): a block keeps its rows in shared memory, and each warp streams weights through a ring of its own.
-// 16-bit activations, fp32 sums.
+// Several rows times packed weights (up to 16): a block keeps its rows in shared memory, and each warp streams weights through a ring of its
+// own. 16-bit activations, fp32 accumulators.
 //
 //   out[m, column] = epilogue(sum_k x[m, k] * (number[column, k] - zero) * scale)
 //
-// SPLIT blocks share K. A block takes a part of the columns and brings the rows of its part of K to shared memory, once. Its warps are TEAMS
-// teams of SHARERS warps. A team takes groups of TILES tiles of 16 columns in turn; its warps take chunks of K in turn, and each has DEPTH
-// chunks of all tiles of the group on their way. The first are on their way before griddepcontrol.wait. Each warp brings and sums the rows of a
-// piece of K; a barrier for each piece tells that they are there. So no warp waits for another but for rows, and where a team adds its sums.
+// SPLIT blocks split K. A block takes a part of the columns and loads the rows of its part of K to shared memory, once. Its warps form TEAMS
+// teams of SHARERS warps. A team takes groups of TILES tiles of 16 columns in turn. The warps of a team take chunks of K in turn, and each
+// warp has DEPTH chunks of all tiles of the group in flight. The first chunks are requested before griddepcontrol.wait. Each warp loads and
+// sums the rows of a piece of K; a barrier per piece signals that its rows are ready. So a warp waits for other warps only for rows, and
+// where a team adds its accumulators.
 //
-// Where a chunk has one scale, numbers are multiplied as they lie (packed_few.cuh says how), and the chunk's sums are scaled, less the
-// zero point times the sums of its rows. Where the zero point is a constant, sums begin with that. The sums of a team's warps, and of the
-// SPLIT blocks, are added in a fixed order: through memory by the last one to come, or, CLUSTERED, warps send them to the blocks of a cluster, each
-// of which makes the results of some rows.
+// Where a chunk has one scale, numbers are multiplied without conversion (see packed_few.cuh). The chunk's accumulators are then scaled, and
+// the zero point times the sums of its rows is subtracted. Where the zero point is a constant, accumulators begin with this term. The
+// accumulators of a team's warps, and of the SPLIT blocks, are added in a fixed order: by the last block to arrive, through memory, or
+// (CLUSTERED) warps send them to the blocks of a cluster, and each block computes the results of some rows.
 //
 // PAIRED: the epilogue reads the product with a second matrix of the same form, after stages of its own (gated linear units): a tile of it
 // follows each tile of the first matrix.
 //
-// generated.cuh defines TILES (of both matrices), TEAMS, SHARERS, DEPTH, SPLIT, SET_SHIFT (chunk c has the scales of set c >> SET_SHIFT), CHUNKS (of K, of a block, at most), GROUPS_HERE (of tiles, of
-// a block, at most), CLUSTERED, RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, PAIRED, epilogue() and, PAIRED, epilogue_beside(), and what
-// packed.cuh says.
+// generated.cuh defines TILES (of both matrices), TEAMS, SHARERS, DEPTH, SPLIT, SET_SHIFT (chunk c has the scales of set c >> SET_SHIFT),
+// CHUNKS (most chunks of K in a block), GROUPS_HERE (most groups of tiles in a block), CLUSTERED, RESIDENT (blocks per multiprocessor),
+// HAS_RESIDUAL, PAIRED, epilogue() and, PAIRED, epilogue_beside(), and the macros of packed.cuh.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -27,11 +28,11 @@
 #include "packed_sums.cuh"
 #include "packed_resident.cuh"
 
-// Pair i of a word: numbers as they lie. The multiprocessor shifts and masks at half the rate of multiplications.
+// Pair i of a word, without conversion of its numbers. The multiprocessor shifts and masks at half the rate of multiplications.
 DEVICE u32 raw_pair(u32 word, int i) {
 #if defined(DTYPE_BF16)
     u32 numbers = 0x00010001u * ((1 << BITS) - 1);
-    asm("" : "+r"(numbers));                       // in a register: an instruction has room for one constant
+    asm("" : "+r"(numbers));                       // in a register: an instruction holds only one constant
     return (word >> (BITS * i) & numbers) | 0x43004300u;
 #elif BITS == 8
     return __byte_perm(word, 0u, i ? 0x4342 : 0x4140);
@@ -61,7 +62,7 @@ DEVICE void clear(Sums& sums) {
     for (int i = 0; i < TILES * 8; i++) sums[i / 8][i / 4 % 2][i % 4] = 0.0f;
 }
 
-// Adds a chunk's sums of a tile (in 1 / NUMBER), scaled, less the zero point times the sums of its rows.
+// Adds a chunk's accumulators of a tile (in units of 1 / NUMBER), scaled, minus the zero point times the sums of its rows.
 DEVICE void add_scaled(float (&sums)[2][4], const float (&own)[2][4], const float4 (&row_sum)[2], const Chunk& chunk) {
     #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -107,7 +108,7 @@ DEVICE void add_group(Sums& sums, const Chunk (&held)[TILES], u8* shared, int ch
     for (int n = 0; RAW && n < TILES; n++) add_scaled(sums[n], own[n], row_sum, held[n]);
 }
 
-// The warp's sums of a group: [ROWS][SUM_PITCH].
+// Stores the warp's accumulators of a group: [ROWS][SUM_PITCH].
 DEVICE void put_sums(float* to, const Sums& sums, int lane) {
     #pragma unroll
     for (int n = 0; n < TILES; n++) {
@@ -126,7 +127,7 @@ DEVICE void team_barrier(int team) {
         __syncwarp();
 }
 
-// What four results of a row are made of beside their sums.
+// The epilogue operands of four results of a row, besides their accumulators.
 struct Around {
     float4 bias, beside, residual;
     __device__ __forceinline__ Around(const Params& p, int row, int column) {
@@ -136,7 +137,7 @@ struct Around {
     }
 };
 
-// Stores four results of a row, from their sums; PAIRED: and from those of the second matrix.
+// Stores four results of a row from their accumulators and, PAIRED, from the accumulators of the second matrix.
 DEVICE void store_results(const Params& p, int row, int column, const float4 (&sum)[MATRICES], const Around& around) {
     const float4 &x = sum[0], &z = sum[PAIRED], &c = around.bias, &d = around.beside, &r = around.residual;
 #if PAIRED
@@ -147,7 +148,7 @@ DEVICE void store_results(const Params& p, int row, int column, const float4 (&s
     store_values(p, row, column, make_float4(epilogue(x.x, c.x, other.x), epilogue(x.y, c.y, other.y), epilogue(x.z, c.z, other.z), epilogue(x.w, c.w, other.w)));
 }
 
-// Brings the biases of the block's columns into L2: nobody else has read them in this run.
+// Prefetches the biases of the block's columns into L2: nobody else has read them in this run.
 DEVICE void prefetch_biases(const Params& p, const Part& part) {
     const int column = part.first * 16 + threadIdx.x * 32;
     if (column >= min((part.first + part.tiles) * 16, p.columns)) return;
@@ -155,14 +156,14 @@ DEVICE void prefetch_biases(const Params& p, const Part& part) {
     if (PAIRED) prefetch_l2(p.beside_bias + column);
 }
 
-// The ends of a group: its results, or the block's part of their sums.
+// Completes a group: stores its results, or the block's partial sums.
 struct Ends {
     const Params& p;
     const Part& part;
     const PartialSums<SPLIT, PARTIAL_FOURS> partial;
     __device__ __forceinline__ Ends(const Params& p, const Part& part) : p(p), part(part), partial{p.partial, p.arrived, blockIdx.x / SPLIT} {}
 
-    // Four i of a group: of a row. Whether there is such a tile.
+    // i: index of four results of a row in a group. Whether their tile exists.
     __device__ __forceinline__ bool is_here(int group, int i) const { return group * EACH + i % FOURS / 4 < part.tiles; }
     __device__ __forceinline__ int column(int group, int i) const { return (part.first + group * EACH) * 16 + i % FOURS * 4; }
     __device__ __forceinline__ Around around(int group, int i) const { return Around(p, i / FOURS, column(group, i)); }
@@ -171,7 +172,7 @@ struct Ends {
     }
     __device__ __forceinline__ int place(int group, int i, int n) const { return (group * ROWS * FOURS + i) * MATRICES + n; }
 
-    // By all threads of a team, once its warps' sums are there. first: of the thread's first four.
+    // By all threads of a team, once the accumulators of its warps are stored. first: operands of the thread's first four results.
     __device__ __forceinline__ void team(const u8* sums, int group, int thread, const Around& first) const {
         for (int i = thread; i < p.rows * FOURS; i += TEAM_THREADS) {
             if (!is_here(group, i)) continue;
@@ -187,7 +188,7 @@ struct Ends {
             if (SPLIT == 1) store(group, i, sum, i == thread ? first : around(group, i));
         }
     }
-    // By all threads of the last block to come.
+    // By all threads of the last block to arrive.
     __device__ __forceinline__ void block() const {
         for (int i = threadIdx.x; i < part.groups * ROWS * FOURS; i += THREADS) {
             const int group = i / (ROWS * FOURS), at = i % (ROWS * FOURS);
@@ -203,23 +204,23 @@ struct Ends {
 #if CLUSTERED
 DEVICE float element(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// The sums that the blocks of a cluster send one another: a block gets those of 16 / SPLIT rows. Of each tile of each warp they are fours as lanes
-// have them: of rows 2 pair and 2 pair + 1, and columns g and g + 8.
+// The accumulators that the blocks of a cluster exchange: a block gets those of 16 / SPLIT rows. They are sent in groups of four of each
+// tile of each warp, in register order: rows 2 pair and 2 pair + 1, columns g and g + 8.
 struct SentSums {
     const Params& p;
     const Part& part;
     u8* const fours;
     const u32 barrier;
 
-    // By one thread.
+    // Called by one thread.
     __device__ __forceinline__ void begin() const {
         barrier_init(barrier, 1);
         barrier_init_fence();
         barrier_expect(barrier, part.groups * (SHARERS * TILES * SENT * SPLIT * 16));
     }
-    // The place of the first four of tile 0.
+    // Offset of the first group of four of tile 0.
     __device__ __forceinline__ u32 place(u32 block, u32 group, u32 sharer) const { return ((block * GROUPS_HERE + group) * SHARERS + sharer) * (TILES * SENT); }
-    // Sends the warp's sums of a group.
+    // Sends the warp's accumulators of a group.
     __device__ __forceinline__ void send(const Sums& sums, int group, int sharer, int lane) const {
         #pragma unroll
         for (int m = 0; m < 2; m++) {
@@ -229,7 +230,7 @@ struct SentSums {
             for (int n = 0; n < TILES; n++) cluster_store_async(first + n * (SENT * 16), there, sums[n][m]);
         }
     }
-    // Four of a tile of results, once they have come.
+    // Adds the accumulators of four results of a tile, after their arrival.
     __device__ __forceinline__ void add(float4 (&sum)[MATRICES], int tile, int own) const {
         #pragma unroll
         for (int n = 0; n < MATRICES; n++) {
@@ -239,7 +240,7 @@ struct SentSums {
                 add_to(sum[n], reinterpret_cast<const float4*>(fours)[place(w / SHARERS, tile / EACH, w % SHARERS) + (tile % EACH * MATRICES + n) * SENT + own]);
         }
     }
-    // By all threads: the results. Nobody sends to a block that has ended: all of its threads wait.
+    // Computes the results; called by all threads. Nobody may send to a block that has ended, so all its threads wait.
     __device__ __forceinline__ void finish() const {
         bool waited = false;
         for (int i = threadIdx.x; i < part.tiles * SENT; i += THREADS) {
@@ -271,7 +272,7 @@ struct SentSums {
 };
 #endif
 
-// Adds the products of the chunk that the ring holds next.
+// Adds the products of the next chunk in the ring.
 DEVICE void add_step(Sums& sums, const Rows& rows, Ring& ring, u8* behind, const u8* own_place, int chunk, const LanePlaces& lane) {
     ring.wait();
     Chunk held[TILES];
@@ -287,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
     extern __shared__ __align__(128) u8 shared[];
     u8* const behind = shared + ROWS_AT;
     grid_launch_dependents();
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;   // uniform, and known to be
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;   // warp-uniform, and the compiler knows it
     const int team = warp / SHARERS, sharer = warp % SHARERS;
     const Part part(p);
     const Rows rows(p, part, behind, warp, lane);
@@ -316,14 +317,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
         #pragma unroll 1
         for (int chunk = sharer; chunk < part.count; chunk += SHARERS) add_step(sums, rows, ring, behind, own_place, chunk, places);
 #if CLUSTERED
-        cluster_wait();                            // all have begun
+        cluster_wait();                            // all blocks have started
         sent.send(sums, group, sharer, lane);
 #else
         const Around first = ends.around(group, threadIdx.x % TEAM_THREADS);
         put_sums(reinterpret_cast<float*>(own_place + OWN_SUMS_AT), sums, lane);
         team_barrier(team);
         ends.team(sums_of_team, group, threadIdx.x % TEAM_THREADS, first);
-        if (group + TEAMS < part.groups) team_barrier(team);           // the sums' places are free
+        if (group + TEAMS < part.groups) team_barrier(team);           // the space of the accumulators is free
 #endif
     }
 #if CLUSTERED
@@ -331,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_resident(
     sent.finish();
 #elif SPLIT > 1
     __threadfence();
-    __syncthreads();                               // the rows are read no more: their first word tells who was last
+    __syncthreads();                               // nobody reads the rows any more: their first word holds whether this block is the last
     if (ends.partial.is_last(reinterpret_cast<u32*>(behind), [] { __syncthreads(); })) ends.block();
 #endif
 }

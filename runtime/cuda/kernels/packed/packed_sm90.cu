@@ -1,15 +1,15 @@
-// Many rows times packed weights on Hopper: wgmma whose operand A are weights that become 16-bit floats in registers. fp32 sums.
+// Many rows times packed weights on Hopper: wgmma whose operand A is weights, converted to 16-bit floats in registers. fp32 accumulators.
 //
 //   out[m, column] = epilogue(sum_k x[m, k] * (number[column, k] - zero) * scale)
 //
-// A block takes 16 columns for each of WARPS warps (one warpgroup or two), and BN rows. One warp brings a chunk of K to each stage of a ring:
-// rows, weights and scales, by TMA. The first weights are on their way before griddepcontrol.wait. (Loads to registers cannot be waited for
-// one by one: the compiler gives all of them one scoreboard.) An operand is unpacked between two products of earlier ones: a warp whose
-// product waits for tensor cores issues nothing, so products in a row would leave no time to unpack.
-// SPLIT blocks share K where tiles are few. They are a cluster, send their sums to one another, and each finishes OWN rows.
+// A block takes 16 columns for each of WARPS warps (one warpgroup or two), and BN rows. One warp loads a chunk of K into each stage of a
+// ring: rows, weights and scales, by TMA. The first weights are loaded before griddepcontrol.wait. (Loads to registers cannot be waited for
+// one by one: the compiler gives all of them one scoreboard.) An operand is unpacked between two products of earlier operands: a warp whose
+// product waits for tensor cores issues nothing, so back-to-back products would leave no time to unpack.
+// SPLIT blocks split K where tiles are few. They form a cluster and exchange their accumulators; each block finishes OWN rows.
 //
-// generated.cuh defines WARPS, BN, STAGES, SPLIT, RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, wgmma_pixels(), epilogue(), and
-// what packed.cuh says.
+// generated.cuh defines WARPS, BN, STAGES, SPLIT, RESIDENT (blocks per multiprocessor), HAS_RESIDUAL, wgmma_pixels(), epilogue(), and
+// the macros of packed.cuh.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -19,31 +19,31 @@
 
 struct Params {
     TensorMap x;                                   // [rows][k], in boxes of BN rows x 64 of K
-    TensorMap tiles, scales;                       // of PackedWeights: a chunk of WARPS tiles, its set of scales
+    TensorMap tiles, scales;                       // PackedWeights: a chunk of WARPS tiles, its set of scales
 #if ZEROS
     TensorMap zeros;
 #endif
     const float* bias;
-    const u16* residual;                           // as output
+    const u16* residual;                           // shaped as the output
     u16* output;                                   // [rows][out_pitch], aligned to 8 bytes
     int rows, columns, out_pitch, chunks, set_shift;
 };
 
-constexpr bool WIDE = BN > 128 && WARPS > 4;       // registers move from the warpgroup that loads to those that multiply
+constexpr bool WIDE = BN > 128 && WARPS > 4;       // registers move from the loading warpgroup to the multiplying warpgroups
 constexpr int CONSUMERS = WARPS * 32, THREADS = CONSUMERS + (WIDE ? 128 : 32), COLUMNS = WARPS * 16, FOURS = COLUMNS / 4;
 constexpr int SPAN = 128, BOX_K = SPAN / 2, BOX_BYTES = BN * SPAN, BARRIER_BYTES = 1024;
 constexpr int X_BYTES = CHUNK_K / BOX_K * BOX_BYTES, SCALES = 16 * GROUPS * SCALE_BYTES, ZERO_POINTS = 16 * GROUPS * ZERO_BYTES;   // of a tile
 constexpr int SCALES_AT = X_BYTES + WARPS * CHUNK_BYTES, ZEROS_AT = SCALES_AT + WARPS * SCALES;
 constexpr int LOADED = ZEROS_AT + WARPS * ZERO_POINTS, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
-constexpr int IN_FLIGHT = 2, LEAD = 2, OPERANDS = IN_FLIGHT + LEAD;   // products that run, operands unpacked ahead of them
+constexpr int IN_FLIGHT = 2, LEAD = 2, OPERANDS = IN_FLIGHT + LEAD;   // products in flight, operands unpacked ahead of them
 constexpr int OWN = (BN / 8 + SPLIT - 1) / SPLIT * 8, SUM_PITCH = COLUMNS + 4;    // rows that a block finishes; the last one may have fewer
-constexpr int PASS = SPLIT > 1 ? OWN : BN % 64 == 0 ? 64 : BN % 48 == 0 ? 48 : BN;   // rows of sums in shared memory at a time
+constexpr int PASS = SPLIT > 1 ? OWN : BN % 64 == 0 ? 64 : BN % 48 == 0 ? 48 : BN;   // rows of accumulators in shared memory at a time
 static_assert(STEPS % OPERANDS == 0, "registers of operand A take turns");
 static_assert(STAGES * STAGE_BYTES >= PASS * SUM_PITCH * 4, "sums take the place of the ring");
 
 DEVICE void consumers_meet() { named_barrier(1, CONSUMERS); }
 
-// A stage of the ring, and which of its fills is meant.
+// A stage of the ring, and the parity of its fill.
 struct Stage {
     int index = 0;
     u32 parity = 0;
@@ -74,7 +74,7 @@ DEVICE void load_rows(const Params& p, const Ring& ring, int stage, int chunk, i
         tma_load_2d(ring.stage(stage) + box * BOX_BYTES, &p.x, ring.full + 8 * stage, chunk * CHUNK_K + box * BOX_K, first_row);
 }
 
-// Fills the ring with the chunks of K from ``begin`` to ``end``. Beyond K, rows, and columns are zeros.
+// Fills the ring with the chunks of K from ``begin`` to ``end``. Elements beyond K, the rows, and the columns are zeros.
 DEVICE void produce(const Params& p, const Ring& ring, int begin, int end, int tile, int first_row) {
     const int first = min(STAGES, end - begin);
     for (int i = 0; i < first; i++) load_weights(p, ring, i, begin + i, tile);
@@ -89,7 +89,7 @@ DEVICE void produce(const Params& p, const Ring& ring, int begin, int end, int t
     }
 }
 
-// What a lane needs of its warp's tile in a stage.
+// A lane's part of its warp's tile in a stage.
 DEVICE Chunk chunk_of(const u8* stage, int warp, int lane) {
     Chunk c;
     #pragma unroll
@@ -107,7 +107,7 @@ DEVICE Chunk chunk_of(const u8* stage, int warp, int lane) {
 // Adds the products of ``count`` chunks.
 DEVICE void multiply(float (&acc)[BN / 2], const Params& p, const Ring& ring, const u8* stages, int count, int warp, int lane) {
     const Masks masks(p.rows >> 31);               // zero
-    u32 a[OPERANDS][4];                            // of products that run, and of the next ones
+    u32 a[OPERANDS][4];                            // of products in flight, and of the next ones
     Stage stage, ahead;
     barrier_wait(ring.full, 0);
     Chunk chunk = chunk_of(stages, warp, lane);
@@ -123,20 +123,20 @@ DEVICE void multiply(float (&acc)[BN / 2], const Params& p, const Ring& ring, co
             wgmma_pixels(acc, a[step % OPERANDS], rows, i | step);
             wgmma_commit();
             wgmma_wait<IN_FLIGHT>();               // the registers of the next operand are free
-            if (step == IN_FLIGHT - 1 && i > 0 && lane == 0)   // the previous stage is read no more
+            if (step == IN_FLIGHT - 1 && i > 0 && lane == 0)   // nobody reads the previous stage any more
                 barrier_arrive(ring.empty + 8 * (stage.index ? stage.index - 1 : STAGES - 1));
             if (next == 0 && i + 1 < count) {
                 barrier_wait(ring.full + 8 * ahead.index, ahead.parity);
                 chunk = chunk_of(stages + ahead.index * STAGE_BYTES, warp, lane);
             }
-            unpack_operand(a[next % OPERANDS], chunk, next, masks);   // behind the last chunk: numbers that nothing multiplies
+            unpack_operand(a[next % OPERANDS], chunk, next, masks);   // after the last chunk: values that nothing multiplies
         }
         stage.next();
     }
     wgmma_wait<0>();
 }
 
-// Rows from ``first`` on to shared memory, eight of sums as threads hold them each: [PASS][SUM_PITCH].
+// Stores eight rows of accumulators, in register order, to shared memory: [PASS][SUM_PITCH].
 DEVICE void put_eight(float* total, int eight, const float* sum, int warp, int lane) {
     #pragma unroll
     for (int i = 0; i < 4; i++) total[(eight * 8 + lane % 4 * 2 + i % 2) * SUM_PITCH + warp * 16 + lane / 4 + i / 2 * 8] = sum[i];
@@ -146,27 +146,27 @@ DEVICE void store_rows(const Params& p, const float* total, int first_row, int c
         store_four(p, first_row + i / FOURS, column, *reinterpret_cast<const float4*>(total + i / FOURS * SUM_PITCH + i % FOURS * 4), bias);
 }
 
-// What the blocks that share K send one another. Of each eight rows there are fours as threads hold them.
+// The accumulators that the blocks of a split K exchange: four per thread and eight rows, in register order.
 struct SentSums {
     u32 fours, barrier;
     int part;
 
-    __device__ __forceinline__ int first() const { return part * OWN; }    // of the own rows
+    __device__ __forceinline__ int first() const { return part * OWN; }    // the first own row
     __device__ __forceinline__ int count() const { return max(0, min(OWN, BN - first())); }
-    // By one thread.
+    // Called by one thread.
     __device__ __forceinline__ void begin() const {
         barrier_init(barrier, 1);
         barrier_init_fence();
         barrier_expect(barrier, SPLIT * count() * COLUMNS * 4);
     }
     __device__ __forceinline__ u32 place(int part, int eight) const { return fours + ((part * (OWN / 8) + eight) * CONSUMERS + threadIdx.x) * 16; }
-    // Sends each block, this one among them, the sums of its rows.
+    // Sends each block, including this one, the accumulators of its rows.
     __device__ __forceinline__ void send(const float (&acc)[BN / 2]) const {
         #pragma unroll
         for (int j = 0; j < BN / 8; j++)
             cluster_store_async(cluster_map(place(part, j % (OWN / 8)), j * 8 / OWN), cluster_map(barrier, j * 8 / OWN), &acc[j * 4]);
     }
-    // The sums of eight of the own rows, in the order of K.
+    // The sums of eight own rows, in the order of K.
     __device__ __forceinline__ void add(float (&sum)[4], int eight) const {
         #pragma unroll
         for (int part = 0; part < SPLIT; part++) {
@@ -180,7 +180,7 @@ struct SentSums {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const Ring ring = {smem_address(shared), smem_address(shared) + 8 * STAGES, smem_address(shared) + BARRIER_BYTES};
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform, and known to be
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // warp-uniform, and the compiler knows it
     const int part = blockIdx.x % SPLIT, first_column = blockIdx.x / SPLIT * COLUMNS, first_row = blockIdx.y * BN;
     const int begin = p.chunks * part / SPLIT, end = p.chunks * (part + 1) / SPLIT;
     const SentSums sent = {ring.stage(STAGES), ring.empty + 8 * STAGES, part};
@@ -211,12 +211,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_sm90(cons
     multiply(acc, p, ring, shared + BARRIER_BYTES, end - begin, warp, lane);
 
     float* total = reinterpret_cast<float*>(shared + BARRIER_BYTES);
-    grid_dependency_wait();                        // before it, other launches may read or write the results' memory
+    grid_dependency_wait();                        // before this, other launches may read or write the memory of the results
 #if SPLIT > 1
-    cluster_wait();                                // all have begun
+    cluster_wait();                                // all blocks have started
     sent.send(acc);
-    barrier_wait_cluster(sent.barrier, 0);         // nobody sends to a block that has ended: all of its threads wait
-    consumers_meet();                              // the ring is read no more: sums take its place
+    barrier_wait_cluster(sent.barrier, 0);         // nobody may send to a block that has ended, so all its threads wait
+    consumers_meet();                              // nobody reads the ring any more: accumulators take its place
     #pragma unroll
     for (int eight = 0; eight < OWN / 8; eight++) {
         if (eight * 8 >= sent.count()) break;
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_sm90(cons
 #else
     #pragma unroll
     for (int first = 0; first < BN; first += PASS) {
-        consumers_meet();                          // the ring, or the rows before these, are read no more: sums take their place
+        consumers_meet();                          // nobody reads the ring, or the previous rows, any more: accumulators take their place
         #pragma unroll
         for (int eight = 0; eight < PASS / 8; eight++) put_eight(total, eight, &acc[(first / 8 + eight) * 4], warp, lane);
         consumers_meet();

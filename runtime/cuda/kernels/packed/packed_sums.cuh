@@ -1,15 +1,15 @@
-// The ends of kernels with packed weights: results in fours, and sums of blocks that share K.
+// Final steps of kernels with packed weights: results in groups of four, and the sums of blocks that split K.
 //
 // The kernel's Params have bias, residual, output, columns and out_pitch; generated.cuh defines HAS_RESIDUAL and epilogue().
 #pragma once
 
-// The biases of four columns, which end at ``columns``. There is memory for a multiple of four.
+// The biases of four columns before ``columns``. The array is padded to a multiple of four.
 DEVICE float4 bias_of_four(const float* bias, int column, int columns) {
     return column < columns ? __ldg(reinterpret_cast<const float4*>(bias + column)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
-// Whether four neighbouring columns of a row are stored, and read as a residual, at once: rows of both begin at multiples of 8 bytes where
-// their pitch is a multiple of four.
+// Whether four neighbouring columns of a row are stored, and read as a residual, in one access: rows of both begin at multiples of 8 bytes
+// where their pitch is a multiple of four.
 template <class Params> DEVICE bool is_whole(const Params& p, int column) { return column + 4 <= p.columns && p.out_pitch % 4 == 0; }
 
 template <class Params> DEVICE float4 residual_of_four(const Params& p, int row, int column) {
@@ -37,13 +37,13 @@ template <class Params> DEVICE void store_values(const Params& p, int row, int c
         if (column + i < p.columns) to[i] = pack1(y[i]);
 }
 
-// Stores the results of four sums.
+// Stores four results from their accumulators.
 template <class Params> DEVICE void store_four(const Params& p, int row, int column, const float4& sum, const float4& bias) {
     const float4 r = HAS_RESIDUAL ? residual_of_four(p, row, column) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     store_values(p, row, column, make_float4(epilogue(sum.x, bias.x, r.x), epilogue(sum.y, bias.y, r.y), epilogue(sum.z, bias.z, r.z), epilogue(sum.w, bias.w, r.w)));
 }
 
-// The sums, in COUNT fours, of a tile whose K is shared by PARTS blocks.
+// The partial sums of a tile, COUNT groups of four, where PARTS blocks split K.
 template <int PARTS, int COUNT> struct PartialSums {
     float4* all;
     u32* arrived;
@@ -52,7 +52,8 @@ template <int PARTS, int COUNT> struct PartialSums {
     __device__ __forceinline__ float4* place(int part, int i) const { return all + (u64(tile) * PARTS + part) * COUNT + i; }
     __device__ __forceinline__ void put(int part, int i, const float4& sum) const { *place(part, i) = sum; }
 
-    // Whether this block comes last: told by thread 0, which counts, by the word of shared memory. Behind a fence of what was put.
+    // Whether this block arrives last. Thread 0 counts, and tells the others through ``word`` in shared memory. The caller puts a fence after its
+    // stores.
     template <class Barrier> __device__ __forceinline__ bool is_last(u32* word, const Barrier& barrier) const {
         if (threadIdx.x == 0) {
             *word = count_arrival(arrived + tile) == PARTS - 1;
@@ -64,7 +65,7 @@ template <int PARTS, int COUNT> struct PartialSums {
         return true;
     }
 
-    // In the order of K.
+    // Adds the parts in the order of K.
     __device__ __forceinline__ float4 sum(int i) const {
         float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         #pragma unroll

@@ -1,10 +1,10 @@
-// Rows of 16-bit floats as int8 numbers, with a scale for each row: its largest magnitude becomes 127.
+// Rows of 16-bit floats as int8, with a scale per row: its largest magnitude becomes 127.
 //
 //   scale[row] = largest / 127,  number[row, k] = round(x[row, k] * (127 / largest))
 //
-// A block has a row, which it reads once. Rows that are not finite have a scale that is not.
+// A block has a row, which it reads once. A row that is not finite gets a scale that is not finite.
 //
-// generated.cuh defines THREADS and VECTORS (of eight numbers, of a thread).
+// generated.cuh defines THREADS and VECTORS (of eight elements, per thread).
 #include "ptx.cuh"
 #include "generated.cuh"
 
@@ -15,7 +15,7 @@ struct Params {
     int depth, pitch, stored;
 };
 
-// The largest of all threads' values, for all of them.
+// The maximum over all threads, returned to all of them.
 DEVICE u32 largest_of_block(u32 value) {
     __shared__ u32 of_warp[THREADS / 32];
     value = __reduce_max_sync(0xffffffffu, value);
@@ -24,9 +24,9 @@ DEVICE u32 largest_of_block(u32 value) {
     return __reduce_max_sync(0xffffffffu, of_warp[threadIdx.x % (THREADS / 32)]);
 }
 
-DEVICE u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }    // NaN is the largest of all
+DEVICE u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }    // a NaN exceeds every other value
 
-// Four numbers in a word.
+// Four int8 results in a word.
 DEVICE u32 four_bytes(float a, float b, float c, float d, float inverse) {
     const u32 low = __byte_perm(__float2int_rn(__fmul_rn(a, inverse)), __float2int_rn(__fmul_rn(b, inverse)), 0x0040);
     const u32 high = __byte_perm(__float2int_rn(__fmul_rn(c, inverse)), __float2int_rn(__fmul_rn(d, inverse)), 0x0040);
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_bytes(const __grid_con
         u32* word = reinterpret_cast<u32*>(&held[v]);
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            if (left < 2 * i + 2) word[i] &= left < 2 * i + 1 ? 0u : 0xffffu;      // what lies behind the row
+            if (left < 2 * i + 2) word[i] &= left < 2 * i + 1 ? 0u : 0xffffu;      // memory after the row
             found = max(found, max(magnitude(low_float(word[i])), magnitude(high_float(word[i]))));
         }
     }

@@ -1,4 +1,4 @@
-// Max pooling of NHWC images of any element type, for sources that define larger(u32, u32), the larger elements of two words, and
+// Max pooling of NHWC images of any element type. The including source defines larger(u32, u32), the element-wise maximum of two words, and
 // KERNEL_H, KERNEL_W.
 struct PoolParams {
     const uint4* input;

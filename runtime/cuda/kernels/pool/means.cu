@@ -1,7 +1,7 @@
-// Sums, means or norms of the channels of images that lie channels-last, 16-bit. fp32 sums in one order.
+// Sums, means or norms of the channels of channels-last images, 16-bit. fp32 sums in a fixed order.
 //
 // A cluster of CLUSTER blocks takes 32 channels of an image, each block a share of its pixels. THREADS take vectors of eight channels, LINES
-// pixels apart, AHEAD at a time. Warps add up by shuffles, and the first block of the cluster what all blocks found.
+// pixels apart, AHEAD at a time. Warps add by shuffles, and the first block of the cluster adds the sums of all blocks.
 //
 // generated.cuh defines CLUSTER, THREADS, AHEAD, SQUARES (1: of the elements' squares) and ROOT (1: the root of the result).
 #include "vectors.cuh"
@@ -15,7 +15,7 @@ constexpr int CHANNELS = 32, VECTORS = CHANNELS / 8, LINES = THREADS / VECTORS, 
 struct Params {
     const u16* x;                                  // [images][pixels][pitch]
     u16* output;                                   // [images][channels]
-    int channels, pixels, share, pitch;            // share: pixels of a block; channels: a multiple of 8
+    int channels, pixels, share, pitch;            // share: pixels per block; channels: a multiple of 8
     float factor;                                  // of the sum
 };
 

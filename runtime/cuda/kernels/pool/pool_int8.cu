@@ -1,4 +1,4 @@
-// Pooling and padding of 8-bit NHWC images, and the quantization and layout change in front of a few-channel stem. All are memory-bound.
+// Pooling and padding of 8-bit NHWC images, and the quantization and layout change before a few-channel stem. All are memory-bound.
 //
 // generated.cuh defines KERNEL_H, KERNEL_W (max_pool), UNSIGNED (8-bit type of the images), CHANNELS, BLOCK (pack_image), IMAGE_HALF (its
 // images are fp16, else fp32).
@@ -18,8 +18,8 @@ struct MeanParams {
     const u32* input;
     u32* output;
     int pixels, words;                             // words of four channels
-    int pitch, row;                                // words from a pixel of the input to the next, from a row of the output
-    int shift;                                     // what all pixels of the window add: - pixels * zero point
+    int pitch, row;                                // words between pixels of the input, and between rows of the output
+    int shift;                                     // the constant term of a window: - pixels * zero point
     float scale, low, high;
     int zero;
 };
@@ -42,14 +42,14 @@ extern "C" __global__ void __launch_bounds__(256) global_average_pool(const __gr
             sum.w += UNSIGNED ? int(v >> 24) : int(v) >> 24;
         }
     }
-#if SEEDED_FAULT == 3  // benchmarks/kinds/sanitize.py: a read of what nothing has written
+#if SEEDED_FAULT == 3  // benchmarks/kinds/sanitize.py: a read of uninitialized memory
     if (word < p.words && p.output[(long long)blockIdx.y * p.row + word] == 0x01234567u) sum.x++;
 #endif
-#if SEEDED_FAULT == 4  // a barrier of half a warp, which the other half is named to be at
+#if SEEDED_FAULT == 4  // a barrier in half a warp, whose mask names the other half
     if (threadIdx.x % 32 < 16) __syncwarp(0xffff0000u);
 #endif
     partial[run][threadIdx.x % 32] = sum;
-#if SEEDED_FAULT != 2  // without it: a race
+#if SEEDED_FAULT != 2  // without the barrier: a race
     __syncthreads();
 #endif
     if (run == 0 && word < p.words) {
@@ -71,12 +71,12 @@ extern "C" __global__ void __launch_bounds__(256) global_average_pool(const __gr
 
 struct PadParams {
     const uint4* input;                            // pixels of ``pitch`` vectors of sixteen channels
-    uint4* output;                                 // pixels of ``vectors``
+    uint4* output;                                 // pixels of ``vectors`` vectors
     int images, height, width, pitch, vectors, out_h, out_w, top, left, channels;
     u32 word;                                      // four times the zero point
 };
 
-// An image with its zero point around it. One thread: sixteen channels of a pixel of the result.
+// Pads an image with its zero point. One thread: sixteen channels of a pixel of the result.
 extern "C" __global__ void __launch_bounds__(256) pad_image(const __grid_constant__ PadParams p) {
     grid_launch_dependents();
     grid_dependency_wait();
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(256) pad_image(const __grid_constan
     uint4 v = make_uint4(p.word, p.word, p.word, p.word);
     if (unsigned(y) < unsigned(p.height) && unsigned(x) < unsigned(p.width)) {
         const uint4* from = p.input + ((long long)(n * p.height + y) * p.width + x) * p.pitch + vector;
-#ifdef INITCHECK                                   // which counts what lies behind a pixel's channels, and is written behind them again
+#ifdef INITCHECK                                   // initcheck would report the bytes after a pixel's channels, which are only copied
         if (p.channels - vector * 16 < 16) {
             alignas(16) u8 bytes[16] = {};
             for (int i = 0; i < p.channels - vector * 16; i++) bytes[i] = reinterpret_cast<const u8*>(from)[i];
@@ -110,12 +110,12 @@ DEVICE float widen(float v) { return v; }
 struct PackParams {
     const Pixel* input;                            // NCHW
     uint4* output;                                 // [n][out_h][out_w] of sixteen channels
-    int height, width, out_h, out_w, before;       // before: pixels of zeros that begin a row
+    int height, width, out_h, out_w, before;       // before: zero pixels at the beginning of a row
     float scale, low, high;
     int zero;
 };
 
-// NCHW image -> quantized NHWC of BLOCK x BLOCK pixels as channels: channel (dy * BLOCK + dx) * CHANNELS + c, the rest zero. A zero
+// NCHW image -> quantized NHWC with blocks of BLOCK x BLOCK pixels as channels: channel (dy * BLOCK + dx) * CHANNELS + c, the rest zero. A zero
 // in the padding is the real 0, so images have zero point 0. One thread: one output pixel.
 extern "C" __global__ void __launch_bounds__(128) pack_image(const __grid_constant__ PackParams p) {
     grid_launch_dependents();
