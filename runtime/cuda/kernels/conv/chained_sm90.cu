@@ -264,7 +264,7 @@ DEVICE void convolve(const Params& p, u32 base, int group, int quarter, int lane
 extern "C" __global__ void __launch_bounds__(THREADS, 1) chained_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 base = smem_address(shared);
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;   // uniform, and known to be
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;   // warp-uniform, and the compiler knows it
     if (warp == CONSUMERS / 32 && lane == 0) {
         tma_prefetch(&p.first);
         tma_prefetch(&p.second);

@@ -1,4 +1,4 @@
-// Convolution of many narrow groups for Hopper, on mma.sync. A product never crosses groups, so none multiplies padding zeros.
+// Convolution of many narrow groups for Hopper, on mma.sync. A product never crosses groups, so it multiplies no zeros of other groups.
 //
 // A band is a group of BAND chunks of eight channels, in and out. A warp takes BLOCKS chunks of a band's results for STRIPS strips of
 // 16 pixels (STRIP_W x STRIP_H), one below the other. It walks the patch's rows once: a fragment that ldmatrix loads under a tap serves

@@ -73,7 +73,7 @@ struct PadParams {
     const uint4* input;                            // pixels of ``pitch`` vectors of sixteen channels
     uint4* output;                                 // pixels of ``vectors`` vectors
     int images, height, width, pitch, vectors, out_h, out_w, top, left, channels;
-    u32 word;                                      // four times the zero point
+    u32 word;                                      // the zero point in each of four bytes
 };
 
 // Pads an image with its zero point. One thread: sixteen channels of a pixel of the result.
