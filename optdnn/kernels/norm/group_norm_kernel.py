@@ -18,18 +18,20 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 HELD = (1, 2, 4, 8)
 """Numbers of vectors that a thread may keep in registers."""
-LAUNCH_S, CLUSTER_S, SIXTEEN_S, WAVE_S = 3.0e-6, 0.1e-6, 0.3e-6, 1.2e-6
-"""Seconds of a launch after another one; what clusters add, clusters of sixteen blocks, and clusters that start when others end."""
-BLOCK_S = 0.44e-10
-"""Seconds of a byte that a multiprocessor's blocks keep."""
+LAUNCH_S, CLUSTER_S, SIXTEEN_S = 2.4e-6, 0.5e-6, 0.15e-6
+"""Seconds of a launch after a convolution; seconds that clusters add, and that clusters of sixteen blocks add to those."""
+WAVE_S = 1.8e-9
+"""Seconds of each further wave of clusters, for each thread of a block: a wave starts as blocks of the wave before end."""
+START_S = 0.4e-6
+"""Seconds that blocks of 512 threads start late, since blocks of the launch before still run. Smaller blocks: by the square."""
+VECTOR_S = 0.048e-6
+"""Seconds in which a multiprocessor sums and normalizes a vector of each of 128 threads."""
+AHEAD, SHARED_S, BATCH_S = 4, 1.4e-6, 0.24e-6
+"""Loads of a thread in flight where registers do not hold its pixels; seconds that shared memory costs then, and each batch of loads."""
 L2_RATE = 6.4e12
 """Bytes per second that all of them read and write."""
-AHEAD, BATCH_S = 4, 0.15e-6
-"""Loads of a thread that are under way at once where registers do not hold its pixels; seconds that each further batch waits."""
 REGISTERS = 100
 """Registers of a thread."""
-CROWD = 512
-"""Threads of a multiprocessor that hide one another's latency."""
 WHOLE_PIECE = 64
 """Bytes of neighbouring channels that are read at full speed."""
 
@@ -178,7 +180,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch, fitted to 191 timings on an H200."""
+    """Predicted seconds of one launch after a convolution, fitted to 300 timings of 16 images on an H100."""
     clusters = problem.channels // config.slab * problem.batch
     by_shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
     resident = max(1, min(by_shared, 65536 // (REGISTERS * config.threads)))
@@ -187,14 +189,14 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     room = device.clusters_at_once(config.cluster) if device.clusters else device.multiprocessors // config.cluster
     waves = math.ceil(clusters / (room * resident))
     beside = min(resident, -(-clusters // room))  # blocks of a multiprocessor
-    share = math.ceil(problem.pixels / config.cluster) * config.slab * problem.itemsize
-    pieces = 0.5 + 0.5 * WHOLE_PIECE / min(WHOLE_PIECE, config.slab * problem.itemsize)
-    together = (CLUSTER_S if config.cluster > 1 else 0.0) + (SIXTEEN_S if config.cluster == 16 else 0.0)
-    batches = 0 if held(problem, config) else math.ceil(problem.pixels / config.cluster / _lines(config) / AHEAD) - 1
-    traffic = pieces * problem.bytes * max(1 / L2_RATE, 0.5 / device.bandwidth)
-    lonely = 0.9 + 0.1 * max(1.0, CROWD / (config.threads * beside))
-    block = batches * BATCH_S + share * beside * pieces * lonely * BLOCK_S
-    return LAUNCH_S + together + (waves - 1) * WAVE_S + waves * block + traffic
+    vectors = math.ceil(math.ceil(problem.pixels / config.cluster) / _lines(config))  # of each thread
+    pieces = WHOLE_PIECE / min(WHOLE_PIECE, config.slab * problem.itemsize)
+    block = vectors * config.threads * beside / 128 * VECTOR_S * pieces
+    if not held(problem, config):
+        block += SHARED_S / waves + math.ceil(vectors / AHEAD) * BATCH_S
+    launch = LAUNCH_S + START_S * (config.threads / 512) ** 2 + (waves - 1) * WAVE_S * config.threads
+    launch += CLUSTER_S * (config.cluster > 1) + SIXTEEN_S * (config.cluster == 16)
+    return launch + waves * block + problem.bytes * max(1 / L2_RATE, 0.5 / device.bandwidth)
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 4) -> list[Config]:
