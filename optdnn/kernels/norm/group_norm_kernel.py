@@ -18,10 +18,8 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 HELD = (1, 2, 4, 8)
 """Numbers of vectors that a thread may keep in registers."""
-LAUNCH_S, CLUSTER_S, SIXTEEN_S = 2.4e-6, 0.5e-6, 0.15e-6
-"""Seconds of a launch after a convolution; seconds that clusters add, and that clusters of sixteen blocks add to those."""
-WAVE_S = 1.8e-9
-"""Seconds of each further wave of clusters, for each thread of a block: a wave starts as blocks of the wave before end."""
+LAUNCH_S, CLUSTER_S, SIXTEEN_S, WAVE_S = 2.4e-6, 0.5e-6, 0.15e-6, 1.2e-6
+"""Seconds of a launch after a convolution, seconds that clusters add, and clusters of sixteen blocks, and each further wave of clusters."""
 START_S = 0.4e-6
 """Seconds that blocks of 512 threads start late, since blocks of the launch before still run. Smaller blocks: by the square."""
 VECTOR_S = 0.048e-6
@@ -194,7 +192,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     block = vectors * config.threads * beside / 128 * VECTOR_S * pieces
     if not held(problem, config):
         block += SHARED_S / waves + math.ceil(vectors / AHEAD) * BATCH_S
-    launch = LAUNCH_S + START_S * (config.threads / 512) ** 2 + (waves - 1) * WAVE_S * config.threads
+    launch = LAUNCH_S + START_S * (config.threads / 512) ** 2 + (waves - 1) * WAVE_S
     launch += CLUSTER_S * (config.cluster > 1) + SIXTEEN_S * (config.cluster == 16)
     return launch + waves * block + problem.bytes * max(1 / L2_RATE, 0.5 / device.bandwidth)
 
