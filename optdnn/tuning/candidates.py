@@ -111,7 +111,8 @@ def trials_of(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selectio
 def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
     """The launches of a candidate as a program. The builder stays as it is."""
     region = tactic.region(b, op)
-    covered_keys = tuple(signature(b, x) for x in region.before)
+    # Operators that an earlier site covers have no problem of their own.
+    covered_keys = tuple(signature(b, x) for x in region.before if x.id in b.chosen)
     choice = TacticChoice(tactic.name, "" if offer is None else offer.name)
     first, planned = len(b.steps), len(b.plan)
     b = b.fork()

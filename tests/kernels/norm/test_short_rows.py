@@ -14,6 +14,8 @@ from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 from support.sweep import sweep
+from support.timer import FakeTimer, hashed
+from support.tuned import tuned
 
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Move, TensorView
@@ -163,6 +165,12 @@ def test_two_norms_share_a_launch(name: str, precision: str) -> None:
     program = check_simulated(PAIRS[name], precision)
     assert kinds(program).count("NormPair") == 1
     assert not {"ActivatedNorm", "LpNormalization", "RMSNormalization", "LayerNormalization"} & set(kinds(program))
+
+
+def test_tuning_where_the_first_norm_has_a_factor_after_it() -> None:
+    """The pair's launch replaces that of the first norm, which covers the factor: an operator without candidates of its own."""
+    found, _ = tuned(FakeTimer(hashed), graph=PAIRS["pair, a temperature"].copy())
+    assert any(t.choice.tactic == "short_rows_pair" for p in found.problems for t in p.trials)
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
