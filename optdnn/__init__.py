@@ -12,7 +12,6 @@ onnx nor networkx.
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -135,7 +134,9 @@ def __getattr__(name: str) -> Any:
         module = _WHERE[name]
     except KeyError:
         raise AttributeError(f"module 'optdnn' has no attribute {name!r}") from None
-    value = getattr(import_module(module), name)
+    from optdnn.quick_import import quick_import
+
+    value = getattr(quick_import(module), name)
     globals()[name] = value
     return value
 

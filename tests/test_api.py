@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from onnx import parser
 
 import optdnn
 from optdnn.errors import InputError
+from optdnn.quick_import import quick_import
 from optdnn.runtime.notebook import table
 
 TWO = "<ir_version: 10, opset_import: ['' : 17]> g (float[2] left, float[2] right) => (float[2] y) { y = Add(left, right) }"
@@ -46,6 +48,17 @@ def test_dir_shows_the_public_names_alone() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert found.split() == dir(optdnn)
+
+
+def test_no_garbage_is_collected_while_modules_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "asks_about_garbage.py").write_text("import gc\nenabled = gc.isenabled()\n")
+    (tmp_path / "fails_at_once.py").write_text("raise KeyError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert gc.isenabled()
+    assert quick_import("asks_about_garbage").enabled is False
+    with pytest.raises(KeyError):
+        quick_import("fails_at_once")
+    assert gc.isenabled(), "as before"
 
 
 # ---------------------------------------------------------------- one array

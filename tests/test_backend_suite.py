@@ -221,12 +221,12 @@ INTEGER_PRODUCTS = frozenset({"Conv", "MatMul", *WEIGHTS})
 
 
 def cpu_cases(group):
-    """Those that are listed, four of each operator and a fifth of the others; of functions' bodies, whose operators have cases of
+    """Those listed, three of each operator and an eighth of the others; of functions' bodies, whose operators have cases of
     their own, a twelfth. ``OPTDNN_ALL_CASES=1`` runs all of them, as before a release. (On ``reference``, with and without passes,
     and on ``simulate`` all cases run.)"""
     if os.environ.get("OPTDNN_ALL_CASES") == "1":
         return GROUPS[group]
-    first, every = (0, 12) if group.endswith("expanded") else (4, 5)
+    first, every = (0, 12) if group.endswith("expanded") else (3, 8)
     return [n for k, n in enumerate(GROUPS[group]) if k < first or k % every == 0 or n in LISTED["by_numpy"]]
 
 

@@ -153,9 +153,10 @@ def timed_calls(fn: Callable[[], object], limits: RunLimits, clock: Clock) -> tu
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No garbage collection while measuring; a full one before."""
-    gc.collect()
+    """No garbage collection while measuring; a full one before, but for measurements inside of another one."""
     enabled = gc.isenabled()
+    if enabled:
+        gc.collect()
     gc.disable()
     try:
         yield

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import sys
-from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -84,10 +83,16 @@ def versions() -> dict[str, str]:
     # Not imported by name: that would tie the runtime to all that the public API names.
     own: str = sys.modules["optdnn"].__version__
     installed = {"optdnn": own, "python": platform.python_version()}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            installed[name] = version(name)
-    return installed
+    return installed | {name: found for name in PACKAGES if (found := _version(name)) is not None}
+
+
+@cache
+def _version(name: str) -> str | None:
+    """None: it is not installed. Looked up once: each look-up reads the folder of all installed packages."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def usable_cores() -> int:

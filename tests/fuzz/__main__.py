@@ -23,7 +23,7 @@ from fuzz.table import NAMES  # noqa: E402
 def main() -> int:
     given = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     given.add_argument("targets", nargs="*", metavar="TARGET", help=f"{', '.join(NAMES)} [default: all]")
-    given.add_argument("--seconds", type=float, default=60.0, help="the time of each target [default: 60]")
+    given.add_argument("--seconds", type=float, default=60.0, help="processor time of each target [default: 60]")
     given.add_argument("--runs", type=int, default=1 << 31, help="the most inputs of each target")
     given.add_argument("--first", type=int, default=0, help="the number of the first input; with --guided the seed")
     given.add_argument("--guided", action="store_true", help="by coverage, with atheris")

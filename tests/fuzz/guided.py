@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import mmap
 import os
 import re
+import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -21,35 +25,40 @@ TESTS = Path(__file__).parents[1]
 LONGEST = 1 << 17
 """Bytes of the longest input."""
 MOST_SEEDS = 300
-"""Each seed is tried before the first mutation. Of more, a sample leaves time for mutations, which draw from all of them."""
+"""A sample of the seeds is tried before the first mutation. Mutations draw from all of them."""
 WALL = 600
 """Seconds by the clock after which one input hangs: its process may get a small share of a processor."""
+STATE = struct.Struct("<QQ")
+"""How many inputs were tried, and how many of them were mutated."""
 
 
 def fuzz(name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> Result:
-    """Try inputs until ``runs`` are done, ``seconds`` are over, or one has a fault: it goes into ``out``. ``first`` is the seed."""
+    """Try inputs until ``runs`` are done, they took ``seconds`` of processor time, or one has a fault: it goes into ``out``.
+    ``first`` is the seed."""
     if importlib.util.find_spec("atheris") is None:
         raise SystemExit("--guided needs atheris: pip install atheris")
     faults = out / name
     faults.mkdir(parents=True, exist_ok=True)
     before, start = {*faults.iterdir()}, time.monotonic()
     options = [
-        f"-runs={runs}", f"-max_total_time={int(seconds)}", f"-seed={first + 1}", f"-artifact_prefix={faults}/",
-        f"-max_len={LONGEST}", f"-timeout={WALL}", f"-rss_limit_mb={2 * (BYTES >> 20)}", "-print_final_stats=1", "-reload=0",
+        f"-runs={runs}", f"-seed={first + 1}", f"-artifact_prefix={faults}/", f"-max_len={LONGEST}", f"-timeout={WALL}",
+        f"-rss_limit_mb={2 * (BYTES >> 20)}", "-reload=0",
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as state:
+        state.write(bytes(STATE.size))
+        state.flush()
         seeds = target(name).seeds()  # here, where nothing is instrumented: builds take their time
         for k, data in enumerate(Random(first).sample(seeds, min(len(seeds), MOST_SEEDS))):
             Path(folder, f"{k:05}").write_bytes(data)
-        command = [sys.executable, "-m", "fuzz.guided", name, folder, *options]
+        command = [sys.executable, "-m", "fuzz.guided", name, folder, state.name, str(seconds), *options]
         paths = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent, os.environ.get("PYTHONPATH", ""))))}
         done = subprocess.run(
             command, env={**os.environ, **paths}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
             check=False,
         )  # fmt: skip
-    result = Result(name, seconds=time.monotonic() - start, faults=sorted(map(str, {*faults.iterdir()} - before)))
-    counted = re.findall(r"number_of_executed_units: (\d+)|^#(\d+)", done.stdout, re.M)
-    result.count = max([int(a or b) for a, b in counted], default=0)
+        state.seek(0)
+        count, mutated = STATE.unpack(state.read())
+    result = Result(name, count, time.monotonic() - start, sorted(map(str, {*faults.iterdir()} - before)), mutated)
     if done.returncode and not result.faults:
         result.faults.append(f"exit code {done.returncode}")
     if result.faults:
@@ -57,21 +66,48 @@ def fuzz(name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> 
     return result
 
 
-def _run(name: str, corpus: Path, options: list[str]) -> None:
+class Budget:
+    """Tries inputs as long as they may take processor time: seeds, of which there may be too many, half of it."""
+
+    def __init__(self, run: Callable[[bytes], None], seconds: float, state: mmap.mmap, stop: Callable[[], None]):
+        self._run, self._seconds, self._state, self._stop = run, seconds, state, stop
+        self._start, self._count, self._mutated, self._mutates = time.process_time(), 0, 0, False
+
+    def mutates(self) -> None:
+        """From now on inputs are mutated ones."""
+        self._mutates = True
+
+    def __call__(self, data: bytes) -> None:
+        used = time.process_time() - self._start
+        if used > self._seconds:
+            self._stop()
+        if used > self._seconds * (1.0 if self._mutates else 0.5):
+            return
+        self._count += 1
+        self._mutated += self._mutates
+        STATE.pack_into(self._state, 0, self._count, self._mutated)
+        self._run(data)
+
+
+def _run(name: str, corpus: Path, state: Path, seconds: float, options: list[str]) -> None:
     """The process of one target."""
     import atheris
 
     with atheris.instrument_imports(include=_covered(name)):
         tried = target(name)
+    tried.seeds()  # mutations draw from them
+    with state.open("r+b") as file:
+        shared = mmap.mmap(file.fileno(), STATE.size)
+    budget = Budget(timed(tried.one_input), seconds, shared, lambda: os.kill(os.getpid(), signal.SIGUSR1))
 
     def mutate(data: bytes, most: int, seed: int) -> bytes:
+        budget.mutates()
         rng = Random(seed)
         made = tried.mutate(bytes(data), rng)
         return made if len(made) <= most else bytes(data[:most])
 
-    run = timed(tried.one_input)
-    atheris.Setup([name, str(corpus), *options], lambda data: run(bytes(data)), custom_mutator=mutate)
-    atheris.Fuzz()
+    atheris.Setup([name, str(corpus), *options], lambda data: budget(bytes(data)), custom_mutator=mutate)
+    atheris.Fuzz()  # SIGUSR1 asks it to end
 
 
 def _covered(name: str) -> list[str]:
@@ -84,4 +120,4 @@ def _covered(name: str) -> list[str]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    _run(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    _run(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4]), sys.argv[5:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import mmap
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 import onnx
 import pytest
 
-from fuzz import unguided
+from fuzz import guided, unguided
 from fuzz.judge import OutOfBounds, ours
 from fuzz.table import NAMES, target
 from fuzz.unguided import fuzz_target, numbered
@@ -133,6 +134,42 @@ def test_a_process_that_dies_or_hangs_is_a_fault_and_the_others_are_tried(
     assert result.count == 10
     assert sorted(Path(p).read_bytes() for p in result.faults) == [b"2", b"7"]
     assert (tmp_path / "reached").exists()
+
+
+def test_the_limit_is_processor_time(tmp_path: Path) -> None:
+    """Inputs that wait, or get a small share of a processor, do not use it up."""
+
+    def burns(data: bytes) -> None:
+        until = time.process_time() + 0.02
+        while time.process_time() < until:
+            pass
+
+    def waits(data: bytes) -> None:
+        time.sleep(0.02)
+
+    assert fuzz_target(faulty(waits), "faulty", tmp_path, runs=20, seconds=0.2).count == 20
+    assert 1 <= fuzz_target(faulty(burns), "faulty", tmp_path, runs=100, seconds=0.2).count <= 11
+
+
+def test_the_limit_of_guided_fuzzing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeds, each of which takes a second here, get half of ten seconds; then mutations get the others."""
+    now, tried, stopped = [0.0], list[bytes](), list[int]()
+    monkeypatch.setattr(guided.time, "process_time", lambda: now[0])
+
+    def run(data: bytes) -> None:
+        tried.append(data)
+        now[0] += 1.0
+
+    state = mmap.mmap(-1, guided.STATE.size)
+    budget = guided.Budget(run, 10.0, state, lambda: stopped.append(len(tried)))
+    for k in range(300):
+        budget(b"seed %d" % k)
+    assert len(tried) == 6, "the others are passed over"
+    while not stopped:
+        budget.mutates()
+        budget(b"mutated")
+    assert stopped == [11]
+    assert guided.STATE.unpack(state[:]) == (11, 5)
 
 
 def test_much_memory_and_much_time_are_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,10 +40,12 @@ class Result:
     count: int = 0
     seconds: float = 0.0
     faults: list[str] = field(default_factory=list)
+    mutated: int | None = None
 
     def __str__(self) -> str:
         rate = self.count / max(self.seconds, 1e-9)
-        return f"{self.name}: {self.count} inputs in {self.seconds:.0f} s ({rate:.0f}/s), {len(self.faults)} faults"
+        mutated = "" if self.mutated is None else f", {self.mutated} of them mutated,"
+        return f"{self.name}: {self.count} inputs{mutated} in {self.seconds:.0f} s ({rate:.0f}/s), {len(self.faults)} faults"
 
 
 def numbered(tried: Target, number: int) -> bytes:
@@ -66,7 +68,8 @@ def _weights(tried: Target) -> list[float]:
 
 
 def fuzz(name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> Result:
-    """Try inputs from number ``first`` on, until ``runs`` are done or ``seconds`` are over; inputs with faults go into ``out``."""
+    """Try inputs from number ``first`` on, until ``runs`` are done or they took ``seconds`` of processor time; those with faults
+    go into ``out``."""
     return fuzz_target(target(name), name, out, runs=runs, seconds=seconds, first=first)
 
 
@@ -74,15 +77,16 @@ def fuzz_target(tried: Target, name: str, out: Path, *, runs: int, seconds: floa
     """:func:`fuzz` of a target that is called ``name``."""
     result = Result(name)
     tried.seeds()  # once, before processes share them
-    start = time.monotonic()
+    start, used = time.monotonic(), 0.0
     state, number = mmap.mmap(-1, _STATE.size), first
     known = mmap.mmap(-1, 1 << 16)  # digests of the faults that are saved, for the processes that follow one that ended
-    while result.count < runs and time.monotonic() - start < seconds:
+    while result.count < runs and used < seconds:
         _STATE.pack_into(state, 0, number, 0)
         child = os.fork()
         if not child:
-            _child(tried, name, state, known, range(number, first + runs), start + seconds, out)
-        ended = _watch(child, state)
+            _child(tried, name, state, known, range(number, first + runs), seconds - used, out)
+        ended, taken = _watch(child, state)
+        used += taken
         number, count = _STATE.unpack_from(state)
         result.count += count
         if ended is None:
@@ -95,21 +99,22 @@ def fuzz_target(tried: Target, name: str, out: Path, *, runs: int, seconds: floa
     return result
 
 
-def _watch(child: int, state: mmap.mmap) -> str | None:
-    """Wait for the process. How it ended too early, or None."""
+def _watch(child: int, state: mmap.mmap) -> tuple[str | None, float]:
+    """Wait for the process. How it ended too early, or None; and its processor time."""
     number, since, used = -1, time.monotonic(), 0.0
     while True:
-        done, status = os.waitpid(child, os.WNOHANG)
+        done, status, usage = os.wait4(child, os.WNOHANG)
         if done:
             code = os.waitstatus_to_exitcode(status)
-            return None if code == 0 else f"ended the process ({signal.Signals(-code).name if code < 0 else code})"
+            how = None if code == 0 else f"ended the process ({signal.Signals(-code).name if code < 0 else code})"
+            return how, usage.ru_utime + usage.ru_stime
         now = _STATE.unpack_from(state)[0]
         if now != number:
             number, since, used = now, time.monotonic(), _processor_seconds(child)
         elif _processor_seconds(child) - used > SECONDS or time.monotonic() - since > WALL * SECONDS:
             os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return "hangs"
+            usage = os.wait4(child, 0)[2]
+            return "hangs", usage.ru_utime + usage.ru_stime
         time.sleep(POLL)
 
 
@@ -121,7 +126,7 @@ def _processor_seconds(process: int) -> float:
 
 
 def _child(
-    tried: Target, name: str, state: mmap.mmap, known: mmap.mmap, numbers: range, until: float, out: Path
+    tried: Target, name: str, state: mmap.mmap, known: mmap.mmap, numbers: range, seconds: float, out: Path
 ) -> None:
     """The process that tries inputs; it never returns."""
     code = 1
@@ -130,7 +135,7 @@ def _child(
         run = timed(tried.one_input)
         for count, number in enumerate(numbers):
             _STATE.pack_into(state, 0, number, count)
-            if time.monotonic() > until:
+            if time.process_time() > seconds:
                 break
             data = numbered(tried, number)
             try:

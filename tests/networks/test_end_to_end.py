@@ -26,7 +26,6 @@ CONVOLUTIONAL = (
     "convnext_tiny",
     "deeplabv3_mobilenet_v3_large",
     "efficientnet_b0",
-    "fcn_resnet50",
     "googlenet",
     "mobilenet_v2",
     "mobilenet_v3_large",
@@ -36,7 +35,7 @@ CONVOLUTIONAL = (
     "squeezenet1_1",
     "vgg16_bn",
 )
-LARGE = ("fcn_resnet50", "resnet50", "resnext50_32x4d", "vgg16_bn")
+LARGE = ("resnet50", "resnext50_32x4d", "vgg16_bn")
 """What they are made of is in the others as well, which also run at bf16, and with two batches."""
 
 
@@ -120,7 +119,7 @@ def test_shared_graph(name: str, exporter: str, tmp_path: Path) -> None:
     check(model, *given, ["cpu"] if exporter == on_cpu else ["reference"], bf16=name not in LARGE)
 
 
-REPEATED = {"light_inception_v2", "light_resnet50", "light_vgg19", "light_zfnet512"}
+REPEATED = {"light_densenet121", "light_inception_v2", "light_resnet50", "light_vgg19", "light_zfnet512"}
 """Their operators are those of the others; the backend suite has their results."""
 
 

@@ -35,9 +35,9 @@ TRIED = {
     "reference": (["reference", "fp32", ""], range(4, 16)),
     "openvino": (["cpu", "fp32", "openvino"], range(16, 19)),
     "onnxruntime": (["cpu", "fp32", "onnxruntime"], range(19, 22)),
-    "simulate-fp32": (["simulate", "fp32", ""], range(22, 30)),
-    "simulate-fp16": (["simulate", "fp16", ""], range(30, 35)),
-    "simulate-int8": (["simulate", "int8", ""], range(35, 40)),
+    "simulate-fp32": (["simulate", "fp32", ""], range(22, 28)),
+    "simulate-fp16": (["simulate", "fp16", ""], range(28, 32)),
+    "simulate-int8": (["simulate", "int8", ""], range(32, 35)),
 }
 """Setting -> the seeds of each family that it is tried on, each by one setting. ``python -m benchmarks random`` tries thousands."""
 QUICK, QUICK_SEEDS = "reference", 1

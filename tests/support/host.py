@@ -6,14 +6,15 @@ import atexit
 import ctypes
 import functools
 import hashlib
+import json
 import mmap
-import os
 import re
 import shutil
-import signal
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -101,43 +102,41 @@ class HostKernels:
         number, block = step.launch.kernel, bytearray(step.launch.parameters)
         size = getattr(self._library, f"parameter_bytes_{number}")()
         assert size - len(block) in range(8), "the parameter block and the kernel's struct differ in size"
-        together = step.launch.waits == GRID
-        used = [shared_copy(x) for x in memory] if together else memory
-        for r in step.launch.relocations:
-            assert isinstance(r, Pointer)
-            block[r.at : r.at + 8] = (used[r.operand].ctypes.data + r.offset).to_bytes(8, "little")
-        raw = (ctypes.c_char * (len(block) + 8)).from_buffer_copy(bytes(block) + bytes(8))
-        run = functools.partial(
-            getattr(self._library, f"run_{number}"),
-            raw,
-            *(ctypes.c_uint(n) for n in (*step.launch.grid, step.launch.block)),
-        )
-        if not together:
-            run()
+        pointers = [(r.at, r.operand, r.offset) for r in step.launch.relocations if isinstance(r, Pointer)]
+        assert len(pointers) == len(step.launch.relocations)
+        block += bytes(8)
+        threads = (*step.launch.grid, step.launch.block)
+        if step.launch.waits == GRID:
+            self._side_by_side(f"run_{number}", block, pointers, threads, memory)
             return
-        self._each_block_in_a_process(step.launch.grid[0], run)
+        for at, operand, offset in pointers:
+            block[at : at + 8] = (memory[operand].ctypes.data + offset).to_bytes(8, "little")
+        raw = (ctypes.c_char * len(block)).from_buffer_copy(block)
+        getattr(self._library, f"run_{number}")(raw, *map(ctypes.c_uint, threads))
+
+    def _side_by_side(
+        self,
+        entry: str,
+        block: bytearray,
+        pointers: Sequence[tuple[int, int, int]],
+        threads: tuple[int, ...],
+        memory: Sequence[Array],
+    ) -> None:
+        """The blocks of a launch that wait for one another, by :mod:`support.host_blocks`, in memory that processes share."""
+        places = list(accumulate((-(-x.nbytes // 256) * 256 for x in memory), initial=0))
+        with tempfile.TemporaryFile() as file:
+            file.truncate(max(1, places[-1]))
+            shared = np.frombuffer(mmap.mmap(file.fileno(), max(1, places[-1])), np.uint8)
+            used = [shared[at : at + x.nbytes].view(x.dtype) for at, x in zip(places, memory, strict=False)]
+            for x, own in zip(memory, used, strict=True):
+                own[...] = x
+            at_places = [(at, places[operand] + offset) for at, operand, offset in pointers]
+            given = (self._library._name, entry, block.hex(), at_places, threads, file.fileno(), max(1, places[-1]))
+            command = [sys.executable, "-I", "-S", str(HERE / "host_blocks.py"), json.dumps(given)]
+            done = subprocess.run(command, pass_fds=[file.fileno()], check=False)
+        assert done.returncode == 0, "a block waits for ever"
         for x, own in zip(memory, used, strict=True):
             x[...] = own
-
-    def _each_block_in_a_process(self, blocks: int, run: Callable[[], object]) -> None:
-        """The blocks of a launch that wait for one another, side by side."""
-        only, children = ctypes.c_int.in_dll(self._library, "only_block"), []
-        for number in range(blocks):
-            child = os.fork()
-            if not child:
-                signal.alarm(60)
-                only.value = number
-                run()
-                os._exit(0)
-            children.append(child)
-        assert [os.waitpid(child, 0)[1] for child in children] == [0] * blocks, "a block waits for ever"
-
-
-def shared_copy(x: Array) -> Array:
-    """A copy in memory that forked processes share."""
-    made = np.frombuffer(mmap.mmap(-1, max(1, x.nbytes)), np.uint8, x.nbytes).view(x.dtype)
-    made[...] = x
-    return made
 
 
 def _namespace(number: int, function: str, generated: str) -> str:

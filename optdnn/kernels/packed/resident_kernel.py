@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import lru_cache
 
 from optdnn.errors import InternalError
 from optdnn.kernels.launch import Launch, template_options
@@ -89,9 +90,9 @@ def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     rows = -(-ROWS * (chunks * problem.chunk * 2 + 16 + chunks * 8) // 128) * 128
     tile = tiles.CHUNK_BYTES + tiles.CHANNELS * groups * (problem.scale_bytes + problem.zero_bytes)
     ring, sums = config.ahead * config.tiles * tile, ROWS * (config.tiles * tiles.CHANNELS + 4) * 4
-    alone = groups_here(problem, config, gpu) <= config.teams
-    sent = groups_here(problem, config, gpu) * config.sharers * config.tiles * 1024 if config.cluster else 0
-    return barriers + rows + sent + config.warps * (max(ring, sums) if alone else ring + sums)
+    here = groups_here(problem, config, gpu)
+    sent = here * config.sharers * config.tiles * 1024 if config.cluster else 0
+    return barriers + rows + sent + config.warps * (max(ring, sums) if here <= config.teams else ring + sums)
 
 
 def _refuse_rows(problem: Problem) -> str | None:
@@ -112,9 +113,10 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
     if registers(problem, config) > most_registers(config):
         return "its sums do not fit the registers"
-    if config.teams > groups_here(problem, config, gpu):
+    groups = groups_here(problem, config, gpu)
+    if config.teams > groups:
         return f"its blocks have fewer than {config.teams} groups of tiles"
-    if config.cluster and groups_here(problem, config, gpu) > config.teams:
+    if config.cluster and groups > config.teams:
         return "the blocks of a cluster add the sums of one group for each team"
     if problem.chunks // config.split < config.sharers:
         return f"{problem.chunks} chunks are not shared by {config.split * config.sharers} warps"
@@ -217,6 +219,9 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     return float(START + rows * ROW_BYTE + ends + most + REST * (sum(terms) - most))
 
 
+@lru_cache(
+    maxsize=256
+)  # the layers of a network are often alike, and where no configuration fits, all of them are asked
 def unfit(problem: Problem, gpu: GpuFacts) -> str | None:
     """Why no configuration runs the problem, or None."""
     return _refuse_rows(problem) or first_reason(refuse(problem, c, gpu) for c in CONFIGS)

@@ -16,7 +16,7 @@ from optdnn.lowering.cpu.base import Measured, fastest, take_turns
 from optdnn.lowering.cpu.library import typical_sizes
 from optdnn.lowering.cpu.partition import LibraryChoice, choose
 from optdnn.runtime.contexts.base import BaseContext
-from optdnn.runtime.measuring.latency import sample
+from optdnn.runtime.measuring.latency import quiet, sample
 from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import Array, is_int
 
@@ -102,7 +102,8 @@ def _in_turns(
     progress("compare it with fp32")
     engines = {"own": choice.engine, "fp32": other.engine}
     runners = {name: partial(_turn, engine.context(), feeds) for name, engine in engines.items()}
-    times = take_turns(runners, give_up_ratio=float("inf"), budget_seconds=2.0)
+    with quiet():
+        times = take_turns(runners, give_up_ratio=float("inf"), budget_seconds=2.0)
     return replace(own, median_ms=round(times["own"], 4)), replace(best, median_ms=round(times["fp32"], 4))
 
 

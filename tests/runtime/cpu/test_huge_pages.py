@@ -9,44 +9,50 @@ import numpy as np
 import pytest
 
 from optdnn.runtime.cpu import huge_pages
-from optdnn.runtime.cpu.huge_pages import HUGE, NewMemory, huge_parts, settle
+from optdnn.runtime.cpu.huge_pages import HUGE, NewMemory, huge_parts, resident, settle
 
 MB = 1 << 20
 
 
-def smaps(*mappings: tuple[int, int, str, str, int]) -> str:
-    """The text of /proc/self/smaps: (start, end, permissions, name, resident bytes)."""
-    return "".join(
-        f"{a:x}-{b:x} {perm} 00000000 00:00 0    {name}\nSize: 1 kB\nRss: {rss >> 10} kB\nVmFlags: rd wr\n"
-        for a, b, perm, name, rss in mappings
-    )
+def maps(*mappings: tuple[int, int, str, str]) -> str:
+    """The text of /proc/self/maps: (start, end, permissions, name)."""
+    return "".join(f"{a:x}-{b:x} {perm} 00000000 00:00 0    {name}\n" for a, b, perm, name in mappings)
+
+
+def whole(start: int, end: int) -> int:
+    """All of it is in memory."""
+    return end - start
 
 
 def test_only_whole_huge_pages_of_what_is_new() -> None:
-    text = smaps((3 * MB, 11 * MB, "rw-p", "", 8 * MB))
-    assert huge_parts(text, []) == [(4 * MB, 10 * MB)]
-    assert huge_parts(text, [(3 * MB, 5 * MB)]) == [(6 * MB, 10 * MB)]
-    assert huge_parts(text, [(5 * MB, 7 * MB)]) == [(8 * MB, 10 * MB)]
-    assert huge_parts(text, [(0, 20 * MB)]) == []
+    text = maps((3 * MB, 11 * MB, "rw-p", ""))
+    assert huge_parts(text, [], whole) == [(4 * MB, 10 * MB)]
+    assert huge_parts(text, [(3 * MB, 5 * MB)], whole) == [(6 * MB, 10 * MB)]
+    assert huge_parts(text, [(5 * MB, 7 * MB)], whole) == [(8 * MB, 10 * MB)]
+    assert huge_parts(text, [(0, 20 * MB)], whole) == []
 
 
 @pytest.mark.parametrize(
     "mapping",
     [
-        pytest.param((0, 8 * MB, "rw-p", "/model.engine", 8 * MB), id="a file"),
-        pytest.param((0, 8 * MB, "r--p", "", 8 * MB), id="read-only"),
-        pytest.param((0, 8 * MB, "rw-s", "", 8 * MB), id="shared"),
-        pytest.param((0, 8 * MB, "rw-p", "[stack]", 8 * MB), id="a stack"),
-        pytest.param((0, 8 * MB, "rw-p", "", 3 * MB), id="mostly untouched"),
-        pytest.param((MB, 3 * MB, "rw-p", "", 2 * MB), id="no whole page"),
+        pytest.param((0, 8 * MB, "rw-p", "/model.engine"), id="a file"),
+        pytest.param((0, 8 * MB, "r--p", ""), id="read-only"),
+        pytest.param((0, 8 * MB, "rw-s", ""), id="shared"),
+        pytest.param((0, 8 * MB, "rw-p", "[stack]"), id="a stack"),
+        pytest.param((MB, 3 * MB, "rw-p", ""), id="no whole page"),
     ],
 )
-def test_other_memory_is_left_alone(mapping: tuple[int, int, str, str, int]) -> None:
-    assert huge_parts(smaps(mapping), []) == []
+def test_other_memory_is_left_alone(mapping: tuple[int, int, str, str]) -> None:
+    assert huge_parts(maps(mapping), [], whole) == []
+
+
+def test_what_is_mostly_untouched_is_left_alone() -> None:
+    text = maps((0, 8 * MB, "rw-p", ""), (20 * MB, 28 * MB, "rw-p", ""))
+    assert huge_parts(text, [], lambda a, b: 3 * MB if a == 0 else 4 * MB) == [(20 * MB, 28 * MB)]
 
 
 def test_the_heap_counts() -> None:
-    assert huge_parts(smaps((0, 4 * MB, "rw-p", "[heap]", 4 * MB)), []) == [(0, 4 * MB)]
+    assert huge_parts(maps((0, 4 * MB, "rw-p", "[heap]")), [], whole) == [(0, 4 * MB)]
 
 
 @pytest.fixture
@@ -62,7 +68,18 @@ def address(memory: mmap.mmap) -> int:
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
-linux = pytest.mark.skipif(not huge_pages._SMAPS.exists(), reason="there is no /proc/self/smaps")
+linux = pytest.mark.skipif(not huge_pages._MAPS.exists(), reason="there is no /proc/self/maps")
+
+
+@linux
+def test_what_is_in_memory() -> None:
+    page, block = mmap.PAGESIZE, mmap.mmap(-1, 2 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block.madvise(mmap.MADV_NOHUGEPAGE)
+    start = address(block)
+    assert resident(start, start + len(block)) == 0
+    block[: 3 * page] = bytes(3 * page)
+    assert resident(start, start + len(block)) == 3 * page
+    assert resident(0, 16 * page) == 0, "nothing is mapped there"
 
 
 @linux
