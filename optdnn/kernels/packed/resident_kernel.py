@@ -219,11 +219,12 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     return float(START + rows * ROW_BYTE + ends + most + REST * (sum(terms) - most))
 
 
-@lru_cache(
-    maxsize=256
-)  # the layers of a network are often alike, and where no configuration fits, all of them are asked
+@lru_cache(maxsize=256)
 def unfit(problem: Problem, gpu: GpuFacts) -> str | None:
-    """Why no configuration runs the problem, or None."""
+    """Why no configuration runs the problem, or None.
+
+    The result is cached: layers of a network are often alike, and a problem that no configuration fits is checked against all.
+    """
     return _refuse_rows(problem) or first_reason(refuse(problem, c, gpu) for c in CONFIGS)
 
 
