@@ -11,6 +11,8 @@ BELOW, OVER = 0.25, 0.02
 """A cliff reaches less than this share of its roofline, and takes more than this share of the run."""
 LAUNCH_US = 4.0
 """Microseconds within which a step's launch, not its work, sets its time."""
+BEST = "no other tactic is faster, and its best configuration is no faster"
+"""The reason where nothing else is known."""
 MOST_OF_A_GPU = 0.8
 """Blocks for this share of the multiprocessors leave hardly any of the GPU idle."""
 
@@ -57,16 +59,15 @@ def _why(step: Mapping[str, Any], program: Program) -> str:
         reasons.append(_of_one_wave(blocks, planned["multiprocessors"]))
     decisions: Any = program.meta.get("tactics", ())
     tactic = str(step["tactic"]).partition(" ")[0]
-    if reasons and tactic.endswith("_sm90"):  # the fastest family: what others refuse explains nothing
-        return reasons[0]
+    if tactic.endswith("_sm90"):  # the fastest family: the reasons of others explain nothing
+        return reasons[0] if reasons else BEST
     mine = [
         d
         for d in decisions
         if d["tactic"] == tactic and not d.get("dropped") and src & {*d["nodes"], *d.get("with", ())}
     ]
-    # Those of the tactic's own family say more than those that are for other operators.
-    family = tactic.partition("_")[0]
-    told = sorted(mine[0].get("refused", ()) if mine else (), key=lambda r: r["tactic"].partition("_")[0] != family)
-    for refused in told[:3]:
+    refusals = mine[0].get("refused", ()) if mine else ()
+    family = [r for r in refusals if r["tactic"].partition("_")[0] == tactic.partition("_")[0]]
+    for refused in (family or refusals)[:3]:  # other families are often for other patterns of operators
         reasons.append(f"{refused['tactic']} refuses: {refused['reason']}")
-    return "; ".join(reasons) or "no other tactic runs it, and its best configuration is no faster"
+    return "; ".join(reasons) or BEST
