@@ -206,9 +206,9 @@ def test_images_are_whole_groups_of_eight_rows() -> None:
         {"norm": RowNorm(False, 1e-5, 32)},
         {"norm": RowNorm(True, 1e-5, 48)},
     ):
-        with pytest.raises(InternalError, match="moments of images are of 8 rows each"):
+        with pytest.raises(InternalError, match="moments of images cover 8 rows each"):
             Problem(2, 64, source, **options)  # type: ignore[arg-type]
-    with pytest.raises(InternalError, match="moments of images are of 8 rows each"):
+    with pytest.raises(InternalError, match="moments of images cover 8 rows each"):
         Problem(2, 64, (Source(3, 5, 64),), moments=True, moment_rows=8)
     Problem(2, 64, source, norm=RowNorm(True, 1e-5, 32), moments=True, moment_rows=8)
 
