@@ -284,7 +284,7 @@ class ChainedConv(ChainedProducts):
             if conv.input(2) is not None and bias_of(b, conv) is None:
                 return "a bias is not constant"
         if NormedConv().refuse(b, op) is None:
-            return "the norm in front of it takes no launch of its own"
+            return "the norm before it takes no launch of its own"
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         if ep.residual is not None and HopperConv().added(b, op, ep) is not None:
             return "the convolution that is added is a part of its launch"

@@ -213,7 +213,7 @@ class HopperConv(hopper_launch.HopperKernel):
             return None
         return other if b.weights(other).shape[1] > FEW_CHANNELS and row_width(b, op, other) is not None else None
 
-    def told(self, b: Builder, op: Op) -> TensorView | None:
+    def output_with_moments(self, b: Builder, op: Op) -> TensorView | None:
         """View of the output whose moments the launch can write, or None if it cannot write moments."""
         c = self.convolution(b, op)
         alone = len(c.feeds) == 1 and not c.ep.rest and self.problem_of(b, op, c).rows_alone

@@ -258,11 +258,11 @@ class Problem:
             raise InternalError("a prologue needs one source of 16-bit pixels, each of which is read once")
 
         own = self.moments or self.residual_norm is not None
-        told = [n for n, on in ((self.channels, own), (self.sources[0].channels, self.norm is not None)) if on]
+        counts = [n for n, on in ((self.channels, own), (self.sources[0].channels, self.norm is not None)) if on]
         rows = self.rows_alone or (self.stack is not None and self.row_norm is None)
-        if told and (not rows or self.item != 2 or (own and self.out_item != 2)):
+        if counts and (not rows or self.item != 2 or (own and self.out_item != 2)):
             raise InternalError("moments need rows of 16-bit values")
-        if any(n % MOMENT_CHANNELS for n in told):
+        if any(n % MOMENT_CHANNELS for n in counts):
             raise InternalError(f"moments cover {MOMENT_CHANNELS} channels each")
         whole = self.norm if self.norm is not None and self.norm.image else None
         fits = whole is None or (whole.mean and whole.image % MOMENT_ROWS == self.pixels % whole.image == 0)

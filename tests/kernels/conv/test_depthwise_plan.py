@@ -130,7 +130,7 @@ T = depthwise_tma.Config(2, 4, 8, 4, 4, 8, 2)
     ("problem", "config", "reason"),
     [
         (depthwise.Problem(4, same(14, 14, 60)), T, "60 channels"),
-        (D, replace(T, vectors=40, strips_x=1, strips_y=4), "320 channels are no TMA box"),
+        (D, replace(T, vectors=40, strips_x=1, strips_y=4), "a TMA box cannot have 320 channels"),
         (depthwise.Problem(4, same(14, 14, 64, (13, 13))), T, "too many taps"),
         (depthwise.Problem(4, same(14, 14, 64, (9, 9))), T, "not a tile"),
         (D, replace(T, strips_y=12), "not a tile"),

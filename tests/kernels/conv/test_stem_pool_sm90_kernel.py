@@ -75,7 +75,7 @@ def of_source(**change: Any) -> Problem:
         (replace(P, conv=replace(P.conv, epilogue=ADD)), C, "nothing is added"),
         (replace(P, window=4), C, "windows of 4 x 4"),
         (of_source(stride=(2, 1)), C, "not two columns apart"),
-        (of_source(dilation=(1, 2)), C, "have gaps"),
+        (of_source(dilation=(1, 2)), C, "are dilated"),
         (of_source(kernel=(7, 8)), C, "more than 8 columns"),
         (of_source(stride=(1, 2)), C, "do not begin at even rows"),
         (of_source(dilation=(2, 1)), C, "do not begin at even rows"),

@@ -154,7 +154,7 @@ def test_the_cost_model_takes_it_and_leaves_the_largest_products() -> None:
     program = lowered(n.done(_perceptron(n, 20000, 512)), no_cubins=True)
     assert tactics(program, "MatMul", "Gemm")[-1] == "gemm_sm90"
     reasons = refusals(program, "*normed*")
-    assert "42 GFLOP run at the power limit, where a norm in front of them costs little" in reasons
+    assert "42 GFLOP run at the power limit, where a norm before the product costs little" in reasons
 
 
 def test_the_cost_model_gives_gated_units_their_norm() -> None:
