@@ -199,7 +199,7 @@ def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> floa
     resident = max(1, min(config.blocks, device.shared_per_multiprocessor // (shared + 1024)))
     steps, step, finish = -(-problem.k_steps // config.split), _step(problem, config, device), _finish(problem, config)
     ring = FEW_ROWS_RING if problem.pixels in FEW_ROWS else PRODUCT_RING
-    first = steps * max(step, ring / max(1, config.stages - 1))  # of a block that has its multiprocessor alone
+    first = steps * max(step, ring / max(1, config.stages - 1))  # cycles of a block that is alone on its multiprocessor
     waves = -(-tiles // (device.multiprocessors // config.sharers * config.sharers))
     if config.split > 1:
         sums = config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)

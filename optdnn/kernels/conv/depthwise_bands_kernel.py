@@ -87,7 +87,7 @@ def refuse(
     """Why the configuration cannot run the problem, or None."""
     s = problem.source
     if capability < (9, 0):
-        return f"TMA feeds it, which GPUs of capability {capability[0]}.{capability[1]} have not"
+        return f"it loads by TMA, which GPUs of capability {capability[0]}.{capability[1]} do not have"
     if problem.item != 2 or problem.out_dtype != problem.dtype or problem.residual or problem.beside is not None:
         return "it is for 16-bit images in and out, with nothing added"
     if problem.unit < 8:

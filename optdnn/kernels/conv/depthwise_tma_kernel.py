@@ -63,7 +63,7 @@ def refuse(
     """Why the configuration cannot run the problem, or None."""
     s = problem.source
     if capability < (9, 0):
-        return f"TMA feeds it, which GPUs of capability {capability[0]}.{capability[1]} have not"
+        return f"it loads by TMA, which GPUs of capability {capability[0]}.{capability[1]} do not have"
     if problem.channels % 8 or config.lanes not in (4, 8):
         return f"{problem.channels} channels are not a multiple of 8"
     if config.lanes * problem.item > 16:

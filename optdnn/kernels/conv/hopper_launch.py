@@ -111,12 +111,13 @@ def is_exact(problem: conv_problem.Problem) -> bool:
 
 
 def read(name: str) -> Config | None:
-    """The configuration of this name; None where there is none."""
+    """The configuration of this name, or None if there is none."""
     return patch.PatchConfig.read(name) or hopper.Config.read(name)
 
 
 def offered(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> Offer:
-    """A configuration that was chosen before; the others are not ranked. Raises InternalError where it cannot run this."""
+    """The offer of a configuration that was chosen before, without ranking the others. Raises InternalError if it
+    cannot run the problem."""
     why: str | None = _family(config).refuse(problem, config)
     if config.stores_directly and not problem.dense:
         why = "it stores rows without gaps"

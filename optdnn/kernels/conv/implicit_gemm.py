@@ -109,7 +109,7 @@ class Config:
 
     @classmethod
     def read(cls, name: str) -> Config | None:
-        """The configuration of this name, or None where there is none."""
+        """The configuration of this name, or None if there is none."""
         found = _NAME.fullmatch(name)
         if found is None:
             return None
@@ -161,7 +161,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     factors = 0 if problem.row_norm is None else (1 if config.stores_directly else buffers) * config.tile[1] * 8
     if config.stores_directly:
         direct = config.wgm * config.wgn * direct_bytes(config.mt, config.bn, config.split)
-        if late(problem, config) and config.split == 1:  # in the ring
+        if late(problem, config) and config.split == 1:  # in the ring's memory
             return _BARRIER_BYTES + max(operands, direct) + factors
         return _BARRIER_BYTES + operands + direct + factors
     return _BARRIER_BYTES + operands + buffers * config.tile[0] * config.tile[1] * problem.out_item + factors

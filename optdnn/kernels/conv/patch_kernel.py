@@ -71,7 +71,7 @@ class PatchConfig:
 
     @classmethod
     def read(cls, name: str) -> PatchConfig | None:
-        """The configuration of this name, or None where there is none."""
+        """The configuration of this name, or None if there is none."""
         found = _NAME.fullmatch(name)
         if found is None:
             return None

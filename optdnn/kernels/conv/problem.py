@@ -101,7 +101,7 @@ class Source:
 
 
 class OneSource:
-    """What the problems of kernels with one source and one epilogue have in common."""
+    """Base of the problems of kernels with one source and one epilogue."""
 
     source: Source
     epilogue: tuple[render.Stage, ...]

@@ -37,8 +37,7 @@ def _chosen(numbers: Sequence[float]) -> str:
 
 
 def channel_affine(b: Builder, op: Op) -> ChannelAffine | None:
-    """The operator's prologue as a multiplication and an addition per channel, either of which may be absent; None if
-    it is more."""
+    """The operator's prologue as a multiplication and an addition per channel (either may be absent); None if it is more."""
     stages = op.attrs.prologue
     shape = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
     found: dict[str, tuple[float, ...]] = {}

@@ -31,8 +31,8 @@ WAVE_S = 1.2e-6
 
 @dataclass(frozen=True)
 class Problem:
-    """``images`` vectors, each of which ``depth`` elements become ``hidden`` ones, with stages ``between``, and then
-    ``channels`` ones."""
+    """Two products of each of ``images`` vectors: from ``depth`` elements to ``hidden`` ones, with stages ``between``,
+    and from these to ``channels`` ones, with stages ``epilogue``."""
 
     images: int
     depth: int
@@ -107,7 +107,7 @@ def refuse(
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """What to compile; sizes are parameters."""
+    """What to compile. Sizes are parameters."""
     pool = 0 if not problem.pixels else 2 if problem.tiles else 1
     sizes = {"CLUSTER": config.cluster, "WARPS": warps(problem), "PART": part(problem), "POOL": pool}
     defines = render.constants(sizes)

@@ -190,10 +190,10 @@ def test_patch_refusals(problem: Problem, config: PatchConfig, reason: str) -> N
     ("problem", "config", "reason"),
     [
         (replace(P, sources=(Source(14, 14, 64), Source(14, 14, 64))), GeneralConfig(64, 64, 3), "one source"),
-        (replace(P, pooled=True), GeneralConfig(64, 64, 3), "where they belong"),
+        (replace(P, pooled=True), GeneralConfig(64, 64, 3), "neither scatters nor pools"),
         (P, GeneralConfig(96, 64, 3), "not a tile"),
         (P, GeneralConfig(128, 128, 7), "bytes of shared memory"),
-        (P, GeneralConfig(64, 64, 3, 10), "36 K steps are not shared 10 ways"),
+        (P, GeneralConfig(64, 64, 3, 10), "36 K steps are too few for 10 blocks"),
     ],
 )
 def test_general_refusals(problem: Problem, config: GeneralConfig, reason: str) -> None:

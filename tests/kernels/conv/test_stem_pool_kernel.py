@@ -76,7 +76,7 @@ def test_cases_can_run(name: str) -> None:
     ("made", "config", "reason"),
     [
         (replace(P, conv=replace(P.conv, image="float64")), C, "does not read images"),
-        (replace(P, conv=replace(P.conv, epilogue=ADD)), C, "nothing is added"),
+        (replace(P, conv=replace(P.conv, epilogue=ADD)), C, "takes no residual"),
         (replace(P, window=4), C, "windows of 4 x 4"),
         (replace(P, window=2), C, "with a padding of 1"),
         (with_pool(problem(1, Source(40, 600, 3, (7, 7), (2, 2), (3, 3, 3, 3)), 64)), C, "300 columns exceed"),
