@@ -301,7 +301,7 @@ class Problem:
     @cached_property
     def helpers(self) -> int:
         """Threads of a block beyond the configuration's: four warps that split fp32 into parts and two idle warps; four
-        warps that apply the prologue; or two warps that reduce the moments of a norm."""
+        warps that apply the prologue; or two of the three warps that compute the factors of a norm from moments."""
         return 192 if self.parts else 128 if self.prologue else 64 if self.row_norm is not None else 0
 
     @cached_property

@@ -26,7 +26,7 @@ AHEAD = 8
 POOL_S, BATCH_S = 1.0e-6, 0.7e-6
 """Seconds of sums over pixels, and of each batch of loads after the first."""
 WAVE_S = 1.2e-6
-"""Seconds of a further wave of clusters."""
+"""Seconds that each further wave of clusters adds to its work."""
 
 
 @dataclass(frozen=True)

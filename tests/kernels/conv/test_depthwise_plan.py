@@ -168,7 +168,7 @@ def test_depthwise_patches_hold_what_their_tiles_read(source: Source) -> None:
 @pytest.mark.parametrize("arch", BEFORE_HOPPER)
 def test_what_is_proposed_before_hopper_fits_a_block_and_needs_no_tma(arch: str) -> None:
     gpu = gpu_facts.of_arch(arch)
-    assert "capability 8.0 have not" in (depthwise_tma.refuse(D, T, capability=(8, 0)) or "")
+    assert "capability 8.0 do not have" in (depthwise_tma.refuse(D, T, capability=(8, 0)) or "")
     assert depthwise_tma.candidates(D, DEVICE)
     assert depthwise_tma.candidates(D, gpu) == []
     wide = depthwise.Problem(2, same(8, 8, 2048, (7, 7)))
