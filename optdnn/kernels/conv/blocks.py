@@ -15,7 +15,8 @@ from optdnn.kernels.pointwise.pointwise import copy
 
 
 class BlockConv(hopper_launch.HopperKernel):
-    """A convolution whose stride is its kernel: blocks of pixels become channels, then it is a product (ViT, ConvNeXt)."""
+    """A convolution whose stride equals its kernel size. Blocks of pixels become channels, and the convolution a
+    product (ViT, ConvNeXt)."""
 
     name = "blocks_sm90"
 
@@ -35,7 +36,7 @@ class BlockConv(hopper_launch.HopperKernel):
         return hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """The convolution of the blocks, which a copy makes."""
+        """The 1x1 convolution of the blocks, which a copy makes."""
         weight, x = b.weights(op), entering(b, op)
         (n, _, h, w), (filters, channels, kh, kw) = x.shape, weight.shape
         shape = (n, channels * kh * kw, h // kh, w // kw)

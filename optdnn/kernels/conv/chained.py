@@ -1,11 +1,12 @@
-"""Two 1x1 convolutions, or products with matrices, one after the other, in one launch: the second one finds the first one's result in
-shared memory.
+"""Two successive 1x1 convolutions, or products with matrices, in one launch: the second reads the first one's result from shared
+memory.
 
-The last convolution of a bottleneck adds the residual, and its result is wide. The first one of the next bottleneck reads it, and so
-does the addition after that. So the launch stores both results, but nothing reads the wide one for the second convolution. Where that is
-all that reads it (a perceptron with one hidden layer), it is not stored.
+The last convolution of a bottleneck adds the residual and has a wide result. The first convolution of the next
+bottleneck reads this result, and so does the addition after that. So the launch stores both results, but the second
+convolution does not load the wide one. If only the second product reads the first result (a perceptron with one hidden
+layer), that result is not stored.
 
-The launch is emitted at the first of them.
+The launch is emitted at the first operator.
 """
 
 from __future__ import annotations
@@ -38,18 +39,19 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, Array
 
 GAIN = 1.1
-"""One launch has to promise at most this fraction of what two take. Of twelve pairs measured on an H200 two launches took 0.9 to 1.35 times
-their predicted time, and one launch 0.85 to 1.06 times. The more arithmetic there is, the more one launch gains over its prediction. In 8 bits, two launches of
-five pairs in ResNet-50 at batch 128 took 1.25 times, and one launch 0.95 to 1.2 times."""
+"""One launch must be predicted to take at most this fraction of the time of two. For twelve pairs measured on an H200,
+two launches took 0.9 to 1.35 times their predicted time, and one launch 0.85 to 1.06 times. The more arithmetic there
+is, the more one launch gains over its prediction. In 8 bits, for five pairs in ResNet-50 at batch 128, two launches
+took 1.25 times their predicted time, and one launch 0.95 to 1.2 times."""
 
 FEWEST = 4096
-"""Pixels, or rows. Of fewer, one launch is not faster in a network: ResNet-50 at batch 1 (3136 pixels) took 147.2 us, 147.5 by two launches,
-and ConvNeXt-T 265.8 and 264.7."""
+"""Least pixels or rows. With fewer, one launch is not faster in a network: ResNet-50 at batch 1 (3136 pixels) took
+147.2 us with one launch and 147.5 with two, ConvNeXt-T 265.8 and 264.7."""
 
 
 @lru_cache(maxsize=1024)
 def offers(problem: chained.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The kernel's configurations, the best predicted first. All of them sum a result in the same order."""
+    """The kernel's configurations, the best predicted first. All of them sum results in the same order."""
     return tuple(Offer(c, chained.estimate(problem, c, gpu)) for c in chained.candidates(problem, gpu))
 
 
@@ -73,7 +75,7 @@ def _apart(problem: chained.Problem, gpu: GpuFacts) -> float:
 
 @dataclass(frozen=True)
 class Pair:
-    """The second operator, and both as the kernel has them."""
+    """The second operator, and the kernel's problem for both."""
 
     second: Op
     problem: chained.Problem
@@ -83,23 +85,23 @@ PairT = TypeVar("PairT", bound=Pair)
 
 
 class ChainedPair(Tactic, Generic[PairT]):
-    """Two products of floats or integers: the second one reads the result of the first."""
+    """Two products of floats or integers: the second reads the result of the first."""
 
-    conditional = (
-        True  # on what the second one adds: its place in the graph's order is no part of the first one's signature
-    )
+    # The choice depends on the operand that the second one adds, whose place in the graph's order is no part of the first one's
+    # signature.
+    conditional = True
 
     @staticmethod
     @abstractmethod
     def behind(graph: Graph, op: Op) -> Op | None:
-        """The product of the result, which others may read as well; None where there is not exactly one."""
+        """The one product that reads the result, which other operators may read as well; None if there is not exactly one."""
 
     @abstractmethod
     def pair(self, b: Builder, op: Op, second: Op) -> PairT:
-        """Both operators."""
+        """Both operators as a pair."""
 
     def refuse_problem(self, b: Builder, pair: Pair) -> str | None:
-        """Why the kernel is not for the problem, or two launches are better; None where neither is so."""
+        """Why the kernel cannot run the problem, or two launches are better; None if neither holds."""
         if (why := chained.no_kernel(pair.problem)) is not None:
             return why
         if pair.problem.channels > pair.problem.middle:
@@ -118,7 +120,7 @@ class ChainedPair(Tactic, Generic[PairT]):
         return Region(op, after=(self.pair_of(b, op).second,))
 
     def place(self, b: Builder, op: Op) -> None:
-        """The second result, and the first one where others read it."""
+        """Place the second result, and the first one if others read it."""
         pair = self.pair_of(b, op)
         if pair.problem.stored:
             b.target(op.value)
@@ -128,7 +130,7 @@ class ChainedPair(Tactic, Generic[PairT]):
         return offers(self.pair_of(b, op).problem, b.gpu)
 
     def pair_of(self, b: Builder, op: Op) -> PairT:
-        """The operator, and the one behind it."""
+        """The operator and the product after it."""
         second = self.behind(b.graph, op)
         assert second is not None
         return self.pair(b, op, second)
@@ -140,7 +142,7 @@ class _FloatPair(Pair):
 
 
 class ChainedProducts(ChainedPair[_FloatPair]):
-    """Two products of 16-bit rows with constant matrices on Hopper: the second one reads the result of the first."""
+    """Two products of 16-bit rows with constant matrices on Hopper: the second reads the result of the first."""
 
     name = "chained_sm90"
     axis: ClassVar[int]
@@ -148,17 +150,18 @@ class ChainedProducts(ChainedPair[_FloatPair]):
 
     @abstractmethod
     def unfit(self, b: Builder, op: Op, second: Op) -> str | None:
-        """Why other launches are for these operators, or the kernel does not know them; None where it does."""
+        """Why the kernel cannot run these operators, or other launches are better for them; None if neither holds."""
 
     @staticmethod
     @abstractmethod
     def image(b: Builder, op: Op, value: Value) -> TensorView | None:
-        """Pixels of an operand, as channels-last NCHW, where they lie or as a copy that is still to be made; None where they are no such."""
+        """An operand's pixels as channels-last NCHW, in place or as a copy that is still to be made; None if that is
+        not possible."""
 
     @staticmethod
     @abstractmethod
     def placed(b: Builder, value: Value) -> TensorView | None:
-        """Where a result will lie, as :meth:`image`."""
+        """The place of a result, in the form of :meth:`image`."""
 
     @staticmethod
     @abstractmethod
@@ -170,14 +173,14 @@ class ChainedProducts(ChainedPair[_FloatPair]):
             return f"it needs Hopper's wgmma and TMA (sm_90a), not {b.arch}"
         second, dtype = self.behind(b.graph, op), op.outputs[0].type.dtype
         if second is None:
-            return "it is no 1x1 convolution or product with a matrix whose result exactly one other such operator multiplies"
+            return "it is no 1x1 convolution or product with a matrix whose result is read by exactly one other such operator"
         if dtype not in (FP16, BF16) or second.outputs[0].type.dtype != dtype:
             return "it is for 16-bit floats"
         if (why := self.unfit(b, op, second)) is not None:
             return why
         pair = self.pair(b, op, second)
         if any(ep.rest for ep in pair.epilogues):
-            return "what follows one of the products is more than its launch can do"
+            return "the launch cannot run all stages after one of the products"
         added = pair.epilogues[1].residual
         if added is not None and added not in b.place:
             return f"what {second.name} adds is computed later"
@@ -246,7 +249,7 @@ class ChainedProducts(ChainedPair[_FloatPair]):
     def _constants(
         self, b: Builder, op: Op, pair: _FloatPair
     ) -> tuple[dict[str, TensorView], tuple[list[TensorView], list[TensorView]]]:
-        """The constants by the kernel's names; and weights and bias as the meaning of each product reads them."""
+        """The constants by operand name, and weights and bias of each product as the meaning reads them."""
         made: dict[str, TensorView] = {}
         views: list[list[TensorView]] = []
         for name, product, ep in zip(("first", "second"), (op, pair.second), pair.epilogues, strict=True):
@@ -284,7 +287,7 @@ class ChainedConv(ChainedProducts):
             if conv.input(2) is not None and bias_of(b, conv) is None:
                 return "a bias is not constant"
         if NormedConv().refuse(b, op) is None:
-            return "the norm in front of it takes no launch of its own"
+            return "the norm before it takes no launch of its own"
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         if ep.residual is not None and HopperConv().added(b, op, ep) is not None:
             return "the convolution that is added is a part of its launch"
@@ -309,8 +312,8 @@ def _known(x: TensorView | None) -> TensorView:
 
 
 def _slower(problem: chained.Problem, gpu: GpuFacts) -> str | None:
-    """Why two launches are better, as far as the cost models know, or None."""
+    """Why the cost models predict two launches to be better, or None."""
     if problem.pixels < FEWEST:
-        return f"of {problem.pixels} pixels or rows, one launch takes as long as two ({FEWEST} are needed)"
+        return f"with {problem.pixels} pixels or rows, one launch takes as long as two ({FEWEST} are needed)"
     one = min((o.seconds or 0.0 for o in offers(problem, gpu)), default=np.inf)
     return two_are_better(one, _apart(problem, gpu), GAIN)

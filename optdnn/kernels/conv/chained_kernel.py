@@ -1,9 +1,9 @@
-"""Plans of two 1x1 convolutions in one launch (``chained_sm90.cu``). NHWC, of 16 bits or of 8-bit integers.
+"""Plans of two successive 1x1 convolutions in one launch (``chained_sm90.cu``). NHWC, of 16-bit floats or 8-bit integers.
 
 ``middle[p, c] = round(first(sum over k of a[c, k] * in[p, k], added[p, c]))`` and
-``out[p, o] = second(sum over c of b[o, c] * middle[p, c], added_last[p, o])`` for each pixel ``p``; ``first`` and ``second`` are stages. The
-last convolution of a bottleneck and the first one of the next are such (He et al., "Deep Residual Learning", 2016), and so is a
-perceptron with one hidden layer.
+``out[p, o] = second(sum over c of b[o, c] * middle[p, c], added_last[p, o])`` for each pixel ``p``; ``first`` and
+``second`` are stages. Examples are the last convolution of a bottleneck with the first one of the next (He et al.,
+"Deep Residual Learning", 2016), and a perceptron with one hidden layer.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import TensorMap
 
 TILE_CHANNELS = 64
-"""Of wgmma's M."""
+"""Channels of a tile: wgmma's M."""
 ROW_BYTES = 128
-"""A row of shared memory: a chunk of channels."""
+"""Bytes of a row of shared memory, which holds a chunk of channels."""
 _HEAD_BYTES = 1024
 MOST_OUT_TILES = 4
-"""Sums of so many tiles of output channels fit a thread's registers."""
+"""Most tiles of output channels whose accumulators fit a thread's registers."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,10 @@ class Pitches:
 
 @dataclass(frozen=True)
 class Integers:
-    """Types of 8-bit tensors ("": there is none), and whether a zero point is added to the results of the first and the second product.
-    Rows of their weights are permuted as :func:`optdnn.kernels.conv.parameters.pack_weights` does, and ``first_bias`` and ``second_bias`` are
-    pairs of scale and bias."""
+    """Types of 8-bit tensors ("": there is none). ``zeros``: whether a zero point is added to the results of the first
+    and of the second product. The rows of weights are permuted as by
+    :func:`optdnn.kernels.conv.parameters.pack_weights`, and ``first_bias`` and ``second_bias`` are pairs of scale and
+    bias."""
 
     image: str = "int8"
     middle: str = "int8"
@@ -60,8 +61,8 @@ class Integers:
 
 @dataclass(frozen=True)
 class Problem:
-    """``batch`` images of ``size`` (height, width), ``depth`` channels each, to ``middle`` and then ``channels`` channels. ``stored``:
-    whether the middle result is stored. ``pitches`` (None): without gaps."""
+    """``batch`` images of ``size`` (height, width): from ``depth`` channels to ``middle`` and then ``channels``
+    channels. ``stored``: whether the middle result is stored. ``pitches``; None: no gaps between pixels."""
 
     batch: int
     size: tuple[int, int]
@@ -74,7 +75,7 @@ class Problem:
     dtype: str = "float16"
     pitches: Pitches | None = None
     integers: Integers | None = None
-    """With them, ``dtype`` is not read."""
+    """Types of 8-bit integers, in place of ``dtype``; None: floats."""
 
     @property
     def item(self) -> int:
@@ -93,22 +94,22 @@ class Problem:
 
     @property
     def chunks(self) -> int:
-        """Of the middle channels."""
+        """Chunks of the middle channels."""
         return -(-self.middle // self.chunk)
 
     @property
     def depth_blocks(self) -> int:
-        """Of the image's channels, in rows of shared memory."""
+        """Rows of shared memory that hold a pixel's channels of the image."""
         return -(-self.depth // self.chunk)
 
     @property
     def out_tiles(self) -> int:
-        """Of the output channels."""
+        """Tiles of the output channels."""
         return -(-self.channels // TILE_CHANNELS)
 
     @property
     def out_rows(self) -> int:
-        """Of the output channels, in rows of shared memory."""
+        """Rows of shared memory that hold a pixel's output channels."""
         return -(-self.channels // self.chunk)
 
     @property
@@ -125,8 +126,8 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``groups`` warpgroups of ``columns`` pixels each; ``images`` and ``buffers`` of each; rings of ``stages`` chunks of weights (0: all
-    stay)."""
+    """``groups`` warpgroups of ``columns`` pixels each. Each warpgroup has ``images`` input tiles and ``buffers``
+    buffers of results. The ring of weights has ``stages`` chunks (0: all weights stay in shared memory)."""
 
     groups: int
     columns: int
@@ -151,7 +152,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 
 def chunk_bytes(problem: Problem) -> int:
-    """Weights of a chunk of middle channels."""
+    """Bytes of the weights of a chunk of middle channels."""
     tiles_of_chunk = problem.chunk // TILE_CHANNELS
     return (tiles_of_chunk * problem.depth_blocks + problem.out_tiles) * TILE_CHANNELS * ROW_BYTES
 
@@ -167,7 +168,7 @@ def no_kernel(problem: Problem) -> str | None:
         return f"it is for 16-bit floats, not {problem.dtype}"
     for stages in (problem.first, problem.second):
         if stages[:1] != (("bias",),) or render.SCALE_SHIFT in stages:
-            return "a bias comes first, and is all that depends on a channel"
+            return "its epilogues do not begin with a bias, or have a scale per channel"
     if any(n * problem.item % 16 for n in (problem.depth, problem.middle, problem.channels)):
         return f"its number of channels is not a multiple of {16 // problem.item}"
     if problem.integers is not None and max(map(_constants, (problem.first, problem.second))) > MAX_CONSTANTS:
@@ -184,9 +185,9 @@ def _constants(stages: Sequence[render.Stage]) -> int:
 
 
 REGISTERS = {1: 255, 2: 232, 3: 160}
-"""Of a thread that multiplies, by the warpgroups of a block."""
+"""Multiplying warpgroups of a block -> registers of their threads."""
 OTHER_REGISTERS = 40
-"""What a thread needs beside its sums."""
+"""Registers of a thread besides its accumulators."""
 
 
 def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
@@ -196,7 +197,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if config.groups not in REGISTERS or config.columns % (32 // problem.item) or not 16 <= config.columns <= 256:
         return "not a tile of this kernel"
     if config.buffers < 2 or config.images < 1 or config.stages == 1:
-        return "too few buffers: a chunk's is handed back while the next one is at work"
+        return "too few buffers: a chunk's buffer is released while the next one is in use"
     sums = (1 + problem.out_tiles) * config.columns // 2
     if sums + OTHER_REGISTERS > REGISTERS[config.groups]:
         return f"{sums} accumulators per thread exceed its registers"
@@ -210,8 +211,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
-    """What to compile. Numbers of pixels and of middle channels are parameters, but for weights that stay in shared memory. ``checked``: a
-    wait that never ends traps."""
+    """What to compile. The numbers of pixels and of middle channels are parameters; with weights that stay in shared
+    memory, only that of pixels is. ``checked``: a wait that never ends traps."""
     defines = {
         "GROUPS": config.groups, "BN": config.columns, "DEPTH_BLOCKS": problem.depth_blocks,
         "OUT_TILES": problem.out_tiles, "IMAGES": config.images, "BUFFERS": config.buffers,
@@ -238,8 +239,9 @@ def launch(
     gpu: GpuFacts,
     numbers: tuple[Requantize, Requantize] = (Requantize(), Requantize()),
 ) -> Launch:
-    """The launch: a grid that fills ``gpu``. Operands: ``input``, ``output``, and where they are ``middle``, ``added`` and ``added_last``
-    (channels-last); ``first`` and ``second`` (matrices: [channels, inputs]), ``first_bias`` and ``second_bias`` (fp32, whole chunks). ``numbers``: of integers' epilogues."""
+    """The launch: a grid that fills ``gpu``. Operands: ``input``, ``output``, and if they exist ``middle``, ``added``
+    and ``added_last`` (channels-last); ``first`` and ``second`` (matrices: [channels, inputs]), ``first_bias`` and
+    ``second_bias`` (fp32, padded to whole chunks). ``numbers``: those of the two epilogues of integers."""
     p, box, of = problem, (problem.chunk, config.columns), problem.integers
     pitches = p.pitches or Pitches(p.depth, p.middle, p.channels, p.middle, p.channels)
 
@@ -272,16 +274,16 @@ def launch(
     )  # fmt: skip
 
 
-SHARED = 118.0  # bytes in a cycle that shared memory gives and takes
-PRODUCT = 0.71  # cycles of a column of one product of 16 of K, of a warpgroup alone
-FINISH = 26.0  # cycles of a result of a thread: the epilogue, which waits for shared memory
-FINISH_BYTE = 18.0  # the same of 8-bit integers: fitted to 52 timings of 5 problems, 8 % off on average
-GELU = 9.9  # the same of a GELU
-CHUNK_WAIT = 77.0  # cycles of a chunk in which a warpgroup waits
-FIRST = 3500.0  # cycles from the launch to a block's first product, and from its last one to the end
-TILE = 865.0  # of a tile
-MEMORY = 5.8e12  # bytes in a second, more than there is: what overlaps is summed as powers
-TOGETHER = 4.0  # the power of the norm that adds up what runs side by side
+SHARED = 118.0  # bytes per cycle of shared memory, read and written
+PRODUCT = 0.71  # cycles per column of a product with 16 of K, in a warpgroup that runs alone
+FINISH = 26.0  # cycles per result of a thread in the epilogue, which waits for shared memory
+FINISH_BYTE = 18.0  # the same for 8-bit integers: fitted to 52 timings of 5 problems, 8 % off on average
+GELU = 9.9  # the same for a GELU
+CHUNK_WAIT = 77.0  # cycles per chunk in which a warpgroup waits
+FIRST = 3500.0  # cycles from the launch to a block's first product, plus those from its last product to the end
+TILE = 865.0  # cycles of a tile besides its chunks
+MEMORY = 5.8e12  # bytes per second: more than the real rate, because overlapping times are combined by a norm
+TOGETHER = 4.0  # exponent of the norm that combines overlapping times
 """Fitted to 580 timings of 14 problems on an H200 (docs/internals/kernels-convolutions.md)."""
 
 
@@ -298,13 +300,13 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
         )
         for stages in (problem.first, problem.second)
     )
-    # Of a chunk and warpgroup.
+    # Cycles of a chunk.
     steps = tiles_of_chunk * -(-problem.depth * problem.item // 32) + 4 * problem.out_tiles
     alone = steps * config.columns * PRODUCT / 2 + tiles_of_chunk * (first + CHUNK_WAIT)
     finished = config.groups * tiles_of_chunk * first
     chunk = joint(TOGETHER, _shared_traffic(problem, config, steps) / SHARED, alone, finished)
     tile = problem.chunks * chunk + problem.out_tiles * (second + CHUNK_WAIT / 2) + TILE
-    busy = min(1.0, count / device.multiprocessors)  # few blocks share the memory's bandwidth
+    busy = min(1.0, count / device.multiprocessors)  # few blocks have more bandwidth each
     memory = busy * rows * problem.row_bytes * device.multiprocessors * CLOCK / MEMORY
     turns = count / device.multiprocessors
     turns = turns + 0.4 if turns >= 8 else math.ceil(turns)
@@ -312,15 +314,15 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 
 def _shared_traffic(problem: Problem, config: Config, steps: int) -> int:
-    """Bytes that shared memory gives and takes for a chunk: both operands of each product of 64 x columns x 16, what is added and
-    stored, and the weights of a ring."""
+    """Bytes of shared memory that a chunk reads and writes: both operands of each product of 64 x columns x 16,
+    residuals and results, and the weights that the ring loads."""
     moves = 2 + 2 * render.uses_residual(problem.first) + problem.stored
     of_group = steps * (TILE_CHANNELS + config.columns) * 32 + moves * config.columns * ROW_BYTES
     return config.groups * of_group + chunk_bytes(problem) * (config.stages > 0)
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
-    """The configurations to time, best predicted first; at most two of one tile. Empty when the kernel cannot run the problem."""
+    """The configurations to time, best predicted first; at most two per tile. Empty if the kernel cannot run the problem."""
     if no_kernel(problem) is not None or device.capability[0] != 9:
         return []
     found = [(estimate(problem, c, device), c) for c in _configs(problem, device)]
@@ -344,5 +346,5 @@ def _configs(problem: Problem, device: GpuFacts) -> Iterator[Config]:
             )
             is None
         ]
-        # All weights in shared memory, else deeper buffers first: what is added must be on its way.
+        # All weights in shared memory come first, then deeper buffers, which let residuals arrive early.
         yield from sorted(fitting, key=lambda c: (c.stages > 0, -min(c.buffers, 3), -c.images, -c.stages))[:2]

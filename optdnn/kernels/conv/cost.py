@@ -1,6 +1,6 @@
 """Ranks configurations of the Hopper convolution kernel without a GPU: a roofline with waves, operand traffic and latency.
 
-The figures are those of an H200; the ranking only has to keep the fastest configuration among the
+The figures are those of an H200. The ranking only has to keep the fastest configuration among the
 first dozens, which are then timed.
 """
 
@@ -28,17 +28,17 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 CLOCK = 1.75e9  # Hz under load
 MEMORY = 4.2e12  # bytes/s, read + written
-L2_PER_CLOCK = 56.0  # bytes per cycle and multiprocessor that TMA brings from L2
+L2_PER_CLOCK = 56.0  # bytes per cycle and multiprocessor that TMA loads from L2
 LATENCY = 1.5e-6  # s: launch, wait, first load, last store of a dependent kernel
-IM2COL_ROW = 4.6  # cycles for 128 bytes of a pixel that TMA brings in im2col mode
-RING_LATENCY = 1200  # cycles from asking for a stage to all of it: S - 1 steps pass meanwhile, with S stages
-FULL_RING_LATENCY = 1800  # the same where all multiprocessors ask, from which tiles of 64 x 64 for each of them on
-NARROW_TILE, NARROW = 64, 10  # a tile of fewer pixels costs so many cycles more for each that it lacks
-MOST_SUMS = 320  # twice the sums a thread of the tiles that are proposed; the kernel takes up to 320
-DIVIDE, DIVIDE_BYTE = 200, 0.03  # cycles in which a stage of fp32 is divided into parts, and of each of its bytes
-LATE = 1500  # cycles in which results find their places, and a residual comes, behind the last product
-IMAGE_FACTOR = 1500  # cycles in which a tile learns the moments of its image
-TURN = 800  # cycles between a tile's last product and the first of its warpgroup's next
+IM2COL_ROW = 4.6  # cycles in which TMA loads 128 bytes of a pixel in im2col mode
+RING_LATENCY = 1200  # cycles from requesting a stage to its arrival; with S stages, S - 1 steps pass meanwhile
+FULL_RING_LATENCY = 1800  # the same when all multiprocessors load (:func:`fills`)
+NARROW_TILE, NARROW = 64, 10  # extra cycles for each pixel that a tile has less than 64
+MOST_SUMS = 320  # largest ``mt * bn``, twice the accumulators per thread, of proposed tiles; the kernel takes up to 320
+DIVIDE, DIVIDE_BYTE = 200, 0.03  # cycles in which a stage of fp32 is split into parts: fixed, and per byte
+LATE = 1500  # cycles after the last product to compute addresses of results, and again to load a residual
+IMAGE_FACTOR = 1500  # cycles in which a tile reduces the moments of its image
+TURN = 800  # cycles between a tile's last product and the first product of the warpgroup's next tile
 STAGE_ISSUE = {
     "relu": 0.5,
     "gelu": 10.0,
@@ -60,45 +60,50 @@ STAGE_ISSUE = {
     "snake": 8.0,
 }
 RESIDUAL_BESIDE = (0.55, 0.3)
-"""The part of the shorter one of products and memory traffic that is not hidden, where what is added comes from memory and waits for the
-one buffer from which the tile before is stored; with two warpgroups that alternate. Of 50 configurations of three convolutions."""
-EXCHANGE = 2500  # cycles from a block's last product to the first sums of it that another one has
-SEND, RECEIVE = 24.0, 56.0  # bytes of sums per cycle that a block of stream-K sends to L2, and takes from it
+"""Fraction of the shorter of compute time and memory time that is not hidden, without and with alternating warpgroups.
+It applies when the residual comes from memory and waits for the only output buffer, from which the previous tile is
+stored. Fitted to 50 configurations of three convolutions."""
+EXCHANGE = 2500  # cycles from a block's last product until another block receives its first partial sums
+SEND, RECEIVE = 24.0, 56.0  # bytes of partial sums per cycle that a stream-K block sends to L2, and reads from it
 EXPONENTIAL = frozenset({"silu", "swish", "sigmoid", "elu", "softplus", "mish", "selu", "celu", "sin", "cos", "snake"})
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
-# Of products, fitted to 649 timings of 37 of them, in chains on an H200 (``docs/internals/kernels-products.md``).
+# Products: fitted to 649 timings of 37 products, in chains on an H200 (``docs/internals/kernels-products.md``).
 PRODUCT_CLOCK = 1.7e9  # Hz
-STORED = 0.081  # the part of the ring's stores to shared memory that reads of it do not hide
-BESIDE = 3.3  # power of the norm that adds up tensor cores, shared memory and loads
-PRODUCT_RING = 1310.0  # cycles from asking for a stage to having it
-FINISH, FEW_WARPS = 0.82, 0.6  # cycles of an instruction of the epilogue; the part of it with one warpgroup
-TOGETHER = 0.13  # the part of a second block's epilogue that the first one's products do not hide
-PRODUCT_L2, FILL = 85.0, 20.0  # bytes per cycle that a block loads; of the first stage
-TWO_SETS_COST, LONE_COST = 1.12, 1.06  # of steps whose sums are in two sets; of wide ones of one warpgroup
-MEETING, SUMS_SENT = 1500.0, 17.0  # of blocks that share K: cycles; bytes per cycle
+STORED = 0.081  # fraction of the ring's stores to shared memory that reads of the ring do not hide
+BESIDE = 3.3  # exponent of the norm that combines the cycles of tensor cores, shared memory and loads
+PRODUCT_RING = 1310.0  # cycles from requesting a stage to its arrival
+FINISH, FEW_WARPS = 0.82, 0.6  # cycles per epilogue instruction; factor on them with one warpgroup
+TOGETHER = 0.13  # fraction of a second resident block's epilogue that the first block's products do not hide
+PRODUCT_L2, FILL = 85.0, 20.0  # bytes per cycle that a block loads: in the steady state, and for the first stage
+# Factors on a K step: two sets of accumulators; one warpgroup with more than 128 columns.
+TWO_SETS_COST, LONE_COST = 1.12, 1.06
+MEETING, SUMS_SENT = 1500.0, 17.0  # blocks that share K: cycles of the exchange; bytes of partial sums per cycle
 PRODUCT_LATENCY = 1.1e-6  # s
-# Of products of few rows, whose weights few tiles share: all blocks together wait for them. Fitted to 165 timings of 14 products, and to
-# 572 of whole networks with one of their products in another configuration.
+# Products of few rows: few tiles share the weights, and all blocks together wait for them. Fitted to 165 timings of 14
+# products, and to 572 timings of whole networks with one product in another configuration.
 FEW_ROWS = range(128, 401)
-FEW_ROWS_TWO_SETS = 56  # columns beyond which two sets of sums cost nothing
+FEW_ROWS_TWO_SETS = 56  # columns above which two sets of accumulators cost nothing
 FEW_ROWS_RING, FEW_ROWS_MEETING = 1440.0, 780.0
-TOGETHER_PER_CLOCK = 6500.0  # bytes of weights that all multiprocessors load per cycle, where up to
-SHARING_TILES = 11  # tiles of pixels share them; more of them find them in L2
-PIXELS_PART = 0.2  # of the pixels' bytes that count like weights
-FULL, FULL_POWER = 0.462e-6, 5.5  # s, where no multiprocessor is left for the next launch
-# In networks (204 timings of 16 of their products of 580 to 4112 rows, each in turns, the other choices as they are), a last wave that
-# fills all multiprocessors takes so much of the products longer. With 384 columns or features it does not.
+TOGETHER_PER_CLOCK = 6500.0  # bytes of weights per cycle that all multiprocessors load together
+SHARING_TILES = 11  # tiles of pixels that load the same weights from memory; with more tiles, L2 holds the weights
+PIXELS_PART = 0.2  # fraction of the pixels' bytes that counts like weights
+FULL, FULL_POWER = 0.462e-6, 5.5  # s that a launch adds if it fills all multiprocessors; exponent of the busy fraction
+# In networks, a last wave that fills all multiprocessors makes a product longer by this fraction (204 timings in turns
+# of 16 products of 580 to 4112 rows, with all other choices fixed). Products with 384 columns or features did not get
+# longer.
 FULL_WAVE, FULL_WAVE_POWER, FULL_WAVE_LEAST = 0.2, 16.0, 512
 SHARED_LOADS, WEIGHTS_ONCE = 1.045, 0.15
-LOPSIDED = 1.3  # where most multiprocessors would have one block, and two fit one: two begin where the launch before ends first
+# Factor where two blocks fit a multiprocessor, and there are fewer blocks than multiprocessors but more than half as many:
+# the multiprocessors that become free first get two.
+LOPSIDED = 1.3
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
-BETWEEN = (88, 120, 136, 152, 168, 184, 216, 232, 248)  # for whole tiles that nearly fill the machine
+BETWEEN = (88, 120, 136, 152, 168, 184, 216, 232, 248)  # widths for whole tiles that nearly fill the machine
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16)
 
 
 def waves_of(tiles: int, split: int, device: GpuFacts, room: int = 1) -> int:
-    """Blocks that one multiprocessor works through in turn, where a cluster of ``split`` blocks shares each tile; ``room``: blocks
-    that fit a multiprocessor at a time."""
+    """Waves of blocks on a multiprocessor when a cluster of ``split`` blocks shares each tile. ``room``: resident
+    blocks per multiprocessor."""
     waves = -(-tiles * split // device.multiprocessors)
     if split == 1:
         return waves
@@ -106,18 +111,18 @@ def waves_of(tiles: int, split: int, device: GpuFacts, room: int = 1) -> int:
 
 
 def room_for(shared: int, threads: int, sums: int, device: GpuFacts) -> int:
-    """About how many blocks fit a multiprocessor, by shared memory and the registers of ``sums`` a thread."""
+    """About how many blocks fit a multiprocessor, by shared memory and by registers with ``sums`` accumulators per thread."""
     return max(1, min(device.shared_per_multiprocessor // (shared + 1024), 65536 // (threads * (sums + 64))))
 
 
 def most_sums(problem: Problem) -> int:
-    """Twice the sums a thread of the tiles that are proposed: beside an exponential, the widest ones spill."""
+    """Largest ``mt * bn`` (twice the accumulators per thread) of proposed tiles: with an exponential, the widest spill."""
     stages = (*problem.epilogue, *(problem.beside or ()))
     return 256 if any(name in EXPONENTIAL for name, *_ in stages) else MOST_SUMS
 
 
 def issue(problem: Problem) -> float:
-    """Instructions of the epilogue for each sum of a thread."""
+    """Epilogue instructions per accumulator."""
     norm, own = 0.0 if problem.norm is None else 2.0, _stages_issue(problem.epilogue)
     if problem.beside is not None:  # half as many results are packed and stored
         return norm + 2.0 + (own + _stages_issue(problem.beside)) / 2
@@ -131,19 +136,19 @@ def _stages_issue(stages: tuple[Stage, ...]) -> float:
 
 
 INTENSITY, FEW_ROWS_INTENSITY, MOST_WORK = 100, 88, 1.2e10
-"""Operations for a byte, from which on, and operations up to which networks were faster by the model of products. Larger ones run at the
-power limit (``docs/internals/kernels-products.md``)."""
+"""Range in which the model of products made networks faster: least operations per byte (in general, and with few rows),
+and most operations. Larger products run at the power limit (``docs/internals/kernels-products.md``)."""
 
 
 def mid_size_product(problem: Problem) -> bool:
-    """Whether it is a product of 16-bit rows with one matrix, of the sizes that :func:`_product_seconds` is for."""
+    """Whether :func:`_product_seconds` models the problem: a product of 16-bit rows with one matrix, of middle size."""
     plain = problem.rows_alone and problem.out_size == (1, 1) and problem.beside is None and problem.item == 2
     least = FEW_ROWS_INTENSITY if problem.pixels in FEW_ROWS else INTENSITY
     return plain and least * problem.bytes <= problem.flops <= MOST_WORK
 
 
 def _together(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Cycles in which all multiprocessors load what a K step takes, of a product of few rows; 0 for others."""
+    """Cycles in which all multiprocessors load the operands of a K step, for products of few rows; 0 for others."""
     if problem.pixels not in FEW_ROWS:
         return 0.0
     blocks = min(device.multiprocessors, config.joint_tiles(problem)[1] * config.sharers * config.split)
@@ -155,7 +160,7 @@ def _together(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 
 def _step(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Cycles of a K step in the middle: tensor cores, shared memory and loads, none of which quite hides the others."""
+    """Cycles of a K step in the steady state: tensor cores, shared memory and loads overlap, but not fully."""
     products = config.wgm * config.wgn * config.mt * (problem.span // 32)
     multiply = products * max(config.bn / 2, 16 + config.bn / 4)
     shared = products * (2048 + config.bn * 32) / 128 + STORED * _streamed_bytes(problem, config) / 128
@@ -168,12 +173,12 @@ def _step(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 
 def _streamed_bytes(problem: Problem, config: Config) -> int:
-    """Bytes of a K step that a block loads."""
+    """Bytes that a block loads per K step."""
     return (config.tile[1] + (0 if config.stationary else config.tile[0])) * problem.span
 
 
 def _finish(problem: Problem, config: Config) -> float:
-    """Cycles from a tile's last product to its last store, with what blocks that share K send one another."""
+    """Cycles from a tile's last product to its last store, with the exchange between blocks that share K."""
     alone = 1.0 if config.wgm * config.wgn > 1 else FEW_WARPS
     cycles = 64 + FINISH * alone * config.mt * config.bn * issue(problem)
     if config.split == 1:
@@ -184,17 +189,17 @@ def _finish(problem: Problem, config: Config) -> float:
 
 
 def _last_wave(blocks: int, at_once: int) -> float:
-    """The part of the places for blocks that all waves fill."""
+    """Fraction of the slots for blocks that are filled, over all waves."""
     return blocks / at_once / -(-blocks // at_once)
 
 
 def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Predicted seconds of a product that :func:`mid_size_product` is true of."""
+    """Predicted seconds of a product for which :func:`mid_size_product` holds."""
     tiles, shared = config.joint_tiles(problem)[1] * config.sharers, shared_bytes(problem, config)
     resident = max(1, min(config.blocks, device.shared_per_multiprocessor // (shared + 1024)))
     steps, step, finish = -(-problem.k_steps // config.split), _step(problem, config, device), _finish(problem, config)
     ring = FEW_ROWS_RING if problem.pixels in FEW_ROWS else PRODUCT_RING
-    first = steps * max(step, ring / max(1, config.stages - 1))  # of a block that has its multiprocessor alone
+    first = steps * max(step, ring / max(1, config.stages - 1))  # cycles of a block that is alone on its multiprocessor
     waves = -(-tiles // (device.multiprocessors // config.sharers * config.sharers))
     if config.split > 1:
         sums = config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
@@ -225,22 +230,23 @@ def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> floa
     if beside and 2 * tiles * config.split > device.multiprocessors and problem.pixels not in FEW_ROWS:
         whole *= LOPSIDED
     if config.sharers > 1:
-        once = config.share[1] > 1 and problem.pixels <= config.tile[1] * config.share[1]  # each weight is asked for
+        once = config.share[1] > 1 and problem.pixels <= config.tile[1] * config.share[1]  # each weight is loaded once
         whole *= SHARED_LOADS - once * WEIGHTS_ONCE * min(1.0, memory / compute)
     return whole
 
 
 def fills(problem: Problem, device: GpuFacts) -> bool:
-    """Whether tiles of 64 channels and 64 pixels are as many as the multiprocessors, of 16-bit operands, which were measured."""
+    """Whether there is a tile of 64 channels x 64 pixels for each multiprocessor, with 16-bit operands (others were not
+    measured)."""
     tiles = problem.count * problem.pixels * problem.channels / (64 * 64)
     return problem.item == 2 and tiles >= device.multiprocessors
 
 
 def _ring_cycles(problem: Problem, config: Config, device: GpuFacts, load: float, resident: int) -> float:
-    """Cycles of a K step that the ring's depth allows, where a load takes ``load`` of them.
+    """Least cycles per K step that the ring's depth allows. ``load``: cycles of a load.
 
-    Blocks on one multiprocessor hide one another's latency, unless all multiprocessors load. Of few blocks each is alone, which a ring that
-    goes round notices.
+    Resident blocks hide one another's latency, unless all multiprocessors load. With few blocks each one has a multiprocessor
+    to itself, and a ring that goes round more than twice exposes the latency.
     """
     if fills(problem, device):
         return (FULL_RING_LATENCY + load) / max(1, config.stages - 1)
@@ -263,7 +269,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     weight_bytes, pixel_bytes = tile_channels * span, tile_pixels * span
     streamed = pixel_bytes + (0 if config.stationary else weight_bytes)
     read = groups * config.mt * (span // 32) * (2048 + config.bn * 32) / 128
-    if problem.parts:  # three products; a warpgroup reads what was loaded, and stores two parts of it
+    if problem.parts:  # three products; a warpgroup reads each loaded stage and stores two parts of it
         multiply = max(3 * multiply, 3 * read + 4 * streamed / 128)
     multiply = max(multiply, read + streamed / 128)
     load = streamed / L2_PER_CLOCK
@@ -284,13 +290,13 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
         epilogue += LATE * (2 if problem.residual else 1)
     if problem.norm is not None and problem.norm.image:
         epilogue += IMAGE_FACTOR
-    if problem.prologue:  # a warp takes a stage, 16 bytes a lane at a time; as many warps as stages, up to four
+    if problem.prologue:  # one warp per stage, 16 bytes per lane at a time; as many warps as stages, up to four
         change = 250 + pixel_bytes / 16 / 32 * 45
         load = max(load, change / min(4, config.stages))
         step = max(step, load)
         epilogue += change
     if config.split > 1:
-        # The sums' way to their owner, and the partial sums through the network between multiprocessors (about 12 bytes per cycle).
+        # Partial sums go to their owner through the network between multiprocessors: about 12 bytes per cycle.
         epilogue += 700 + tile_channels * tile_pixels * 4 * (config.split - 1) / config.split / 12
     first = steps * step + epilogue
     if config.split > 1 and waves == 1 < waves_of(
@@ -304,7 +310,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
         later = max(steps * step, (steps * multiply + epilogue + TURN) / 2)
     else:  # the epilogue overlaps with as many loads as the ring holds
         later = max(steps * multiply + epilogue + TURN, steps * load + max(0.0, epilogue - config.stages * load))
-    if config.split > 1:  # not persistent: each wave is launched, loaded and reduced anew, if not beside the one before
+    if config.split > 1:  # not persistent: a wave is launched, loaded and reduced anew, or runs beside the previous one
         later = first + 1500 if resident == 1 else first
     compute = (first + (waves - 1) * later) / CLOCK
     if config.stream:
@@ -318,12 +324,12 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     if problem.residual and resident == 1 and config.out_buffers == 1 and problem.bytes > device.l2_bytes:
         beside = RESIDUAL_BESIDE[config.alternate]
     whole = LATENCY + max(compute, memory) + beside * min(compute, memory)
-    # What a cluster loads once for all its blocks was no limit of any product measured: it comes after the same tile alone.
+    # Shared loads sped up no measured product: such a configuration ranks just after the same tile without sharing.
     return whole * 1.01 if config.sharers > 1 else whole
 
 
 def _streamed(problem: Problem, config: Config, device: GpuFacts, step: float, later: float, epilogue: float) -> float:
-    """Cycles of a block's span: its share of the tiles, and the sums that it sends and adds up."""
+    """Cycles of a stream-K block: its span of the tiles, and the partial sums that it sends and adds up."""
     tiles, blocks = config.joint_tiles(problem)[1], grid_blocks(problem, config, device)
     share, resident = tiles / blocks, -(-blocks // device.multiprocessors)
     sums = math.prod(config.tile) * 4
@@ -336,10 +342,10 @@ def _streamed(problem: Problem, config: Config, device: GpuFacts, step: float, l
 
 
 def streams(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -> Iterator[Config]:
-    """Stream-K of one tile of a stack of products, where their tiles leave half of the multiprocessors idle.
+    """Stream-K configurations of one tile, for stacks of products whose tiles leave half of the multiprocessors idle.
 
-    Elsewhere other tiles fill the machine, and clusters that split K exchange their sums in a third of the time: of 63 layers and
-    products none was faster by stream-K (``docs/internals/kernels-products.md``).
+    Elsewhere other tiles fill the machine, and clusters that split K exchange their sums in a third of the time. None of 63
+    layers and products was faster with stream-K (``docs/internals/kernels-products.md``).
     """
     wgm, wgn, mt, bn = tile
     plain = Config(wgm, wgn, mt, bn, 2, stream=True)
@@ -382,11 +388,11 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
 
 
 def large(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -> Iterator[Config]:
-    """Blocks that load together, and warpgroups that take tiles in turn: for tiles that fill the machine."""
+    """Configurations with multicast clusters or alternating warpgroups, for tiles that fill the machine."""
     wgm, wgn, mt, bn = tile
     least, filled = (80, 0.7) if mid_size_product(problem) else (128, 0.8)
     for alternate in (False, True) if mt * bn >= min(96, least) else ():
-        # Of 8 bits, only results that rows' scales make were faster in turn.
+        # With 8-bit operands, alternating warpgroups were faster only for results with a scale per row.
         if alternate and (wgm * wgn > 1 or (problem.item == 1 and not problem.row_scale)):
             continue
         for share in SHARES if mt * bn >= least else SHARES[:1]:
@@ -409,9 +415,9 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 12, *, direct: b
 def estimated(
     problem: Problem, device: GpuFacts, limit: int = 12, *, direct: bool = True
 ) -> list[tuple[float, Config]]:
-    """The configurations to time with their predicted seconds, best first; at most two of one tile shape with or without kept weights.
+    """The configurations to time with their predicted seconds, best first; at most two per tile shape, split and mode.
 
-    ``direct`` False leaves out those that store from registers."""
+    ``direct`` False leaves out configurations that store from registers."""
     found: list[tuple[float, Config]] = []
     for wgm, wgn, mt in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)):
         if wgm * mt * 64 > max(64, math.ceil(problem.channels / 64) * 64):

@@ -1,4 +1,4 @@
-"""Tactics of depthwise convolutions of images and sequences that lie channels-last: floats, and 8-bit integers."""
+"""Tactics of depthwise convolutions of channels-last images and sequences: floats, and 8-bit integers."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, FP32
 
 Config = depthwise.Config | tma.Config | bands.Config
-"""A tile of one of the three kernels: loads by the threads, or by TMA, or products by tensor cores."""
+"""A tile of one of the three kernels: with loads by threads, with loads by TMA, or on tensor cores."""
 
 
 @lru_cache(maxsize=1024)
 def _offers(problem: depthwise.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """All kernels' configurations, the best predicted first. A result is summed tap after tap in every one of them but those on tensor
-    cores, which sum a row of taps at once: if there are any, these serve every batch size. A squeeze sums a
-    tile first, so its order follows from the configuration."""
+    """All kernels' configurations, the best predicted first.
+
+    Tensor cores sum a row of taps at once; all other configurations sum tap after tap. If there are configurations on tensor
+    cores, they serve every batch size, else all others do. A squeeze sums each tile first, so that its order of summation depends
+    on the configuration, and only one configuration serves every batch size."""
     found = ranked(problem, gpu)
     if not problem.squeeze:
         on_tensor_cores = any(isinstance(c, bands.Config) for _, c in found)
@@ -52,21 +54,21 @@ def _offers(problem: depthwise.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
 
 def with_invariant(found: list[tuple[float, Any]], many: Any, seconds: Callable[[Any], float]) -> tuple[Offer, ...]:
-    """Ranked configurations, and ``many``, the only one that serves every batch size."""
+    """The ranked configurations with ``many``, which is the only one that serves every batch size."""
     if many is not None and all(c != many for _, c in found):
         found = sorted([*found, (seconds(many), many)], key=lambda item: item[0])
     return tuple(Offer(c, seconds, c == many) for seconds, c in found)
 
 
 def _family(config: Config) -> Any:
-    """The module of the kernel that a configuration is of."""
+    """The module of the kernel that a configuration belongs to."""
     kinds = {tma.Config: tma, bands.Config: bands}
     return kinds.get(type(config), depthwise)
 
 
 def ranked(problem: depthwise.Problem, gpu: GpuFacts) -> list[tuple[float, Config]]:
-    """All kernels' configurations (before Hopper, which has no TMA, those of the first) with their predicted seconds, the best
-    first."""
+    """All kernels' configurations with their predicted seconds, the best first. GPUs before Hopper have no TMA and get
+    only those of the first kernel."""
     configs: list[Config] = [
         *depthwise.candidates(problem, gpu), *tma.candidates(problem, gpu), *bands.candidates(problem, gpu)
     ]  # fmt: skip
@@ -74,13 +76,13 @@ def ranked(problem: depthwise.Problem, gpu: GpuFacts) -> list[tuple[float, Confi
 
 
 def relu_before(op: Op) -> bool:
-    """Whether the prologue of a convolution is a ReLU, which the kernels apply to what they load."""
+    """Whether the prologue of a convolution is a ReLU, which the kernels apply to the pixels that they load."""
     return [stage.kind for stage in op.attrs.prologue] == ["Relu"]
 
 
 def image_of(x: TensorView, columns: int = 1) -> TensorView:
-    """An image, or a sequence as an image of one column: a thread then meets each element once, however many taps there are.
-    ``columns``: so many columns of the image are channels, see :func:`columns_of`."""
+    """An image, or a sequence as an image of one column, so that a thread loads each element once for any number of taps.
+    ``columns``: columns of the image that become channels (:func:`columns_of`)."""
     if len(x.shape) == 3:
         (n, c, length), (sn, sc, step) = x.shape, x.strides
         return x.view((n, c, length, 1), (sn, sc, step, step))
@@ -92,10 +94,10 @@ def image_of(x: TensorView, columns: int = 1) -> TensorView:
 
 
 def columns_of(b: Builder, op: Op) -> int:
-    """How many columns of an image are treated as channels of their own, with their channel's filter: all of them, or 1.
+    """Columns of an image that become channels, each with its channel's filter: all of them, or 1 if none does.
 
-    The filter must have one column. The rows of the image, and those of the result's place if it has one, must hold the columns of a
-    channel, then those of the next one (heads of tokens)."""
+    The filter must have one column. In memory, the rows of the image, and of the result's place if it has one, must
+    hold the columns of one channel, then those of the next (heads of tokens)."""
     kernel, a, x = b.weights(op).shape[2:], op.attrs, b.source(op.inputs[0])
     if len(kernel) != 2 or kernel[1] != 1 or a.strides[1] != 1 or a.pads[1] or a.pads[3]:
         return 1
@@ -105,7 +107,7 @@ def columns_of(b: Builder, op: Op) -> int:
 
 
 def _joined(shape: Sequence[int]) -> tuple[int, int, int, int]:
-    """Strides of an image whose rows have the columns of a channel, then those of the next one."""
+    """Strides of an image whose rows hold the columns of one channel, then those of the next."""
     _, c, h, w = shape
     return h * c * w, w, c * w, 1
 
@@ -118,12 +120,12 @@ def geometry(a: ConvAttrs) -> tuple[tuple[int, int], tuple[int, int, int, int], 
 
 
 def unit_of(*images: TensorView) -> int:
-    """Of how many elements the pixels' places are multiples: 8, 4, or 0 where they lie otherwise."""
+    """8 or 4 if all pixels begin at multiples of this many elements; else 0."""
     return next((n for n in (8, 4) if all(conv_maps.pitch_of(x, n) is not None for x in images)), 0)
 
 
 def _misplaced(x: TensorView, out: TensorView) -> str | None:
-    """Why the kernels cannot read or write images that lie so."""
+    """Why the kernels cannot read or write the images in place, or None."""
     for name, image in (("input", x), ("result", out)):
         if image.shape[1] > 1 and image.strides[1] != 1:
             return f"its {name} is not channels-last"
@@ -133,17 +135,17 @@ def _misplaced(x: TensorView, out: TensorView) -> str | None:
 
 
 def _dense(b: Builder, op: Op, x: TensorView, name: str, columns: int = 1) -> TensorView:
-    """An image as the kernels read it: itself, or a copy."""
+    """An image as the kernels read it: in place, or as a copy."""
     strides = channels_last(x.shape, x.shape[1]) if columns == 1 else _joined(x.shape)
     return x if x.is_like(strides) and x.byte_offset % 16 == 0 else copied(b, op, x, name, strides)
 
 
 class MakesMeans(Tactic):
-    """A convolution whose kernel also makes the means of the result on its way."""
+    """A convolution whose kernel also computes the means of its result."""
 
     @abstractmethod
     def pool(self, b: Builder, op: Op) -> Op | None:
-        """The operator that takes the means, where the kernel can make them; None where there is none, or its place does not suit."""
+        """The operator that takes the means, if the kernel can compute them; None if there is none, or its place does not suit."""
 
     def region(self, b: Builder, op: Op) -> Region:
         """The convolution, and the means of its result."""
@@ -151,14 +153,14 @@ class MakesMeans(Tactic):
         return Region(op) if pool is None else Region(op, after=(pool,))
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result, and its means, which follow one another without gaps."""
+        """Place the result, and its means without gaps."""
         super().place(b, op)
         if (pool := self.pool(b, op)) is not None:
             b.target(pool.value, (pool.outputs[0].type.static_shape[1], 1, 1, 1))
 
 
 class DepthwiseTactic(MakesMeans, ProblemTactic):
-    """A tactic on these kernels."""
+    """A tactic on the depthwise kernels."""
 
     means: ClassVar[str]
     """The kind of the operator that takes the means."""
@@ -167,11 +169,11 @@ class DepthwiseTactic(MakesMeans, ProblemTactic):
         return _offers(problem, gpu)
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """What takes the means of the result."""
+        """The operators that take the means of the result."""
         return self.pools(graph, op)
 
     def pools(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """What takes the means of a depthwise convolution's result."""
+        """The operators that take the means of a depthwise convolution's result."""
         weight = graph.constant_value(op.inputs[1])
         if weight is None or weight.ndim != 4 or weight.shape[1] != 1:
             return ()
@@ -179,14 +181,14 @@ class DepthwiseTactic(MakesMeans, ProblemTactic):
 
 
 def suits(b: Builder, op: Op, pool: Op) -> bool:
-    """Whether the means are of the result's type, and lie without gaps."""
+    """Whether the means have the result's type, and their place has no gaps."""
     place, out = b.reserved.get(pool.value), pool.outputs[0].type
     same = out.dtype == op.outputs[0].type.dtype
     return same and (place is None or place.is_like((out.static_shape[1], 1, 1, 1)))
 
 
 class TiledDepthwise(DepthwiseTactic):
-    """Depthwise convolutions of floats, of images and sequences that lie channels-last; either may be some channels of a larger one."""
+    """Depthwise convolutions of floats: channels-last images and sequences, which may be some channels of larger ones."""
 
     name = "depthwise_tiles"
     means = "GlobalAveragePool"
@@ -218,24 +220,24 @@ class TiledDepthwise(DepthwiseTactic):
         return next((user for user in self.pools(b.graph, op) if suits(b, op, user)), None)
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result, in the order of the image where columns are channels."""
+        """Place the result, in the image's memory order if its columns are channels."""
         b.target(op.value, self._strides(op, columns_of(b, op)))
         super().place(b, op)
 
     @staticmethod
     def _strides(op: Op, columns: int) -> tuple[int, ...] | None:
-        """Strides of the result, None: those of its layout."""
+        """Strides of the result; None: those of its layout."""
         return None if columns == 1 else _joined(op.outputs[0].type.static_shape)
 
     def _places(self, b: Builder, op: Op) -> tuple[TensorView, TensorView, int]:
-        """What the kernel reads and writes, where the latter may still have to be made, and :func:`columns_of`."""
+        """The tensors that the kernel reads and writes, the latter perhaps still to be made, and :func:`columns_of`."""
         columns, ep = columns_of(b, op), plan_epilogue(b.graph, op, channel_axis=1)
         strides = self._strides(op, columns)
         out = result_place(b, op, ep, b.result(op.value, strides), True, strides=strides)
         return b.source(op.inputs[0]), out, columns
 
     def _images(self, b: Builder, op: Op) -> tuple[TensorView, TensorView]:
-        """The same as the kernel sees them."""
+        """The tensors that the kernel reads and writes, as images."""
         x, out, columns = self._places(b, op)
         return image_of(x, columns), image_of(out, columns)
 
@@ -265,11 +267,11 @@ class TiledDepthwise(DepthwiseTactic):
         finish(b, op, ep, between, target)
 
     def covers(self, b: Builder, op: Op) -> Op:
-        """The operator, with the nodes of all that the launch computes."""
+        """The operator, with the nodes of all operators that the launch computes."""
         return op
 
     def reads(self, b: Builder, op: Op, columns: int = 1) -> dict[str, TensorView]:
-        """What the launch reads of a convolution, by name."""
+        """The operands of a convolution, by their names in the launch."""
         x, weight = image_of(b.made(b.source(op.inputs[0])), columns), b.weights(op).repeat(columns, 0)
         packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
         added = plan_epilogue(b.graph, op, channel_axis=1).added_to(bias_of(b, op))
@@ -277,7 +279,7 @@ class TiledDepthwise(DepthwiseTactic):
         return {"input": x, "weights": packed, "bias": bias}
 
     def filtered(self, b: Builder, op: Op, operands: Mapping[str, TensorView], columns: int = 1) -> list[TensorView]:
-        """Image, weights and bias of a convolution, as its meaning reads them."""
+        """Image, weights and bias of a convolution, as the launch's meaning reads them."""
         channels, (high, wide) = b.weights(op).shape[0] * columns, (*b.weights(op).shape[2:], 1)[:2]
         logical = operands["weights"].view((channels, 1, high, wide), (1, 0, wide * channels, channels))
         return [operands["input"], logical, operands["bias"]]
@@ -285,7 +287,8 @@ class TiledDepthwise(DepthwiseTactic):
     def meaning(
         self, b: Builder, op: Op, ep: Epilogue, operands: dict[str, TensorView], columns: int
     ) -> tuple[str, dict[str, Any], list[TensorView | None]]:
-        """The launch's kind, its attributes and what it reads. Adds to the operands what the epilogue reads."""
+        """The meaning of the launch: kind, attributes and the tensors that it reads. Adds the epilogue's operands to
+        ``operands``."""
         residual = None
         if ep.residual is not None:
             dense = _dense(b, op, b.operand(ep.residual), "residual", columns)
@@ -299,7 +302,8 @@ def _emit_squeezed(
     operands: dict[str, TensorView], attrs: dict[str, Any], reads: list[TensorView | None], mean: QuantizedStore | None = None,
     *, of: str = "",
 ) -> None:  # fmt: skip
-    """The convolution that also sums its result. ``mean``: how means of 8 bits are made of sums; ``of`` as of :func:`emit_squeezed`."""
+    """Add a convolution that also sums its result. ``mean``: how 8-bit means are computed from sums; ``of``: as of
+    :func:`emit_squeezed`."""
     _, tiles_x, tiles_y = _family(config).tiles(problem, config)
     tile = Tile(_family(config).squeeze_mode(problem, config), config.tile, tiles_x * tiles_y)
     second = depthwise.launch_squeeze(problem, tile.count, b.gpu, mean)
@@ -308,7 +312,8 @@ def _emit_squeezed(
 
 @dataclass(frozen=True)
 class Tile:
-    """What a launch sums: means of whole images (``mode`` 2), or sums of ``count`` tiles of an image, of ``size`` (1)."""
+    """The squeeze of a launch: means of whole images (``mode`` 2), or sums of ``count`` tiles per image, of ``size``
+    (``mode`` 1)."""
 
     mode: int
     size: tuple[int, int]
@@ -319,8 +324,8 @@ def emit_squeezed(
     b: Builder, op: Op, pool: Op, tile: Tile, launches: tuple[Launch, Launch], operands: dict[str, TensorView],
     attrs: dict[str, Any], reads: Sequence[TensorView | None], mean: QuantizedStore | None = None, *, of: str = "",
 ) -> None:  # fmt: skip
-    """A convolution that also sums its result, and where it sums tiles a second launch, which adds these up. ``of``: the kind with these
-    ``attrs``; "": the operator's."""
+    """Add a convolution that also sums its result, and a second launch that adds up the sums of tiles, if it sums
+    tiles. ``of``: the kind with these ``attrs``; "": the operator's."""
     (n, channels, *size), out = op.outputs[0].type.static_shape, operands["output"]
     means = b.target(pool.value)
     covers = replace(op, src=op.src | pool.src)
@@ -338,14 +343,14 @@ def emit_squeezed(
     sums = b.new(f"{pool.outputs[0].name}.sums", np.dtype(np.float32), (n, tile.count, channels))
     b.emit(covers, launches[0], {**operands, "sums": sums}, "ConvSqueeze", attrs, reads, [out, sums])
     if mean is None:
-        b.sums[pool.value] = sums  # a gate may read them, and this launch goes where nothing else reads the means
+        b.sums[pool.value] = sums  # for a gate; with it, the second launch goes if nothing else reads the means
     pixels = {"pixels": math.prod(size), **own}
     b.emit(pool, launches[1], {"sums": sums, "means": means}, "SqueezeFinish", pixels, [sums], [means])
 
 
 class Int8Depthwise(DepthwiseTactic):
-    """Depthwise convolutions of int8 or uint8 images: products and sums are exact in fp32, the epilogue is that of other
-    8-bit convolutions. Images in another order than channels-last are copied."""
+    """Depthwise convolutions of int8 or uint8 images. Products and sums are exact in fp32; the epilogue is that of other
+    8-bit convolutions. Images that are not channels-last are copied."""
 
     name = "depthwise_8bit"
     means = "QuantizedMean"
@@ -365,7 +370,7 @@ class Int8Depthwise(DepthwiseTactic):
         return None if self.configs(b, op) else "no tile of the kernel fits it"
 
     def pool(self, b: Builder, op: Op) -> Op | None:
-        """The mean of few enough pixels, from the zero point of the result."""
+        """The mean with the zero point of the result, if there are few enough pixels for exact sums."""
         if math.prod(op.outputs[0].type.static_shape[2:]) > depthwise.MAX_PIXELS:
             return None
         users = (user for user in self.pools(b.graph, op) if user.attrs.input_zero == op.attrs.zero)
@@ -398,7 +403,7 @@ class Int8Depthwise(DepthwiseTactic):
         dense = channels_last(out.shape, out.shape[1])
         lies = out.is_like(dense) and out.byte_offset % 16 == 0
         target = out if lies else b.new(f"{op.outputs[0].name}.conv", out.dtype, out.shape, dense)
-        half = ml_dtypes.bfloat16 if problem.out_dtype == "bfloat16" else np.float16  # either holds an int8 exactly
+        half = ml_dtypes.bfloat16 if problem.out_dtype == "bfloat16" else np.float16  # both hold an int8 exactly
         packed = b.constant(depthwise.pack_weights(weight).astype(half), f"{op.outputs[0].name}.weights")
         pairs = b.constant(np.ascontiguousarray(channel), f"{op.outputs[0].name}.scales")
         operands = {"input": x, "output": target, "weights": packed, "bias": pairs}

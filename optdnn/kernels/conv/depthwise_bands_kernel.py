@@ -1,6 +1,6 @@
 """Plans of the depthwise convolution on tensor cores (``depthwise_bands_sm90.cu``): 16-bit images, stride 1, on Hopper.
 
-Problems and operands are those of :mod:`optdnn.kernels.conv.depthwise_kernel`.
+Problems and operands are as of :mod:`optdnn.kernels.conv.depthwise_kernel`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 FEW_TAPS = 9
 STEP = 16
-"""Pixels of a step of K: eight windows side by side must lie in it."""
+"""Pixels of a K step. Eight neighbouring windows must fit into it."""
 
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """A warp's ``groups`` times ``rows`` rows x ``across`` times eight columns of ``images`` images, of eight channels; a block's
-    ``grid_x`` x ``grid_y`` such tiles of ``chunks`` times eight channels; ``stages`` patches in flight; ``blocks`` per multiprocessor."""
+    """A warp computes ``groups`` times ``rows`` rows x ``across`` times eight columns of ``images`` images, of eight
+    channels. A block has ``grid_x`` x ``grid_y`` such tiles of ``chunks`` times eight channels. ``stages``: patches in
+    flight; ``blocks``: per multiprocessor."""
 
     rows: int
     groups: int
@@ -56,8 +57,8 @@ class Config:
 
 
 def walk(problem: Problem, config: Config) -> Walk:
-    """How blocks walk. The rows of pixels that a quarter of a warp reads begin four pixels apart, modulo eight: no two lanes of it read
-    the same banks."""
+    """How blocks walk over tiles. A patch is wide enough that the rows that a quarter of a warp reads begin four pixels
+    apart, modulo eight. So no two of its lanes read the same banks."""
     (height, width), columns = config.tile, config.tile[1] + problem.source.kernel[1] - 1
     while config.rows * columns % 8 != 4 and config.rows < 8:
         columns += 1
@@ -76,7 +77,7 @@ def squeeze_mode(problem: Problem, config: Config) -> int:
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """About what a thread needs: sums, the filter's matrices, a row's pixels, addresses."""
+    """Estimated registers of a thread: accumulators, the filter's matrices, a row's pixels, addresses."""
     return config.rows * 32 + problem.source.kernel[0] * 16 + 8 * -(-(problem.source.kernel[1] + 7) // 4) + 38
 
 
@@ -86,7 +87,7 @@ def refuse(
     """Why the configuration cannot run the problem, or None."""
     s = problem.source
     if capability < (9, 0):
-        return f"TMA feeds it, which GPUs of capability {capability[0]}.{capability[1]} have not"
+        return f"it loads by TMA, which GPUs of capability {capability[0]}.{capability[1]} do not have"
     if problem.item != 2 or problem.out_dtype != problem.dtype or problem.residual or problem.beside is not None:
         return "it is for 16-bit images in and out, with nothing added"
     if problem.unit < 8:
@@ -141,8 +142,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
-    """The configurations to time, best predicted first; at most two of one warp's tile. None for few taps: memory is their
-    bound and the other kernels were faster."""
+    """The configurations to time, best predicted first; at most two per warp tile. None for few taps: memory bounds them, and the
+    other kernels were faster."""
     if (
         math.prod(problem.source.kernel) <= FEW_TAPS
         or problem.item != 2

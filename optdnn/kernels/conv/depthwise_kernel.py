@@ -1,4 +1,4 @@
-"""Plans of the depthwise convolution (``depthwise.cu``): NHWC, floats or 8 bits, any stride, dilation and padding.
+"""Plans of the depthwise convolution (``depthwise.cu``): NHWC, floats or 8-bit integers, any stride, dilation and padding.
 
 ``out[n, y, x, c] = epilogue(sum over taps of in[n, y*sh - ph + r*dh, x*sw - pw + s*dw, c] * w[r, s, c])``. Optionally also the
 mean over all pixels of each image and channel (the squeeze of squeeze-and-excitation), summed in a fixed order.
@@ -25,22 +25,22 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import Array
 
 MAX_TAPS, MAX_WIDE_TAPS = 128, 32
-"""Taps of a filter; of fp32: loads of more are moved ahead by the compiler until registers spill."""
+"""Most taps of a filter: in general, and of fp32. With more fp32 taps, the compiler hoists loads until registers spill."""
 MOST_PRODUCTS = 49 * 64
-"""Multiplications of a thread, which its code has one by one."""
+"""Most multiplications of a thread. They are fully unrolled."""
 MAX_PIXELS = 1 << 16
-"""Largest image whose 8-bit numbers fp32 adds up exactly."""
+"""Most pixels of an image whose 8-bit values fp32 sums exactly."""
 CLOCK = 1.75e9
 MEMORY = 4.2e12
 L2 = 3.2e12
 TILES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (2, 3), (2, 4), (4, 2), (4, 4), (2, 7))
 """Rows and columns of a thread's results."""
 TALL = ((1, 1), (2, 1), (4, 1), (8, 1))
-"""The same of images of one column: sequences."""
+"""Rows and columns of a thread's results in images of one column, which are sequences."""
 SECTOR = 32
-"""Bytes that L2 moves at least."""
+"""Bytes of an L2 sector, the least that L2 moves."""
 FINISH = 1.2e-6
-"""Seconds of the launch that adds up sums of tiles."""
+"""Seconds of the launch that adds up the sums of tiles."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,18 @@ class Problem(OneSource):
     zero_point: bool = False
     """Whether an 8-bit result has a zero point other than 0."""
     outside: int = 0
-    """What lies in the padding of 8-bit images: their zero point."""
+    """Value of the padding of 8-bit images: their zero point."""
     pitches: tuple[int, int] = (0, 0)
     """Elements from a pixel to the next of the input and of the result; 0: their channels."""
     unit: int = 8
-    """Pixels of input and result begin at multiples of so many elements: 4 or 8."""
+    """4 or 8: pixels of input and result begin at multiples of this many elements."""
     relu: bool = False
-    """Whether the ReLU of an input of floats is filtered."""
+    """Whether a ReLU is applied to the (float) input before the filter."""
     summed: bool = False
-    """Of a squeeze: whether the launch that reads the means adds up the sums of tiles itself."""
+    """Whether the launch that reads a squeeze's means adds up the sums of tiles itself."""
     beside: tuple[render.Stage, ...] | None = None
-    """Stages of a second convolution of the same form, whose result ``epilogue`` reads where it would read a residual; None: there is none."""
+    """Stages of a second convolution of the same form, whose result ``epilogue`` reads in place of a residual; None:
+    there is none."""
     second_pitch: int = 0
     """Elements from a pixel to the next of the second convolution's image; 0: its channels."""
 
@@ -165,7 +166,7 @@ def tiles(problem: Problem, config: Strips) -> tuple[int, int, int]:
 
 
 def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
-    """Why the configuration cannot run the problem, or None. ``shared``: what a block can have (99 KB on sm_86)."""
+    """Why the configuration cannot run the problem, or None. ``shared``: bytes that a block can have (99 KB on sm_86)."""
     s = problem.source
     if config.lanes not in (4, 8) or problem.channels % config.lanes:
         return f"{problem.channels} channels are not a multiple of {config.lanes}"
@@ -212,12 +213,12 @@ def no_kernel(problem: Problem) -> str | None:
     ):
         return f"no kernel turns {problem.dtype} into {problem.out_dtype}"
     if problem.beside is not None and (quantized or problem.relu):
-        return "pairs are of floats as they are"
+        return "pairs of convolutions are for floats without a ReLU before them"
     return None
 
 
 def weight_item(problem: Problem) -> int:
-    """Bytes of a weight: 8-bit ones are held in 16 bits."""
+    """Bytes of a weight; 8-bit weights are held in 16 bits."""
     return max(2, problem.item)
 
 
@@ -229,7 +230,7 @@ def squeeze_mode(problem: Problem, config: Strips) -> int:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: weights of large filters, then the squeeze's sums in the same place."""
+    """Dynamic shared memory of a block: the weights of large filters, and later the squeeze's sums at the same addresses."""
     taps = math.prod(problem.source.kernel)
     weights = problem.filters * taps * config.vectors * config.lanes * weight_item(problem) if taps > 9 else 0
     sums = config.threads * config.lanes * 4 if problem.squeeze else 0
@@ -265,7 +266,7 @@ def generated(problem: Problem, tile: Mapping[str, int]) -> str:
 
 
 def options(problem: Problem, checked: bool = False) -> tuple[str, ...]:
-    """Compiler options. Of 8-bit images, products are summed exactly in whatever way, and nothing else may be contracted."""
+    """Compiler options. Products of 8-bit images are summed exactly with or without contraction; nothing else may be contracted."""
     return template_options(
         problem.dtype, problem.out_dtype, exact=problem.item == 1, fast=problem.item != 4, checked=checked
     )
@@ -291,7 +292,7 @@ def launch(
     Operands: ``input``, ``output``, ``weights`` (packed; of 8-bit images 16-bit ones), ``bias`` (fp32 [channels]; of 8-bit images
     scale and bias, [channels, 2]) and ``residual``. A pair adds ``second``, ``second_weights`` and ``second_bias``. A squeeze adds,
     by :func:`squeeze_mode`, ``sums`` (fp32 [batch, tiles, channels]) or ``means`` ([batch, channels], of the result's type).
-    ``mean`` tells how 8-bit means are made of sums.
+    ``mean``: how 8-bit means are computed from sums.
     """
     s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
     blocks_c, blocks_x, blocks_y = tiles(problem, config)
@@ -343,7 +344,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     outputs, taps = config.tile_h * config.tile_w, math.prod(s.kernel)
     # Instructions of a thread: multiply-adds, conversions of inputs and weights, loads with their bounds, the epilogue.
     lanes = config.lanes
-    convert, finish = {1: (2.2, 15), 2: (1.0, 5), 4: (0.0, 4)}[problem.item]  # bytes become floats, and results bytes
+    convert, finish = {1: (2.2, 15), 2: (1.0, 5), 4: (0.0, 4)}[problem.item]  # 8-bit values are converted both ways
     work = problem.filters * (outputs * taps * lanes + rows * columns * (convert * lanes + 6) + taps * lanes)
     work += outputs * (finish * lanes + 4) + 150
     registers = min(255, problem.filters * (outputs * lanes + taps * lanes) + 2 * columns * lanes // 2 + 40)
@@ -352,17 +353,15 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     waves = blocks / (device.multiprocessors * resident)
     whole = math.ceil(waves) if waves < 4 else waves
     compute = whole * min(resident, max(1.0, blocks / device.multiprocessors)) * config.threads * work / 128 / CLOCK
-    # What a block reads through L2: its tile and the rows and columns around it.
+    # A block reads its tile and the halo around it through L2.
     tile_h, tile_w = config.tile
     patch = (tile_h * s.stride[0] + s.kernel[0] - s.stride[0]) * (tile_w * s.stride[1] + s.kernel[1] - s.stride[1])
     size = config.vectors * lanes * problem.item
     pixels = blocks * (problem.filters * patch + tile_h * tile_w)
     moved = sectors(problem, config) * SECTOR
     l2 = pixels * moved / L2
-    unread = (
-        pixels * (moved - size) / L2
-    )  # of sectors that other blocks read: it keeps each of a thread's loads waiting
-    # Fitted to 150 timings on an H200 (within 22 %): loads wait for one another, so neither memory nor issue slots are full.
+    unread = pixels * (moved - size) / L2  # parts of sectors that only other blocks use delay each of a thread's loads
+    # Fitted to 150 timings on an H200 (within 22 %). Loads wait for one another, so neither memory nor issue slots are full.
     slower = 1.36 if taps > 9 else 2.1
     thread = work * (3.4e-9 if taps > 9 else 2.5e-9)  # a wave takes at least as long as one of its threads
     memory = problem.bytes / 2.96e12
@@ -371,12 +370,12 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 
 def finish_seconds(problem: Problem, mode: int) -> float:
-    """Predicted seconds of the launch that adds up sums of tiles, if there is one."""
+    """Predicted seconds of the launch that adds up the sums of tiles; 0 without one."""
     return FINISH if mode == 1 and not problem.summed else 0.0
 
 
 def sectors(problem: Problem, config: Strips) -> float:
-    """Mean number of L2's sectors in which a pixel's channels of one block lie: pixels begin at multiples of their pitch, slabs
+    """Mean number of L2 sectors that a pixel's channels of one block touch. Pixels begin at multiples of their pitch, slabs
     at multiples of their size."""
     size = config.vectors * config.lanes * problem.item
     offset = math.gcd(SECTOR, size, problem.pitch[0] * problem.item)
@@ -384,7 +383,7 @@ def sectors(problem: Problem, config: Strips) -> float:
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
-    """The configurations to time, best predicted first; at most two of one thread tile."""
+    """The configurations to time, best predicted first; at most two per thread tile."""
     out_h, out_w = problem.out_size
     found: list[tuple[float, Config]] = []
     for lanes in (8, 4) if problem.channels % 8 == 0 and problem.item < 4 else (4,):

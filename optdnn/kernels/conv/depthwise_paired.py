@@ -1,7 +1,8 @@
-"""Two depthwise convolutions of one form in one launch, one multiplied by the other: gates of filtered features (NAFNet, Restormer).
+"""Two depthwise convolutions of the same form in one launch, one multiplied by the other: gates of filtered features
+(NAFNet, Restormer).
 
-``f(conv(x)) * g(conv'(y))``: x and y are halves of the channels of one image, or two images. The launch is emitted at the convolution
-that multiplies; the other's result is not stored.
+``f(conv(x)) * g(conv'(y))``: x and y are halves of the channels of one image, or two images. The launch is emitted at
+the convolution that multiplies. The result of the other one is not stored.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from optdnn.kernels.tactic import Region
 from optdnn.ops.fused import plain_stages
 
 _SECOND = {"input": "second", "weights": "second_weights", "bias": "second_bias"}
-"""An operand of a depthwise convolution -> that of the other one in the launch."""
+"""Operand name of the first convolution -> operand name of the second one in the launch."""
 
 
 def multiplier(graph: Graph, op: Op) -> Op | None:
-    """The other depthwise convolution, of the same geometry, by which ``op`` alone is multiplied."""
+    """The other depthwise convolution, of the same geometry, by which ``op`` is multiplied and that only ``op`` reads; or None."""
     for value in op.inputs[op.definition.arity or 0 :]:
         other = None if value is None else graph.op(value)
         if other is None or other.kind != "Conv" or graph.sole_user(other.value) != op:
@@ -43,7 +44,7 @@ def _form(graph: Graph, op: Op) -> tuple[Any, ...]:
 
 
 class PairedDepthwise(TiledDepthwise):
-    """A depthwise convolution of floats that is multiplied by another one, with the means of the result."""
+    """A depthwise convolution of floats that is multiplied by another one, optionally with the means of the result."""
 
     name = "depthwise_paired"
 
@@ -70,7 +71,7 @@ class PairedDepthwise(TiledDepthwise):
         return other
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """What takes the means of the result, and the convolution that multiplies it."""
+        """The operators that take the means of the result, and the convolution by which it is multiplied."""
         other = multiplier(graph, op)
         return [*super().neighbours(graph, op), *([] if other is None else [other])]
 
@@ -82,7 +83,7 @@ class PairedDepthwise(TiledDepthwise):
         return replace(op, src=op.src | self._other(b, op).src)
 
     def problem(self, b: Builder, op: Op) -> depthwise.Problem:
-        if (other := multiplier(b.graph, op)) is None:  # as the base asks about each of the two by itself
+        if (other := multiplier(b.graph, op)) is None:  # the base class asks about each of the two by itself
             return super().problem(b, op)
         own, second = super().problem(b, op), image_of(b.source(other.inputs[0]))
         unit = min(own.unit, unit_of(second))

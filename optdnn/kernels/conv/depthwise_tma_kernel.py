@@ -1,6 +1,6 @@
-"""Plans of the depthwise convolution that TMA feeds (``depthwise_sm90.cu``): for large batches on Hopper.
+"""Plans of the depthwise convolution with TMA loads (``depthwise_sm90.cu``): for large batches on Hopper.
 
-Problems and operands are those of :mod:`optdnn.kernels.conv.depthwise_kernel`.
+Problems and operands are as of :mod:`optdnn.kernels.conv.depthwise_kernel`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Config(Strips):
 
     @property
     def threads(self) -> int:
-        """The convolving warps and the loading one."""
+        """Threads of a block: the convolving warps and the loading warp."""
         return -(-self.vectors * self.strips_x * self.strips_y // 32) * 32 + 32
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ def refuse(
     """Why the configuration cannot run the problem, or None."""
     s = problem.source
     if capability < (9, 0):
-        return f"TMA feeds it, which GPUs of capability {capability[0]}.{capability[1]} have not"
+        return f"it loads by TMA, which GPUs of capability {capability[0]}.{capability[1]} do not have"
     if problem.channels % 8 or config.lanes not in (4, 8):
         return f"{problem.channels} channels are not a multiple of 8"
     if config.lanes * problem.item > 16:
@@ -81,7 +81,7 @@ def refuse(
         or problem.channels * problem.item % 16
         or config.vectors * config.lanes > 256
     ):
-        return f"{config.vectors * config.lanes} channels are no TMA box"
+        return f"a TMA box cannot have {config.vectors * config.lanes} channels"
     if math.prod(s.kernel) > depthwise.MAX_TAPS or min(problem.out_size) < 1:
         return "too many taps, or an empty output"
     sums = config.tile_h * config.tile_w * config.lanes
@@ -105,14 +105,14 @@ def refuse(
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """About what a thread needs: accumulators, weights of small filters, a row of input vectors, addresses and constants, the
-    squeeze's sums. Fitted to what ptxas spills."""
+    """Estimated registers of a thread: accumulators, weights of small filters, a row of input vectors, addresses, constants and the
+    squeeze's sums. Fitted to the spills that ptxas reports."""
     s, taps = problem.source, math.prod(problem.source.kernel)
     columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
     sums = config.tile_h * config.tile_w * config.lanes
-    # A row that meets many output rows needs the weights of several taps at once.
+    # An input row that contributes to many output rows needs the weights of several taps at once.
     more = 12 * max(0, config.tile_h - 2) if taps > 9 else 0
-    if problem.item == 1:  # bytes as floats; scales with the biases
+    if problem.item == 1:  # 8-bit values as floats; scales besides the biases
         weights = taps * config.lanes // 2 if taps <= 9 else 8
         found = sums + weights + 30 + (columns + 1) * config.lanes + more
         return math.ceil(found * (0.9 if config.lanes == 4 else 1.0))
@@ -183,12 +183,12 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     rows = (config.tile_h - 1) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1
     columns = (config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1
     # Instructions of a thread and tile: multiply-adds, conversions, shared loads, the epilogue with its store.
-    # Bytes take two instructions to become floats; results, three times as many.
+    # An 8-bit value takes two instructions to become a float, and a result three times as many.
     convert, finish = {1: (2.2 * lanes + 1, 15), 2: (1.3 * (lanes + 1), 6), 4: (1.3, 5)}[problem.item]
     work = outputs * taps * lanes + rows * columns * convert + config.tile_h * taps * (lanes + 1)
     work += outputs * (finish * lanes + 6) + 60
     per_block = -(-count // max(1, blocks // slabs))
-    warps = (config.threads // 32 - 1) * resident(problem, config)  # few of them leave issue slots empty
+    warps = (config.threads // 32 - 1) * resident(problem, config)  # few warps leave issue slots empty
     tile = config.threads * work / 128 / min(0.8, 0.35 + 0.03 * warps)
     compute = (per_block * tile * resident(problem, config) + 1500) / CLOCK
     box = math.prod(patch(problem, config)) * config.vectors * lanes * problem.item
@@ -199,7 +199,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
-    """The configurations to time, best predicted first; at most two of one thread tile."""
+    """The configurations to time, best predicted first; at most two per thread tile."""
     if problem.channels % 8 or problem.unit < 8 or device.capability < (9, 0):
         return []
     out_h, out_w = problem.out_size

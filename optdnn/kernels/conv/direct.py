@@ -1,4 +1,4 @@
-"""Convolutions that tensor cores do not run: depthwise ones, vectorized over channels, and any other, one output a thread."""
+"""Convolutions without tensor cores: depthwise ones, vectorized over channels, and any others, with one output per thread."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from optdnn.types import is_float
 
 ARITY = 3
 TAP_INSTRUCTIONS, ISSUED, CLOCK = 47, 128, 1.75e9
-"""Instructions of a thread for a tap in a loop (12 heads of 512 tokens and 64 features, 65 taps: 41 us on an H200), and how many threads'
-instructions a multiprocessor issues in a cycle."""
+"""TAP_INSTRUCTIONS: instructions of a thread per tap in a loop (12 heads of 512 tokens and 64 features, 65 taps: 41 us
+on an H200); ISSUED: thread instructions that a multiprocessor issues per cycle; CLOCK: Hz."""
 
 
 def _stages(op: Op) -> list[Stage]:
-    """The epilogue on slots: 0 the result, 1 the bias, 2 and on what stages read (the op's slot less one)."""
+    """The epilogue on slots: 0 is the result, 1 the bias, and 2 and higher the stages' operands (the op's slot minus one)."""
     first = [Stage("Add", (-1, 1))] if op.input(2) is not None else []
     shift = len(first)
     moved = [
@@ -47,7 +47,7 @@ def _stages(op: Op) -> list[Stage]:
 
 
 def _operands(b: Builder, op: Op, out: TensorView) -> list[TensorView | None]:
-    """Operands by the slots of :func:`_stages`; the bias broadcasts along the channels."""
+    """Operands by the slots of :func:`_stages`, with the bias broadcast along the channels."""
     found: list[TensorView | None] = [None, None]
     bias = op.input(2)
     if bias is not None:
@@ -58,14 +58,14 @@ def _operands(b: Builder, op: Op, out: TensorView) -> list[TensorView | None]:
 
 
 def _meaning(b: Builder, op: Op, x: TensorView, weight: TensorView) -> list[TensorView | None]:
-    """The operands of the reference kernel: input, weights, bias, what stages read."""
+    """The operands of the reference kernel: input, weights, bias, and those of the stages."""
     rest = [None if v is None else b.operand(v) for v in op.inputs[2:]]
     return [x, weight, *rest] if rest else [x, weight, None]
 
 
 @dataclass(frozen=True)
 class Meant:
-    """The kind and attributes of a launch's meaning, and the edges of what it reads that are repeated (:data:`.window.Edges`)."""
+    """The kind and attributes of a launch's meaning, and the repeated edges of its input (:data:`.window.Edges`)."""
 
     kind: str
     attrs: dict[str, Any]
@@ -78,11 +78,11 @@ class Depthwise(Tactic):
     name = "depthwise"
 
     def source(self, b: Builder, op: Op) -> TensorView:
-        """What it reads."""
+        """The input of the launch."""
         return entering(b, op)
 
     def meant(self, b: Builder, op: Op, kind: str, attrs: dict[str, Any]) -> Meant:
-        """What the launch means, where it computes the operator of this kind and attributes on what it reads."""
+        """The meaning of a launch that computes an operator of this kind and attributes on its input."""
         return Meant(kind, attrs)
 
     def refuse(self, b: Builder, op: Op) -> str | None:
@@ -92,11 +92,11 @@ class Depthwise(Tactic):
         if weight.ndim > 5:
             return f"it has {weight.ndim - 2} spatial axes"
         if weight.shape[1] != 1 or op.attrs.group != weight.shape[0]:
-            return f"it has {weight.shape[1]} channels a group and {weight.shape[0] / max(op.attrs.group, 1):g} filters a channel"
+            return f"it has {weight.shape[1]} channels per group and {weight.shape[0] / max(op.attrs.group, 1):g} filters per channel"
         return None
 
     def variant(self, b: Builder, op: Op) -> str:
-        """The channels that a thread takes."""
+        """The channels per thread, as ``x4``."""
         return f"x{self._width(self.source(b, op), b.result(op.value))}"
 
     @staticmethod
@@ -104,7 +104,8 @@ class Depthwise(Tactic):
         return math.gcd(channel_vector_width([x, out]), x.shape[1])
 
     def seconds(self, b: Builder, op: Op) -> float | None:
-        """Of many taps, which a loop goes through: the instructions of all threads. Fewer taps: its work sets it."""
+        """Predicted seconds with many taps, which run in a loop, from the instructions of all threads. None with fewer
+        taps: the default prediction holds."""
         taps, out = math.prod(b.weights(op).shape[2:]), b.result(op.value)
         if taps <= MOST_APART:
             return None
@@ -159,12 +160,12 @@ def _tap_strides(kernel: tuple[int, ...], channels: int) -> tuple[int, ...]:
 
 
 RUN = 32
-"""Products that are added up by themselves before they are added to the rest: rounding errors grow with the longest chain of
-additions, and a layer has thousands of products (Higham, "The accuracy of floating point summation", 1993)."""
+"""Products of a partial sum. Rounding errors grow with the longest chain of additions, and a layer has thousands of
+products, so partial sums are added up separately (Higham, "The accuracy of floating point summation", 1993)."""
 
 
 def _summed(type: str, count: int, product: str) -> str:
-    """C++ that adds ``product`` over i in 0 .. ``count`` to ``acc``, in runs."""
+    """C++ that adds ``product`` for i in 0 .. ``count`` to ``acc``, in partial sums of :data:`RUN` products."""
     if count <= RUN:
         return f"{type} part = 0; for (int i = 0; i < {count}; i++) part += {product}; acc += part;"
     end = f"min(i0 + {RUN}, {count})" if count % RUN else f"i0 + {RUN}"
@@ -175,7 +176,7 @@ def _summed(type: str, count: int, product: str) -> str:
 
 
 class DirectConv(Tactic):
-    """Any convolution of up to three spatial axes, grouped or not, one output element a thread."""
+    """Any convolution of up to three spatial axes, grouped or not, with one output element per thread."""
 
     name = "conv_direct"
 
@@ -209,16 +210,16 @@ class DirectConv(Tactic):
 
 
 class DirectConvTranspose(Tactic):
-    """Any transposed convolution of up to three spatial axes, one output element a thread."""
+    """Any transposed convolution of up to three spatial axes, with one output element per thread."""
 
     name = "conv_transpose_direct"
 
     def source(self, b: Builder, op: Op) -> TensorView:
-        """What it reads."""
+        """The input of the launch."""
         return entering(b, op)
 
     def meant(self, b: Builder, op: Op, kind: str, attrs: dict[str, Any]) -> Meant:
-        """As of :meth:`Depthwise.meant`."""
+        """The meaning of the launch, as of :meth:`Depthwise.meant`."""
         return Meant(kind, attrs)
 
     def refuse(self, b: Builder, op: Op) -> str | None:
@@ -231,7 +232,7 @@ class DirectConvTranspose(Tactic):
         kernel = weight.shape[2:]
         pads, extra = list(a.pads), list(a.output_padding)
         if a.auto_pad != "NOTSET":
-            # SAME: the output is the input times the stride; the excess is cut off on both sides.
+            # SAME: the output's size is the input's times the stride, and the excess is cut off on both sides.
             for i, (k, s, d) in enumerate(zip(kernel, a.strides, a.dilations, strict=True)):
                 total = (x.shape[2 + i] - 1) * s + (k - 1) * d + 1 + extra[i] - out.shape[2 + i]
                 pads[i], pads[i + len(kernel)] = transpose_pads(max(total, 0), a.auto_pad)

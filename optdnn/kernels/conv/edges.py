@@ -1,6 +1,6 @@
-"""Depthwise and transposed convolutions that repeat the edges of what they read, in place of a launch that pads it.
+"""Depthwise and transposed convolutions that repeat the edges of their input themselves, without a launch that pads it.
 
-The filters of anti-aliased activations do so (BigVGAN: Lee et al., 2023; Karras et al., 2021).
+The filters of anti-aliased activations need such padding (BigVGAN: Lee et al., 2023; Karras et al., 2021).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from optdnn.types import normalize_axis
 
 
 def padded_edges(graph: Graph, op: Op) -> tuple[Op, tuple[int, ...]] | str:
-    """The Pad before a convolution that repeats the edges of its spatial axes, and how often (begins, then ends); or why there is none."""
+    """The Pad before a convolution that repeats the edges of its spatial axes, and the number of repetitions (begins,
+    then ends); or why there is none."""
     pad = None if op.inputs[0] is None else graph.op(op.inputs[0])
     if pad is None or pad.kind != "Pad" or pad.attrs.mode != "edge" or op.attrs.prologue:
-        return "no edges are repeated before it"
+        return "no Pad before it repeats edges"
     user, shape = graph.sole_user(pad.value), graph.type(pad.inputs[0]).static_shape  # type: ignore[arg-type]
     if user is None or user.id != op.id:
         return "the padded tensor has other readers"
@@ -38,7 +39,7 @@ def padded_edges(graph: Graph, op: Op) -> tuple[Op, tuple[int, ...]] | str:
 
 
 class EdgePadded(Tactic):
-    """What the tactics share: the region of a Pad and a convolution."""
+    """A tactic whose region is a Pad and a convolution."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         found = padded_edges(b.graph, op)
@@ -54,7 +55,7 @@ class EdgePadded(Tactic):
         return Region(op, before=tuple(self.neighbours(b.graph, op)))
 
     def source(self, b: Builder, op: Op) -> TensorView:
-        """What the Pad reads."""
+        """The input of the Pad."""
         pad, _ = self._found(b, op)
         return b.source(pad.inputs[0])
 

@@ -1,7 +1,7 @@
 """A 1x1 convolution and the depthwise one that is its only reader, in one launch: the expanded image is never stored.
 
-The launch is emitted at the depthwise convolution, and may make the means of its result. Whether two launches are faster is predicted by
-the cost model (:meth:`Expanded.defer`) or measured by the autotuner.
+The launch is emitted at the depthwise convolution, and may also compute the means of its result. The cost model
+(:meth:`Expanded.defer`) predicts, or the autotuner measures, whether two launches are faster.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ from optdnn.kernels.tactic import MANY, Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 GAIN = 1.0
-"""One launch has to promise at most this fraction of what others take."""
+"""One launch must be predicted to take at most this fraction of the time of other launches."""
 LEAST = 15e-6
-"""Where the others are predicted to take less, only tuning tries one launch: EfficientNet-B0 at batch 1 took 179.9 us with some configurations,
-195.9 with those that the cost model prefers now, and 186.2 without."""
+"""Predicted seconds of the other launches below which only tuning tries one launch. EfficientNet-B0 at batch 1 took
+179.9 us with some configurations, 195.9 us with those that the cost model prefers now, and 186.2 us without this
+kernel."""
 LONG, LONGER = 60e-6, 1.2
-"""Where the others are predicted to take at least so many seconds, they took so many times as long at least, in EfficientNet-B0 and MobileNetV2
-at batch 128 on an H200 (112x112x16 -> 96, stride 2: 265 us, not 199; 56x56x24 -> 144: 159, not 119)."""
+"""Other launches that are predicted to take at least LONG seconds took at least LONGER times as long, in
+EfficientNet-B0 and MobileNetV2 at batch 128 on an H200 (112x112x16 -> 96, stride 2: 265 us, not 199; 56x56x24 -> 144:
+159, not 119)."""
 
 
 @lru_cache(maxsize=1024)
 def _offers(problem: expanded.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The kernel's configurations, the best predicted first. All of them sum a result in the same order, but not the means."""
+    """The kernel's configurations, the best predicted first. All of them sum results in the same order, but not the means."""
     found = [(expanded.estimate(problem, c, gpu), c) for c in expanded.candidates(problem, gpu)]
     if not problem.filtered.squeeze:
         return tuple(Offer(c, seconds) for seconds, c in found)
@@ -54,7 +56,7 @@ def _offers(problem: expanded.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
 @lru_cache(maxsize=1024)
 def _apart(problem: expanded.Problem, gpu: GpuFacts) -> tuple[float, float]:
-    """Predicted seconds of each of two launches."""
+    """Predicted seconds of the two separate launches."""
     f = problem.filtered
     image = Source(f.source.height, f.source.width, problem.depth)
     product = conv_problem.Problem(f.batch, f.channels, (image,), problem.between, f.dtype)
@@ -64,7 +66,7 @@ def _apart(problem: expanded.Problem, gpu: GpuFacts) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class _Pair:
-    """The two convolutions as the kernel has them."""
+    """The two convolutions, their epilogues and the kernel's problem."""
 
     first: Op
     between: Epilogue
@@ -87,7 +89,7 @@ class Expanded(ConvPair, MakesMeans):
             return why
         if not _offers(pair.problem, b.gpu):
             return "no tile of the kernel fits it"
-        if b.row_invariant:  # the same for all batches: the best for many
+        if b.row_invariant:  # one decision for all batch sizes, at a large one
             return self._slower(b, op, expanded.with_batch(pair.problem, MANY))
         return None
 
@@ -96,22 +98,22 @@ class Expanded(ConvPair, MakesMeans):
         return None if b.row_invariant else self._slower(b, op, self._pair(b, op).problem)
 
     def _slower(self, b: Builder, op: Op, problem: expanded.Problem) -> str | None:
-        """Why other launches are better, as far as the cost models know, or None: a launch for each convolution, or one for the depthwise
-        and a 1x1 convolution after it."""
+        """Why the cost models predict other launches to be better, or None. The others are a launch for each
+        convolution, or one launch for the depthwise convolution and a 1x1 convolution after it."""
         invariant = b.row_invariant
         one = min(
             (o.seconds or 0.0 for o in _offers(problem, b.gpu) if o.row_invariant or not invariant), default=np.inf
         )
         others = sum(_apart(problem, b.gpu)) - separable.saved(b, op)
         if others < LEAST:
-            return f"others take {others * 1e6:.2f} us, as predicted: only tuning tries one launch for so little"
+            return f"other launches are predicted to take only {others * 1e6:.2f} us: only tuning tries one launch"
         others *= LONGER if others >= LONG else 1.0
         if one <= GAIN * others:
             return None
         return f"other launches are predicted to be as fast ({others * 1e6:.2f} us; one: {one * 1e6:.2f} us)"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The 1x1 convolution before it, and what takes the means of its result."""
+        """The 1x1 convolution before it, and the pools that take the means of its result."""
         pools = [user for user in graph.users(op.value) if user.kind == "GlobalAveragePool"]
         return [*near, *pools] if (near := super().neighbours(graph, op)) else []
 
@@ -159,7 +161,7 @@ class Expanded(ConvPair, MakesMeans):
 
     @staticmethod
     def _operands(b: Builder, op: Op, pair: _Pair, x: TensorView) -> tuple[dict[str, TensorView], list[TensorView]]:
-        """The constants by the kernel's names; and weights, their bias, filters, their bias as the two convolutions read them."""
+        """The constants by operand name, and weights, their bias, filters and their bias as the two convolutions read them."""
         weight, filters, name = b.weights(pair.first), b.weights(op), op.outputs[0].name
         channels, taps_w = len(weight), filters.shape[3]
         shift, bias = pair.between.added_to(bias_of(b, pair.first)), pair.epilogue.added_to(bias_of(b, op))

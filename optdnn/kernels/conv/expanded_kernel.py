@@ -1,8 +1,8 @@
 """Plans of a 1x1 convolution and the depthwise one after it in one launch (``expanded_sm90.cu``). NHWC, 16-bit.
 
 ``out[n, y, x, c] = epilogue(sum over taps of round(between(sum over k of in[n, y*sh - ph + r*dh, x*sw - pw + s*dw, k] * e[c, k])) *
-f[c, r, s])``, zeros for what lies outside of the image (the first half of Sandler et al., "MobileNetV2", 2018). Optionally also the means
-of the result, as :mod:`optdnn.kernels.conv.depthwise_kernel` makes them.
+f[c, r, s])``, with zeros outside of the image (the first half of Sandler et al., "MobileNetV2", 2018). Optionally also
+the means of the result, as in :mod:`optdnn.kernels.conv.depthwise_kernel`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import Array
 
 MOST_DEPTH = 320
-"""The most channels of an image: a pixel's lie in shared memory together."""
+"""Most channels of an image: shared memory holds all channels of a pixel."""
 _HEAD_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``filtered``: the depthwise convolution, of as many channels as the result; its input is ``between`` (the bias first) of the
-    product of an image's pixels, of ``depth`` channels each, ``pitch`` elements apart (0: ``depth``)."""
+    """``filtered``: the depthwise convolution, with the channels of the result. Its input is the product of an image's
+    pixels, which have ``depth`` channels and are ``pitch`` elements apart (0: ``depth``), followed by the stages
+    ``between`` (the bias first)."""
 
     filtered: depthwise.Problem
     depth: int
@@ -58,9 +59,9 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``strips`` (one below the other) of 16 output pixels, ``strip_w`` wide, ``grid_x`` x ``grid_y`` of them in a tile; ``channels`` of a
-    block, ``warps`` warps share each 16 of them; ``stages`` patches of the image; ``blocks`` per multiprocessor that registers must
-    allow."""
+    """A warp takes ``strips`` strips, one below the other, of 16 output pixels, ``strip_w`` wide. A tile has ``grid_x``
+    x ``grid_y`` of these. A block has ``channels`` channels; ``warps`` warps share each 16 of them. ``stages``: patches
+    of the image in the ring; ``blocks``: blocks per multiprocessor that registers must allow."""
 
     strips: int
     strip_w: int
@@ -93,7 +94,7 @@ def tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
 
 
 def squeeze_mode(problem: Problem, config: Config) -> int:
-    """As of :func:`optdnn.kernels.conv.depthwise_kernel.squeeze_mode`."""
+    """The mode of the squeeze, as of :func:`optdnn.kernels.conv.depthwise_kernel.squeeze_mode`."""
     if not problem.filtered.squeeze:
         return 0
     return 2 if tiles(problem, config)[1:] == (1, 1) else 1
@@ -110,13 +111,13 @@ def patch(problem: Problem, config: Config) -> tuple[int, int]:
 
 
 def swizzle(problem: Problem) -> int:
-    """Bytes of a pixel's channels that TMA keeps together and permutes; 0: all of them, as they lie. Rows of an odd number of 16 bytes
-    have no bank conflicts, and of twice an odd number few."""
+    """Bytes of the swizzle of a pixel's channels; 0: none. Rows of an odd number of 16-byte chunks have no bank conflicts without
+    it, and rows of twice an odd number have few."""
     return 0 if problem.depth % 32 else 64 if problem.depth % 64 else 128
 
 
 def _bands(problem: Problem, config: Config) -> int:
-    """Bands of 16 pixels of a patch."""
+    """Bands of 16 pixels in a patch."""
     return -(-math.prod(patch(problem, config)) // 16)
 
 
@@ -126,14 +127,14 @@ def _steps(problem: Problem) -> int:
 
 
 def stage_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory of a patch of the image."""
+    """Bytes of shared memory of a patch of the image."""
     row = swizzle(problem) or problem.depth * 2
     return problem.depth * 2 // row * (-(-_bands(problem, config) * 16 * row // 1024) * 1024)
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: barriers, the ring, the matrix, the expanded patch and its masks, results on their way,
-    the squeeze's sums."""
+    """Dynamic shared memory of a block: barriers, the ring, the matrix, the expanded patch and its masks, results
+    before their store, and the squeeze's sums."""
     matrix, pitch = config.channels * (_steps(problem) * 2 | 1) * 16, (config.channels // 8 | 1) * 16
     own = _bands(problem, config) * 16 * (pitch + 4) + config.threads // 32 * 768
     sums = config.warps * config.channels * 4 if problem.filtered.squeeze else 0
@@ -147,7 +148,7 @@ def no_kernel(problem: Problem) -> str | None:
         return f"it is for 16-bit floats, not {f.dtype}"
     for stages in (problem.between, f.epilogue):
         if stages[:1] != (("bias",),) or render.uses_residual(stages):
-            return "a bias comes first, and nothing is added"
+            return "its stages do not begin with a bias, or add a residual"
     if f.relu:
         return "a ReLU stands before the depthwise convolution"
     if math.prod(s.kernel) > MAX_TAPS:
@@ -155,7 +156,7 @@ def no_kernel(problem: Problem) -> str | None:
     if max(s.dilation) > 1 and max(s.stride) > 1:
         return "its filter has both a stride and a dilation"
     if problem.depth % 8 or not 8 <= problem.depth <= MOST_DEPTH:
-        return f"its image has {problem.depth} channels: not eights, or more than {MOST_DEPTH}"
+        return f"its image has {problem.depth} channels: not a multiple of 8, or more than {MOST_DEPTH}"
     if problem.channels % 8 or f.unit < 8 or min(f.out_size) < 1:
         return "its result is empty, or its number of channels is not a multiple of 8"
     return None
@@ -182,12 +183,12 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
 
 
 def register_limit(threads: int, blocks: int) -> int:
-    """Registers a thread may have: a multiprocessor's four schedulers divide the warps of its blocks."""
+    """Most registers per thread: a multiprocessor's four schedulers divide the warps of its blocks."""
     return min(255, 512 // -(-(threads // 32) * blocks // 4) // 8 * 8)
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """About what a thread needs: filters and biases throughout, then what multiplies or filters."""
+    """Estimated registers of a thread: filters and biases throughout, plus the larger of those of products and of filtering."""
     s = problem.filtered.source
     pairs, single = divmod(s.kernel[1], 2)
     words = -(-math.prod(s.kernel) // 2)
@@ -248,20 +249,18 @@ def resident(problem: Problem, config: Config) -> int:
     return max(1, min(config.blocks, 233472 // (shared_bytes(problem, config) + 1024)))
 
 
-LAUNCH = 2.4e-6  # s: until the first patch is there, and from the last result on
-TILE = 750.0  # cycles of a tile in which a block waits
-HALO = 2.2  # cycles for each part of a pixel that TMA brings
-RESULT = 1100.0  # from asking for a patch to its first byte
-SPECIAL = 8.0  # cycles of a scheduler for an instruction of the special function units,
-TWO_TAPS, ONE_TAP = 6.5, 3.5  # and for a product of two taps, or of one
+LAUNCH = 2.4e-6  # s until the first patch arrives, plus those from the last result on
+TILE = 750.0  # cycles per tile in which a block waits
+HALO = 2.2  # cycles for each part of a pixel that TMA loads
+RESULT = 1100.0  # cycles from requesting a patch to its first byte
+SPECIAL = 8.0  # cycles of a scheduler for an instruction of the special function units
+TWO_TAPS, ONE_TAP = 6.5, 3.5  # cycles of a scheduler for a product of two taps, or of one
 MATRICES = 4.0  # cycles of shared memory for four matrices of 8 x 8
-# What of their cycles instructions, special function units, tensor cores and shared memory add to a tile's: they overlap little. Fitted to
-# 143 timings on an H200 (within 9 % on average).
+# Fractions of the cycles of instruction issue, special function units, tensor cores and shared memory that add to a
+# tile's cycles: these overlap little. Fitted to 143 timings on an H200 (within 9 % on average).
 ISSUED, SPECIALS, TENSORS, SHARED = 0.92, 0.28, 0.32, 0.78
-FEW_WARPS, LONELY = (
-    12,
-    0.03,
-)  # with fewer warps on a multiprocessor a tile takes so much longer for each that is missing
+# With fewer warps on a multiprocessor, a tile takes longer by LONELY for each missing warp.
+FEW_WARPS, LONELY = 12, 0.03
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
@@ -289,7 +288,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 
 def _band(problem: Problem) -> tuple[float, float, float, float]:
-    """A warp's 16 pixels x 16 channels of the product: issue slots, and cycles of special function units, tensor cores and shared memory."""
+    """Costs of a warp's 16 pixels x 16 channels of the product: issue slots, and cycles of special function units,
+    tensor cores and shared memory."""
     own, slow = _activation(problem.between)
     steps = _steps(problem)
     loads = steps if steps <= 4 else 2 * steps
@@ -297,7 +297,7 @@ def _band(problem: Problem) -> tuple[float, float, float, float]:
 
 
 def _place(problem: Problem, config: Config) -> tuple[float, float, float, float]:
-    """The same for a place of strips x 16 channels of the depthwise convolution."""
+    """The same costs for a warp's strips x 16 channels of the depthwise convolution."""
     f, s, strip_h = problem.filtered, problem.filtered.source, 16 // config.strip_w
     own, slow = _activation(f.epilogue)
     pairs, single = divmod(s.kernel[1], 2)
@@ -311,7 +311,8 @@ def _place(problem: Problem, config: Config) -> tuple[float, float, float, float
 
 
 def _ways(problem: Problem, config: Config) -> int:
-    """How often a bank is met where eight pixels of a strip, rows of a matrix, lie in two rows of the patch: 16 bytes are one of eight."""
+    """Bank conflicts, as a factor, of a matrix whose rows are eight pixels of a strip in two rows of the patch. 16
+    bytes are one of eight bank groups."""
     if config.strip_w > 4:
         return 1
     _, wide = patch(problem, config)
@@ -320,14 +321,14 @@ def _ways(problem: Problem, config: Config) -> int:
 
 
 def _activation(stages: tuple[render.Stage, ...]) -> tuple[float, float]:
-    """Instructions of the stages after the bias for one element, with its rounding; how many the special function units take."""
+    """Instructions per element: those of the stages after the bias, with the rounding, and those on the special function units."""
     slow = [str(name) for name, *_ in stages[1:] if name in render.INEXACT]
-    shared = stages[-1] == ("silu",)  # two elements have one reciprocal
+    shared = stages[-1] == ("silu",)  # two elements share a reciprocal
     return 0.5 + len(stages) - 1 - len(slow) + 6.5 * len(slow), 2.0 * len(slow) - 0.5 * shared
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
-    """The configurations to time, best predicted first; at most two of one tile."""
+    """The configurations to time, best predicted first; at most two per tile."""
     if no_kernel(problem) is not None or device.capability[0] != 9:
         return []
     found = [(estimate(problem, c, device), c) for c in _configs(problem, device)]
@@ -349,7 +350,8 @@ def _configs(problem: Problem, device: GpuFacts) -> Iterator[Config]:
 
 
 def _resident(problem: Problem, config: Config, device: GpuFacts) -> Iterator[Config]:
-    """With two stages and as many blocks on a multiprocessor as fit; with one, where more fit then."""
+    """The configuration with two stages and as many blocks per multiprocessor as fit, and the one with one stage if
+    more blocks fit then."""
     most, needed = 0, registers(problem, config)
     if needed > register_limit(config.threads, 1):
         return
@@ -363,5 +365,5 @@ def _resident(problem: Problem, config: Config, device: GpuFacts) -> Iterator[Co
 
 
 def with_batch(problem: Problem, batch: int) -> Problem:
-    """The same for another number of images."""
+    """The problem with another number of images."""
     return replace(problem, filtered=replace(problem.filtered, batch=batch))

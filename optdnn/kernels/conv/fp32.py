@@ -31,31 +31,33 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import FP32
 
 FEW_FILTERS = 8
-"""Filters of a group below which most of a tile would be computed for nothing."""
+"""Least filters of a group. With fewer, most of a tile would be padding."""
 
 
 @lru_cache(maxsize=1024)
 def _offers(problem: fp32.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """A result is summed in the order of K by every tile; where blocks share K, in as many parts."""
+    """The configurations, the best predicted first. Every tile sums a result in the order of K; blocks that share K sum
+    parts of it."""
     found = fp32.candidates(problem, gpu)
     return tuple(Offer(c, fp32.estimate(problem, c, gpu), c.split == 1) for c in found)
 
 
 def _offered(problem: fp32.Problem, config: fp32.Config, gpu: GpuFacts) -> Offer:
-    """A configuration that was chosen before; the others are not ranked. Raises InternalError where it cannot run this."""
+    """The offer of a configuration that was chosen before, without ranking the others. Raises InternalError if it cannot run the
+    problem."""
     if (why := fp32.refuse(problem, config, gpu.arch)) is not None:
         raise InternalError(f"the chosen configuration {config} cannot run it: {why}")
     return Offer(config, fp32.estimate(problem, config, gpu), config.split == 1)
 
 
 def _strides(x: TensorView) -> fp32.Strides:
-    """Strides of a feature map NCHW; those of axes of size 1 do not matter."""
+    """Strides of a feature map NCHW; 0 for axes of size 1."""
     n, _, h, w = (s if size > 1 else 0 for size, s in zip(x.shape, x.strides, strict=True))
     return fp32.Strides(n, h, w)
 
 
 def storable(x: TensorView) -> bool:
-    """Whether the kernel can write the NCHW tensor, or add it: its channels are neighbours."""
+    """Whether the kernel can write the NCHW tensor, or read it as a residual: its channels are contiguous."""
     return x.shape[1] == 1 or x.strides[1] == 1
 
 
@@ -73,7 +75,7 @@ def problem_of(c: Convolution) -> fp32.Problem:
 
 
 class TiledKernel(ConvolutionKernel):
-    """Convolutions in true fp32, on images of any strides (``out`` and ``residual``: with neighbouring channels)."""
+    """Convolutions in true fp32 on images of any strides (``out`` and ``residual``: with contiguous channels)."""
 
     def problem_of(self, b: Builder, op: Op, c: Convolution) -> fp32.Problem:
         return problem_of(c)
@@ -82,7 +84,7 @@ class TiledKernel(ConvolutionKernel):
         return _offers(problem, gpu)
 
     def named(self, b: Builder, op: Op, name: str) -> Offer | None:
-        """The name determines the configuration: the others are not ranked."""
+        """The offer of the configuration ``name``, without ranking the others."""
         config = fp32.Config.read(name)
         return None if config is None else _offered(self.problem(b, op), config, b.gpu)
 
@@ -94,7 +96,7 @@ class TiledKernel(ConvolutionKernel):
 
 
 def emit_fp32(b: Builder, op: Op, c: Convolution, problem: fp32.Problem, config: fp32.Config) -> None:
-    """The launch of a convolution."""
+    """Add the launch of a convolution."""
     x, weight, out = c.feed.x, c.feed.weight, c.out
     channels, name = problem.channels, op.outputs[0].name
     packed = b.kept.once(
@@ -116,7 +118,7 @@ def emit_fp32(b: Builder, op: Op, c: Convolution, problem: fp32.Problem, config:
 
 
 def refusal(b: Builder, op: Op) -> str | None:
-    """Why the kernel is not for this architecture, or this element type."""
+    """Why the kernel does not support the architecture or the element type, or None."""
     if (why := no_kernels(b.arch)) is not None:
         return why
     if (dtype := summed_dtype(b.graph, op)) != FP32:
@@ -125,7 +127,7 @@ def refusal(b: Builder, op: Op) -> str | None:
 
 
 def too_large(b: Builder, op: Op) -> str | None:
-    """Why the kernel's 32-bit offsets do not reach all of the operand or the result, or None."""
+    """Why 32-bit offsets do not cover the operand or the result, or None."""
     places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
     spans = [sum((n - 1) * abs(s) for n, s in zip(p.shape, p.strides, strict=True)) for p in places]
     *rows, last = op.outputs[0].type.static_shape
@@ -169,7 +171,8 @@ class TiledConv(TiledKernel):
 
 
 def _plain_source(b: Builder, op: Op) -> Value | None:
-    """A network's few-channel image as it is given, before it is put into channels-last order: the kernel reads it as well so."""
+    """The few-channel image of a network before its change to channels-last, which the kernel does not need; None for
+    other operands."""
     value: Value | None = op.inputs[0]
     assert value is not None
     source = b.graph.op(value)

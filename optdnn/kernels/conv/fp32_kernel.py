@@ -19,9 +19,9 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import Array
 
 STEP = 32
-"""K is filled up to a multiple of this."""
+"""K is padded to a multiple of this."""
 LARGEST = 1 << 31
-"""Elements that 32-bit offsets count."""
+"""Number of elements that 32-bit offsets can count."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Strides:
 class Problem:
     """A convolution of ``batch`` images of ``height`` x ``width`` x ``in_channels`` (fp32), into ``channels``.
 
-    ``padding`` is (top, left, bottom, right); channels count all ``groups``. ``plane`` is the stride of the input's channels (1:
-    channels-last); results' channels are neighbours. ``residual_at`` are the residual's strides where the epilogue reads one;
-    ``aligned``: both tensors begin at 16 bytes. With ``scatter`` channels are blocks of an image's pixels, to which ``out_at``
-    belongs.
+    ``padding`` is (top, left, bottom, right). Channels are those of all ``groups``. ``plane`` is the stride of the
+    input's channels (1: channels-last); the result's channels are contiguous. ``residual_at``: strides of the residual,
+    if the epilogue reads one. ``aligned``: result and residual begin at multiples of 16 bytes. With ``scatter``,
+    channels are blocks of an image's pixels, and ``out_at`` are the strides of that image.
     """
 
     batch: int
@@ -83,17 +83,18 @@ class Problem:
 
     @property
     def planar(self) -> bool:
-        """Whether K runs over the taps first: so neighbours of K are neighbours in memory where channels are not."""
+        """Whether K runs over the taps of a channel first, so that neighbours along K are contiguous in memory although
+        channels are not."""
         return self.plane != 1
 
     @property
     def whole(self) -> bool:
-        """Whether eight neighbours of K are channels of one tap."""
+        """Whether every eight neighbours along K are channels of one tap."""
         return not self.planar and self.in_channels // self.groups % 8 == 0
 
     @property
     def vector(self) -> bool:
-        """Whether four channels of a result, and of the residual, are one access."""
+        """Whether four channels of the result, and of the residual, are one access."""
         places = [self.out_at, *([self.residual_at] if self.residual_at is not None else [])]
         strides = [s for p in places for s in (p.image, p.row, p.column)]
         channels = self.channels // self.groups if self.scatter is None else self.scatter.channels
@@ -112,8 +113,8 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """A block's ``bm`` pixels x ``bn`` channels, a thread's ``tm`` x ``tn`` of them, ``stages`` steps of ``depth`` products in the
-    ring; ``split``: the blocks of a cluster that share the products of a tile."""
+    """A block computes ``bm`` pixels x ``bn`` channels, and a thread ``tm`` x ``tn`` of them. The ring has ``stages`` K
+    steps of ``depth`` products. ``split``: blocks of a cluster that share the K steps of a tile."""
 
     bm: int
     bn: int
@@ -134,7 +135,7 @@ class Config:
 
     @classmethod
     def read(cls, name: str) -> Config | None:
-        """The configuration of this name, or None where there is none."""
+        """The configuration of this name, or None if there is none."""
         found = re.fullmatch(r"ffma(\d+)x(\d+)t(\d+)x(\d+)d(\d+)s(\d+)(?:k(\d+))?", name)
         if found is None:
             return None
@@ -151,24 +152,25 @@ TILES = (
     (32, 64, 4, 8),
     (32, 32, 4, 4),
 )
-"""Shapes of blocks and threads that are tried."""
+"""Tiles of blocks and threads to try: (bm, bn, tm, tn)."""
 SPLITS = (1, 2, 3, 4, 6, 8)
 SHALLOW = tuple(Config(*tile, 16, 3 if tile[2:] == (8, 8) else 4, split) for tile in TILES for split in SPLITS)
 DEEP = tuple(Config(*tile, 32, 2, split) for tile in TILES[4:] for split in (12, 16))
-"""Steps of 32, with a barrier that products hide: where many blocks share few pixels. With fewer blocks they gain almost nothing
-(ResNet-50's layers at batch 1: all of them gain 4.4 % over the others alone, these 3.6 %: conv-fp32-h200.json)."""
+"""K steps of 32, which hide the barrier behind products, for problems whose few pixels many blocks share. With smaller
+splits, such steps gain almost nothing: in ResNet-50's layers at batch 1, steps of 32 with all splits gain 4.4 %, and
+these configurations alone 3.6 % (conv-fp32-h200.json)."""
 CONFIGS = (*SHALLOW, *DEEP)
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory of a block: the ring, or the sums that a cluster exchanges."""
+    """Dynamic shared memory of a block: the ring, or later the partial sums that a cluster exchanges."""
     ring = config.stages * config.depth * (config.bm + 4 + config.bn)
     return 4 * max(ring, config.bm * (config.bn + 4) if config.split > 1 else 0)
 
 
 def _blocks_wanted(config: Config) -> int:
-    """Blocks per multiprocessor that registers must allow: 512 threads of 128 where a thread has 64 sums, else more; fewer where
-    more is held at a time."""
+    """Blocks per multiprocessor that registers must allow: 512 threads of 128 registers if a thread has 64
+    accumulators, more threads with fewer accumulators, and fewer threads if a thread holds more operands at a time."""
     if config.depth == 16:
         return max(1, (512 if config.tm * config.tn == 64 else 768) // config.threads)
     most = 640 if config.tm * config.tn < 64 else 512 if config.split == 1 or config.bn > 64 else 384
@@ -176,12 +178,12 @@ def _blocks_wanted(config: Config) -> int:
 
 
 def steps(problem: Problem, config: Config) -> int:
-    """Steps of K."""
+    """K steps of a tile."""
     return -(-problem.depth // config.depth)
 
 
 def refuse(problem: Problem, config: Config, arch: str = "sm_90a", *, shared: int = 101376) -> str | None:
-    """Why the configuration cannot run the problem, or None. ``shared``: what a block can have (99 KB on sm_86)."""
+    """Why the configuration cannot run the problem, or None. ``shared``: bytes that a block can have (99 KB on sm_86)."""
     if (why := no_kernel(problem)) is not None:
         return why
     fits = config.bm % (4 * config.tm) == 0 and config.bn % (8 * config.tn) == 0
@@ -196,9 +198,9 @@ def refuse(problem: Problem, config: Config, arch: str = "sm_90a", *, shared: in
     ):
         return "its threads do not share the copies evenly"
     if config.split > 1 and not arch.startswith("sm_90"):
-        return f"sums are shared by clusters (sm_90), not on {arch}"
+        return f"clusters that share K steps need sm_90, not {arch}"
     if not 1 <= config.split <= 16 or (config.split > 1 and steps(problem, config) < 2 * config.split):
-        return f"{steps(problem, config)} steps are not shared by {config.split} blocks"
+        return f"{steps(problem, config)} K steps are too few for {config.split} blocks"
     if (needed := shared_bytes(config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     return None
@@ -234,13 +236,13 @@ def no_kernel(problem: Problem) -> str | None:
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """Blocks: tiles of one pixel range after the other (times the cluster), and groups."""
+    """Blocks: (tiles of pixels x tiles of channels x ``split``, 1, groups). The tiles of one range of pixels are neighbours."""
     wide = -(-problem.channels // problem.groups // config.bn)
     return (-(-problem.pixels // config.bm) * wide * config.split, 1, problem.groups)
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """What to compile; all shapes are parameters."""
+    """What to compile. All shapes are parameters."""
     defines = {
         "BM": config.bm, "BN": config.bn, "TM": config.tm, "TN": config.tn, "BK": config.depth, "EARLY": int(config.depth > 16),
         "STAGES": config.stages,
@@ -277,8 +279,8 @@ def weight_pitch(channels: int) -> int:
 
 
 def pack_weights(weight: Array, *, planar: bool) -> Array:
-    """OIHW (I: input channels of one group) -> ``[K filled up to a multiple of STEP, O filled up to one of 4]``, K in the order of
-    (H, W, I), or ``planar`` (I, H, W). fp32."""
+    """OIHW (I: input channels of one group) -> fp32 ``[K padded to a multiple of STEP, O padded to a multiple of 4]``,
+    with K in the order (H, W, I), or (I, H, W) if ``planar``."""
     out = weight.shape[0]
     order = (1, 2, 3, 0) if planar else (2, 3, 1, 0)
     rows = weight.transpose(order).reshape(-1, out)
@@ -292,18 +294,18 @@ def pack_weights(weight: Array, *, planar: bool) -> Array:
 CLOCK = 1.755e9  # Hz
 MEMORY = 4.2e12  # bytes/s
 LATENCY = 0.86e-6  # s: launch, first copies, last stores of a dependent kernel
-BLOCK, EXCHANGE = 1550, 3400  # cycles of a block besides its products; of a cluster's barriers
-EXCHANGED, STORED = 0.21, 0.12  # cycles of a block for each result that a cluster exchanges, or that it stores
+BLOCK, EXCHANGE = 1550, 3400  # cycles of a block besides its products, and of a cluster's barriers
+EXCHANGED, STORED = 0.21, 0.12  # cycles of a block per result that a cluster exchanges, and per stored result
 SHARE = {64: 0.935, 32: 0.915, 16: 0.75}
-"""Sums of a thread -> part of the cycles that issue, where warps hide one another's latency."""
+"""Accumulators of a thread -> fraction of the cycles that issue instructions when warps hide one another's latency."""
 COPY, SCATTERED, COPY_16 = 8.5, 21.0, 5.5
-"""Issue slots of a pixel's copy, of one that looks for its filter tap, and of one of 16 bytes of weights."""
+"""Issue slots of a copy of a pixel, of one that computes its filter tap, and of a copy of 16 bytes of weights."""
 BUSY = ((0, 0.0), (2, 0.43), (4, 0.58), (8, 0.635), (12, 0.825), (16, 1.0))
-"""Warps of a multiprocessor -> part of the time that one of them can issue."""
+"""(Warps of a multiprocessor, fraction of the time in which one of them can issue)."""
 
 
 def _share(problem: Problem, config: Config) -> float:
-    """Part of the cycles that are multiply-adds: in eight steps of K, what a thread issues besides."""
+    """Fraction of the cycles that are multiply-adds, from the other instructions of a thread per eight products along K."""
     sums = config.tm * config.tn
     copies = config.bm * 8 / config.threads * (COPY if problem.whole else SCATTERED)
     copies += 2 * config.bn / config.threads * COPY_16

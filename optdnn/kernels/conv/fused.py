@@ -1,4 +1,5 @@
-"""What the launches of convolutions and products have in common: the bias, what stages read, and the attributes of the meaning."""
+"""Common parts of the launches of convolutions and products: the bias, the operands of stages, and the attributes of
+the meaning."""
 
 from __future__ import annotations
 
@@ -23,12 +24,13 @@ from optdnn.types import Array
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution before its launch, on NCHW tensors where they lie, or that are still to be made: ``out = stages(sum over the feeds +
-    bias)``.
+    """A convolution before its launch: ``out = stages(sum over the feeds + bias)``. Its NCHW tensors are in place or
+    still to be made.
 
-    ``ep`` are the stages; what they leave is another launch's, which reads ``between``: ``out`` in the shape of the operator's result.
-    ``residual`` is a tensor like ``out``. With ``scatter`` channels are blocks of ``out``'s pixels. ``prologue`` is done to the pixels
-    of the one feed. ``pooled``: ``out`` is the largest of each 2 x 2 pixels. ``covered``: nodes that it computes besides the operator's.
+    ``ep`` are the stages. Another launch runs the stages that ``ep`` leaves; it reads ``between``, which is ``out`` in
+    the shape of the operator's result. ``residual`` has the form of ``out``. With ``scatter``, channels are blocks of
+    ``out``'s pixels. ``prologue``: stages on the pixels of the only feed. ``pooled``: ``out`` is the maximum of each 2
+    x 2 pixels. ``covered``: nodes that the launch computes besides the operator's.
     """
 
     feeds: tuple[Feed, ...]
@@ -44,7 +46,7 @@ class Convolution:
 
     @property
     def feed(self) -> Feed:
-        """The only one."""
+        """The only feed."""
         (found,) = self.feeds
         return found
 
@@ -54,7 +56,7 @@ class Convolution:
         return len(self.feeds[0].weight)
 
     def made(self, b: Builder) -> Convolution:
-        """With all its tensors made."""
+        """The convolution with all its tensors made."""
         feeds = tuple(feed.made(b) for feed in self.feeds)
         residual = None if self.residual is None else b.made(self.residual)
         out = b.made(self.out)
@@ -63,11 +65,10 @@ class Convolution:
 
 
 class ConvolutionKernel(ProblemTactic):
-    """A tactic that makes a :class:`Convolution` one launch of its kernel, and leaves the rest of the epilogue to a launch
-    after it."""
+    """A tactic that runs a :class:`Convolution` in one launch of its kernel, and the rest of the epilogue in a launch after it."""
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """What the launch computes."""
+        """The convolution that the launch computes."""
         raise NotImplementedError
 
     def problem_of(self, b: Builder, op: Op, c: Convolution) -> Any:
@@ -75,11 +76,11 @@ class ConvolutionKernel(ProblemTactic):
         raise NotImplementedError
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: Any, config: Any) -> None:
-        """Add the launch, whose tensors are made."""
+        """Add the launch. Its tensors are made."""
         raise NotImplementedError
 
     def stored(self, b: Builder, x: TensorView) -> bool:
-        """Whether the kernel writes the NCHW tensor, or adds it, where it lies."""
+        """Whether the kernel can write the NCHW tensor, or read it as a residual, in place."""
         return storable(b, x)
 
     def problem(self, b: Builder, op: Op) -> Any:
@@ -95,12 +96,12 @@ class ConvolutionKernel(ProblemTactic):
         self.finish(b, op, made)
 
     def finish(self, b: Builder, op: Op, c: Convolution) -> None:
-        """What the launch leaves: from ``between`` to the place of the result."""
+        """Add the rest of the epilogue, from ``between`` to the place of the result (:func:`finish`)."""
         finish(b, op, c.ep, c.between, b.target(op.value))
 
 
 def finish(b: Builder, op: Op, ep: Epilogue, between: TensorView, target: TensorView) -> None:
-    """What the kernel left of the epilogue: from ``between`` to the place of the result."""
+    """Add the rest of the epilogue, from ``between`` to the place of the result: nothing, a copy, or a pointwise launch."""
     if between is target:
         return
     if not ep.rest:
@@ -122,7 +123,7 @@ def conv_attrs(
 
 
 def bias_row(b: Builder, op: Op, bias: Array | None, size: int) -> TensorView:
-    """The fp32 constant ``[size]`` of a bias (None: zeros), with zeros after it."""
+    """The fp32 constant ``[size]`` of a bias (None: zeros), padded with zeros."""
     row = np.zeros(size, np.float32)
     if bias is not None:
         row[: len(bias)] = bias
@@ -130,7 +131,7 @@ def bias_row(b: Builder, op: Op, bias: Array | None, size: int) -> TensorView:
 
 
 def stage_operands(b: Builder, ep: Epilogue, residual: TensorView | None) -> list[TensorView | None]:
-    """The operands of the stages, which come after input, weights and bias."""
+    """The operands of the stages, in the order in which they follow input, weights and bias."""
     constants = [b.constant(c, "scalar") for c in ep.constants]
     return [residual, *constants] if residual is not None or constants else []
 
@@ -144,8 +145,9 @@ def result_place(
     pitch: int = 0,
     strides: Sequence[int] | None = None,
 ) -> TensorView:
-    """Where a launch writes: ``target``, or a tensor of these ``strides`` (None: channels-last, of this pitch, 0: channels in eights),
-    which is still to be made, where stages are left or the launch cannot write there (``fits``)."""
+    """Where a launch writes: ``target``, or a tensor that is still to be made, if stages are left or the launch cannot
+    write to ``target`` (``fits`` False). That tensor has these ``strides``; None: channels-last with this ``pitch`` (0:
+    a multiple of 8)."""
     if fits and not ep.rest:
         return target
     if strides is None:

@@ -1,7 +1,7 @@
 """Convolutions and matrix products on the general tensor-core kernel (mma.sync fed by cp.async): every GPU from sm_80 on, and groups.
 
-On Hopper it runs what Hopper's own kernel does not: convolutions of many narrow groups, strides beyond eight. Groups of more channels
-Hopper's kernel multiplies in bands of 64, between groups with zeros.
+On Hopper it runs only convolutions that Hopper's own kernel cannot: many narrow groups, and strides beyond eight. Hopper's kernel
+multiplies wider groups in bands of 64 channels, with zeros between groups.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from optdnn.types import FP32, INT32, Array, to_tf32
 
 @lru_cache(maxsize=1024)
 def ranked(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """Every configuration, the best predicted first. Where K is shared, sums of floats depend on how. Hopper has clusters for that;
-    there the model stays the older GPU's, which :data:`MARGIN` was set by."""
+    """Every configuration, the best predicted first. If blocks share K, the order of float sums depends on their
+    number. On Hopper, where clusters share K, this kernel does not. The model there is that of sm_80, for which
+    :data:`MARGIN` was set."""
     hopper, exact = gpu.hopper, problem.dtype in ("int8", "uint8")
     if hopper:
         gpu = of_arch("sm_80")
@@ -57,7 +58,7 @@ class GeneralTactic(ProblemTactic):
 
 
 class GeneralKernel(GeneralTactic, ConvolutionKernel):
-    """Convolutions of floats, on channels-last images."""
+    """Convolutions of floats on channels-last images."""
 
     def problem_of(self, b: Builder, op: Op, c: Convolution) -> Problem:
         groups = c.feed.bands
@@ -77,8 +78,9 @@ def launch(
     meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]], config: general.GeneralConfig,
     requantize: Requantize | None = None, data: Sequence[TensorView] = (),
 ) -> None:  # fmt: skip
-    """One launch on channels-last NCHW tensors. ``channel``: what each output channel brings to the epilogue; ``meaning``: kind,
-    attributes, and the operands after those; ``data``: scale and zero point of the pixels, where they are computed."""
+    """Add one launch on channels-last NCHW tensors. ``channel``: per-channel operand of the epilogue; ``meaning``:
+    kind, attributes, and the operands after pixels, weights and ``channel``; ``data``: scale and zero point of the
+    pixels, if they are computed."""
     channels, own = out.shape[1], conv_maps.pitch_of(out)
     assert own is not None
     operands = {
@@ -117,7 +119,7 @@ def launch(
 
 
 def source_of(feed: Feed) -> Source:
-    """What the kernel walks: the feed's pixels, at the distance at which they lie."""
+    """The kernel's source: the feed's pixels at their pitch in memory."""
     if feed.overlapped is not None:
         return feed.overlapped
     pitch = conv_maps.pitch_of(feed.x)
@@ -126,7 +128,7 @@ def source_of(feed: Feed) -> Source:
 
 
 def refusal(b: Builder, op: Op) -> str | None:
-    """Why the kernel is not for this architecture, or this element type."""
+    """Why the kernel does not support the architecture or the element type, or None."""
     if (why := no_kernels(b.arch)) is not None:
         return why
     if products(b, op) not in ("float16", "bfloat16", "tfloat32"):
@@ -135,7 +137,7 @@ def refusal(b: Builder, op: Op) -> str | None:
 
 
 def constants_refusal(b: Builder, op: Op) -> str | None:
-    """Why weights or bias of a convolution are not what a launch can have as constants."""
+    """Why the weights or the bias of a convolution cannot be constants of a launch, or None."""
     weight = b.graph.constant_value(op.inputs[1])
     if weight is None or weight.ndim not in (3, 4) or 0 in weight.shape or 0 in op.outputs[0].type.static_shape:
         return "its weights are not constant, or not of one or two spatial axes"
@@ -143,8 +145,9 @@ def constants_refusal(b: Builder, op: Op) -> str | None:
 
 
 def together(arch: str, groups: int, weight: Array) -> int:
-    """How many neighbouring groups are best multiplied as one, with zeros between them: what fills tiles and begins at multiples of
-    16 bytes. On Hopper, whose own kernel does that better, none where that can be."""
+    """Number of neighbouring groups to multiply as one, with zeros between them: the one with the fewest steps in which
+    groups begin at multiples of 16 bytes. 1 on Hopper if single groups begin there, since Hopper's own kernel joins
+    groups faster."""
     (channels, inside), item = weight.shape[:2], weight.dtype.itemsize
     fit = [n for n in range(1, groups + 1) if groups % n == 0 and (n == groups or n * inside * item % 16 == 0)]
     if arch.startswith("sm_90") and fit[0] == 1:
@@ -176,7 +179,7 @@ class GeneralConv(GeneralKernel):
     def convolution(self, b: Builder, op: Op) -> Convolution:
         a, weight = op.attrs, b.weights(op)
         ep, feed, n = plan_epilogue(b.graph, op, channel_axis=1), None, together(b.arch, a.group, weight)
-        if n == a.group:  # one group, or all together
+        if n == a.group:  # one group, or all groups as one
             feed = blocks_of(b, op, *planar(banded(weight, n, n) if n > 1 else weight, a))
         if feed is None:
             x = with_pitch(b, op, image(entering(b, op)))
@@ -203,19 +206,19 @@ TILE = 64
 """Channels of wgmma's M, and of a step of K."""
 
 MARGIN = 1.5
-"""How much faster the kernel that computes no zeros must be predicted to be: its model is an older GPU's."""
+"""Factor by which the kernel without zeros must be predicted to be faster. Its model is that of an older GPU."""
 
 
 def groups_together(groups: int, channels: int, inside: int = 0, aligned: int = 1) -> int:
-    """How many neighbouring groups, of ``channels`` results each, make a band: the fewest that fill tiles, and read a multiple of
-    ``aligned`` where each reads ``inside``; or all of them."""
+    """Number of neighbouring groups that form a band. A group has ``channels`` results and reads ``inside`` channels.
+    The band has the fewest groups that fill tiles and read a multiple of ``aligned`` channels, or all groups."""
     whole = (n for n in range(1, groups) if groups % n == 0 and n * channels % TILE == n * inside % aligned == 0)
     return next(whole, groups)
 
 
 class BandedConv(hopper_launch.HopperKernel):
-    """Convolutions of several groups over one or two spatial axes. Neighbouring groups are one band with zeros between them: tensor
-    cores multiply those faster than others leave them out. An Inf or NaN of one group reaches the others of its band."""
+    """Convolutions of several groups over one or two spatial axes. Neighbouring groups form a band with zeros between them. Tensor
+    cores multiply the zeros faster than other kernels avoid them. An Inf or NaN of one group reaches the others of its band."""
 
     name = "conv_bands_sm90"
 
@@ -228,11 +231,11 @@ class BandedConv(hopper_launch.HopperKernel):
         together = groups_together(a.group, weight.shape[0] // a.group)
         read, aligned = together * weight.shape[1], 16 // op.outputs[0].type.dtype.itemsize
         if together < a.group and read % aligned:
-            return f"TMA addresses 16 bytes: a band of {read} channels is none of these"
+            return f"a band of {read} channels is not a multiple of the 16 bytes that TMA addresses"
         return hopper_launch.refuse(b.arch, products(b, op), [(weight.shape[2:], a.strides, a.pads, a.dilations)])
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Where the zeros are predicted to cost more than a kernel that has none, that goes first until both are measured."""
+        """If the kernel without zeros is predicted to be faster, it goes first until both are measured."""
         other = GeneralConv()
         return None if b.row_invariant or other.refuse(b, op) is not None else costlier(b, op, self, other, MARGIN)
 

@@ -1,6 +1,7 @@
 """Plans of the general convolution kernel (``conv_sm80.cu``): mma.sync from sm_80 on, groups, any stride and dilation.
 
-A :class:`Problem`'s bands are its groups. Its channels are filled up to 16 bytes; those of the result are counted separately.
+The bands of a :class:`Problem` are its groups. Its channels are padded to 16 bytes; :func:`launch` gets the result's
+channels separately.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from optdnn.types import Array
 ROW = 64
 """Bytes of a K step."""
 SHARED = 101376
-"""Bytes of shared memory that a block can have on every GPU from sm_80 on (99 KB on sm_86); where a multiprocessor has more,
-registers let no more blocks run on it."""
+"""Bytes of shared memory that a block can have on every GPU from sm_80 on (99 KB on sm_86). More shared memory per
+multiprocessor would not help, since registers limit the resident blocks."""
 
 
 @dataclass(frozen=True, order=True)
 class GeneralConfig:
-    """A tile: ``bm`` pixels x ``bn`` channels (64 or 128 each) of 128 threads, ``stages`` K steps in flight, K shared by ``split``
-    blocks."""
+    """A tile of ``bm`` pixels x ``bn`` channels (64 or 128 each) with 128 threads and ``stages`` K steps in flight;
+    ``split`` blocks share K."""
 
     bm: int
     bn: int
@@ -53,7 +54,7 @@ CONFIGS = (
     *(GeneralConfig(*tile, 4, split) for tile in _TILES[:3] for split in (2, 4, 8)),
 )
 LEAST_STEPS = 4
-"""The least K steps of a part for which a separate block pays."""
+"""Least K steps per block if blocks share K."""
 
 
 def shared_bytes(config: GeneralConfig) -> int:
@@ -62,32 +63,32 @@ def shared_bytes(config: GeneralConfig) -> int:
 
 
 def refuse(problem: Problem, config: GeneralConfig, *, shared: int = SHARED) -> str | None:
-    """Why the configuration cannot run the problem, or None. ``shared``: what a block can have."""
+    """Why the configuration cannot run the problem, or None. ``shared``: bytes that a block can have."""
     if len(problem.sources) != 1 or problem.stack or problem.prologue or problem.scatter or problem.pooled:
-        return "it reads one source as it is, and stores results where they belong"
+        return "it reads one source without a prologue, and neither scatters nor pools results"
     if config.bm not in (64, 128) or config.bn not in (64, 128) or config.stages < 2:
         return "not a tile of this kernel"
     if (needed := shared_bytes(config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     if config.split > 1 and (steps := k_steps(problem)) < LEAST_STEPS * config.split:
-        return f"{steps} K steps are not shared {config.split} ways"
+        return f"{steps} K steps are too few for {config.split} blocks"
     return None
 
 
 def k_steps(problem: Problem) -> int:
-    """Steps of K of a tile."""
+    """K steps of a tile."""
     source = problem.sources[0]
     return source.kernel[0] * source.kernel[1] * -(-source.channels * problem.item // ROW)
 
 
 def grid(problem: Problem, config: GeneralConfig, channels: int = 0) -> tuple[int, int, int]:
-    """Blocks: tiles of pixels, tiles of a group's channels, parts of K of each group. ``channels`` as of :func:`launch`."""
+    """Blocks: (tiles of pixels, tiles of a group's channels, groups x parts of K). ``channels``: as of :func:`launch`."""
     of_group = (channels or problem.channels) // problem.bands
     return -(-problem.pixels // config.bm), -(-of_group // config.bn), problem.bands * config.split
 
 
 def workspace(problem: Problem, config: GeneralConfig, channels: int = 0) -> tuple[int, int]:
-    """Bytes of the partial sums, and of their counts, which are zero at first. Both 0 where K is not shared."""
+    """Bytes of the partial sums, and of their counters, which start at zero. Both are 0 if K is not shared."""
     if config.split == 1:
         return 0, 0
     blocks = math.prod(grid(problem, config, channels))
@@ -95,10 +96,10 @@ def workspace(problem: Problem, config: GeneralConfig, channels: int = 0) -> tup
 
 
 def estimate(problem: Problem, config: GeneralConfig, gpu: GpuFacts) -> float:
-    """Predicted seconds of one launch on a GPU of the sm_80 family: ranks tiles, no more.
+    """Predicted seconds of one launch on a GPU of the sm_80 family. The model only ranks tiles.
 
-    A multiprocessor multiplies 1024 pairs of 16-bit numbers a cycle and shares the copies of its blocks; what a tile has beyond the
-    problem is computed for nothing."""
+    A multiprocessor multiplies 1024 pairs of 16-bit values per cycle. Its blocks share the bandwidth of copies. Padding
+    of a tile costs as much as the rest of it."""
     blocks = math.prod(grid(problem, config))
     steps = -(-k_steps(problem) // config.split)
     multiply = config.bm * config.bn * ROW / 2048
@@ -110,14 +111,14 @@ def estimate(problem: Problem, config: GeneralConfig, gpu: GpuFacts) -> float:
 
 
 def recipe(problem: Problem, config: GeneralConfig, arch: str) -> Recipe:
-    """What to compile; all shapes are parameters."""
+    """What to compile. All shapes are parameters."""
     tile = {"BM": config.bm, "BN": config.bn, "STAGES": config.stages, "SPLIT": config.split}
     text = conv.generated(problem, tile, render.mma(problem.dtype))
     return Recipe("conv_sm80.cu", arch, {"generated.cuh": text}, conv.options(problem, checked=False))
 
 
 def pack_weights(weight: Array) -> Array:
-    """OIHW (I: input channels of one group) -> ``[O, taps, I filled up to whole K steps]``. Keeps the dtype."""
+    """OIHW (I: input channels of one group) -> ``[O, taps, I padded to whole K steps]``. Keeps the dtype."""
     out, channels, taps_h, taps_w = weight.shape
     block = ROW // weight.dtype.itemsize
     packed = np.zeros((out, taps_h * taps_w, -(-channels // block) * block), weight.dtype)
@@ -136,12 +137,14 @@ def launch(
     row: int = 0,
     requantize: Requantize | None = None,
 ) -> Launch:
-    """The launch. Operands: ``pixels``, ``weights`` (:func:`pack_weights`), ``channel`` (fp32 biases, of 8-bit operands pairs of
-    scale and bias), ``output``, ``residual`` where there is one, and where K is
-    shared ``partial`` and ``arrived`` (:func:`workspace`), and those of :data:`.parameters.DYNAMIC`. Raises InternalError.
+    """The launch. Operands: ``pixels``, ``weights`` (:func:`pack_weights`), ``channel`` (fp32 biases; for 8-bit
+    operands pairs of scale and bias), ``output``; ``residual`` if the epilogue reads one; ``partial`` and ``arrived``
+    (:func:`workspace`) if blocks share K; and those of :data:`.parameters.DYNAMIC` if scale and zero point are
+    computed. Raises InternalError if the configuration cannot run the problem.
 
-    ``channels``: of the result, and ``inside``: of a group's source, where the problem's are filled up; ``pitch``: elements between
-    the result's (and residual's) pixels; ``row``: between the source's rows."""
+    ``channels``: the result's channels, and ``inside``: a group's input channels, if the problem's are padded;
+    ``pitch``: elements from a pixel to the next of the result (and residual); ``row``: elements from a row to the next
+    of the source."""
     if reason := refuse(problem, config):
         raise InternalError(f"conv_sm80: {reason}")
     source = problem.sources[0]

@@ -1,4 +1,4 @@
-"""The tactic of convolutions of narrow groups that multiplies no zeros, and makes the means of their results on its way."""
+"""The tactic of convolutions with narrow groups that multiplies no zeros. It can also compute the means of their results."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16
 
 MEANS = 2.0e-6
-"""Seconds of a launch that makes the means of a result, beyond one that adds up sums of tiles."""
+"""Seconds by which a launch that computes the means of a result exceeds one that adds up sums of tiles."""
 
 
 def together(groups: int, channels: int) -> int | None:
-    """The fewest neighbouring groups of so many channels whose channels are a multiple of eight; None: there are none."""
+    """The fewest neighbouring groups, of ``channels`` channels each, that together have a multiple of eight channels;
+    None if only all groups or no number of groups has."""
     return next((n for n in range(1, groups) if groups % n == 0 and n * channels % 8 == 0), None)
 
 
 @lru_cache(maxsize=1024)
 def _offers(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The configurations, the best predicted first. All sum a result in the same order; a squeeze sums a tile first."""
+    """The configurations, the best predicted first. All sum results in the same order, but a squeeze sums each tile first."""
 
     def ranked(of: Problem) -> list[tuple[float, Config]]:
         return [(grouped.estimate(of, c, gpu), c) for c in grouped.candidates(of, gpu)]
@@ -46,8 +47,9 @@ def _offers(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
 
 class GroupedConv(MakesMeans, ConvolutionKernel):
-    """Convolutions of narrow groups of 16-bit images: as many channels in as out, in eights. Few neighbouring groups of fewer channels are
-    taken together, with zeros between them; an Inf or NaN of one reaches the others."""
+    """Convolutions of 16-bit images with narrow groups, which have as many input as output channels, a multiple of 8.
+    Groups of fewer channels are joined with a few neighbours, with zeros between them. An Inf or NaN of one group then
+    reaches the others."""
 
     name = "conv_grouped_sm90"
 
@@ -55,7 +57,7 @@ class GroupedConv(MakesMeans, ConvolutionKernel):
         return _offers(problem, gpu)
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """What takes the means of the result."""
+        """The operators that take the means of the result."""
         if op.attrs.group == 1:
             return ()
         return [user for user in graph.users(op.value) if user.kind == "GlobalAveragePool"]
@@ -73,11 +75,11 @@ class GroupedConv(MakesMeans, ConvolutionKernel):
         if together(a.group, weight.shape[1]) is None:
             return "no small number of its groups has a multiple of 8 channels"
         if plan_epilogue(b.graph, op, channel_axis=1).residual is not None:
-            return "something is added to its result"
+            return "its epilogue adds a residual"
         return None if self.configs(b, op) else "no tile of the kernel fits it"
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Where groups with zeros between them are predicted to be faster, and another launch for the means."""
+        """If groups with zeros between them, with a separate launch for the means, are predicted to be faster, they go first."""
         if b.row_invariant:
             return None
         offers = _offers(self.problem_of(b, op, self.convolution(b, op), False), b.gpu)
@@ -94,14 +96,14 @@ class GroupedConv(MakesMeans, ConvolutionKernel):
         return f"it is predicted to take {own * 1e6:.1f} us, {bands.name} {theirs * 1e6:.1f}"
 
     def _pools(self, b: Builder, op: Op) -> list[Op]:
-        """The global average pools whose means the kernel can make."""
+        """The global average pools whose means the kernel can compute."""
         if plan_epilogue(b.graph, op, channel_axis=1).rest or len(op.outputs[0].type.static_shape) != 4:
             return []
         return [user for user in self.neighbours(b.graph, op) if suits(b, op, user)]
 
     def pool(self, b: Builder, op: Op) -> Op | None:
-        """The global average pool (squeeze-and-excitation) whose means it makes: none where it leaves the convolution to others, which
-        could not run it any more."""
+        """The global average pool (squeeze-and-excitation) whose means the kernel computes. None if the tactic defers
+        the convolution to others, which could not run the pool."""
         pools = self._pools(b, op)
         return pools[0] if pools and self.defer(b, op) is None else None
 

@@ -1,7 +1,7 @@
-"""Plans of the convolution of narrow groups (``grouped_sm90.cu``): 16-bit images, on Hopper.
+"""Plans of convolutions with narrow groups (``grouped_sm90.cu``): 16-bit images, on Hopper.
 
 ``out[n, y, x, g, o] = epilogue(sum over taps and i of in[n, y*sh - ph + r*dh, x*sw - pw + s*dw, g, i] * w[g, o, i, r, s])``: a band
-``g`` has as many channels in as out, a multiple of eight. Optionally also the mean over all pixels of each image and channel.
+``g`` has as many input as output channels, a multiple of eight. Optionally also the mean over all pixels of each image and channel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from optdnn.types import Array
 @dataclass(frozen=True)
 class Problem(OneSource):
     """``batch`` images of ``source`` (whose ``channels`` are also the output's) in ``bands`` equal groups of channels. ``squeeze``: also
-    write the channel means. ``pitches``: elements of a pixel of the input and of the result; 0: their channels."""
+    write the channel means. ``pitches``: elements from a pixel to the next of the input and of the result; 0: their channels."""
 
     batch: int
     source: Source
@@ -38,7 +38,7 @@ class Problem(OneSource):
 
     @property
     def chunks(self) -> int:
-        """Chunks of eight channels of a band."""
+        """Chunks of eight channels in a band."""
         return self.source.channels // self.bands // 8
 
     @property
@@ -63,8 +63,9 @@ class Problem(OneSource):
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """A warp's ``strips`` of 16 pixels (``strip_w`` wide), one below the other, of ``results`` times eight channels; a block's ``grid_x``
-    x ``grid_y`` such tiles of ``chunks`` times eight channels; ``stages`` patches in flight; ``blocks`` per multiprocessor."""
+    """A warp computes ``strips`` strips of 16 pixels (``strip_w`` wide), one below the other, of ``results`` times
+    eight channels. A block has ``grid_x`` x ``grid_y`` such tiles of ``chunks`` times eight channels. ``stages``:
+    patches in flight; ``blocks``: per multiprocessor."""
 
     strips: int
     strip_w: int
@@ -91,18 +92,18 @@ class Config:
 
 
 def walk(config: Config) -> Walk:
-    """How blocks walk."""
+    """How blocks walk over tiles."""
     parts = config.grid_x * config.grid_y
     return Walk(1, *config.tile, config.chunks, config.warps, parts, config.stages)
 
 
 def pairs(problem: Problem) -> int:
-    """Steps of K of a row of the filter."""
+    """K steps of a filter row."""
     return -(-problem.source.kernel[1] * problem.chunks // 2)
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """About what a thread needs: sums, filters, addresses."""
+    """Estimated registers of a thread: accumulators, filters, addresses."""
     filters = problem.source.kernel[0] * pairs(problem) * config.results * 2
     return config.strips * config.results * 4 + filters + pairs(problem) + 4 * config.results + 36
 
@@ -113,11 +114,11 @@ def refuse(
     """Why the configuration cannot run the problem, or None."""
     s = problem.source
     if capability < (9, 0):
-        return f"TMA feeds it, which GPUs of capability {capability[0]}.{capability[1]} have not"
+        return f"it loads by TMA, which GPUs of capability {capability[0]}.{capability[1]} do not have"
     if problem.dtype not in ("float16", "bfloat16") or problem.residual:
         return "it is for 16-bit images, with nothing added"
     if problem.bands < 2 or s.channels % (8 * problem.bands):
-        return "its groups have other numbers of channels than eights"
+        return "the channels of its groups are not multiples of 8"
     if config.strip_w not in (4, 8, 16) or not 1 <= config.strips <= 8 or problem.chunks % config.results:
         return "not a tile of a warp"
     if config.chunks % problem.chunks:
@@ -142,7 +143,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
 
 
 def pack_weights(weight: Array) -> Array:
-    """OIHW (I: input channels of one band, a multiple of eight) -> ``[O, H, W * I filled up to 16]``. Keeps the dtype."""
+    """OIHW (I: input channels of one band, a multiple of eight) -> ``[O, H, W * I padded to a multiple of 16]``. Keeps
+    the dtype."""
     out, inside, taps_h, taps_w = weight.shape
     packed = np.zeros((out, taps_h, -(-taps_w * inside // 16) * 16), weight.dtype)
     packed[..., : taps_w * inside] = weight.transpose(0, 2, 3, 1).reshape(out, taps_h, taps_w * inside)
@@ -165,7 +167,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     s, height = problem.source, 16 // config.strip_w
     offsets = {m * height * s.stride[0] + r * s.dilation[0] for m in range(config.strips) for r in range(s.kernel[0])}
     loads, products = len(offsets) * pairs(problem), config.strips * s.kernel[0] * pairs(problem) * config.results
-    # Pixels two apart lie in half of the banks, and rows of less than eight pixels in the same ones.
+    # Pixels at stride two use half of the banks. Rows of fewer than eight pixels share banks.
     conflicts = 2 if s.stride[1] % 2 == 0 or config.strip_w == 4 else 1
     results, finish = config.strips * config.results * 4, 4 + 4 * len(problem.epilogue) + (2 if problem.squeeze else 0)
     issued = loads * 6 + products + results * finish + (60 * config.results if problem.squeeze else 0)
@@ -178,7 +180,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
-    """The configurations to time, best predicted first; at most two of one warp's tile."""
+    """The configurations to time, best predicted first; at most two per warp tile."""
     out_h, out_w = problem.out_size
     found: list[tuple[float, Config]] = []
     most = -(-problem.source.channels // 8)

@@ -1,4 +1,4 @@
-"""Tactics of convolutions: Hopper's implicit GEMM first, the vectorized depthwise kernel, and a direct one that runs anything."""
+"""Tactics of ungrouped convolutions on Hopper's implicit GEMM, and helpers that other tactics of convolutions share."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.types import BF16, FP16, Array
 
 FEW_CHANNELS = 4
-"""A strided convolution of up to this many channels reads blocks of pixels as channels instead."""
+"""A strided convolution of up to this many channels reads blocks of pixels as channels."""
 
 
 def bias_of(b: Builder, op: Op) -> Array | None:
-    """The constant bias operand in fp32, or None where it is absent."""
+    """The constant bias operand in fp32, or None if there is none."""
     array = b.graph.constant_value(op.input(2))
     return None if array is None else array.astype(np.float32)
 
@@ -38,9 +38,9 @@ _Pair = tuple[int, int]
 
 
 def folded(b: Builder, op: Op) -> int:
-    """The positions of a row where a convolution of a line is one of an image: the line in rows as long as its dilation; else 0.
+    """Row length with which a 1-D convolution becomes one of an image: its dilation; 0 if the line stays one row.
 
-    Taps lie below one another then, next to each other. So TMA can read a line whose taps are far apart (WaveNet).
+    In rows of that length, taps are vertical neighbours, so TMA can read a line whose taps are far apart (WaveNet).
     """
     a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
     if weight is None or weight.ndim != 3 or op.inputs[0] is None:
@@ -53,8 +53,8 @@ def folded(b: Builder, op: Op) -> int:
 
 
 def planar(weight: Array, a: ConvAttrs, width: int = 0) -> tuple[Array, _Pair, tuple[int, int, int, int], _Pair]:
-    """Weights, strides, pads and dilations of a convolution over one or two axes as those of one over two. ``width``: positions of a row
-    of a line in rows, whose taps lie below one another (:func:`folded`); 0: a line is one row."""
+    """Weights, strides, pads and dilations of a convolution over one or two axes, as a convolution over two axes. ``width``: row
+    length of a line that is folded into rows (:func:`folded`); 0: a line is one row."""
     if width:
         before, after = (pad // width for pad in a.pads)
         return (
@@ -71,7 +71,7 @@ def planar(weight: Array, a: ConvAttrs, width: int = 0) -> tuple[Array, _Pair, t
 
 
 def entering(b: Builder, op: Op) -> TensorView:
-    """Operand 0, or what a separate launch makes of it where the operator has a prologue."""
+    """Operand 0, with the operator's prologue applied by a separate launch if it has one."""
     x = b.source(op.inputs[0])
     if not op.attrs.prologue:
         return x
@@ -97,16 +97,16 @@ def only_used(
 
 
 def with_pitch(b: Builder, op: Op, x: TensorView, *, added: bool = False, unit: int = 8) -> TensorView:
-    """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy (shared by all readers) that is still
-    to be made. ``added``: it is a residual, read as results are written. ``unit``: a copy's pixels have a multiple of so many
-    channels."""
+    """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy, shared by all readers, that is still
+    to be made. ``added``: ``x`` is a residual, which is read in the way results are written. ``unit``: the pitch of a copy is a
+    multiple of this."""
     if conv_maps.storable(b, x) if added else conv_maps.pitch_of(x) is not None:
         return x
     return shared_copy(b, op, x, "nhwc", channels_last(x.shape, up(x.shape[1], unit)))
 
 
 def image(x: TensorView, width: int = 0) -> TensorView:
-    """A 1-D or 2-D feature map as NCHW. ``width``: positions of a row of the 1-D one (0: all)."""
+    """A 1-D or 2-D feature map as NCHW. ``width``: row length into which a 1-D map is folded (0: one row)."""
     if len(x.shape) == 4:
         return x
     (n, c, w), (sn, sc, sw) = x.shape, x.strides
@@ -117,8 +117,8 @@ def image(x: TensorView, width: int = 0) -> TensorView:
 def on_images(
     b: Builder, op: Op, feeds: tuple[conv_maps.Feed, ...], bias: Array | None, ep: Epilogue, *, added: bool = True, width: int = 0
 ) -> Convolution:  # fmt: skip
-    """A convolution of channels-last images that leaves the rest of the epilogue. ``added``: as of :func:`with_pitch`; ``width``: as of
-    :func:`image`."""
+    """A convolution of channels-last images, without the stages that ``ep`` leaves to another launch. ``added``: False if the
+    kernel needs no :func:`storable` tensors; ``width``: as of :func:`image`."""
     residual = None if ep.residual is None else with_pitch(b, op, image(b.source(ep.residual), width), added=added)
     target = b.result(op.value)
     place = image(target, width)
@@ -155,17 +155,17 @@ class HopperConv(hopper_launch.HopperKernel):
         return hopper_launch.refuse(b.arch, products(b, op), [geometry], parts=self.parts)
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """Convolutions whose results are added."""
+        """The convolutions whose results this one adds."""
         others = [(v, graph.op(v)) for v in op.inputs[1:] if v is not None]
         return [other for v, other in others if other.kind == "Conv" and graph.sole_user(v) == op]
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The convolution, and the one whose result is added, if one launch can sum both."""
+        """The convolution, and the one whose result it adds, if one launch can sum both."""
         other = self.added(b, op, planned(b, op))
         return Region(op) if other is None else Region(op, before=(other,))
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """The convolution of the image (or blocks of its pixels), and the one that is added to it."""
+        """The convolution of the image (or of blocks of its pixels), with the one that is added as a second source."""
         ep, weight, prologue = planned(b, op), b.weights(op), None
         other = self.added(b, op, ep)
         width = row_width(b, op, *(() if other is None else (other,)))
@@ -187,7 +187,7 @@ class HopperConv(hopper_launch.HopperKernel):
 
     @staticmethod
     def _prologue(b: Builder, op: Op) -> list[render.Stage] | None:
-        """The prologue, if the launch itself can apply it: each pixel is read once, by channels."""
+        """The prologue, if the launch can apply it: it reads each pixel once, in channels-last order. Else None."""
         weight = b.weights(op)
         if not op.attrs.prologue or not is_half(op):
             return None
@@ -197,8 +197,10 @@ class HopperConv(hopper_launch.HopperKernel):
         return rendered_prologue(b, op, feed.x)
 
     def added(self, b: Builder, op: Op, ep: Epilogue) -> Op | None:
-        """The convolution whose result is added first, which can be a second source of this one: one sum over both, nothing stored
-        between. It must have no other user and no stages of its own. ``ep``: the epilogue of ``op``."""
+        """The convolution whose result ``op`` adds first, if it can be a second source of the same launch; else None.
+
+        One sum then covers both, and nothing is stored between them. The convolution must have no other user and no stages.
+        ``ep``: the epilogue of ``op``."""
         if ep.residual is None or not ep.stages or self._prologue(b, op) is not None or ep.rendered[0] != ("add",):
             return None
         if len(op.outputs[0].type.static_shape) not in (3, 4):
@@ -211,8 +213,8 @@ class HopperConv(hopper_launch.HopperKernel):
             return None
         return other if b.weights(other).shape[1] > FEW_CHANNELS and row_width(b, op, other) is not None else None
 
-    def told(self, b: Builder, op: Op) -> TensorView | None:
-        """Where its launch stores images the moments of whose pixels it can tell; None where it cannot."""
+    def output_with_moments(self, b: Builder, op: Op) -> TensorView | None:
+        """View of the output whose moments the launch can write, or None if it cannot write moments."""
         c = self.convolution(b, op)
         alone = len(c.feeds) == 1 and not c.ep.rest and self.problem_of(b, op, c).rows_alone
         return c.out if alone else None
@@ -220,26 +222,27 @@ class HopperConv(hopper_launch.HopperKernel):
     def launch(
         self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: hopper_launch.Config
     ) -> None:
-        """With the moments of its pixels by eights, where a later launch normalizes the images (:mod:`optdnn.kernels.conv.normed`)."""
+        """Add the launch. It also writes the moments of every 8 pixels if a later launch normalizes the images
+        (:mod:`optdnn.kernels.conv.normed`)."""
         if (moments := b.together.get(op.id)) is not None:
             problem = replace(problem, moments=True, moment_rows=MOMENT_ROWS)
         hopper_launch.emit_conv(b, op, c, problem, config, moments)
 
     def _second(self, b: Builder, other: Op, width: int = 0) -> tuple[conv_maps.Feed, Array | None]:
-        """The convolution that is added as the second source, and its bias. ``width``: as of :func:`image`."""
+        """The second source, from the convolution that is added, and its bias. ``width``: as of :func:`image`."""
         assert other.inputs[0] is not None
         x = with_pitch(b, other, image(b.source(other.inputs[0]), width))
         return conv_maps.Feed(x, *planar(b.weights(other), other.attrs, width)), bias_of(b, other)
 
     def _reads(self, b: Builder, other: Op) -> bool:
-        """Whether there is what ``other`` reads: its own launch may compute operators before it, whose results nothing stores."""
+        """Whether the input of ``other`` is stored. It is not if the launch of ``other`` also computes the operators before it."""
         return other.id not in b.joined
 
 
 def row_width(b: Builder, *ops: Op) -> int | None:
-    """The positions of a row of the lines that convolutions read together (:func:`folded`); 0: a line is one row; None: they differ.
+    """Common row length (:func:`folded`) of the lines that the convolutions read; 0: a line is one row; None: they differ.
 
-    A filter of one tap reads a line in any rows.
+    A filter of one tap works with any row length.
     """
     free = [b.weights(op).shape[2:] == (1,) and set(op.attrs.strides) == {1} and not any(op.attrs.pads) for op in ops]
     widths = {folded(b, op) for op, any_rows in zip(ops, free, strict=True) if not any_rows} or {0}
@@ -249,8 +252,9 @@ def row_width(b: Builder, *ops: Op) -> int | None:
 def blocks_of(
     b: Builder, op: Op, weight: Array, strides: _Pair, pads: tuple[int, int, int, int], dilations: _Pair
 ) -> conv_maps.Feed | None:
-    """A strided convolution of a few-channel image as one of stride 1 over blocks of pixels, the cast and the image's normalization
-    folded in; None for other convolutions. A separate launch makes the blocks."""
+    """A strided convolution of a few-channel image as one of stride 1 over blocks of pixels; None for other convolutions.
+
+    A separate launch makes the blocks. It also applies the cast and the image's normalization."""
     few = weight.shape[1] <= FEW_CHANNELS and strides[0] == strides[1] > 1 and set(dilations) == {1}
     out, normalization = op.outputs[0].type, channel_affine(b, op)
     if not few or normalization is None or len(out.static_shape) != 4:
@@ -272,7 +276,7 @@ def blocks_of(
 
 
 def planned(b: Builder, op: Op) -> Epilogue:
-    """The epilogue of a convolution, as the kernels of 16-bit floats take it."""
+    """The epilogue of a convolution, as the kernels for 16-bit floats take it."""
     return plan_epilogue(b.graph, op, channel_axis=1, allow_scale=True, allow_numbers=is_half(op))
 
 

@@ -1,7 +1,7 @@
 """Convolutions and matrix products on the Hopper implicit-GEMM kernel: wgmma fed by TMA, epilogue fused.
 
-Two kernels run them: implicit GEMM (:mod:`optdnn.kernels.conv.implicit_gemm`) and patches (:mod:`optdnn.kernels.conv.patch_kernel`).
-This module ranks the configurations of both, and describes their launches.
+There are two kernels: implicit GEMM (:mod:`optdnn.kernels.conv.implicit_gemm`) and patches
+(:mod:`optdnn.kernels.conv.patch_kernel`). This module ranks the configurations of both and describes their launches.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
 
 
 Meaning = tuple[str, dict[str, Any], Sequence[TensorView | None]]
-"""What a launch computes: an operator, its attributes, and what it reads."""
+"""Meaning of a launch: the kind of the operator that it computes, its attributes, and the tensors that it reads."""
 
 
 def refuse(arch: str, dtype: str, feeds: Sequence[Geometry], *, parts: bool = False) -> str | None:
-    """Why the kernel cannot run convolutions of these geometries. ``parts``: fp32, in parts of tf32, and nothing else."""
+    """Why the kernel cannot run convolutions of these geometries, or None. ``parts``: only fp32, in parts of tf32."""
     if not arch.startswith("sm_90"):
         return f"it needs Hopper's wgmma and TMA (sm_90a), not {arch}"
     if parts and dtype != "float32":
@@ -74,7 +74,7 @@ Config = hopper.Config | patch.PatchConfig
 
 
 def _family(config: Config) -> Any:
-    """The module of the kernel that a configuration is of."""
+    """The module of the kernel that a configuration belongs to."""
     return hopper if isinstance(config, hopper.Config) else patch
 
 
@@ -82,7 +82,7 @@ def _family(config: Config) -> Any:
 def ranked(problem: conv_problem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """Every sensible configuration of both kernels, the best predicted first.
 
-    Where stores from registers cannot reach the tensors, configurations that store so are left out.
+    Configurations that store from registers are left out if such stores cannot reach the tensors.
     """
     dense, exact = problem.dense, is_exact(problem)
     found: list[tuple[float, Config]] = [*estimated(problem, gpu, LIMIT, direct=dense)]
@@ -90,19 +90,19 @@ def ranked(problem: conv_problem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     if not dense:
         found = [(seconds, c) for seconds, c in found if not c.stores_directly]
     if not exact and not any(in_one_order(c, parts=problem.parts) for _, c in found):
-        # where tiles are small; such are dense, or stored through shared memory
+        # Small problems get a larger tile that sums in one order.
         found += [(cost(problem, c, gpu), c) for c in _plain_tiles(problem, dense)[:1]]
     offers = [Offer(c, seconds, row_invariant=exact or in_one_order(c, parts=problem.parts)) for seconds, c in found]
     offers.sort(key=lambda o: o.seconds or 0.0)
-    # Stream-K comes first only where it was measured to be faster.
+    # Stream-K ranks first only in the range in which it was measured to be faster.
     streams = problem.k_steps >= STREAMED_STEPS
     first = next((o for o in offers if streams or not isinstance(o.config, hopper.Config) or not o.config.stream), None)
     return tuple(offers) if first is None else (first, *(o for o in offers if o is not first))
 
 
 STREAMED_STEPS = 128
-"""K steps from which on stream-K was no slower on an H200: up to 2.8 times as fast for Gram matrices of 8,192 to 65,536 products a
-sum. With 64 steps it was slower by 5 to 45 %."""
+"""K steps from which on stream-K was no slower on an H200. It was up to 2.8 times as fast for Gram matrices with 8,192
+to 65,536 products per sum. With 64 steps it was slower by 5 to 45 %."""
 
 
 def is_exact(problem: conv_problem.Problem) -> bool:
@@ -111,12 +111,13 @@ def is_exact(problem: conv_problem.Problem) -> bool:
 
 
 def read(name: str) -> Config | None:
-    """The configuration of this name; None where there is none."""
+    """The configuration of this name, or None if there is none."""
     return patch.PatchConfig.read(name) or hopper.Config.read(name)
 
 
 def offered(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> Offer:
-    """A configuration that was chosen before; the others are not ranked. Raises InternalError where it cannot run this."""
+    """The offer of a configuration that was chosen before, without ranking the others. Raises InternalError if it
+    cannot run the problem."""
     why: str | None = _family(config).refuse(problem, config)
     if config.stores_directly and not problem.dense:
         why = "it stores rows without gaps"
@@ -127,7 +128,7 @@ def offered(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> Off
 
 
 def _plain_tiles(problem: conv_problem.Problem, dense: bool) -> list[Config]:
-    """Configurations that sum in one order, larger than the problem."""
+    """Configurations with larger tiles that sum in one order."""
     made = [
         hopper.Config(1, 1, 1, bn, stages, direct=direct)
         for bn in (72, 96, 128)
@@ -138,12 +139,12 @@ def _plain_tiles(problem: conv_problem.Problem, dense: bool) -> list[Config]:
 
 
 LIMIT = 1 << 20
-"""No limit: how many configurations are tried is the tuner's concern."""
+"""No limit: the tuner decides how many configurations it tries."""
 
 
 def in_one_order(config: Config, *, parts: bool = False) -> bool:
-    """Whether products are summed in one order that no size decides: the implicit GEMM, K not split, one set of sums, or those of
-    ``parts`` of numbers."""
+    """Whether the order of summation is the same for all sizes: implicit GEMM, K not split, and one set of accumulators or
+    fp32 in ``parts``."""
     if not isinstance(config, hopper.Config) or config.split > 1 or config.stream:
         return False
     return parts or config.mt * config.bn > hopper.TWO_SETS
@@ -157,35 +158,35 @@ def cost(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> float:
 
 
 def _apart(pitches: Sequence[int | None], channels: int) -> tuple[int, int]:
-    """The pitches of result and residual, 0 where pixels follow one another."""
+    """The pitches of result and residual, in elements; 0 if pixels follow one another without gaps."""
     output, residual = (0 if pitch == channels else pitch or 0 for pitch in pitches)
     return output, residual
 
 
 def paired_pitches(out: TensorView) -> tuple[int, int]:
-    """The pitches of a result that has an element for each two channels."""
+    """The pitches of a result with one element per two channels."""
     pitch = pitch_of(out)
     return _apart([None if pitch is None else 2 * pitch, None], 2 * out.shape[1])
 
 
 class HopperTactic(ProblemTactic):
-    """A tactic on Hopper's kernels."""
+    """A tactic that runs on Hopper's convolution kernels."""
 
     parts: ClassVar[bool] = False
-    """Whether it multiplies fp32, in parts."""
+    """Whether the tactic multiplies fp32 in parts of tf32."""
 
     def offers(self, problem: conv_problem.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         """The configurations of both kernels."""
         return ranked(problem, gpu)
 
     def named(self, b: Builder, op: Op, name: str) -> Offer | None:
-        """The name determines the configuration: the others are not ranked."""
+        """The offer of the configuration ``name``, without ranking the others."""
         config = read(name)
         return None if config is None else offered(self.problem(b, op), config, b.gpu)
 
 
 class HopperKernel(HopperTactic, ConvolutionKernel):
-    """Convolutions of floats, on channels-last images."""
+    """Convolutions of floats on channels-last images."""
 
     def problem_of(self, b: Builder, op: Op, c: Convolution) -> conv_problem.Problem:
         channels = c.channels if c.scatter is not None else c.out.shape[1]
@@ -196,7 +197,7 @@ class HopperKernel(HopperTactic, ConvolutionKernel):
                 products(b, op), map_dtype(c.out.dtype), dense=False,
             )  # fmt: skip
         pitches = [wide if x is None else pitch_of(x) for x in (c.out, c.residual)]
-        # Where channels do not come in eights, stores of eight would reach into a neighbour's.
+        # If the number of channels is not a multiple of 8, a store of 8 would overwrite the neighbour's channels.
         dense = c.scatter is None and channels == wide and None not in pitches
         return conv_problem.Problem(
             c.out.shape[0], wide, tuple(f.source for f in c.feeds), (("bias",), *c.ep.rendered), products(b, op),
@@ -212,8 +213,8 @@ def emit_conv(
     b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Config, moments: TensorView | None = None,
     angles: TensorView | None = None,
 ) -> None:  # fmt: skip
-    """The launch of a convolution whose ``out`` and ``residual`` are channels-last. ``moments``: where those of the result's rows go;
-    ``angles``: of the heads that it turns."""
+    """Add the launch of a convolution with channels-last ``out`` and ``residual``. ``moments``: where it writes the moments of
+    the result's rows; ``angles``: of the rotary embedding of its heads."""
     before = plan_prologue(b, op, c.feed.x) if c.prologue else None
     feeds, ep, residual, out, scatter = c.feeds, c.ep, c.residual, c.out, c.scatter
     channels = c.channels if scatter is not None else out.shape[1]
@@ -267,8 +268,8 @@ def emit_conv(
 
 
 def channel_row(b: Builder, op: Op, bias: Array | None, ep: Epilogue, size: int, row: TensorView) -> TensorView:
-    """What a launch reads of each channel: ``row``, its bias; or its factor and shift, ``(x + bias) * factor + shift``; or its bias and
-    the numbers of a stage."""
+    """Per-channel operand of a launch, fp32: the bias ``row``; or pairs (factor, shift) with the bias folded in, of
+    ``(x + bias) * factor + shift``; or rows of four values, the bias and the numbers of a stage."""
     if ep.numbers:
         numbers = np.zeros((size, 4), np.float32)
         for k, of_each in enumerate((bias, *ep.numbers)):
@@ -284,15 +285,15 @@ def channel_row(b: Builder, op: Op, bias: Array | None, ep: Epilogue, size: int,
 
 
 def with_moments(kind: str, attrs: dict[str, Any], axis: int = 1, rows: int = 1) -> tuple[str, dict[str, Any]]:
-    """The kind and the attributes of a launch that tells the moments of its result's rows as well. ``axis``: that of a row; ``rows``: so
-    many have moments together."""
+    """The kind and attributes of a launch that also writes the moments of its result's rows. ``axis``: the axis along a row;
+    ``rows``: number of rows that share moments."""
     together = {"together": MOMENT_CHANNELS, "axis": axis, "rows": rows}
-    assert not together.keys() & attrs.keys(), "its own attributes would be these"
+    assert not together.keys() & attrs.keys(), "the launch's own attributes have these names"
     return "RowMoments", {"of": kind, "own": tuple(sorted(attrs)), **together, **attrs}
 
 
 def with_turn(meaning: Meaning, problem: conv_problem.Problem, angles: TensorView) -> Meaning:
-    """The meaning of a launch that turns heads of its result as well."""
+    """The meaning of a launch that also rotates heads of its result by ``angles``."""
     (kind, attrs, reads), turn = meaning, problem.turn
     assert turn is not None
     more = {
@@ -306,7 +307,7 @@ def with_turn(meaning: Meaning, problem: conv_problem.Problem, angles: TensorVie
 
 
 def packed_weights(b: Builder, op: Op, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> TensorView:
-    """The weights of all sources as the kernels read them."""
+    """The packed weights of all sources, as the kernels read them."""
     rounded = to_tf32 if problem.dtype == "tfloat32" else np.asarray
     packed = b.kept.once(
         ("conv_sm90", problem.block, problem.out_item, problem.dtype, *_together(problem)), [f.weight for f in feeds],
@@ -316,17 +317,17 @@ def packed_weights(b: Builder, op: Op, problem: conv_problem.Problem, feeds: Seq
 
 
 def _together(problem: conv_problem.Problem) -> tuple[object, ...]:
-    """What else weights depend on, where several frames of a volume are one image."""
+    """Further keys of packed weights if several frames of a volume form one image."""
     return (problem.sources[0].depth,) if problem.together > 1 else ()
 
 
 def pixels(feeds: Sequence[Feed]) -> dict[str, TensorView]:
-    """The sources by the names of the launch."""
+    """The sources by their operand names in the launch."""
     return {f"pixels{i}": feed.x for i, feed in enumerate(feeds)}
 
 
 def blocks(scatter: conv_params.Scatter, out: TensorView) -> dict[str, Any]:
-    """The attributes of a launch's meaning that place its results."""
+    """The attributes of a launch's meaning that say where blocks of pixels go."""
     return {"blocks": scatter.strides, "crops": scatter.crops, "sizes": out.shape[2:], "channels": scatter.channels}
 
 
@@ -335,8 +336,8 @@ def launch(
     operands: Mapping[str, TensorView], scatter: conv_params.Scatter | None = None, requantize: Requantize | None = None,
 ) -> Launch:  # fmt: skip
     """The launch of a problem in a configuration. Operands: ``pixels0`` (and ``pixels1``) of ``feeds``, packed ``weights``,
-    ``channel`` (the channels' constants), ``output`` and ``residual`` (channels-last NCHW), of a prologue ``before`` and ``gate``, and
-    of stream-K ``partial`` and ``arrived``."""
+    ``channel`` (per-channel constants), ``output`` and ``residual`` (channels-last NCHW); ``before`` and ``gate`` with a
+    prologue; ``partial`` and ``arrived`` with stream-K."""
     out, wide = operands["output"], problem.channels
     second_name = "residual" if "residual" in operands else "output"
     second = operands[second_name]
@@ -352,12 +353,12 @@ def launch(
         ]
     else:
         maps = conv_maps.patch_maps(problem, config, feeds[0], operands["weights"])
-        box, span = (64, config.tile_w, config.tile_h), problem.out_span  # a pooled result is stored without boxes
+        box, span = (64, config.tile_w, config.tile_h), problem.out_span  # a pooled result is stored without TMA
         results = [
             conv_maps.image_map("output", out, rows, pitch, box, span),
             conv_maps.image_map(second_name, second, rows, second_pitch, box, span),
         ]
-    if scatter is not None or problem.together > 1:  # TMA stores nothing, so any maps will do
+    if scatter is not None or problem.together > 1:  # TMA stores nothing, so any maps fit
         results = [maps[0], maps[0]]
     return launch_on(problem, config, gpu, [*maps, *results], operands, scatter, requantize)
 
@@ -366,7 +367,7 @@ def launch_on(
     problem: conv_problem.Problem, config: Config, gpu: GpuFacts, maps: Sequence[TensorMap[str]],
     operands: Mapping[str, TensorView], scatter: conv_params.Scatter | None = None, requantize: Requantize | None = None,
 ) -> Launch:  # fmt: skip
-    """The same, by its five tensor maps."""
+    """The launch of a problem in a configuration, given its five tensor maps."""
     family = _family(config)
     stream = isinstance(config, hopper.Config) and config.stream
     tiles = config.joint_tiles(problem) if isinstance(config, hopper.Config) else patch.tiles(problem, config)
@@ -393,8 +394,8 @@ def emit(
     meaning: Meaning, written: TensorView | None = None,
     second: TensorView | None = None,
 ) -> None:  # fmt: skip
-    """Add a launch with the workspace that it needs. ``meaning``: kind, attributes and operands of what it computes; ``written``: the
-    result in the shape that this has (None: as the launch writes it); ``second``: another result."""
+    """Add a launch with the workspace that it needs. ``meaning``: the operator that it computes; ``written``: the result in the
+    operator's shape (None: as the launch writes it); ``second``: another result."""
     scratch: list[TensorView] = []
     kept: list[TensorView] = []
     out = operands["output"]
@@ -410,7 +411,7 @@ def emit(
 
 
 def _shift(arg: int | None, by: int) -> int | None:
-    """A stage argument where one stage more comes before (registers) and operands are (result, bias, residual, constants…)."""
+    """A stage argument with one more stage in front (registers) and operands in the order (result, bias, residual, constants…)."""
     if arg is None:
         return None
     return arg - by if arg < 0 else arg - RESIDUAL + 2

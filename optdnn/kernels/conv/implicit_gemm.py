@@ -26,7 +26,7 @@ _NAME = re.compile(
     r"(?P<stationary>w?)b(?P<blocks>\d+)(?P<alternate>a?)(c(?P<channels>\d+)x(?P<pixels>\d+))?(?P<stream>t?)"
 )
 TWO_SETS = 64
-"""Up to this many columns (``mt * bn``) a thread keeps two sets of sums, so that products need not wait for each other."""
+"""Up to this many columns (``mt * bn``) a thread keeps two sets of accumulators, so that products do not wait for each other."""
 
 
 @dataclass(frozen=True, order=True)
@@ -34,11 +34,11 @@ class Config:
     """A tile: ``wgm x wgn`` consumer warpgroups over channels x pixels, each of ``mt`` x 64 channels and ``bn`` pixels.
 
     ``stages``: ring depth; ``split``: blocks per cluster that share K; ``out_buffers``: output tiles in flight; ``stationary``:
-    the weights of the block's K range are loaded once and kept; ``blocks``: blocks per multiprocessor that registers must allow;
+    the block loads the weights of its K range once and keeps them; ``blocks``: blocks per multiprocessor that registers must allow;
     ``direct``: one tile per block, stored from registers (always so when ``split`` > 1). ``alternate``: two warpgroups take whole
-    tiles in turn, one finishing while the other multiplies. ``share``: blocks of a cluster over channels x pixels; those of the
-    same pixels (or channels) load their pixels (weights) once, by multicast. ``stream``: stream-K: as many blocks as run at a time
-    take equal spans of all the tiles' K steps.
+    tiles in turn: one runs its epilogue while the other multiplies. ``share``: blocks of a cluster over channels x pixels;
+    multicast loads pixels (weights) once for all blocks with the same pixels (channels). ``stream``: stream-K: the blocks
+    that run at a time take equal spans of the K steps of all tiles.
     """
 
     wgm: int
@@ -57,7 +57,7 @@ class Config:
 
     @property
     def sharers(self) -> int:
-        """Blocks of a cluster that load together."""
+        """Blocks of a cluster that share loads by multicast."""
         return self.share[0] * self.share[1]
 
     @property
@@ -87,7 +87,7 @@ class Config:
 
     @property
     def wide(self) -> bool:
-        """More than 128 sums a thread: multiplying warps take registers from the loading ones."""
+        """More than 128 accumulators per thread: multiplying warps take registers from the loading warps."""
         return self.mt * self.bn > 256
 
     @property
@@ -109,7 +109,7 @@ class Config:
 
     @classmethod
     def read(cls, name: str) -> Config | None:
-        """The configuration of this name, or None where there is none."""
+        """The configuration of this name, or None if there is none."""
         found = _NAME.fullmatch(name)
         if found is None:
             return None
@@ -122,32 +122,32 @@ class Config:
         return made if str(made) == name else None
 
     def joint_tiles(self, problem: Problem) -> tuple[int, int]:
-        """Tiles over the channels, and in all; those of a cluster that shares are one."""
+        """Tiles over the channels, and in all. The tiles of a cluster that shares loads count as one."""
         channels = -(-problem.channels // (self.tile[0] * self.share[0]))
         return channels, problem.count * channels * -(-problem.pixels // (self.tile[1] * self.share[1]))
 
 
 SHARES = ((1, 1), (2, 1), (1, 2))
-"""Clusters that load together. Of two blocks, since multiprocessors come in pairs: clusters of four do not fill an H200, and a grid
-of them took twice as long."""
+"""Clusters that share loads. They have two blocks, since multiprocessors come in pairs: clusters of four do not fill an
+H200, and a grid of them took twice as long."""
 WIDE_REGISTERS = 232
-"""Registers of a multiplying thread if the loading warps give theirs up."""
+"""Registers of a multiplying thread when the loading warps give up theirs."""
 
 
 def direct_bytes(m_tiles: int, columns: int, split: int) -> int:
-    """Shared memory of one warpgroup's DirectStore: what the cluster's ranks send it, and the room to turn blocks around."""
+    """Bytes of shared memory of one warpgroup's DirectStore: what the cluster's ranks send it, and room to transpose blocks."""
     slots = -(-columns // 8 // split)
     return (m_tiles * slots * split * 2048 if split > 1 else 0) + 4 * m_tiles * slots * 640
 
 
 def late(problem: Problem, config: Config) -> bool:
-    """Whether results exceed the registers beside their places, which are computed behind the last product."""
+    """Whether registers do not hold both accumulators and addresses of results, which are then computed after the last product."""
     wide = problem.item == 4 or (problem.item == 2 and problem.out_item == 4)
     return config.stores_directly and wide and (problem.parts or config.mt * config.bn > DIRECT_COLUMNS)
 
 
 def stage_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory of a stage of the ring; with the rests of numbers that are multiplied in parts."""
+    """Bytes of shared memory of a stage of the ring. fp32 that is multiplied in parts takes twice as much, for the remainders."""
     loaded = (config.tile[1] + (0 if config.stationary else config.tile[0])) * problem.span
     return loaded * (2 if problem.parts else 1)
 
@@ -161,14 +161,14 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     factors = 0 if problem.row_norm is None else (1 if config.stores_directly else buffers) * config.tile[1] * 8
     if config.stores_directly:
         direct = config.wgm * config.wgn * direct_bytes(config.mt, config.bn, config.split)
-        if late(problem, config) and config.split == 1:  # in the ring
+        if late(problem, config) and config.split == 1:  # in the ring's memory
             return _BARRIER_BYTES + max(operands, direct) + factors
         return _BARRIER_BYTES + operands + direct + factors
     return _BARRIER_BYTES + operands + buffers * config.tile[0] * config.tile[1] * problem.out_item + factors
 
 
 def deepest(problem: Problem, config: Config, limit: int) -> int:
-    """The most stages with which a block takes no more than ``limit`` bytes of shared memory; less than 1 where none does."""
+    """The most stages that fit ``limit`` bytes of shared memory per block; less than 1 if none fits."""
     stage = stage_bytes(problem, config)
     kept = -(-problem.k_steps // config.split) * config.tile[0] * problem.span if config.stationary else 0
     beside = max(_BARRIER_BYTES, shared_bytes(problem, config) - -(-(config.stages * stage + kept) // 1024) * 1024)
@@ -176,11 +176,12 @@ def deepest(problem: Problem, config: Config, limit: int) -> int:
 
 
 DIRECT_COLUMNS = 128
-"""Columns (``mt * bn``) of tiles of 16 bits that are stored from registers."""
+"""Most columns (``mt * bn``) of 16-bit tiles that are stored from registers."""
 REGISTERS = 65536
 """Registers of a multiprocessor."""
 MOST_IN_PARTS = 96
-"""Columns (``mt * bn``) of numbers that are multiplied in parts: a thread has sums of first parts, of rests, and whole ones."""
+"""Most columns (``mt * bn``) of fp32 that is multiplied in parts: a thread has accumulators of first parts, of
+remainders, and of the sums."""
 
 
 def register_limit(threads: int, blocks: int) -> int:
@@ -194,13 +195,13 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if config.bn % 8 or not 8 <= config.bn <= 256 or config.mt not in (1, 2) or config.wgm * config.wgn not in (1, 2):
         return "not a tile of this kernel"
     if config.alternate and (config.groups != 2 or config.blocks > 1 or config.stores_directly):
-        return "two warpgroups take tiles in turn only in a block that has its multiprocessor to itself"
+        return "alternating warpgroups need a block that has its multiprocessor to itself and stores by TMA"
     if any(source.pitch for source in problem.sources):
-        return "pixels that overlap are for the patch kernel"
+        return "only the patch kernel reads pixels that overlap"
     if problem.together > 1:
-        return "several frames of a volume are one image only for the patch kernel"
+        return "only the patch kernel joins several frames of a volume into one image"
     if problem.pooled:
-        return "its tiles are rows of pixels: the patch kernel's, which are parts of an image, can be pooled"
+        return "its tiles are runs of pixels, which cannot be pooled: the patch kernel's tiles can"
     return (
         _refuse_stages(problem, config, shared)
         or (_refuse_in_parts(config) if problem.parts else _refuse_registers(problem, config))
@@ -210,7 +211,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
 
 
 def _refuse_stages(problem: Problem, config: Config, shared: int) -> str | None:
-    """Why the tile's parts do not fit wgmma, TMA or shared memory, or None."""
+    """Why the tile does not fit wgmma, TMA or shared memory, or None."""
     if problem.from_registers and not config.stores_directly:
         return "fp32 results are stored from registers"
     if not render.wgmma_columns(config.bn, problem.dtype):
@@ -218,38 +219,36 @@ def _refuse_stages(problem: Problem, config: Config, shared: int) -> str | None:
     if config.split > 16 or config.split > problem.k_steps:
         return f"{problem.k_steps} K steps cannot be split {config.split} ways"
     if config.stages == 1 and problem.k_steps > config.split:
-        return "a stage is handed back when the next one is being read: one stage holds one K step"
+        return "a stage is released while the next one is read: a ring of one stage holds one K step"
     if not 1 <= config.stages <= 24 or not 1 <= config.out_buffers <= 4:
         return "too many stages"
     return no_room(shared_bytes(problem, config), shared, config.blocks)
 
 
 def _refuse_registers(problem: Problem, config: Config) -> str | None:
-    """Why a thread's sums do not fit its registers, or None."""
+    """Why a thread's accumulators do not fit its registers, or None."""
     if problem.prologue and (config.alternate or config.sharers > 1 or config.wide):
-        return (
-            "a prologue is for blocks of their own whose warpgroups share a tile, of up to 128 accumulators per thread"
-        )
+        return "a prologue needs a single block whose warpgroups share a tile, with up to 128 accumulators per thread"
     if problem.row_norm is not None and config.wide:
         return "rows are normalized after up to 128 accumulators per thread"
     if problem.row_scale and config.mt == 2 and 224 < config.mt * config.bn <= 256:
-        return "two subtiles of so many sums, and the scales of their rows, exceed the registers"
+        return "the accumulators of two subtiles and the scales of their rows exceed the registers"
     threads = config.threads + problem.helpers
     limit = WIDE_REGISTERS if config.wide else register_limit(threads, config.blocks)
-    sets = 2 if config.mt * config.bn <= TWO_SETS else 1  # two sets of sums where they are short
+    sets = 2 if config.mt * config.bn <= TWO_SETS else 1  # small tiles have two sets of accumulators
     needed = config.mt * config.bn // 2 * sets
     if late(problem, config):
         needed += 8 * config.mt
     elif config.stores_directly:
         needed += -(-config.bn // 8 // config.split) * (2 + max(2, problem.out_item) * config.mt)
-        needed += 12 * config.mt if problem.dynamic else 0  # what the zero point takes away, of each channel
+        needed += 12 * config.mt if problem.dynamic else 0  # the zero point's correction of each channel
     if needed + 40 > limit:
         return f"{needed} accumulators and addresses exceed {limit} registers"
     return None
 
 
 def _refuse_in_parts(config: Config) -> str | None:
-    """Why the tile does not suit numbers that are multiplied in parts, or None."""
+    """Why the tile does not suit fp32 that is multiplied in parts, or None."""
     if (
         config.blocks > 1
         or config.stationary
@@ -258,35 +257,35 @@ def _refuse_in_parts(config: Config) -> str | None:
         or config.stream
         or not config.stores_directly
     ):
-        return "numbers are multiplied in parts in blocks of one tile that have a multiprocessor to themselves"
+        return "fp32 in parts needs blocks of one tile, each alone on its multiprocessor"
     if config.mt * config.bn > MOST_IN_PARTS:
-        return f"three sets of {config.mt * config.bn // 2} sums exceed the registers"
+        return f"three sets of {config.mt * config.bn // 2} accumulators exceed the registers"
     return None
 
 
 def _refuse_parts(problem: Problem, config: Config) -> str | None:
-    """Why blocks cannot load together or take spans of K steps, or None."""
+    """Why blocks cannot share loads or take spans of K steps, or None."""
     if problem.row_scale and (config.split > 1 or config.stream):
-        return "sums that are multiplied by their rows' scales are whole"
+        return "scales per row are applied to whole sums: K is not split"
     if problem.item == 1 and (config.stream or (config.sharers > 1 and not problem.row_scale)):
-        return "tiles of 8-bit operands that load together, or are cut by stream-K, have not been measured"
+        return "shared loads and stream-K of 8-bit operands have not been measured"
     if config.sharers > 1 and (reason := _refuse_sharing(config)):
         return reason
     if problem.stack and (config.stationary or config.stores_directly or config.sharers > 1 or problem.prologue):
-        return "weights of a stack are another tensor, and results are stored by TMA"
+        return "a stack of products keeps no weights, shares no loads, has no prologue, and stores by TMA"
     if config.stream and (problem.moments or problem.row_norm is not None):
-        return "moments of rows are for whole tiles"
+        return "moments of rows need whole tiles"
     if config.stream and problem.row_bias:
-        return "sums that begin with a row's bias are of whole tiles"
+        return "a bias per row needs whole tiles"
     return _refuse_streaming(problem, config) if config.stream else None
 
 
 def _refuse_forms(problem: Problem, config: Config) -> str | None:
     """Why the tile does not suit heads that turn, bands, wide tiles, scattered blocks or direct stores, or None."""
     if problem.turn is not None and (config.stores_directly or config.stream):
-        return "heads are rotated in whole tiles, which wait in shared memory"
+        return "heads are rotated in whole tiles in shared memory"
     if problem.turn is not None and config.mt % problem.turn.tiles:
-        return "a warpgroup has one tile of 64 channels, and pairs lie in two"
+        return "a warpgroup has one tile of 64 channels, but pairs span two"
     if problem.bands > 1 and (problem.band_channels % config.tile[0] or config.share[0] > 1):
         return f"blocks of {config.tile[0]} channels that load the same pixels do not divide a band of {problem.band_channels}"
     if config.wide and (config.groups != 2 or config.blocks > 1 or config.stores_directly):
@@ -303,7 +302,7 @@ def _refuse_forms(problem: Problem, config: Config) -> str | None:
 
 
 def refuse_scatter(problem: Problem, stores_directly: bool) -> str | None:
-    """Why blocks of pixels cannot be put in their places by the launch that makes them, or None."""
+    """Why the launch cannot store blocks of pixels at their final positions, or None."""
     if stores_directly:
         return "blocks of pixels go through shared memory"
     if problem.residual or problem.out_item != 2:
@@ -312,33 +311,33 @@ def refuse_scatter(problem: Problem, stores_directly: bool) -> str | None:
 
 
 def _refuse_sharing(config: Config) -> str | None:
-    """Why blocks of a cluster cannot load together, or None."""
+    """Why blocks of a cluster cannot share loads, or None."""
     over_channels, over_pixels = config.share
     if config.share not in SHARES:
         return "not a cluster of this kernel"
     if config.bn % (8 * over_channels) or config.tile[0] % (8 * over_pixels):
-        return "the parts that blocks load for one another are whole groups of eight rows"
+        return "blocks load whole groups of eight rows for one another"
     if config.stationary or config.stores_directly:
-        return "blocks that load together keep no weights, and store by TMA"
+        return "blocks that share loads keep no weights and store by TMA"
     return None
 
 
 LEAST_SPAN = 2
-"""K steps that a block of stream-K takes at least; and a tile is cut into about as many spans as they are long, since its owner
-adds them up one by one."""
+"""Least K steps of a stream-K block. A tile of N steps is cut into about sqrt(N) spans, since the tile's owner adds
+them up one by one."""
 
 
 def _refuse_streaming(problem: Problem, config: Config) -> str | None:
     """Why blocks cannot take spans of K steps, or None."""
     if config.stationary or config.stores_directly or config.alternate or config.sharers > 1:
-        return "spans of K steps are for blocks of their own that keep no weights, and store by TMA"
+        return "stream-K is for single blocks that keep no weights, take one tile at a time, and store by TMA"
     if problem.prologue:
         return "a prologue walks through whole tiles"
     if sum(config.tile) * problem.span < config.groups * 2048:
-        return "a stage holds less than 16 bytes of sums of each thread"
+        return "a stage holds less than 16 bytes of partial sums per thread"
     steps = config.joint_tiles(problem)[1] * problem.k_steps
     if steps < 2 * LEAST_SPAN:
-        return f"{steps} K steps in all are nothing to divide"
+        return f"{steps} K steps in all are too few to divide"
     if steps * 2048 >= 1 << 32:
         return f"{steps} K steps are too many to count"
     return None
@@ -369,13 +368,14 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
 
 
 def _turn(problem: Problem) -> dict[str, int]:
-    """Constants of the heads that turn."""
+    """Constants of the rotary embedding of heads."""
     t = problem.turn
     return {} if t is None else {"TURNED": t.turned, "HEAD": t.head, "INTERLEAVED": int(t.interleaved)}
 
 
 PAIRED_TILE = 8192
-"""Results of a tile from which on a SiLU is done to two at once: EfficientNet-B0 at batch 128 gained 2 %, smaller tiles at batch 1 lost 1 %."""
+"""Results of a tile from which on a SiLU is applied to two at once: EfficientNet-B0 at batch 128 gained 2 %, smaller
+tiles at batch 1 lost 1 %."""
 
 
 def generated(problem: Problem, tile: Mapping[str, int], instruction: str, pairs: bool = False) -> str:
@@ -413,7 +413,8 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str, pairs
 
 
 def options(problem: Problem, checked: bool) -> tuple[str, ...]:
-    """Compiler options. Quantized results are exact to the bit, so their arithmetic is not contracted; those of fp32 to its last bits."""
+    """Compiler options. Quantized results are exact to the bit, so their arithmetic is not contracted. fp32 in parts
+    uses no fast math."""
     return template_options(
         problem.dtype, problem.out_dtype, exact=problem.item == 1, fast=not problem.parts, checked=checked
     )
@@ -443,7 +444,8 @@ def grid_blocks(problem: Problem, config: Config, device: GpuFacts) -> int:
 
 
 def workspace(problem: Problem, config: Config, device: GpuFacts) -> tuple[int, int]:
-    """Bytes of stream-K's partial sums, one tile a block, and of its counts (zeros before the first launch); else (0, 0)."""
+    """Bytes of stream-K's partial sums (one tile per block), and of its counters (zero before the first launch); (0, 0)
+    without stream-K."""
     if not config.stream:
         return 0, 0
     blocks = grid_blocks(problem, config, device)

@@ -1,4 +1,4 @@
-"""Channels-last tensors as TMA reads and writes them: which ones it can, and the tensor maps of the Hopper convolution kernels."""
+"""Channels-last tensors for TMA: which ones it can read and write, and the tensor maps of the Hopper convolution kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from optdnn.types import FP32, Array
 Geometry = tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]
 """Strides, pads (top, left, bottom, right), dilations."""
 POINTWISE: Geometry = ((1, 1), (0, 0, 0, 0), (1, 1))
-"""The geometry of a product of rows with a matrix, which is a convolution of 1 x 1 images."""
+"""The geometry of a product of rows with a matrix: a convolution of 1 x 1 images."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class Feed:
     pads: tuple[int, int, int, int]
     dilations: tuple[int, int]
     overlapped: conv_problem.Source | None = None
-    """Where neighbouring pixels are read as one (see :func:`optdnn.kernels.quantized.stem.overlapped`): that source."""
+    """The source in which neighbouring pixels are read as one (see :func:`optdnn.kernels.quantized.stem.overlapped`), or None."""
     bands: int = 1
-    """Equal parts of the result's channels, each a sum over its own part of the tensor's (see ``Problem.bands``)."""
+    """Equal parts of the output channels, each of which reads its own part of the input channels (see ``Problem.bands``)."""
     together: int = 1
-    """Neighbouring groups of the weights that make a band, with zeros between them, which :meth:`made` adds."""
+    """Neighbouring groups of the weights that form a band. :meth:`made` adds the zeros between them."""
     depth: conv_problem.Depth | None = None
 
     def made(self, b: Builder) -> Feed:
-        """With its tensor made, and its weights in bands."""
+        """The feed with its tensor made and its weights in bands."""
         weight = self.weight
         if self.together > 1:
             weight = conv_problem.banded(weight, self.bands * self.together, self.together)
@@ -63,7 +63,7 @@ class Feed:
 
     @property
     def seen(self) -> TensorView:
-        """The tensor as the weights see it: where pixels overlap, with all channels that are read as one pixel's."""
+        """The tensor as the weights see it: with overlapping pixels, a pixel has all channels that are read as one."""
         if self.overlapped is None:
             return self.x
         o = self.overlapped
@@ -81,13 +81,13 @@ class Feed:
 
 
 def aligned(x: TensorView) -> int:
-    """Elements in 16 bytes, which TMA addresses."""
+    """Elements in 16 bytes, TMA's address granularity."""
     return 16 // x.dtype.itemsize
 
 
 def pitch_of(x: TensorView, unit: int = 0) -> int | None:
-    """Elements between neighbouring pixels of a channels-last NCHW tensor that TMA can read; None for any other. ``unit``: pixels need
-    only begin at multiples of so many elements."""
+    """Elements from a pixel to the next of a channels-last NCHW tensor that TMA can read; None for any other tensor. ``unit``:
+    pixels begin at multiples of this many elements (0: of 16 bytes)."""
     n, c, h, w = x.shape
     unit = unit or aligned(x)
     pitch = (
@@ -99,7 +99,7 @@ def pitch_of(x: TensorView, unit: int = 0) -> int | None:
 
 
 def readable_volume(x: TensorView) -> bool:
-    """Whether TMA can read a volume (logical NCDHW) where it lies: channels innermost, all else at whole 16 bytes."""
+    """Whether TMA can read a volume (logical NCDHW) in place: channels innermost, all other strides multiples of 16 bytes."""
     unit = aligned(x)
     return (
         (x.shape[1] == 1 or x.strides[1] == 1)
@@ -109,7 +109,7 @@ def readable_volume(x: TensorView) -> bool:
 
 
 def _outer(x: TensorView) -> tuple[int, ...]:
-    """Strides of a volume's width, height, depth and batch; of axes of one place any positive ones will do."""
+    """Strides of a volume's width, height, depth and batch; axes of size 1 get any positive stride."""
     least, found = up(x.shape[1], aligned(x)), []
     for axis in (4, 3, 2, 0):
         step = x.strides[axis] if x.shape[axis] > 1 else least
@@ -124,16 +124,16 @@ def _volume_shape(x: TensorView) -> tuple[int, ...]:
 
 
 def elements_around(b: Builder, x: TensorView) -> int:
-    """Elements of the buffer that the tensor lies in, or will lie in alone."""
+    """Elements of the tensor's buffer, or of the buffer that it will get for itself."""
     shape = physical_shape(x.shape, x.strides) if x.buffer == NOWHERE else b.buffers[x.buffer].shape
     return math.prod(n for n in shape or () if isinstance(n, int))
 
 
 def storable(b: Builder, x: TensorView) -> bool:
-    """Whether a launch can write this channels-last NCHW tensor, or add it.
+    """Whether a launch can write this channels-last NCHW tensor, or read it as a residual.
 
-    Where pixels follow one another without gaps, all channels up to the next multiple of CHANNEL_ALIGN are touched, of the last
-    pixel, too; fp32, which goes to and from registers, has to lie so.
+    If pixels follow one another without gaps, the launch touches all channels up to the next multiple of CHANNEL_ALIGN, in the
+    last pixel too. fp32, which goes to and from registers, needs this layout.
     """
     pitch, wide = pitch_of(x), up(x.shape[1], CHANNEL_ALIGN)
     if pitch is None or (x.dtype == FP32 and pitch != wide):
@@ -143,7 +143,7 @@ def storable(b: Builder, x: TensorView) -> bool:
 
 
 def storable_whole(b: Builder, x: TensorView) -> bool:
-    """Whether a launch can write eight channels at a time: they come in eights, or their padding is their own."""
+    """Whether a launch can write 8 channels at a time: their number is a multiple of 8, or the padding belongs to the tensor."""
     return storable(b, x) and (x.shape[1] % 8 == 0 or pitch_of(x) == up(x.shape[1], 8))
 
 
@@ -156,7 +156,7 @@ def _weights_map(problem: conv_problem.Problem, weights: TensorView, rows: int) 
 def gemm_maps(
     problem: conv_problem.Problem, config: hopper.Config, feeds: Sequence[Feed], weights: TensorView
 ) -> list[TensorMap[str]]:
-    """Weights and sources of the implicit GEMM, whose operands are ``weights``, ``pixels0`` and ``pixels1``."""
+    """Tensor maps of the implicit GEMM's weights and two sources: operands ``weights``, ``pixels0`` and ``pixels1``."""
     maps = [_weights_map(problem, weights, config.tile[0] // config.share[1])]
     maps += [_source_map(f"pixels{i}", f, problem, config) for i, f in enumerate(feeds)]
     return maps if len(maps) == 3 else [*maps, maps[1]]
@@ -165,7 +165,7 @@ def gemm_maps(
 def patch_maps(
     problem: conv_problem.Problem, config: patch.PatchConfig, feed: Feed, weights: TensorView
 ) -> list[TensorMap[str]]:
-    """The same for the patch kernel, whose source is an image."""
+    """Tensor maps of the patch kernel's weights and two sources, which are the same image."""
     height, width = patch.patch_size(problem, config)
     box = (problem.block, width, height)
     if feed.overlapped is not None:
@@ -186,7 +186,7 @@ def patch_maps(
 def rows_map(
     name: str, x: TensorView, pitch: int, channels: int, problem: conv_problem.Problem, config: hopper.Config
 ) -> TensorMap[str]:
-    """A result (or residual) as rows of channels, one per pixel."""
+    """Tensor map of a result (or residual) as rows of channels, one per pixel."""
     shape, strides = (channels, problem.pixels), (pitch * x.dtype.itemsize,)
     return tensor_map(name, map_dtype(x.dtype), shape, strides, (64, config.bn), problem.out_span)
 
@@ -194,7 +194,7 @@ def rows_map(
 def image_map(
     name: str, x: TensorView, channels: int, pitch: int, box: tuple[int, int, int], span: int
 ) -> TensorMap[str]:
-    """A channels-last feature map as it is."""
+    """Tensor map of a channels-last feature map."""
     n, _, h, w = x.shape
     step = pitch * x.dtype.itemsize
     shape, strides = (channels, w, h, n), (step, w * step, h * w * step)
@@ -202,7 +202,7 @@ def image_map(
 
 
 def _source_map(name: str, feed: Feed, problem: conv_problem.Problem, config: hopper.Config) -> TensorMap[str]:
-    """A source of the implicit GEMM: rows of a matrix, or im2col. On their way TMA rounds fp32 elements to tf32."""
+    """Tensor map of a source of the implicit GEMM: rows of a matrix, or im2col. TMA rounds fp32 to tf32 as it loads."""
     if feed.depth is not None:
         return _volume_map(name, feed, feed.depth, problem, config)
     n, c, h, w = feed.x.shape
@@ -219,7 +219,7 @@ def _source_map(name: str, feed: Feed, problem: conv_problem.Problem, config: ho
 
 
 def _corners(feed: Feed) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The corners of the box over which the first tap walks: (left, top) and (right, bottom), counted from the image's own
+    """The corners of the box over which the first tap walks: (left, top) and (right, bottom), relative to the image's
     corners."""
     top, left, bottom, right = feed.pads
     reach = [(k - 1) * d for k, d in zip(feed.weight.shape[-2:], feed.dilations, strict=True)]
@@ -229,7 +229,7 @@ def _corners(feed: Feed) -> tuple[tuple[int, int], tuple[int, int]]:
 def _volume_map(
     name: str, feed: Feed, depth: conv_problem.Depth, problem: conv_problem.Problem, config: hopper.Config
 ) -> TensorMap[str]:
-    """A volume in im2col mode."""
+    """Tensor map of a volume in im2col mode."""
     lower, upper = _corners(feed)
     behind = depth.first + (depth.out - 1) * depth.stride + 1 - depth.size
     return tensor_map(
@@ -245,7 +245,7 @@ def frames_of(feeds: Sequence[Feed]) -> int:
 
 
 def volume_view(x: TensorView, frames: int) -> TensorView:
-    """Images NCHW, so many of each volume, as NCDHW."""
+    """Images NCHW as NCDHW, with ``frames`` images per volume."""
     (n, c, h, w), (sn, sc, sh, sw) = x.shape, x.strides
     return x.view((n // frames, c, frames, h, w), (frames * sn, sc, sn, sh, sw))
 
@@ -253,7 +253,7 @@ def volume_view(x: TensorView, frames: int) -> TensorView:
 def over_depth(
     views: Sequence[tuple[TensorView, TensorView]], feeds: Sequence[Feed]
 ) -> list[tuple[TensorView, TensorView]]:
-    """Tensors and weights of sources with all three axes: of a source of images each frame is one."""
+    """Tensors and weights of the sources with three spatial axes. In a source of images, each image is a frame."""
     frames, made = frames_of(feeds), []
     for (x, w), feed in zip(views, feeds, strict=True):
         if feed.depth is None:
@@ -266,7 +266,7 @@ def over_depth(
 def depth_geometry(
     depth: conv_problem.Depth | None, geometry: Geometry
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Strides, pads and dilations over all three axes; None: of images, which are frames."""
+    """Strides, pads and dilations over three axes. ``depth`` None: the source has images, each of which is a frame."""
     strides, (top, left, bottom, right), dilations = geometry
     if depth is None:
         return (1, *strides), (0, top, left, 0, bottom, right), (1, *dilations)
@@ -287,7 +287,7 @@ def unfit_volume(feed: Feed) -> str | None:
     behind = depth.first + (depth.out - 1) * depth.stride + 1 - depth.size
     corners = (*lower, *upper, depth.first, behind)
     if min(corners) < LEAST_CORNER or max(corners) > LARGEST_CORNER:
-        return f"the corners of a volume's box lie within {LEAST_CORNER} and {LARGEST_CORNER} of its own"
+        return f"the corners of a volume's box are not within {LEAST_CORNER} to {LARGEST_CORNER} of the volume's own"
     if max(*reach, (depth.taps - 1) * depth.dilation) > LARGEST_REACH:
         return f"taps of a volume lie at most {LARGEST_REACH} pixels apart"
     if depth.dilation < 0 or depth.stride > 8:
@@ -296,7 +296,7 @@ def unfit_volume(feed: Feed) -> str | None:
 
 
 def weight_views(packed: TensorView, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> list[TensorView]:
-    """The logical weights of each source inside the packed ones: OIHW, or ``[sixteens, 8, 2, i, h, w]`` where rows are permuted."""
+    """Views of each source's logical weights in the packed ones: OIHW, or ``[O / 16, 8, 2, I, H, W]`` if rows are permuted."""
     depth, at, views = problem.k_steps * problem.block, 0, []
     for source, feed in zip(problem.sources, feeds, strict=True):
         o, i, *taps, r, s = feed.weight.shape

@@ -1,8 +1,8 @@
 """1x1 convolutions of images that are normalized as a whole, without a launch for the norm.
 
 A group norm of one group (MobileViTV2: Mehta and Rastegari, 2022) is a factor and a shift of each image, then of each channel. The
-1x1 convolution that makes the images tells the moments of every eight pixels. The one that reads the normalized images reads them as
-they are, adds up the moments of an image, and applies them to its sums, as products of normalized rows do
+1x1 convolution that makes the images also writes the moments of every eight pixels. The convolution of the normalized images reads
+the images before the norm, reduces the moments of each image, and applies the norm to its sums, as products of normalized rows do
 (:mod:`optdnn.kernels.gemm.normed`).
 """
 
@@ -41,27 +41,30 @@ class NormedImages(Normed):
         return RowNorm(True, self.norm.attrs.epsilon, _size(self.norm)[2])
 
     def moments(self, b: Builder) -> TensorView:
-        """Those of the images' pixels by eights, which the launch of the maker tells: (channels / 64, pixels / 8, 2) of fp32."""
-        if self.maker.id not in b.together:
+        """The moments of every eight pixels, which the producer's launch writes: fp32 (channels / 64, pixels / 8, 2)."""
+        if self.producer.id not in b.together:
             batch, channels, positions = _size(self.norm)
             shape = (channels // MOMENT_CHANNELS, batch * positions // MOMENT_ROWS, 2)
-            b.together[self.maker.id] = b.new(f"{self.maker.outputs[0].name}.moments", np.dtype(np.float32), shape)
-        found: TensorView = b.together[self.maker.id]
+            b.together[self.producer.id] = b.new(
+                f"{self.producer.outputs[0].name}.moments", np.dtype(np.float32), shape
+            )
+        found: TensorView = b.together[self.producer.id]
         return found
 
 
 def normed_images(graph: Graph, op: Op) -> NormedImages | None:
-    """The norm of one group whose images a convolution reads, and the convolution that makes them."""
+    """The group norm of one group before a convolution, and the convolution that makes its images; None if there is no
+    such pair."""
     value = op.inputs[0]
     norm = None if value is None else graph.op(value)
     if norm is None or norm.kind != "GroupNormalization" or norm.attrs.num_groups != 1 or norm.inputs[0] is None:
         return None
-    maker = _before_views(graph, norm.inputs[0])
-    return NormedImages(norm, maker) if maker is not None and _size(maker) == _size(norm) else None
+    producer = _before_views(graph, norm.inputs[0])
+    return NormedImages(norm, producer) if producer is not None and _size(producer) == _size(norm) else None
 
 
 def _before_views(graph: Graph, value: Value) -> Op | None:
-    """The convolution that makes ``value``, or of whose images it is a view: their pixels may change places, but not between images."""
+    """The convolution that makes ``value``, directly or through views. The views may permute pixels within an image; else None."""
     op, batch = graph.op(value), graph.type(value).dims[:1]
     while op.kind in ("Reshape", "Transpose"):
         moved = op.kind == "Transpose" and (op.attrs.perm is None or op.attrs.perm[0] != 0)
@@ -78,7 +81,7 @@ def _size(op: Op) -> tuple[int, ...]:
 
 
 class NormedConv(HopperConv):
-    """A convolution of each pixel, which may tell the moments of its own images."""
+    """A 1x1 convolution that applies the norm of its images. It may also write the moments of its own result."""
 
     name = "conv_normed_sm90"
     conditional = True
@@ -94,7 +97,7 @@ class NormedConv(HopperConv):
             return why
         found = normed_images(b.graph, op)
         if found is None:
-            return "its images are not normalized as a whole behind another convolution"
+            return "its images are not normalized as a whole after another convolution"
         if (why := self._refuse_norm(b, op, found)) is not None:
             return why
         c = super().convolution(b, op)
@@ -102,18 +105,18 @@ class NormedConv(HopperConv):
             return "it is not a 1x1 convolution of single pixels"
         if c.residual is not None or c.ep.constants or c.ep.scale is not None:
             return "its stages read other tensors"
-        maker = b.chosen.get(found.maker.id)
-        if type(maker) not in (HopperConv, NormedConv):
-            return f"{found.maker.name} runs by a tactic that gives no moments"
-        assert isinstance(maker, HopperConv)
-        stored = maker.told(b, found.maker) == image(b.source(found.maker.value))
+        tactic = b.chosen.get(found.producer.id)
+        if type(tactic) not in (HopperConv, NormedConv):
+            return f"{found.producer.name} runs by a tactic that gives no moments"
+        assert isinstance(tactic, HopperConv)
+        stored = tactic.output_with_moments(b, found.producer) == image(b.source(found.producer.value))
         if not stored or conv_maps.pitch_of(image(b.source(found.rows))) is None:
-            return f"the launch of {found.maker.name} does not store the images that are normalized, pixel by pixel"
+            return f"the launch of {found.producer.name} does not store the images that are normalized, pixel by pixel"
         return scaled_refusal(b, c.feed.weight, found.scale(b))
 
     @staticmethod
     def _refuse_norm(b: Builder, op: Op, found: NormedImages) -> str | None:
-        """Why no launch can apply the norm by moments, wherever its images lie."""
+        """Why no launch can apply the norm by moments, whatever the layout of its images, or None."""
         t, (_, channels, positions) = found.norm.outputs[0].type, _size(found.norm)
         if t.dtype not in (FP16, BF16) or op.outputs[0].type.dtype != t.dtype:
             return "it is for 16-bit floats"
@@ -140,21 +143,21 @@ class NormedConv(HopperConv):
         return f"norm and convolution are predicted to take {(norm + alone) * 1e6:.1f} us, one launch {(own + TOLD) * 1e6:.1f}"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The norm, and what makes its images."""
+        """The norm, and the producer of its images."""
         found = normed_images(graph, op)
-        return [] if found is None else [found.norm, found.maker]
+        return [] if found is None else [found.norm, found.producer]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The norm and the convolution."""
         return Region(op, before=(self._normed(b, op).norm,))
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result, and the moments that the launch before tells."""
+        """Place the result, and the moments that the producer writes."""
         super().place(b, op)
         self._normed(b, op).moments(b)
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """Of the images that are not normalized yet, with the scaled matrix."""
+        """The convolution of the images before the norm, with the scaled matrix."""
         found = self._normed(b, op)
         return behind(b, super().convolution(b, op), image(b.source(found.rows)), found)
 
@@ -163,7 +166,7 @@ class NormedConv(HopperConv):
         return replace(problem, norm=self._normed(b, op).kind)
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Any) -> None:
-        told, norm = b.together.get(op.id), problem.norm
+        moments, norm = b.together.get(op.id), problem.norm
         assert norm is not None
         operands = normed_operands(b, op, c, problem, self._normed(b, op).moments(b))
         columns, depth = c.out.shape[1], c.feed.x.shape[1]
@@ -171,16 +174,16 @@ class NormedConv(HopperConv):
         sums, bias = (operands[n].view((columns,), (1,)) for n in ("columns", "channel"))
         attrs = {**norm_attrs(norm), "image": norm.image, "epilogue": plain_stages(c.ep.stages), "beside": ()}
         kind, rows, out = "NormedProduct", pixels_as_rows(c.feed.x), pixels_as_rows(c.out)
-        if told is not None:
-            problem, operands["moments"] = replace(problem, moments=True, moment_rows=MOMENT_ROWS), told
+        if moments is not None:
+            problem, operands["moments"] = replace(problem, moments=True, moment_rows=MOMENT_ROWS), moments
             kind, attrs = hopper_launch.with_moments(kind, attrs, rows=MOMENT_ROWS)
         made = hopper_launch.launch(problem, config, b.gpu, c.feeds, operands)
         reads = [rows, operands["given"], weights, sums, bias]
-        hopper_launch.emit(b, op, made, problem, config, operands, (kind, attrs, reads), out, told)
+        hopper_launch.emit(b, op, made, problem, config, operands, (kind, attrs, reads), out, moments)
 
 
 def pixels_as_rows(x: TensorView) -> TensorView:
-    """Channels-last images, whose pixels follow one another, as rows."""
+    """Channels-last images without gaps between pixels, as rows."""
     n, channels, h, w = x.shape
     pitch = x.strides[3] if w > 1 else x.strides[2] if h > 1 else x.strides[0]
     return x.view((n * h * w, channels), (pitch, 1))

@@ -1,4 +1,4 @@
-"""Two convolutions in one launch: what the tactics of depthwise, 1x1 and one-pixel convolutions share."""
+"""Two convolutions in one launch: the base of the tactics of depthwise, 1x1 and one-pixel convolutions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optdnn.types import BF16, FP16
 
 
 class Kind(NamedTuple):
-    """A kind of convolution with constant weights: its name in messages, and which operators are of it."""
+    """A kind of convolution with constant weights: its name in messages, and a predicate on operators."""
 
     words: str
     holds: Callable[[Graph, Op], bool]
@@ -47,22 +47,23 @@ ONE_PIXEL = Kind("1x1 convolution of one pixel", _is_one_pixel)
 
 
 class ConvPair(Tactic):
-    """A convolution and the one that is its only reader, of 16-bit floats on Hopper. The launch is emitted at the second one."""
+    """A convolution and a second one that is its only reader, of 16-bit floats on Hopper. The launch is emitted at the
+    second one."""
 
     needs: ClassVar[str]
-    """What of Hopper the kernel needs."""
+    """Features of Hopper that the kernel needs."""
     kinds: ClassVar[tuple[Kind, Kind]]
-    """Of the first and of the second convolution."""
+    """Kinds of the first and of the second convolution."""
 
     def find_first(self, graph: Graph, op: Op) -> Op | None:
-        """The first convolution, whose result ``op`` reads; None where the two are not of these kinds."""
+        """The first convolution, whose result ``op`` reads; None if the two are not of these kinds."""
         if op.inputs[0] is None or not self.kinds[1].holds(graph, op):
             return None
         before = graph.op(op.inputs[0])
         return before if self.kinds[0].holds(graph, before) else None
 
     def first(self, graph: Graph, op: Op) -> Op:
-        """The first convolution of an operator that is not refused."""
+        """The first convolution, for an operator that is not refused."""
         found = self.find_first(graph, op)
         assert found is not None
         return found
@@ -89,12 +90,12 @@ class ConvPair(Tactic):
         return self.unfit(b, op, first)
 
     def takes_prologue(self, first: Op) -> bool:
-        """Whether the kernel has the prologue of the first convolution."""
+        """Whether the kernel can apply the prologue of the first convolution."""
         return False
 
     @abstractmethod
     def unfit(self, b: Builder, op: Op, first: Op) -> str | None:
-        """The reason why the kernel cannot compute such a pair, or None."""
+        """Why the kernel cannot compute the pair, or None."""
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The first convolution."""
@@ -118,5 +119,5 @@ def pair_attrs(first: Op, op: Op, between: Epilogue, ep: Epilogue, through: str)
 
 
 def scalars(b: Builder, ep: Epilogue) -> list[TensorView | None]:
-    """What an epilogue's stages read besides the bias, as the meaning has it: no residual, and constants."""
+    """The operands of an epilogue's stages besides the bias, for the meaning: no residual, then the constants."""
     return [None, *(b.constant(c, "scalar") for c in ep.constants)] if ep.constants else []

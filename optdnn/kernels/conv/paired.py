@@ -1,8 +1,8 @@
 """Two convolutions of the same image in one launch, one multiplied by the other: the gates of WaveNet, and gated linear units.
 
-``f(conv(x) + conv(m)) * g(conv'(x) + conv'(m))``, the second convolutions perhaps absent. As in :mod:`optdnn.kernels.gemm.paired`, each
-channel of one factor is next to that of the other in the launch's weights, so that a thread has both sums and stores one result. The
-launch is emitted at the convolution that multiplies.
+``f(conv(x) + conv(m)) * g(conv'(x) + conv'(m))``; the second convolutions may be absent. As in
+:mod:`optdnn.kernels.gemm.paired`, the launch's weights alternate channels of the two factors, so that a thread has both
+sums and stores one result. The launch is emitted at the convolution that multiplies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from optdnn.types import FP16, UINT8, Array
 
 @dataclass(frozen=True)
 class Factor:
-    """One factor: the convolution ``op``, and the one whose result it adds first, or None. ``rest`` is ``op`` without that stage."""
+    """One factor: the convolution ``op``, and ``added``, the convolution whose result it adds first, or None. ``rest``
+    is ``op`` without that stage."""
 
     op: Op
     added: Op | None
@@ -47,12 +48,12 @@ class Factor:
 
     @property
     def convolutions(self) -> tuple[Op, ...]:
-        """The sources of its sum."""
+        """The convolutions that the factor sums."""
         return (self.op,) if self.added is None else (self.op, self.added)
 
 
 def factor(graph: Graph, op: Op) -> Factor:
-    """A convolution as a factor."""
+    """The factor of a convolution."""
     stages: Sequence[Stage] = op.attrs.epilogue
     slots = [a for a in stages[0].args if a is not None and a >= 0] if stages and stages[0].kind == "Add" else []
     value = op.inputs[slots[0]] if slots else None
@@ -68,7 +69,7 @@ def factor(graph: Graph, op: Op) -> Factor:
 
 
 def multiplier(graph: Graph, own: Factor) -> Factor | None:
-    """The other factor: convolutions of the same images, of the same geometry."""
+    """The other factor, of convolutions of the same images with the same geometry, or None."""
     for value in own.op.inputs[own.op.definition.arity or 0 :]:
         op = None if value is None else graph.op(value)
         if op is None or op.kind != "Conv" or not _read_by(graph, op, own.op):
@@ -89,7 +90,7 @@ def _read_by(graph: Graph, op: Op, reader: Op) -> bool:
 
 
 def _walk(graph: Graph, op: Op) -> tuple[Any, ...]:
-    """What a convolution reads, and how."""
+    """The image that a convolution reads, and its geometry."""
     a = op.attrs
     return op.inputs[0], graph.type(op.inputs[1]).shape, a.strides, a.pads, a.dilations, a.group, a.auto_pad  # type: ignore[arg-type]
 
@@ -99,7 +100,7 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
 
     name = "conv_paired_sm90"
     one: ClassVar[HopperConv] = HopperConv()
-    """What runs one of them."""
+    """The tactic that runs one convolution by itself."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := self.one.refuse(b, op)) is not None:
@@ -123,7 +124,7 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
         return None
 
     def _unfit(self, b: Builder, conv: Op) -> str | None:
-        """Why a convolution cannot be a source of the sum."""
+        """Why a convolution cannot be a source of the sum, or None."""
         if (why := self.one.refuse(b, conv)) is not None:
             return f"the convolution {conv.name}: {why}"
         if conv.attrs.prologue:
@@ -144,7 +145,7 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
         return f"two launches are predicted to take {apart * 1e6:.1f} us, one {one * 1e6:.1f}"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The convolutions of the other factor, and the one that is added."""
+        """The convolution that ``op`` adds, and those of the other factor."""
         own = factor(graph, op)
         other = multiplier(graph, own)
         return [*own.convolutions[1:], *(() if other is None else other.convolutions)]
@@ -161,7 +162,7 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
         return own, other
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """The convolution of all channels; those of the two factors alternate."""
+        """The convolution of all channels. The channels of the two factors alternate."""
         own, other = self._factors(b, op)
         ep = plan_epilogue(b.graph, own.rest, channel_axis=1)
         width = row_width(b, *own.convolutions)
@@ -176,7 +177,7 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
 
     @staticmethod
     def _feed(b: Builder, one: Op, other: Op, width: int) -> conv_maps.Feed:
-        """One image, with the weights of both factors in turn."""
+        """One image, with the weights of both factors in alternate rows."""
         first, second = b.weights(one), b.weights(other)
         joined = b.kept.once(("in turn",), [first, second], lambda: in_turn([first, second]))
         assert one.inputs[0] is not None
@@ -211,7 +212,7 @@ class PairedConv(hopper_launch.HopperTactic, ConvolutionKernel):
 
 
 class PairedParts(PairedConv):
-    """The same of fp32, in parts of tf32."""
+    """Two convolutions of fp32, in parts of tf32."""
 
     name = "conv_paired_parts_sm90"
     one = PartsConv()
@@ -219,7 +220,7 @@ class PairedParts(PairedConv):
 
 
 def _bias(b: Builder, own: Factor) -> Array | None:
-    """What is added to each channel of a factor."""
+    """The sum of the biases of a factor, per channel; None without biases."""
     given = [bias_of(b, x) for x in own.convolutions]
     found = plan_epilogue(b.graph, own.rest, channel_axis=1).bias
     rows = [v for v in (*given, found) if v is not None]
@@ -227,17 +228,17 @@ def _bias(b: Builder, own: Factor) -> Array | None:
 
 
 def in_turn(arrays: Sequence[Array]) -> Array:
-    """Rows of the arrays in turn: the first row of each, the second of each, and so on."""
+    """Interleaved rows of the arrays: the first row of each, the second row of each, and so on."""
     return np.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
 
 
 def stages_with_other(ep: Epilogue) -> list[Stage]:
-    """The stages as a region of two factors has them: the other one is operand 1."""
+    """The stages in a region of two factors, where the other factor is operand 1 in place of the residual."""
     return [replace(s, args=tuple(1 if a == RESIDUAL else a for a in s.args)) for s in ep.stages]
 
 
 def in_halves(x: TensorView) -> TensorView:
-    """A channels-last image (n, channels, h, w) of floats as one of elements of half the bytes, with twice the channels."""
+    """A channels-last image (n, channels, h, w) of floats as one with elements of half the size and twice the channels."""
     n, channels, h, w = x.shape
     image_step, _, row, column = (2 * s for s in x.strides)
     dtype = UINT8 if x.dtype.itemsize == 2 else FP16
@@ -247,7 +248,7 @@ def in_halves(x: TensorView) -> TensorView:
 
 
 def factors_of(problem: conv_problem.Problem, packed: TensorView) -> list[TensorView]:
-    """The weights of each factor in the packed ones (of :func:`maps.weight_views`), as ``[eights of rows, 8, i, h, w]``."""
+    """Views of each factor's weights in the packed ones (of :func:`maps.weight_views`), as ``[O / 8, 8, I, H, W]``."""
     if problem.out_item == 1:
         (eights, eight, _, *shape), (far, near, half, *strides) = packed.shape, packed.strides
     else:

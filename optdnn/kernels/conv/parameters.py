@@ -22,8 +22,8 @@ def pack_weights(problem: Problem, weights: Sequence[Array]) -> Array:
     """OIHW (of a volume OIDHW) weights of each source -> ``[channels, k_steps * block]`` in the kernel's K order, zero-filled. Keeps the
     dtype.
 
-    Where results have 8 bits, there are rows to a multiple of 16, and of each 16 row r + 8 h is channel 2 r + h: a thread of
-    the kernel then holds neighbouring channels."""
+    For 8-bit results, rows are padded to a multiple of 16, and in each 16 rows, row r + 8 h is channel 2 r + h. A thread of the
+    kernel then holds neighbouring channels."""
     rows: list[Array] = []
     for source, given in zip(problem.sources, weights, strict=True):
         weight = given if source.depth is None else together_weights(given, source.depth)
@@ -38,7 +38,7 @@ def pack_weights(problem: Problem, weights: Sequence[Array]) -> Array:
 
 
 def permuted_rows(matrix: Array) -> Array:
-    """``[channels, depth]`` with rows to a multiple of 16; of each 16, row r + 8 h is channel 2 r + h."""
+    """``[channels, depth]`` with rows padded to a multiple of 16 and permuted: in each 16 rows, row r + 8 h is channel 2 r + h."""
     full = np.zeros((-(-len(matrix) // 16) * 16, matrix.shape[1]), matrix.dtype)
     full[: len(matrix)] = matrix
     return np.ascontiguousarray(full.reshape(-1, 8, 2, matrix.shape[1]).transpose(0, 2, 1, 3).reshape(full.shape))
@@ -49,7 +49,7 @@ MAX_CONSTANTS = 8
 
 
 def put_requantize(parameters: Parameters, stages: Sequence[render.Stage], requantize: Requantize | None) -> None:
-    """The numbers at the end of a parameter block, with the constants of the stages."""
+    """Append the fields of a quantized epilogue to a parameter block, with the constants of its stages."""
     r = requantize or Requantize()
     constants = render.constants_of(stages) if requantize is not None else []
     if len(constants) > MAX_CONSTANTS:
@@ -60,7 +60,7 @@ def put_requantize(parameters: Parameters, stages: Sequence[render.Stage], requa
 
 @dataclass(frozen=True)
 class Scatter:
-    """Where results go that are blocks of pixels: ``Scatter`` of ``conv_scatter.cuh``. Pairs are of (height, width);
+    """Destination of results that are blocks of pixels: ``Scatter`` of ``conv_scatter.cuh``. Pairs are (height, width).
     ``at``: elements from an image, a row and a column to the next."""
 
     strides: tuple[int, int]
@@ -76,9 +76,10 @@ class Scatter:
 
 
 DYNAMIC = ("data_scale", "data_zero")
-"""Operands of a problem whose pixels were quantized in the same run."""
+"""Operands of a problem whose pixels another launch quantizes: their scale and zero point."""
 AHEAD = (912, 928)
-"""Where weights of later launches may be named: an address of eight bytes, then how many bytes there are to bring into L2."""
+"""Byte offsets of fields that may name weights of later launches: an address of eight bytes, then the number of bytes
+to load into L2."""
 
 
 def parameters(
@@ -94,10 +95,12 @@ def parameters(
 ) -> Parameters:
     """The kernels' parameter block: ``Params`` of ``conv_common.cuh``.
 
-    ``maps``: weights, pixels, pixels, output, residual; ``tiles``: over the channels, and in all. ``optional`` names those of the
-    operands ``residual``, ``before`` (pairs of scale and shift per input channel), ``gate``, ``partial`` and ``arrived``
-    (:func:`optdnn.kernels.conv.implicit_gemm.workspace`), ``moments``, ``given`` and ``columns`` (``conv_moments.cuh``), and ``angles`` (``conv_turns.cuh``) that there are. ``gate``: the pitch and the channels of the gate. ``frames``: of
-    images that are several frames, the channels of one, and elements from a frame, a row and a column to the next.
+    ``maps``: weights, pixels, pixels, output, residual; ``tiles``: over the channels, and in all. ``optional`` lists
+    the optional operands that exist, out of ``residual``, ``before`` (pairs of scale and shift per input channel),
+    ``gate``, ``partial`` and ``arrived`` (:func:`optdnn.kernels.conv.implicit_gemm.workspace`), ``moments``, ``given``
+    and ``columns`` (``conv_moments.cuh``), and ``angles`` (``conv_turns.cuh``). ``gate``: the pitch and the channels of
+    the gate. ``frames``: if an image is several frames, the channels of a frame, and elements from a frame, a row and a
+    column to the next.
     """
 
     def present(*names: str) -> list[str | None]:
@@ -121,7 +124,7 @@ def parameters(
     made.pointer(*present("before", "gate")).i32(pitch, math.prod(problem.out_size), problem.batch, gate_channels)
     made.pointer(*present("partial", "arrived"))
     for _ in AHEAD:
-        made.pointer(None).u32(0, 0)  # the size, and what fills the struct up
+        made.pointer(None).u32(0, 0)  # the number of bytes, and padding of the struct
     made.i32(count // problem.count, (problem.stack or (1, 1))[0], problem.band_channels, inside)
     made.i32(*(pitch or problem.channels for pitch in problem.pitches))
     if problem.volume:
@@ -145,12 +148,12 @@ def parameters(
 
 
 TOGETHER_CHANNELS = 64
-"""Channels of an image that is several frames of the result."""
+"""Channels of an image that holds several frames of the result."""
 
 
 def together_weights(weight: Array, depth: Depth) -> Array:
-    """OIDHW weights of frames -> those of images of ``depth.together`` frames: each has its part of the rows, and zeros at the taps of
-    the others. Keeps the dtype."""
+    """OIDHW weights of a frame -> those of images of ``depth.together`` frames. Each frame has its part of the rows,
+    with zeros at the taps of the other frames. Keeps the dtype."""
     if depth.together == 1:
         return weight
     out, channels, taps, *kernel = weight.shape
@@ -163,14 +166,14 @@ def together_weights(weight: Array, depth: Depth) -> Array:
 
 
 def together_bias(bias: Array, together: int) -> Array:
-    """The bias of each frame's part of the channels."""
+    """The bias, repeated for each frame's part of the channels."""
     made = np.zeros((together, TOGETHER_CHANNELS // together), bias.dtype)
     made[:, : len(bias)] = bias
     return made.reshape(-1)
 
 
 def _depth(problem: Problem, k: int) -> list[int]:
-    """The fields of a source's depth: zeros where it has none, but for the frames of the result."""
+    """The fields of a source's depth; zeros if it has none."""
     source = problem.sources[k] if k < len(problem.sources) else None
     if source is None or source.depth is None:
         return [0] * 5
@@ -179,5 +182,5 @@ def _depth(problem: Problem, k: int) -> list[int]:
 
 
 def _source(problem: Problem, source: Source) -> list[int]:
-    """The fields of a source."""
+    """The fields of a source in the parameter block."""
     return [problem.blocks(source), *source.kernel, *source.dilation, *source.stride, *source.padding[:2]]

@@ -1,4 +1,4 @@
-"""Convolutions and matrix products of fp32 on Hopper's tensor cores: three products of tf32 for each, as exact as fp32
+"""Convolutions and matrix products of fp32 on Hopper's tensor cores: three tf32 products for each product, as exact as fp32
 (``conv_parts.cuh``).
 """
 
@@ -13,14 +13,14 @@ from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.tactic import costlier
 
 COPY, MEMORY = 2e-6, 3e12
-"""Seconds of a copy's launch, and bytes a second that are read and written."""
+"""Seconds of a copy's launch, and bytes per second that it reads and writes."""
 WORTH = 0.7
-"""What it must be predicted to take at most, of the other's time, to be worth a copy: ResNet-50's first convolution (batch 32) takes 240.6 us
-where 177 are predicted, and 217.8 on scalar units."""
+"""Most predicted time, as a fraction of the time on scalar units, that is worth a copy. ResNet-50's first convolution
+(batch 32) takes 240.6 us although 177 are predicted, and 217.8 on scalar units."""
 
 
 def _later(b: Builder, op: Op, own: ConvolutionKernel, other: ConvolutionKernel, result: TensorView) -> str | None:
-    """Why scalar units go first: they are predicted to be faster. They read and write tensors as they lie, which saves copies.
+    """Why the tactic on scalar units is predicted to be faster, or None. It reads and writes tensors in place, which saves copies.
     ``result``: where the result goes."""
     if other.refuse(b, op) is not None:
         return None
@@ -34,7 +34,7 @@ def _later(b: Builder, op: Op, own: ConvolutionKernel, other: ConvolutionKernel,
 
 
 def _made(c: Convolution) -> list[TensorView]:
-    """Operands that launches of their own make."""
+    """Operands that separate launches make."""
     return [x for x in (c.residual, *(f.x for f in c.feeds)) if x is not None and x.make is not None]
 
 

@@ -15,13 +15,13 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 FUNCTION = "conv_patch_sm90"
 _BARRIER_BYTES = 1024
 PATCH_LATENCY = 700
-"""Cycles that the warps wait for the next block of channels where one patch at a time fits (``conv-tiles-h200.json``)."""
+"""Cycles that the warps wait for the next block of channels when only one patch fits (``conv-tiles-h200.json``)."""
 RINGED = 1.03
-"""How much longer products take that wait for their weights one by one."""
+"""Factor on the cycles of products that wait for their weights step by step."""
 KEPT_PER_CLOCK = 90.0
-"""Bytes per cycle in which weights that are kept arrive, half of them during the launch before."""
+"""Bytes per cycle at which kept weights arrive, half of them during the previous launch."""
 CROWDED, UNEVEN = 1.4, 1.15
-"""How much longer a block takes if two fit a multiprocessor: with no more blocks than multiprocessors, and with more."""
+"""Factors on a block's cycles if two fit a multiprocessor: with no more blocks than multiprocessors, and with more."""
 _NAME = re.compile(
     r"patch(?P<wgm>\d+)x(?P<wgn>\d+)t(?P<height>\d+)x(?P<width>\d+)s(?P<stages>\d+)(r(?P<ring>\d+)|w)"
     r"(?P<end>k(?P<split>\d+)|d|o(?P<buffers>\d+))b(?P<blocks>\d+)"
@@ -71,7 +71,7 @@ class PatchConfig:
 
     @classmethod
     def read(cls, name: str) -> PatchConfig | None:
-        """The configuration of this name, or None where there is none."""
+        """The configuration of this name, or None if there is none."""
         found = _NAME.fullmatch(name)
         if found is None:
             return None
@@ -93,7 +93,7 @@ def patch_size(problem: Problem, config: PatchConfig) -> tuple[int, int]:
 
 
 def columns(problem: Problem, config: PatchConfig) -> int:
-    """wgmma's N: the tile's rows at the patch's pitch, the last without its tail, to a multiple of 8."""
+    """wgmma's N: the tile's rows at the patch's pitch, the last one without its tail, rounded up to a multiple of 8."""
     wide = (config.tile_h - 1) * patch_size(problem, config)[1] + config.tile_w
     eights = -(-wide // 8) * 8
     return eights if eights > 256 or render.wgmma_columns(eights, problem.dtype) else eights + 8
@@ -104,7 +104,7 @@ def _round(size: int) -> int:
 
 
 def kept_steps(problem: Problem, config: PatchConfig) -> int:
-    """K steps of the weights that a block keeps when it keeps all: those of its share of the channel blocks."""
+    """K steps of the weights that a block keeps if it keeps all: those of its share of the channel blocks."""
     taps = problem.sources[0].kernel[0] * problem.sources[0].kernel[1]
     return -(-(problem.k_steps // taps) // config.split) * taps
 
@@ -129,20 +129,20 @@ def shared_bytes(problem: Problem, config: PatchConfig) -> int:
 def refuse(problem: Problem, config: PatchConfig, *, shared: int = 232448) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if problem.parts:
-        return "numbers are multiplied in parts by the other kernel"
+        return "only the implicit GEMM multiplies fp32 in parts"
     if len(problem.sources) != 1 or problem.prologue:
-        return "it reads one source, as it is"
+        return "it reads one source, without a prologue"
     if problem.beside is not None:
-        return "its results are of one channel each"
+        return "it does not combine pairs of channels"
     source = problem.sources[0]
     if problem.out_item == 4 and not config.stores_directly:
         return "fp32 results are stored from registers"
     if problem.scatter and (why := refuse_scatter(problem, config.stores_directly)):
         return why
     if problem.together > 1 and (problem.out_item != 2 or problem.residual or config.stores_directly or config.wgm > 1):
-        return "16-bit results of several frames are stored from shared memory, where nothing is added to them"
+        return "several frames as one image need 16-bit results that are stored from shared memory, without a residual"
     if problem.pooled and (problem.out_item != 2 or problem.residual or config.stores_directly):
-        return "16-bit results that lie in shared memory are pooled, where nothing is added to them"
+        return "pooling needs 16-bit results in shared memory, without a residual"
     if problem.pooled and (config.tile_h % 2 or config.tile_w % 2):
         return "its tiles would cut windows of the pool"
     if source.stride != (1, 1):
@@ -211,15 +211,15 @@ def grid_blocks(problem: Problem, config: PatchConfig, device: GpuFacts) -> int:
 
 
 def candidates(problem: Problem, device: GpuFacts) -> list[PatchConfig]:
-    """Every sensible tile, the best predicted first: the whole width or a divisor of it, all row counts that fit, splits that fill
-    the device, and of each the deepest rings that fit."""
+    """Every sensible tile, the best predicted first: the whole width or a divisor of it, all row counts that fit, splits that
+    fill the device, and for each of them the deepest rings that fit."""
     if len(problem.sources) != 1 or problem.sources[0].stride != (1, 1) or problem.sources[0].kernel == (1, 1):
         return []
     h, w = problem.out_size
     channel_blocks = problem.k_steps // (problem.sources[0].kernel[0] * problem.sources[0].kernel[1])
     found: list[PatchConfig] = []
     most = min(256, most_sums(problem) - 16)
-    whole = w + w % 2 if problem.pooled else w  # tiles of whole windows
+    whole = w + w % 2 if problem.pooled else w  # pooled tiles have whole windows
     widths = [x for x in range(7, whole + 1) if whole % x == 0 and x <= 128 and not (problem.pooled and x % 2)][-2:]
     for wgm, wgn in ((1, 1), (1, 2), (2, 1)):
         if wgm * 64 > -(-problem.channels // 64) * 64:
@@ -231,7 +231,7 @@ def candidates(problem: Problem, device: GpuFacts) -> list[PatchConfig]:
                 if n > most or tile_h * tile_w < 0.75 * n or (n < 100 and tile_h < h and problem.pixels > 50000):
                     continue
                 _, count = tiles(problem, probe)
-                narrow = 96 if problem.out_item == 4 and wgm * wgn > 1 else 128  # registers for stores: fp32 residuals
+                narrow = 96 if problem.out_item == 4 and wgm * wgn > 1 else 128  # fp32 residuals take registers
                 for split in (1, 2, 3, 4, 6, 8):
                     if split > channel_blocks or (split > 1 and count * split > 2 * device.multiprocessors):
                         continue
@@ -247,7 +247,7 @@ def candidates(problem: Problem, device: GpuFacts) -> list[PatchConfig]:
     found.sort(key=lambda c: (cycles(problem, c, device), c))
     kept: list[PatchConfig] = []
     shapes: dict[tuple[int, ...], int] = {}
-    for config in found:  # at most two of one tile and split
+    for config in found:  # at most two per tile and split
         shape = (config.wgm, config.wgn, config.tile_h, config.tile_w, config.split)
         shapes[shape] = shapes.get(shape, 0) + 1
         if shapes[shape] <= 2:
@@ -275,7 +275,7 @@ def _deepest(problem: Problem, config: PatchConfig, shared: int = 232448) -> lis
 
 
 def cycles(problem: Problem, config: PatchConfig, device: GpuFacts) -> float:
-    """Cycles by the tensor cores and by the loads, with waves: enough to put the best tiles first."""
+    """Predicted cycles from tensor cores, loads and waves: enough to rank the best tiles first."""
     _, count = tiles(problem, config)
     n = columns(problem, config)
     groups = config.wgm * config.wgn
@@ -290,18 +290,18 @@ def cycles(problem: Problem, config: PatchConfig, device: GpuFacts) -> float:
     busy = steps * max(multiply, loaded / 45 * shallow) * (RINGED if config.weight_stages else 1.0)
     first = (
         config.wgn * height * width * problem.span / L2_PER_CLOCK
-    )  # the first patches come before anything is multiplied
+    )  # the first patches arrive before the first product
     idle = 1500 + first + n * (2.0 if config.stores_directly else 3.0)
     if config.split > 1:
         idle += 600 + groups * 64 * n * 4 * (config.split - 1) / config.split / 12
     jobs = waves_of(
         count, config.split, device, room_for(shared_bytes(problem, config), config.threads, n // 2, device)
     )
-    if not config.weight_stages:  # nothing is multiplied before all that is kept is there
+    if not config.weight_stages:  # the first product waits for all kept weights
         idle += steps * config.wgm * 64 * problem.span / KEPT_PER_CLOCK
-    if config.stages == 1:  # the next patch is requested when this one has been read
+    if config.stages == 1:  # the next patch is requested after this one is read
         busy += PATCH_LATENCY * (steps // taps - 1)
-    if config.blocks > 1:  # while the launch before runs, some multiprocessors get two of few blocks, and others none
+    if config.blocks > 1:  # during the previous launch, some multiprocessors get two of few blocks and others none
         busy *= CROWDED if count * config.split <= device.multiprocessors else UNEVEN
     if config.stores_directly:
         return jobs * (busy + idle) + 200 * (3 - min(3, config.stages))

@@ -22,14 +22,15 @@ OVERLAP = 0.5e-6
 
 
 def max_pool_behind(graph: Graph, op: Op) -> Op | None:
-    """The max pool that is all that reads the result."""
+    """The max pool that is the only reader of the result, or None."""
     user = graph.sole_user(op.value)
     return user if user is not None and user.kind == "MaxPool" else None
 
 
 class PooledConv(HopperConv):
-    """Convolutions of stride 1 on the patch kernel, whose tiles are parts of images, where the sole reader is a max pool of windows
-    of 2 x 2 that do not overlap. Its launch is emitted at the convolution; the pool finds its result placed."""
+    """Convolutions of stride 1 whose only reader is a max pool with 2 x 2 windows that do not overlap. They run on the
+    patch kernel, whose tiles are parts of images. The launch is emitted at the convolution and writes the pool's
+    result."""
 
     name = "conv_pool_sm90"
     row_invariant: ClassVar[bool] = False
@@ -45,13 +46,13 @@ class PooledConv(HopperConv):
         if (why := super().refuse(b, op)) is not None:
             return why
         if op.attrs.prologue or x is None or conv_maps.pitch_of(b.operand(x)) is None:
-            return "its operand is made ready by a launch before it"
+            return "its operand needs a launch before it"
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         if ep.rest or ep.residual is not None:
-            return "something else than constants is added to its result"
+            return "its epilogue reads other tensors than constants"
         place = b.reserved.get(pool.value)
         if not pool.outputs[0].type.layout or (place is not None and not _dense(place)):
-            return "the pool's result does not lie in channels-last order without gaps"
+            return "the pool's result is not channels-last without gaps"
         offers = self.configs(b, op)
         if not offers:
             return "no tile of whole windows fits"
@@ -65,7 +66,7 @@ class PooledConv(HopperConv):
         return None
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The pool after it, of windows of 2 x 2."""
+        """The pool after it, if its windows are 2 x 2."""
         pool = max_pool_behind(graph, op)
         return [pool] if pool is not None and pool.attrs.kernel_shape == (2, 2) else []
 
@@ -76,13 +77,13 @@ class PooledConv(HopperConv):
         return Region(op, after=(pool,))
 
     def place(self, b: Builder, op: Op) -> None:
-        """The pool's result; the convolution's own is not stored."""
+        """Place the pool's result. The convolution's own result is not stored."""
         pool = max_pool_behind(b.graph, op)
         assert pool is not None
         b.target(pool.value)
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """Both, whose result is the pool's."""
+        """The convolution with the pool: its output is the pool's result."""
         pool = max_pool_behind(b.graph, op)
         assert pool is not None
         return replace(self._alone(b, op, b.result(pool.value)), pooled=True, covered=pool.src)
@@ -95,7 +96,7 @@ class PooledConv(HopperConv):
         return Convolution((feed,), ep.added_to(bias_of(b, op)), ep, None, out, out)
 
     def finish(self, b: Builder, op: Op, c: Convolution) -> None:
-        """Nothing is left, and nothing of the convolution is stored."""
+        """Nothing: the launch leaves no stages."""
 
     def _apart(self, b: Builder, op: Op, pool: Op) -> tuple[float, float]:
         """Predicted seconds of the convolution and of the pool as separate launches."""
@@ -108,7 +109,7 @@ class PooledConv(HopperConv):
 
 
 def _other_windows(b: Builder, pool: Op) -> str | None:
-    """Why the pool's windows are not 2 x 2 pixels side by side, or None."""
+    """Why the pool's windows are not adjacent blocks of 2 x 2 pixels, or None."""
     a = pool.attrs
     assert pool.inputs[0] is not None
     size = b.graph.type(pool.inputs[0]).static_shape[2:]

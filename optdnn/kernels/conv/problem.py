@@ -1,4 +1,5 @@
-"""What the Hopper convolution kernels compute: sources (NHWC tensors and how filters walk over them) and the resulting problem."""
+"""The problem of the Hopper convolution kernels: its sources (NHWC tensors, and how filters walk over them) and what is
+computed from them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from optdnn.types import Array
 
 ROWS, IM2COL, VOLUME = 0, 1, 2
 FILLED = 1.2
-"""Wider blocks of a volume's channels are used if they need at most this many times the products of narrower ones."""
+"""A volume uses wider blocks of channels if they need at most this many times the products of narrower ones."""
 ITEM = {"float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float32": 4, "tfloat32": 4}
 """Bytes of an element; only results can be fp32."""
 
@@ -24,8 +25,8 @@ ITEM = {"float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, 
 class Depth:
     """How a filter of ``taps`` frames walks along the depth of a volume of ``size`` frames.
 
-    Tap ``t`` of frame ``i`` of the result reads frame ``first + t * dilation + i * stride``, or zeros where there is none; the result
-    has ``out`` frames.
+    Tap ``t`` of frame ``i`` of the result reads frame ``first + t * dilation + i * stride``, or zeros outside of the
+    volume; the result has ``out`` frames.
     """
 
     size: int
@@ -35,17 +36,18 @@ class Depth:
     first: int = 0
     dilation: int = 1
     together: int = 1
-    """Neighbouring frames of the result that are one image of a launch. They share a tile of 64 channels, most of which the few channels
-    of one frame would leave idle. The weights of each are zero at the taps of the others."""
+    """Neighbouring frames of the result that form one image of a launch. They share a tile of 64 channels; one frame
+    alone has few channels and would leave most of the tile idle. The weights of a frame are zero at the taps of the
+    other frames."""
 
     @property
     def images(self) -> int:
-        """Images of a launch for the frames of one volume."""
+        """Images of a launch per volume."""
         return self.out // self.together
 
     @property
     def all_taps(self) -> int:
-        """Frames under the taps of an image."""
+        """Frames that the taps of one image read."""
         return self.taps + (self.together - 1) * self.stride
 
     @property
@@ -56,7 +58,7 @@ class Depth:
 
     @property
     def is_convolution(self) -> bool:
-        """Whether the result has all frames of a convolution with these pads."""
+        """Whether the result has exactly the frames of a convolution with these pads."""
         begin, end = self.pads
         reach = (self.taps - 1) * self.dilation
         return begin >= 0 and (self.size + begin + end - reach - 1) // self.stride + 1 == self.out
@@ -64,7 +66,8 @@ class Depth:
 
 @dataclass(frozen=True)
 class Source:
-    """One activation tensor the convolution reads: NHWC ``height`` x ``width`` x ``channels``, and how it is walked.
+    """One activation tensor that the convolution reads: NHWC ``height`` x ``width`` x ``channels``, and how the filter
+    walks over it.
 
     ``padding`` is (top, left, bottom, right).
     """
@@ -77,13 +80,13 @@ class Source:
     padding: tuple[int, int, int, int] = (0, 0, 0, 0)
     dilation: tuple[int, int] = (1, 1)
     pitch: int = 0
-    """Elements from a pixel to the next; 0: ``channels``. Less than ``channels``: pixels that overlap (see :mod:`.quantized`)."""
+    """Elements from a pixel to the next; 0: ``channels``. Less than ``channels``: pixels overlap (see :mod:`.quantized`)."""
     depth: Depth | None = None
-    """For a volume, whose frames are images; the images of the problem are the frames of its result."""
+    """The walk along the depth of a volume, whose frames are images. The images of the problem are the frames of the result."""
 
     @property
     def mode(self) -> int:
-        """How TMA reads it."""
+        """How TMA reads the source: ROWS, IM2COL or VOLUME."""
         if self.depth is not None:
             return VOLUME
         pointwise = self.kernel == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0, 0, 0)
@@ -98,7 +101,7 @@ class Source:
 
 
 class OneSource:
-    """What the problems of kernels with one source and one epilogue have in common."""
+    """Base of the problems of kernels with one source and one epilogue."""
 
     source: Source
     epilogue: tuple[render.Stage, ...]
@@ -115,7 +118,7 @@ class OneSource:
 
 
 def space_to_depth(source: Source) -> Source:
-    """The stride-1 source that a strided few-channel one becomes when ``stride x stride`` pixels are moved into the channels.
+    """The stride-1 source with ``stride x stride`` pixels moved into the channels, for a strided source of few channels.
 
     Tap t of the new filter covers taps ``stride * (t - pad') + d + pad`` of the old one, for d in 0..stride - 1, where ``pad'`` is
     the new padding. Channels are filled up with zeros to a multiple of 16.
@@ -161,7 +164,7 @@ def banded(weight: Array, groups: int, together: int) -> Array:
 
 
 def _frames_read(source: Source, batch: int) -> int:
-    """Images of a source that are read for ``batch`` images of the result."""
+    """Images of a source that ``batch`` images of the result read."""
     if source.depth is None:
         return batch
     touched = min(source.depth.size, source.depth.out * source.depth.taps)
@@ -171,7 +174,7 @@ def _frames_read(source: Source, batch: int) -> int:
 @dataclass(frozen=True)
 class Problem:
     """A convolution: ``batch`` images, ``channels`` output channels, one or two sources of equal output size, and the stages of
-    its epilogue. Derived values are cached: thousands of configurations are evaluated for one problem."""
+    its epilogue. Derived values are cached, since thousands of configurations are evaluated for one problem."""
 
     batch: int
     channels: int
@@ -185,42 +188,45 @@ class Problem:
     zero_point: bool = False
     """Whether an integer result has a zero point other than 0."""
     prologue: tuple[render.Stage, ...] = ()
-    """What is done to the pixels before they are multiplied (see :func:`.render.prologue`)."""
+    """Stages on the pixels before they are multiplied (see :func:`.render.prologue`)."""
     scatter: bool = False
-    """Whether channels are blocks of pixels, which go to their places in a larger image (``conv_scatter.cuh``)."""
+    """Whether channels are blocks of pixels, which the launch scatters into a larger image (``conv_scatter.cuh``)."""
     pooled: bool = False
-    """Whether only the largest result of each 2 x 2 pixels is stored (max pooling with stride 2, without padding)."""
+    """Whether only the maximum of each 2 x 2 pixels is stored (max pooling with stride 2, without padding)."""
     stack: tuple[int, int] | None = None
-    """A stack of products, inner times outer of them, each of ``batch`` rows and with weights of its own, another tensor."""
+    """Sizes (inner, outer) of a stack of products. Each product has ``batch`` rows and its own weights, which are a
+    computed tensor."""
     across: bool = False
-    """Whether rows of those weights run along K instead of channels."""
+    """Whether a stack's weights are [K, channels] in memory, instead of [channels, K]."""
     one_matrix: bool = False
-    """Whether the pixels of all products of a stack are one constant matrix."""
+    """Whether all products of a stack read the same constant matrix of pixels."""
     row_bias: bool = False
-    """Whether each row of a product has a bias, with which its sums begin."""
+    """Whether each row of a product has a bias, from which its accumulators start."""
     row_scale: bool = False
-    """Whether the sums of each row of int8 are multiplied by a scale of the row, and the weights are another launch's result."""
+    """Whether int8 sums are multiplied by a scale per row. The weights are then computed by another launch."""
     dynamic: bool = False
-    """Whether scale and zero point of integer pixels are another launch's result."""
+    """Whether another launch computes scale and zero point of the integer pixels."""
     beside: tuple[render.Stage, ...] | None = None
-    """Stages of every second channel, whose value ``epilogue`` of the channel before it reads where it would read a residual: the two are
-    one result, and a channel counts as half of its bytes. None: each channel is a result."""
+    """Stages of every second channel. ``epilogue`` of the channel before it reads their value in place of a residual,
+    so that two channels give one result, and a channel counts as half of the result's bytes. None: each channel is a
+    result."""
     bands: int = 1
-    """Equal parts of the channels, each a sum over its own part of the source's: ``channels`` of a source are those of one band."""
+    """Equal parts of the output channels, each of which reads its own part of the input channels. A source's
+    ``channels`` count one band."""
     dense: bool = True
     """Whether stores from registers can reach result and residual."""
     pitches: tuple[int, int] = (0, 0)
-    """Elements from a pixel to the next of the result and of the residual, as stores from registers see them; 0: ``channels``."""
+    """Elements from a pixel to the next of the result and of the residual, for stores from registers; 0: ``channels``."""
     moments: bool = False
-    """Whether the moments of each row of the result are a second result."""
+    """Whether the launch also writes the moments of each row of the result."""
     moment_rows: int = 1
-    """Rows that have moments together: 1 or :data:`MOMENT_ROWS`."""
+    """Rows that share moments: 1 or :data:`MOMENT_ROWS`."""
     norm: RowNorm | None = None
-    """Of the rows that it reads."""
+    """The norm of the rows that the product reads."""
     residual_norm: RowNorm | None = None
-    """Of the residual's rows, whose scale the launch reads, and whose shift is part of the bias."""
+    """The norm of the residual's rows. The launch reads its scale; its shift is part of the bias."""
     turn: HeadTurn | None = None
-    """Of heads of the result."""
+    """Rotary position embedding of heads of the result."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:
@@ -238,36 +244,36 @@ class Problem:
         if self.across and not self.stack:
             raise InternalError("packed weights lie along K")
         if (self.one_matrix or self.row_bias) and not self.stack:
-            raise InternalError("rows that are one matrix, or have a bias each, are of stacks of products")
+            raise InternalError("only stacks of products have one matrix of rows, or a bias per row")
         if self.row_scale and (self.dtype != "int8" or self.out_item != 2 or not self.rows_alone):
-            raise InternalError("rows that have a scale each are of products of int8 with 16-bit results")
+            raise InternalError("only products of int8 with 16-bit results have a scale per row")
         if self.dynamic and (self.dtype not in ("int8", "uint8") or self.row_scale):
-            raise InternalError("a scale that another launch computes is of 8-bit integers, and of all of them")
+            raise InternalError("only 8-bit integers without scales per row have a computed scale")
         changed = self.stack or self.bands > 1 or self.prologue or self.scatter or self.pooled or self.volume
         if self.beside is not None and (self.item < 2 or ITEM[self.out_dtype] != self.item or changed):
-            raise InternalError("pairs of channels are of images or rows of floats, as they are")
+            raise InternalError("only images or rows of floats without other changes have pairs of channels")
         if self.bands > 1 and (self.channels % self.bands or len(self.sources) > 1 or self.stack or self.prologue):
-            raise InternalError("bands are equal parts of the channels, of one source as it is")
+            raise InternalError("bands are equal parts of the channels of one source, without a prologue")
         if self.prologue and (self.item != 2 or [s.mode for s in self.sources] != [ROWS]):
-            raise InternalError("a prologue is for 16-bit pixels that are read once each")
+            raise InternalError("a prologue needs one source of 16-bit pixels, each of which is read once")
 
         own = self.moments or self.residual_norm is not None
-        told = [n for n, on in ((self.channels, own), (self.sources[0].channels, self.norm is not None)) if on]
+        counts = [n for n, on in ((self.channels, own), (self.sources[0].channels, self.norm is not None)) if on]
         rows = self.rows_alone or (self.stack is not None and self.row_norm is None)
-        if told and (not rows or self.item != 2 or (own and self.out_item != 2)):
-            raise InternalError("moments are of rows of 16 bits")
-        if any(n % MOMENT_CHANNELS for n in told):
-            raise InternalError(f"moments are of {MOMENT_CHANNELS} channels each")
+        if counts and (not rows or self.item != 2 or (own and self.out_item != 2)):
+            raise InternalError("moments need rows of 16-bit values")
+        if any(n % MOMENT_CHANNELS for n in counts):
+            raise InternalError(f"moments cover {MOMENT_CHANNELS} channels each")
         whole = self.norm if self.norm is not None and self.norm.image else None
         fits = whole is None or (whole.mean and whole.image % MOMENT_ROWS == self.pixels % whole.image == 0)
         if not fits or self.pixels % self.moment_rows:
-            raise InternalError(f"moments of images are of {MOMENT_ROWS} rows each")
+            raise InternalError(f"moments of images cover {MOMENT_ROWS} rows each")
         if self.norm is not None and self.residual:
             raise InternalError("rows that are normalized after their products take no residual")
         if self.turn is not None and (
             self.turn.refuse() is not None or not self.rows_alone or self.out_item != 2 or self.moments or self.residual
         ):
-            raise InternalError("heads are those of a product of 16-bit rows, to which nothing is added")
+            raise InternalError("rotated heads need a product of 16-bit rows without a residual")
         if self.residual_norm is not None and not self.residual:
             raise InternalError("there is no residual to normalize")
 
@@ -284,23 +290,23 @@ class Problem:
 
     @cached_property
     def count(self) -> int:
-        """Products of the stack; 1 where there is none."""
+        """Products of the stack; 1 without a stack."""
         return math.prod(self.stack or (1,))
 
     @property
     def parts(self) -> bool:
-        """Whether numbers are multiplied in parts: fp32 on tensor cores, which take tf32."""
+        """Whether fp32 is multiplied in parts of tf32, which is what tensor cores take."""
         return self.dtype == "float32"
 
     @cached_property
     def helpers(self) -> int:
-        """Threads of a block besides the configuration's: those that apply the prologue; those that divide fp32 into parts, and two idle
-        warps; or two of three warps that work out a norm."""
+        """Threads of a block beyond the configuration's: four warps that split fp32 into parts and two idle warps; four
+        warps that apply the prologue; or two of the three warps that compute the factors of a norm from moments."""
         return 192 if self.parts else 128 if self.prologue else 64 if self.row_norm is not None else 0
 
     @cached_property
     def row_norm(self) -> RowNorm | None:
-        """Of the rows that it reads, or of the residual's."""
+        """The norm of the rows that the product reads, or of the residual's rows."""
         return self.norm or self.residual_norm
 
     @cached_property
@@ -310,7 +316,7 @@ class Problem:
 
     @property
     def band_channels(self) -> int:
-        """Channels of the result that read the same ones of the source."""
+        """Output channels of a band, which read the same input channels."""
         return self.channels // self.bands
 
     @cached_property
@@ -325,12 +331,12 @@ class Problem:
 
     @cached_property
     def out_item(self) -> int:
-        """Bytes of a result's (and residual's) element, for each channel."""
+        """Bytes of the result (and of the residual) per channel."""
         return ITEM[self.out_dtype] // (1 if self.beside is None else 2)
 
     @property
     def from_registers(self) -> bool:
-        """Whether results are stored from registers alone: TMA stores those of 16 and 8 bits."""
+        """Whether results are always stored from registers: TMA stores only 16-bit and 8-bit results."""
         return ITEM[self.out_dtype] == 4
 
     @cached_property
@@ -345,7 +351,7 @@ class Problem:
 
     @cached_property
     def pixels(self) -> int:
-        """Output pixels over the batch, before they are pooled; of one product of a stack."""
+        """Output pixels over the batch, before pooling; of a stack, those of one product."""
         return self.batch * math.prod(self.out_size)
 
     @cached_property
@@ -363,7 +369,7 @@ class Problem:
         whole = (32 if widest <= 32 else 64 if widest <= 64 else 128) // self.item
         if not self.volume:
             return whole
-        # Each tap along depth fills its last block up with zeros: of 96 channels 32 of 128.
+        # Each tap along depth pads its last block with zeros: 96 channels take 128.
         padded = {b: sum(-(-s.channels // b) * b for s in self.sources) for b in (whole, 64 // self.item) if b <= whole}
         return min(padded, key=lambda b: (padded[b] > FILLED * min(padded.values()), -b))
 
@@ -374,11 +380,11 @@ class Problem:
 
     @cached_property
     def together(self) -> int:
-        """Frames of a volume that are one image of the launch."""
+        """Frames of a volume that form one image of the launch."""
         return max(1 if source.depth is None else source.depth.together for source in self.sources)
 
     def blocks(self, source: Source) -> int:
-        """Blocks of channels of one source; of a volume those of all frames under its taps."""
+        """Blocks of channels of one source; of a volume, over all frames that its taps read."""
         taps = 1 if source.depth is None else source.depth.all_taps
         return taps * -(-source.channels // self.block)
 
@@ -393,7 +399,7 @@ class Problem:
 
     @cached_property
     def gathered(self) -> float:
-        """The part of the K steps whose pixels TMA gathers in im2col mode."""
+        """Fraction of the K steps whose pixels TMA gathers in im2col mode."""
         return sum(self.steps(source) for source in self.sources if source.mode != ROWS) / self.k_steps
 
     @cached_property

@@ -1,28 +1,32 @@
-"""What else Hopper's products do with their rows: norms by given moments, and rotary position embeddings."""
+"""Further operations of Hopper's products on their rows: norms by given moments, and rotary position embeddings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MOMENT_CHANNELS, MOMENT_ROWS = 64, 8
-"""Channels of a row that have moments together, and rows of an image that is normalized as a whole (``conv_moments.cuh``)."""
+"""Channels of a row that share moments, and rows that share moments in an image that is normalized as a whole
+(``conv_moments.cuh``)."""
 
 
 @dataclass(frozen=True)
 class RowNorm:
-    """The norm of the rows that a product reads or adds. Their moments are given, and it is applied to the sums or to the residual."""
+    """The norm of the rows that a product reads or adds. Its moments are an operand. It is applied to the sums or to
+    the residual."""
 
     mean: bool
-    """Whether the mean is taken away (a layer norm); else only the mean square counts."""
+    """Whether the norm subtracts the mean (a layer norm); else it uses only the mean square."""
     epsilon: float
     image: int = 0
-    """Rows of an image, which are normalized together by the moments of eights of them (a group norm of one group); 0: each by itself."""
+    """Rows of an image, which are normalized together by the moments of every eight rows (a group norm of one group);
+    0: each row by itself."""
 
 
 @dataclass(frozen=True)
 class HeadTurn:
-    """Rotary position embeddings of the first ``channels`` of a result (``conv_turns.cuh``). They are heads of ``head`` features, and the
-    first ``turned`` features make pairs. Positions begin anew after ``positions`` rows."""
+    """Rotary position embeddings of the first ``channels`` of a result (``conv_turns.cuh``). The channels are heads of
+    ``head`` features. The first ``turned`` features of a head form pairs. Positions restart after ``positions``
+    rows."""
 
     head: int
     turned: int
@@ -31,7 +35,7 @@ class HeadTurn:
     positions: int
 
     def refuse(self) -> str | None:
-        """Why the kernel cannot turn such heads, or None."""
+        """Why the kernel cannot rotate such heads, or None."""
         if 64 % self.head and self.head % 64:
             return f"heads of {self.head} features and tiles of 64 do not divide one another"
         if self.turned % 16:
@@ -42,5 +46,5 @@ class HeadTurn:
 
     @property
     def tiles(self) -> int:
-        """Tiles of 64 channels in which a pair lies."""
+        """Tiles of 64 channels that a pair spans."""
         return 2 if self.turned > 64 and not self.interleaved else 1

@@ -1,7 +1,7 @@
-"""A depthwise convolution and the 1x1 convolution that is its only reader, in one launch: nothing is stored between.
+"""A depthwise convolution and the 1x1 convolution that is its only reader, in one launch: nothing is stored between them.
 
-The launch is emitted at the 1x1 convolution. Whether two launches are faster is predicted by the cost model
-(:meth:`Separable.defer`) or measured by the autotuner.
+The launch is emitted at the 1x1 convolution. The cost model (:meth:`Separable.defer`) predicts, or the autotuner
+measures, whether two launches are faster.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import Array
 
 FEW = 2
-"""Further configurations, whose order of sums does not depend on sizes."""
+"""Further configurations whose order of summation does not depend on sizes."""
 MEASURED = 9, 160
-"""The most taps, and channels of the result, at which one launch was measured against two. Only tuning tries more."""
+"""Most taps, and most channels of the result, with which one launch was measured against two. Only tuning tries more."""
 PROJECTED = 2
-"""So many times fewer channels has a result, at least, for which one launch is predicted well: of 147x147x64 -> 128 and 128 -> 128 at batch
-16 it took 118 and 148 us on an H200, where 66 and 98 were predicted."""
+"""Least factor by which the result has fewer channels, for good predictions of one launch. For 147x147x64 -> 128 and
+128 -> 128 at batch 16, it took 118 and 148 us on an H200, but 66 and 98 us were predicted."""
 GAIN = 0.97
-"""One launch has to promise at most this fraction of what two take."""
+"""One launch must be predicted to take at most this fraction of the time of two."""
 
 
 @lru_cache(maxsize=1024)
@@ -67,7 +67,7 @@ def _apart(problem: separable.Problem, gpu: GpuFacts) -> float:
 
 @dataclass(frozen=True)
 class _Pair:
-    """The two convolutions as the kernel has them; ``x``, ``out`` and ``residual`` are channels-last."""
+    """The two convolutions, their epilogues and the kernel's problem."""
 
     first: Op
     between: Epilogue
@@ -95,7 +95,7 @@ class Separable(ConvPair):
             return why
         if not _offers(pair.problem, b.gpu):
             return "no tile of the kernel fits it"
-        if b.row_invariant:  # the same for all batches: the best for many
+        if b.row_invariant:  # one decision for all batch sizes, at a large one
             return _slower(replace(pair.problem, batch=MANY), b.gpu, True)
         return None
 
@@ -105,11 +105,11 @@ class Separable(ConvPair):
 
     @staticmethod
     def _joins(b: Builder, op: Op, ep: Epilogue) -> bool:
-        """Whether :class:`HopperConv` would make a convolution that is added in the same launch."""
+        """Whether :class:`HopperConv` would compute the convolution that is added in its own launch."""
         return ep.residual is not None and HopperConv().added(b, op, ep) is not None
 
     def pair(self, b: Builder, op: Op) -> _Pair:
-        """The convolutions as the kernel has them."""
+        """The two convolutions and the kernel's problem."""
         first = self.first(b.graph, op)
         weight = b.weights(first)
         n, c, h, w = b.graph.type(first.inputs[0]).static_shape  # type: ignore[arg-type]
@@ -152,7 +152,8 @@ class Separable(ConvPair):
     def _operands(
         b: Builder, op: Op, pair: _Pair, problem: separable.Problem, x: TensorView
     ) -> tuple[dict[str, TensorView], list[TensorView]]:
-        """The constants by the kernel's names; and filters, their bias, weights, their bias as the two convolutions read them."""
+        """The input and the constants by operand name, and filters, their bias, weights and their bias as the two
+        convolutions read them."""
         first = pair.first
         filters, weight = b.weights(first), b.weights(op)
         (inner, _, _, taps_w), channels, name = filters.shape, len(weight), op.outputs[0].name
@@ -174,7 +175,8 @@ class Separable(ConvPair):
 
 
 def saved(b: Builder, op: Op) -> float:
-    """Predicted seconds that one launch of a depthwise convolution and the 1x1 convolution after it saves; 0 where there is none."""
+    """Predicted seconds that one launch for a depthwise convolution and the 1x1 convolution after it saves; 0 without
+    such a launch."""
     tactic, after = Separable(), b.graph.sole_user(op.value)
     if after is None or tactic.find_first(b.graph, after) != op:
         return 0.0
@@ -190,11 +192,12 @@ def _packed(b: Builder, weight: Array) -> Array:
 
 
 def _slower(problem: separable.Problem, gpu: GpuFacts, invariant: bool = False) -> str | None:
-    """Why two launches are better, as far as the cost models know, or None. ``invariant``: of sums in one order."""
+    """Why the cost models predict two launches to be better, or None. ``invariant``: only configurations that serve
+    every batch size."""
     taps, channels = MEASURED
     if problem.taps > taps or problem.channels > channels:
-        return f"of more than {taps} taps or {channels} channels, only tuning tries one launch"
+        return f"with more than {taps} taps or {channels} channels, only tuning tries one launch"
     if PROJECTED * problem.channels > problem.inner:
-        return f"of {problem.inner} channels become {problem.channels}: only tuning tries one launch that projects so little"
+        return f"{problem.inner} channels become {problem.channels}: only tuning tries one launch with so small a reduction"
     one = min((o.seconds or 0.0 for o in _offers(problem, gpu) if o.row_invariant or not invariant), default=np.inf)
     return two_are_better(one, _apart(problem, gpu), GAIN)

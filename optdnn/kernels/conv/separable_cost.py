@@ -1,4 +1,4 @@
-"""Ranks configurations of the separable convolution without a GPU: what its units must do for a tile, waves, and latency."""
+"""Ranks configurations of the separable convolution without a GPU: work of the units per tile, waves, and latency."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from optdnn.runtime.cuda.compile.render import Stage
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 LAUNCH = 0.55e-6  # s
-RESULT = 1100.0  # cycles from asking for a patch to its first byte
-HALO = 2.2  # cycles for the row of a pixel that TMA brings, however narrow
-L2 = 90.0  # bytes per cycle and multiprocessor that TMA brings: patches of neighbours overlap
-MEMORY_SHARE = 0.88  # of the bandwidth that copies have
-CHAIN = 520.0  # cycles that 16 channels take a warp by itself, from their loads to the operand of wgmma
-ALONE = 9.5  # each product of two taps takes so many more
-BATCHED = 1.6  # so many times as many pass where two times 16 channels are convolved together
-BUSY, PRODUCT = 53.0, 11.0  # cycles of a scheduler for 16 channels, and for each product of two taps among them
-BANK = 1.65  # cycles of shared memory for an access of its banks
-STORE = 3.0  # cycles for a channel of a strip in the epilogue
-EXCHANGE = 24.0  # bytes of partial sums per cycle between the blocks of a cluster,
-CROWD = 3.0  # and so many times as long again where every multiprocessor sends
+RESULT = 1100.0  # cycles from requesting a patch to its first byte
+HALO = 2.2  # cycles in which TMA loads a pixel's row of any width
+L2 = 90.0  # bytes per cycle and multiprocessor that TMA loads; patches of neighbours overlap
+MEMORY_SHARE = 0.88  # fraction of the bandwidth of copies
+CHAIN = 520.0  # cycles of 16 channels in a warp by itself, from their loads to the operand of wgmma
+ALONE = 9.5  # further cycles per product of two taps
+BATCHED = 1.6  # factor on the throughput if two groups of 16 channels are filtered together
+BUSY, PRODUCT = 53.0, 11.0  # cycles of a scheduler for 16 channels, and for each of their products of two taps
+BANK = 1.65  # cycles of shared memory per wavefront
+STORE = 3.0  # cycles per channel of a strip in the epilogue
+EXCHANGE = 24.0  # bytes of partial sums per cycle between the blocks of a cluster
+CROWD = 3.0  # further exchange time, as a factor, if every multiprocessor sends
 
 
 @lru_cache(maxsize=4096)
 def _wavefronts(strip_w: int, stride: tuple[int, int], patch_w: int, span: int) -> float:
-    """Accesses of shared memory's banks that an ldmatrix of four 8 x 8 matrices takes: the mean over where a strip begins."""
+    """Wavefronts of an ldmatrix of four 8 x 8 matrices: the mean over the positions at which a strip begins."""
     total = 0
     for start, half in product(range(8), (0, 8)):
         banks = [0] * 8
@@ -56,28 +56,28 @@ def _wavefronts(strip_w: int, stride: tuple[int, int], patch_w: int, span: int) 
 
 
 def _loads(problem: Problem, config: Config) -> int:
-    """Loads of a warp for 16 channels."""
+    """Loads of a warp per 16 channels."""
     s, down = problem.source, 16 // config.strip_w * problem.source.stride[0]
     rows = len({m * down + r * s.dilation[0] for m in range(config.strips) for r in range(s.kernel[0])})
     return rows * s.kernel[1]
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch. Fitted to 450 timings on an H200: within
-    10 % where the kernel is as it is now, 15 % before."""
+    """Predicted seconds of one dependent launch. Fitted to 450 timings on an H200: within 10 % for the present kernel,
+    within 15 % for an earlier one."""
     s, (patch_h, patch_w) = problem.source, patch(problem, config)
     jobs = math.prod(tiles(problem, config)) * problem.batch * config.split
     blocks = max(1, min(resident(problem, config), -(-jobs // device.multiprocessors)))  # that share a multiprocessor
     chunks, sixteens = -(-steps(problem, config) // config.split), config.block / 16
     warps = config.warpgroups * 4 * blocks
-    # Of 16 channels, in cycles: a scheduler's for each warp, shared memory's for each, and how long one takes by itself.
+    # Cycles of 16 channels: of a scheduler per warp, of shared memory per warp, and of one warp by itself.
     products = config.strips * 2 * s.kernel[0] * -(-s.kernel[1] // 2)
     busy = BUSY + PRODUCT * products + config.strips * (0.56 * config.width + 4 * issue(problem.between))
     shared = BANK * _loads(problem, config) * _wavefronts(config.strip_w, s.stride, patch_w, config.block * 2)
     alone = (CHAIN + ALONE * products + 41 * config.strips) / (1 if batch(problem, config) == 1 else BATCHED)
     moved = patch_h * patch_w * config.block * 2 + config.width * config.block * 2
     load = max(HALO * patch_h * patch_w, moved / L2)
-    work = sixteens * max(warps / 4 * busy, warps * shared)  # of a chunk in each of the blocks
+    work = sixteens * max(warps / 4 * busy, warps * shared)  # of a chunk in all resident blocks
     refill = chunks > config.stages or jobs > device.multiprocessors * blocks
     wait = (RESULT + load) / blocks / max(1, config.stages - 1) if refill else 0.0
     chunk = max(work / blocks, sixteens * alone / blocks, load, wait)
@@ -113,12 +113,12 @@ def _widths(problem: Problem) -> Iterator[tuple[int, int]]:
 
 
 def in_one_order(config: Config) -> bool:
-    """Whether each result is summed in an order that no size decides: by one block, a pixel's strip by itself."""
+    """Whether the order of summation is the same for all sizes: one block sums a result, with one strip per warp."""
     return config.split == 1 and config.strips == 1
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 12, *, ordered: bool = False) -> list[Config]:
-    """The configurations to time, best predicted first; at most two of one tile. Empty when the kernel cannot run the problem.
+    """The configurations to time, best predicted first; at most two per tile. Empty if the kernel cannot run the problem.
     ``ordered``: only those that are :func:`in_one_order`."""
     if no_kernel(problem) is not None:
         return []

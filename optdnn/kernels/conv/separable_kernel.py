@@ -1,7 +1,7 @@
 """Plans of the separable convolution (``separable_sm90.cu``): depthwise, then 1x1, in one launch. NHWC, 16-bit.
 
 ``out[n, y, x, o] = epilogue(sum over c of w[o, c] * round(between(sum over taps of in[n, y*sh - ph + r*dh, x*sw - pw + s*dw, c] *
-f[c, r, s])))`` (Chollet, "Xception", 2017; MobileNetV2's pairs have no expansion between them).
+f[c, r, s])))`` (Chollet, "Xception", 2017; the depthwise and projecting convolutions of MobileNetV2).
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _HEAD_BYTES = 1024
 
 @dataclass(frozen=True)
 class Problem(OneSource):
-    """``batch`` images of ``source``, whose channels are filtered one by one and then mixed into ``channels`` (a multiple of 8).
+    """``batch`` images of ``source``. A depthwise convolution filters the channels, and a 1x1 convolution maps them to
+    ``channels`` (a multiple of 8).
 
-    ``pitches``: elements from a pixel to the next of the source, the result and the residual (0: its channels).
+    ``pitches``: elements from a pixel to the next of the source, the result and the residual (0: the number of channels).
     """
 
     batch: int
@@ -39,7 +40,7 @@ class Problem(OneSource):
     dtype: str = "float16"
     pitches: tuple[int, int, int] = (0, 0, 0)
     relu: bool = False
-    """Whether the ReLU of the source is filtered."""
+    """Whether a ReLU is applied to the source before the filter."""
 
     @property
     def inner(self) -> int:
@@ -53,7 +54,7 @@ class Problem(OneSource):
 
     @property
     def filter_row(self) -> int:
-        """Elements of a channel's filter as it is packed: 16 bytes, or a multiple."""
+        """Elements of a channel's packed filter, a multiple of 16 bytes."""
         return -(-self.taps // 8) * 8
 
     @property
@@ -67,9 +68,10 @@ class Problem(OneSource):
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``warpgroups`` of four warps, each with ``strips`` (one below the other) of 16 output pixels, ``strip_w`` wide, ``grid_x`` of
-    them side by side in a tile; ``parts`` x ``columns`` output channels (wgmma instructions and their columns); ``block`` channels
-    of K a stage; ``split``: blocks per cluster that share K; ``blocks`` per multiprocessor that registers must allow."""
+    """``warpgroups`` of four warps. Each warp takes ``strips`` strips, one below the other, of 16 output pixels,
+    ``strip_w`` wide; ``grid_x`` warps are side by side in a tile. A tile has ``parts`` x ``columns`` output channels:
+    wgmma instructions and their columns. A stage has ``block`` channels of K. ``split``: blocks per cluster that share
+    K; ``blocks``: blocks per multiprocessor that registers must allow."""
 
     warpgroups: int
     strips: int
@@ -151,20 +153,20 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 
 def register_limit(config: Config) -> int:
-    """Registers a thread may have: a multiprocessor's four schedulers divide the warps of its blocks."""
+    """Most registers per thread: a multiprocessor's four schedulers divide the warps of its blocks."""
     return min(255, 512 // -(-(config.threads // 32) * config.blocks // 4) // 8 * 8)
 
 
 def batch(problem: Problem, config: Config) -> int:
-    """Times 16 channels that a warp convolves together, so that one chain of products fills the pauses of another."""
+    """Groups of 16 channels that a warp filters together, so that one chain of products hides the latency of another."""
     if config.block < 32 or config.strips > 2 or problem.taps > 9:
         return 1
     return 2 if registers(problem, config, 2) <= register_limit(config) else 1
 
 
 def registers(problem: Problem, config: Config, together: int = 1) -> int:
-    """About what a thread needs: sums of both products, operands, filters, addresses. ``together``: see :func:`batch`. Fitted to
-    what ptxas spills."""
+    """Estimated registers of a thread: accumulators of both convolutions, operands, filters, addresses. ``together``:
+    see :func:`batch`. Fitted to the spills that ptxas reports."""
     s = problem.source
     pairs, single = divmod(s.kernel[1], 2)
     rows = (config.strips - 1) * (16 // config.strip_w) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1
@@ -197,7 +199,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if max(patch(problem, config)) > 256:
         return "the patch exceeds a TMA box"
     if config.stages == 1 and steps(problem, config) > config.split:
-        return "a stage is handed back when the next one is being read: one stage holds one chunk"
+        return "a stage is released while the next one is read: a ring of one stage holds one chunk"
     if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
         return why
     limit = register_limit(config)
@@ -206,7 +208,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if math.prod(tiles(problem, config)) * problem.batch * config.split >= 1 << 31:
         return "more tiles than the kernel can count"
     if s.padding[0] > 255 or s.padding[1] > 255:
-        return "more padding than an image"
+        return "its padding exceeds 255"
     return None
 
 
@@ -216,7 +218,7 @@ def no_kernel(problem: Problem) -> str | None:
     if problem.dtype not in ("float16", "bfloat16"):
         return f"it is for 16-bit floats, not {problem.dtype}"
     if problem.between[:1] != (("bias",),) or render.uses_residual(problem.between):
-        return "the depthwise convolution's bias comes first, and nothing is added to it"
+        return "the depthwise convolution's stages do not begin with a bias, or add a residual"
     if problem.taps > MAX_TAPS:
         return f"{problem.taps} taps exceed {MAX_TAPS}"
     if max(s.dilation) > 1 and max(s.stride) > 1:
@@ -246,7 +248,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
 
 
 MOST_BLOCK = 64
-"""The largest chunk of K: packed weights have whole ones."""
+"""The largest chunk of K. Packed filters are padded to a multiple of it."""
 
 
 def pack_filters(weight: Array) -> Array:
@@ -260,7 +262,7 @@ def pack_filters(weight: Array) -> Array:
 
 
 def pack_shifts(bias: Array) -> Array:
-    """The depthwise bias in fp32, zero-filled as the filters."""
+    """The depthwise bias in fp32, zero-filled like the filters."""
     packed = np.zeros(-(-len(bias) // MOST_BLOCK) * MOST_BLOCK, np.float32)
     packed[: len(bias)] = bias
     return packed
@@ -275,8 +277,8 @@ def pack_weights(weight: Array) -> Array:
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, rows: int | None = None) -> Launch:
     """The launch: a grid that fills ``gpu``. Operands: ``input``, ``output``, ``residual`` (channels-last, of the
-    problem's pitches), ``filters``, ``shifts`` and ``weights`` (packed), ``bias`` (fp32 [channels]). ``rows``: of the weights,
-    where they are fewer than the result's channels."""
+    problem's pitches), ``filters``, ``shifts`` and ``weights`` (packed), ``bias`` (fp32 [channels]). ``rows``: rows of the
+    weights, if fewer than the result's channels."""
     s, (out_h, out_w) = problem.source, problem.out_size
     channel_tiles, tiles_x, tiles_y = tiles(problem, config)
     count = channel_tiles * tiles_x * tiles_y * problem.batch

@@ -1,4 +1,5 @@
-"""Convolutions of an image of few channels in one launch: layout, cast and normalization on the way to shared memory."""
+"""Convolutions of an image of few channels in one launch, which applies layout, cast and normalization on the way to
+shared memory."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from optdnn.types import BF16, FP16, Array
 
 @lru_cache(maxsize=1024)
 def stem_offers(problem: stem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """Each configuration sums in the same order."""
+    """The configurations, all of which sum in the same order."""
     return tuple(Offer(c, conv_stem_cost.estimate(problem, c, gpu)) for c in conv_stem_cost.candidates(problem, gpu))
 
 
@@ -45,7 +46,7 @@ def no_tile(b: Builder, problem: stem.Problem) -> str | None:
 
 
 class StemConv(Tactic):
-    """A network's first convolution, of 16-bit factors: reads the image as it comes, of any order and element type."""
+    """A network's first convolution, with 16-bit factors. It reads the image in any memory order and element type."""
 
     name = "conv_stem"
 
@@ -64,11 +65,11 @@ class StemConv(Tactic):
         if of_one_channel(weight.shape):
             return "its one filter of one channel would leave most of a tile empty"
         if channel_affine(b, op) is None:
-            return "its image is changed first by more than a factor and an addend for each channel"
+            return "its prologue is more than a factor and an addend per channel"
         return no_tile(b, self._problem(b, op))
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Where Hopper's own kernel after a change of layout is predicted to be faster, it goes first until both are measured."""
+        """If Hopper's own kernel after a change of layout is predicted to be faster, it goes first until both are measured."""
         other = HopperConv()
         if other.refuse(b, op) is not None:
             return None
@@ -122,7 +123,7 @@ class StemConv(Tactic):
     def _described(
         self, b: Builder, op: Op, problem: stem.Problem, ep: Epilogue
     ) -> tuple[dict[str, TensorView], dict[str, Any], list[TensorView | None]]:
-        """The image and the constants by the kernel's names; the attributes of the meaning; and the tensors that the meaning reads."""
+        """The image and the constants by operand name, the attributes of the meaning, and the tensors that the meaning reads."""
         weight: Array | None = b.graph.constant_value(op.inputs[1])
         affine = channel_affine(b, op)
         assert weight is not None
@@ -139,13 +140,13 @@ class StemConv(Tactic):
         return {"image": x, "weights": packed, "bias": bias}, attrs, reads
 
     def _meant(self, b: Builder, op: Op, geometry: Any) -> Any:
-        """Strides, pads and dilations of what the launch means."""
+        """Strides, pads and dilations in the launch's meaning."""
         return geometry
 
     def _weight_shape(self, b: Builder, op: Op, weight: Array) -> tuple[int, ...]:
-        """The shape of its weights."""
+        """The shape of the weights in the launch's meaning."""
         return weight.shape
 
     def _written(self, b: Builder, op: Op, out: TensorView) -> TensorView:
-        """Its result."""
+        """The result in the launch's meaning."""
         return out

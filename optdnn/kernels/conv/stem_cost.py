@@ -1,4 +1,4 @@
-"""What launches of ``conv_stem.cu`` cost, and which configurations are worth timing."""
+"""Predicted times of launches of ``conv_stem.cu``, and the configurations that are worth timing."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 CLOCK, MEMORY, L2 = 1.7e9, 6.3e12, 5.5e12
 MMA, WAVE, ISSUE = 1.41, 0.71, 1.35
-"""Cycles of a multiprocessor: of its tensor cores for an m16n8k16, of its shared memory for 128 bytes, of its four schedulers for
-four instructions."""
+"""Cycles of a multiprocessor: of its tensor cores for an m16n8k16, of its shared memory for 128 bytes, and of its four
+schedulers for four instructions."""
 WAIT, AHEAD, STEP, START, LAUNCH, POWER = 2080, 290, 58, 570, 1.23e-6, 2.31
-"""Cycles until pixels have arrived (and if they were requested before), of a K step at least, of a block's start; seconds of a
-launch. What overlaps is summed as its POWER-th powers, hence the rates of memory and L2 above those that either has alone. All
-fitted to 570 timings on an H200 (docs/internals/kernels-convolutions.md)."""
+"""WAIT: cycles until pixels arrive; AHEAD: the same if they were requested one tile ahead; STEP: least cycles of a K
+step; START: cycles of a block's start; LAUNCH: seconds of a launch; POWER: exponent of the norm that combines
+overlapping times. With this norm, the fitted rates of memory and L2 are higher than the real ones. All are fitted to
+570 timings on an H200 (docs/internals/kernels-convolutions.md)."""
 STAGE_ISSUE = {**cost.STAGE_ISSUE, "gelu": 12.0, "gelu_tanh": 20.0, "tanh": 16.0}
-"""Instructions of a stage of the epilogue for each result; 1 of the others."""
+"""Instructions of an epilogue stage per result; other stages have 1."""
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
@@ -35,12 +36,12 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 def seconds(
     problem: Problem, config: Config, device: GpuFacts, at_once: int, work: tuple[int, float, int], moved: int
 ) -> float:
-    """Predicted seconds of a launch with ``at_once`` blocks on a multiprocessor. ``work``: tiles in all, those of a multiprocessor's
-    place one after the other, and blocks there; ``moved``: bytes of global memory."""
+    """Predicted seconds of a launch with ``at_once`` blocks on a multiprocessor. ``work``: all tiles; tiles that a
+    resident slot of a multiprocessor runs in turn; blocks that it runs in turn. ``moved``: bytes of global memory."""
     s, layout, warps, sms = problem.source, problem.layout, math.prod(config.warps), device.multiprocessors
     (count, turns, starts), (rows, columns) = work, halo(problem, config)
     sets, pixels = (1 if layout.planes else s.channels), rows * columns * s.channels
-    # What a warp issues for a tile: its share of the pixels, fragments and products, results.
+    # Instructions of a warp per tile: its share of the pixels, fragments and products, results.
     kept = 2 * layout.steps * config.n <= KEPT_REGISTERS
     rounds = -(-pixels // problem.vector // sets // config.threads)
     staged = rounds * (20 + 8 * sets + problem.vector * sets * (0.6 if problem.image == problem.dtype else 2.0))
@@ -50,27 +51,28 @@ def seconds(
     issued = staged + products + layout.steps * (4 * config.m + (0 if kept else config.n / 2)) + stored
     fragments = layout.steps * (4 * config.m + (0 if kept else 2 * config.n))
     busy = joint(POWER, products * warps * MMA, (fragments * warps + pixels / 32) * WAVE, issued * warps / 4 * ISSUE)
-    # What a block takes for a tile by itself: loads, barriers and K steps wait.
+    # Cycles of a tile in a block that has a multiprocessor alone: loads, barriers and K steps wait.
     crowd = max(1.0, warps / 4)
     mma, load = config.m * config.n * 4 * MMA * crowd, fragments / layout.steps * warps * WAVE
-    step = max(STEP, mma, load) + min(mma, load) / math.ceil(warps / 4)  # a warp alone does one, then the other
+    step = max(STEP, mma, load) + min(mma, load) / math.ceil(warps / 4)  # a single warp does not overlap them
     alone = (AHEAD if config.ahead else WAIT) + layout.steps * step + (staged + stored) * crowd * ISSUE + 465
     tile = joint(POWER, alone, min(at_once, math.ceil(count / sms)) * busy)
     weights = config.columns * 8 * layout.steps * 2  # chunks of 16 bytes
     beside = min(at_once, max(1.0, count / sms))
     start = START + max(weights / config.threads * 10, beside * weights * 1.25)
     compute = start * starts + turns * tile
-    # What blocks read of the image, halos and all, comes from L2, where the result goes, too.
+    # The image with halos is read from L2, and the result is written there too.
     blocks = min(count, sms * at_once) * starts
     l2 = count * pixels * KINDS[problem.image][1] + moved + blocks * weights * 16
     return LAUNCH + joint(POWER, compute / CLOCK, moved / MEMORY, l2 / L2)
 
 
 def layout_seconds(problem: Problem) -> float:
-    """Predicted seconds that Hopper's own kernel takes besides its own prediction.
+    """Seconds to add to the prediction of Hopper's own kernel.
 
-    It needs a launch in front that writes blocks of pixels with channels in eights, and it exceeds its model on so few channels.
-    30 pairs of launches on an H200 took 1.7 to 4 us more than the kernel's prediction at batch 1, 41 to 83 at batch 128."""
+    That kernel needs a launch before it, which writes blocks of pixels with channels padded to a multiple of 8. It also
+    takes longer than predicted with so few channels. 30 pairs of launches on an H200 took 1.7 to 4 us more than the
+    kernel's prediction at batch 1, and 41 to 83 us at batch 128."""
     s = problem.source
     lanes = -(-s.channels * math.prod(s.stride) // 8) * 8
     read = problem.batch * s.channels * s.height * s.width * KINDS[problem.image][1]
@@ -81,7 +83,7 @@ def layout_seconds(problem: Problem) -> float:
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 16) -> list[Config]:
-    """The configurations to time, best predicted first; at most two of one tile."""
+    """The configurations to time, best predicted first; at most two per tile."""
     out_h, out_w = problem.out_size
     eights = problem.channels // 8
     columns = sorted(

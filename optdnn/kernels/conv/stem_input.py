@@ -1,4 +1,4 @@
-"""The operators before a strided convolution of a few-channel image: its pixels in blocks, cast and normalized on their way."""
+"""The operators before a strided convolution of a few-channel image: one launch makes blocks of pixels, cast and normalized."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from optdnn.kernels.layout.views import cast_source
 from optdnn.kernels.pointwise.pointwise import CPP, literal
 
 BYTES = frozenset({"uint8", "int8"})
-"""Integers that every floating type holds exactly: a cast of them rounds nothing."""
+"""Integers that every floating type holds exactly, so that a cast of them is exact."""
 
 
 @dataclass(frozen=True)
 class ChannelAffine:
-    """``x * factor + shift`` with numbers per channel; empty: without."""
+    """``x * factor + shift`` per channel. An empty tuple: no multiplication, or no addition."""
 
     factors: tuple[float, ...] = ()
     shifts: tuple[float, ...] = ()
@@ -30,13 +30,14 @@ class ChannelAffine:
 
 
 def _chosen(numbers: Sequence[float]) -> str:
-    """The channel's number: a chain of choices, which costs nothing where the channel is known and no memory where it is not."""
+    """C++ of a channel's number as a chain of choices. It costs nothing if the channel is a compile-time constant, and
+    no memory access otherwise."""
     *rest, last = [literal(x, "float") for x in numbers]
     return "".join(f"channel == {i} ? {x} : " for i, x in enumerate(rest)) + last
 
 
 def channel_affine(b: Builder, op: Op) -> ChannelAffine | None:
-    """The operator's prologue as a multiplication and an addition per channel (either may be absent); None where it is more."""
+    """The operator's prologue as a multiplication and an addition per channel (either may be absent); None if it is more."""
     stages = op.attrs.prologue
     shape = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
     found: dict[str, tuple[float, ...]] = {}
@@ -54,7 +55,7 @@ def channel_affine(b: Builder, op: Op) -> ChannelAffine | None:
 
 
 def pixel_source(b: Builder, value: Value | None) -> Value:
-    """Where the pixels come from: through changes of order, casts to a narrower floating type, and casts of bytes."""
+    """The origin of the pixels before changes of layout, casts to a narrower floating type, and casts of 8-bit integers."""
     value = cast_source(b, value)
     op = b.graph.op(value)
     if op.kind == "Cast" and op.inputs[0] is not None and b.graph.type(op.inputs[0]).dtype.name in BYTES:
@@ -65,8 +66,9 @@ def pixel_source(b: Builder, value: Value | None) -> Value:
 def emit_space_to_depth(
     b: Builder, op: Op, x: TensorView, out: TensorView, size: int, normalization: ChannelAffine | None = None
 ) -> None:
-    """Blocks of ``size`` x ``size`` pixels into channels, normalized on their way (padding stays 0): one thread per output
-    pixel where a block's rows are single accesses, else one per 16 bytes of it."""
+    """Add the launch that moves blocks of ``size`` x ``size`` pixels into channels and normalizes them (padding stays
+    0). It has one thread per output pixel if the rows of a block are single accesses, else one per 16 bytes of a
+    pixel."""
     normalization = normalization or ChannelAffine()
     n, c, h, w = x.shape
     _, lanes, high, wide = out.shape
@@ -97,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(128) space_to_depth(const __grid_co
 
 
 def _by_pixels(t: str, u: str, some: int, c: int, size: int, lanes: int) -> str:
-    """C++ of a thread that makes all ``lanes`` channels of an output pixel, ``some`` at a time."""
+    """C++ of a thread that computes all ``lanes`` channels of an output pixel, ``some`` at a time."""
     return f"""Pack<{u}, {some}> y[{lanes // some}];
     #pragma unroll
     for (int i = {c * size * size}; i < {lanes}; i++) y[i / {some}].lane[i % {some}] = narrow<{u}>(0.0f);
@@ -121,7 +123,7 @@ def _by_pixels(t: str, u: str, some: int, c: int, size: int, lanes: int) -> str:
 
 
 def _by_vectors(u: str, some: int, c: int, size: int) -> str:
-    """C++ of a thread that makes ``some`` channels of an output pixel."""
+    """C++ of a thread that computes ``some`` channels of an output pixel."""
     return f"""Pack<{u}, {some}> y;
     #pragma unroll
     for (int i = 0; i < {some}; i++) {{

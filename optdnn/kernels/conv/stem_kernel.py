@@ -1,7 +1,8 @@
-"""Plans of the convolution of an image in its given layout (``conv_stem.cu``): one to four channels, in any order and element type.
+"""Plans of the convolution of an image in its given layout (``conv_stem.cu``): one to four channels, in any memory
+order and element type.
 
 ``out[n, y, x, o] = epilogue(sum over taps of round(image[n, c, y*sh - top + r*dh, x*sw - left + s*dw] * factor[c] + shift[c]) *
-w[o, c, r, s])``, channels-last, in 16 bits; the padding is zeros of the normalized image. mma.sync, from sm_80 on.
+w[o, c, r, s])``, channels-last, in 16 bits. The padding is zeros, added after normalization. mma.sync, from sm_80 on.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ CHANNELS = 4
 MAX_STEPS = 32
 """Most K steps (of 16 products): they are unrolled."""
 KEPT_REGISTERS = 48
-"""Weights that take up to so many registers of a thread stay in them."""
+"""Most registers of a thread for weights that stay in registers."""
 SHARED = 101376
 """Bytes of shared memory that a block has on every GPU from sm_80 on."""
 KINDS = {"float32": (0, 4), "float16": (1, 2), "bfloat16": (2, 2), "uint8": (3, 1), "int8": (4, 1)}
-"""Element type of an image -> its number in the kernel, bytes."""
+"""Element type of an image -> (its number in the kernel, bytes of an element)."""
 
 
 @dataclass(frozen=True)
 class Problem(OneSource):
-    """``batch`` images of ``source`` -> ``channels`` (a multiple of 8) of type ``dtype`` (16-bit, as the products' factors).
+    """``batch`` images of ``source`` -> ``channels`` (a multiple of 8) of type ``dtype`` (16-bit, as the factors of products).
 
-    ``strides``: elements between images, channels, rows and columns of the image, ``image`` its element type, ``offset`` where
-    its first element lies (in elements; only its alignment to 16 matters). ``normalize``: times a factor, plus a shift.
+    ``strides``: elements between images, channels, rows and columns of the image; ``image``: its element type; ``offset``: its
+    first element (only the alignment to 16 elements matters). ``normalize``: each channel is multiplied by a factor, and a
+    shift is added.
     """
 
     batch: int
@@ -51,7 +53,7 @@ class Problem(OneSource):
     dtype: str = "float16"
     normalize: bool = False
     frame: int = 0
-    """For a volume (``source.depth``, whose channels are those of all frames under the taps): elements between frames.
+    """For a volume: elements between frames. The channels of the source are those of all frames under the taps.
     ``batch`` counts frames of the result."""
 
     @property
@@ -67,12 +69,12 @@ class Problem(OneSource):
 
     @property
     def copied(self) -> bool:
-        """Whether pixels go to shared memory as they are, without a way through registers."""
+        """Whether pixels are copied to shared memory without passing through registers."""
         return self.image == self.dtype and not self.normalize and self.layout.planes and self.vector > 1
 
     @cached_property
     def vector(self) -> int:
-        """Columns that are read at once: as many as fill up to 16 bytes, where every row begins at such a place."""
+        """Columns per load: as many as fit 16 bytes and divide the width and all offsets of rows."""
         _, c, row, column = self.strides
         item, s = KINDS[self.image][1], self.source
         outer = [x for x, n in ((self.strides[0], self.batch), (c, s.channels), (row, s.height)) if n > 1]
@@ -88,14 +90,14 @@ class Problem(OneSource):
 
     @cached_property
     def phase(self) -> int:
-        """Columns between where a tile begins to read and its first window."""
+        """Columns from the first one that a tile reads to its first window."""
         return -self.source.padding[1] % max(self.vector, 2)
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of pixels in shared memory, and the order in which products are summed."""
+        """The layout of pixels in shared memory, and the order of K."""
         s = self.source
-        # Of a row at an even stride, two neighbouring taps are a word; a window that begins at an odd column has one tap more.
+        # With an even stride, two neighbouring taps of a row are one word. A window that begins at an odd column gets one more tap.
         lead = s.padding[1] % 2
         planes = Layout(True, s.channels, s.kernel[0], (s.kernel[1] + lead + 1) // 2 * 2, lead)
         together = Layout(False, 2 if s.channels <= 2 else 4, *s.kernel, 0)
@@ -104,16 +106,17 @@ class Problem(OneSource):
 
     @property
     def even(self) -> bool:
-        """Whether windows begin at even columns, padding aside, and hold neighbouring columns."""
+        """Whether windows begin at even columns, padding aside, and their columns are contiguous."""
         s = self.source
         return s.stride[1] % 2 == 0 and s.dilation[1] == 1 and self.strides[3] == 1
 
 
 @dataclass(frozen=True)
 class Layout:
-    """``planes``: each channel by itself, ``lead`` taps (of weight 0) before a filter row's first, ``columns`` with them and with
-    what makes them even. Else ``together`` (2 or 4) channels of a pixel as neighbours; of planes, ``together`` is their number.
-    ``by_rows``: sums go through the channels of a filter's row, and not through the rows of a channel, where there are planes."""
+    """``planes``: each channel is a plane, and a filter row has ``columns`` taps (an even number), with ``lead`` taps
+    of weight 0 in front; ``together`` is the number of planes. Else ``together`` (2 or 4) channels of a pixel are
+    neighbours. ``by_rows``: with planes, K runs over the channels of a filter row, instead of over the rows of a
+    channel."""
 
     planes: bool
     together: int
@@ -124,7 +127,7 @@ class Layout:
 
     @property
     def depth(self) -> int:
-        """Products of a sum."""
+        """Products of a sum, with those of padding."""
         return self.together * self.rows * self.columns
 
     @property
@@ -135,9 +138,9 @@ class Layout:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """A block's ``tile_h`` x ``tile_w`` output pixels; a warp's ``m`` tiles of 16 of them x ``n`` tiles of 8 of the block's
-    ``columns`` (of n tiles; ``columns`` / ``n`` warps side by side). ``ahead``: the next tile's pixels are fetched while this
-    one's are multiplied."""
+    """A block computes ``tile_h`` x ``tile_w`` output pixels x ``columns`` tiles of 8 channels. A warp computes ``m``
+    tiles of 16 pixels x ``n`` tiles of 8 channels. ``ahead``: the pixels of the next tile are loaded during the
+    products of this one."""
 
     tile_h: int
     tile_w: int
@@ -148,7 +151,7 @@ class Config:
 
     @property
     def warps(self) -> tuple[int, int]:
-        """Along pixels, and along channels."""
+        """Warps along pixels, and along channels."""
         return self.tile_h * self.tile_w // 16 // self.m, self.columns // self.n
 
     @property
@@ -171,7 +174,7 @@ def refuse(problem: Problem, config: Config, shared: int = SHARED, threads: int 
     if config.m * config.n > 32:
         return "more than 128 accumulators per thread"
     if registers(problem, config) > min(255, 65536 // (-(-config.threads // 128) * 128)):
-        return "its sums and inputs do not fit the registers of a thread"
+        return "its accumulators and inputs do not fit the registers of a thread"
     if (needed := shared_bytes(problem, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     return None
@@ -184,7 +187,7 @@ def no_kernel(problem: Problem) -> str | None:
     if apart > CHANNELS:
         return f"it is for images of up to {CHANNELS} channels, not {apart}"
     if s.depth is not None and (problem.normalize or problem.residual):
-        return "volumes are read as they are, and nothing is added to the result"
+        return "volumes take no normalization and no residual"
     if problem.epilogue[:1] != (("bias",),):
         return "its epilogue does not begin with the bias"
     if problem.image not in KINDS:
@@ -201,7 +204,7 @@ def no_kernel(problem: Problem) -> str | None:
 
 
 def halo(problem: Problem, config: Config) -> tuple[int, int]:
-    """Rows and columns of pixels that a tile reads; the columns come in whole vectors."""
+    """Rows and columns of pixels that a tile reads, with the columns rounded up to whole vectors."""
     s, layout = problem.source, problem.layout
     rows = (config.tile_h - 1) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1
     columns = (config.tile_w - 1) * s.stride[1] + problem.phase - layout.lead
@@ -210,7 +213,7 @@ def halo(problem: Problem, config: Config) -> tuple[int, int]:
 
 
 def _words(problem: Problem, rows: int, pitch: int) -> list[int]:
-    """Offsets, in words from the first of a window, of the words that K is: two neighbouring taps, or channels."""
+    """Offsets of the words along K, in words from the first word of a window. A word is two neighbouring taps or channels."""
     s, layout = problem.source, problem.layout
     if layout.planes:
         found = [
@@ -231,7 +234,7 @@ def _words(problem: Problem, rows: int, pitch: int) -> list[int]:
 
 
 def _pitch(problem: Problem, config: Config) -> int:
-    """Columns from row to row in shared memory: those of the halo, and what makes fragments read different banks."""
+    """Columns from row to row in shared memory: those of the halo, and padding that lets fragments read different banks."""
     return _pitch_of(problem, *halo(problem, config))
 
 
@@ -265,7 +268,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 
 def buffered(problem: Problem, config: Config) -> bool:
-    """Whether the pixels of two tiles are in shared memory."""
+    """Whether shared memory holds the pixels of two tiles."""
     return config.ahead and problem.copied
 
 
@@ -276,7 +279,7 @@ def _image_bytes(problem: Problem, config: Config) -> int:
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """About how many registers a thread needs."""
+    """Estimated registers of a thread."""
     steps, vector = problem.layout.steps, problem.vector
     kept = 2 * steps * config.n
     weights = kept if kept <= KEPT_REGISTERS else 4 * config.n
@@ -287,7 +290,7 @@ def registers(problem: Problem, config: Config) -> int:
     vectors = (
         rounds * -(-vector * KINDS[problem.image][1] // 4) * (1 if problem.layout.planes else problem.source.channels)
     )
-    held = (rounds if buffered(problem, config) else vectors) + 3 * max(0, rounds - 4)  # and the places of chunks
+    held = (rounds if buffered(problem, config) else vectors) + 3 * max(0, rounds - 4)  # and the addresses of chunks
     sums = 4 * config.m * config.n
     return 40 + table + weights + (sums + held + 8 * config.m if config.ahead else max(sums + 8 * config.m, held))
 
@@ -316,7 +319,7 @@ def recipe_with(problem: Problem, config: Config, template: str, arch: str, more
         "FINAL_RELU": int(problem.epilogue[-1] == ("relu",)), **({} if s.depth is None else {"FRAMES": s.depth.taps}),
         **more,
     }  # fmt: skip
-    # The sums begin with the bias, and the rounding of results does a last ReLU.
+    # The accumulators start from the bias, and the rounding of results applies a final ReLU.
     stages = problem.epilogue[1 : -1 if defines["FINAL_RELU"] else None]
     text = "\n".join(
         [render.constants(defines), _table(_words(problem, rows, pitch)), render.paired_epilogue(stages), ""]
@@ -325,7 +328,8 @@ def recipe_with(problem: Problem, config: Config, template: str, arch: str, more
 
 
 def _table(words: Sequence[int]) -> str:
-    """C++ of ``word_offset(k, t)``: where word t of half a K step lies, less t; a number where the four are neighbours."""
+    """C++ of ``word_offset(k, t)``: the offset of word t of half K step k, minus t. It is a constant if the four words
+    are neighbours."""
     lines = ["DEVICE int word_offset(int k, int t) {", "    switch (k) {"]
     for k in range(0, len(words), 4):
         a, b, c, d = (w - t for t, w in enumerate(words[k : k + 4]))
@@ -335,7 +339,7 @@ def _table(words: Sequence[int]) -> str:
 
 
 def pack_weights(problem: Problem, weight: Array) -> Array:
-    """OIHW weights -> ``[channels, K steps * 16]`` in the order of the sums, filled up with zeros. Keeps the dtype."""
+    """OIHW weights -> ``[channels, K steps * 16]`` in the kernel's K order, padded with zeros. Keeps the dtype."""
     o, c, kh, kw = weight.shape
     layout, s = problem.layout, problem.source
     if (c, kh, kw) != (s.channels, *s.kernel) or o > problem.channels:
@@ -352,7 +356,7 @@ def pack_weights(problem: Problem, weight: Array) -> Array:
 
 
 def weight_view(problem: Problem) -> tuple[tuple[int, ...], int]:
-    """Strides and offset of OIHW (of a volume OIDHW) weights in the packed ones."""
+    """Strides and offset of the OIHW weights (OIDHW for a volume) in the packed ones."""
     layout, row, depth = problem.layout, problem.layout.steps * 16, problem.source.depth
     if layout.by_rows:
         channel, pixel, lead = layout.columns, (layout.together * layout.columns, 1), layout.lead
@@ -365,19 +369,19 @@ def weight_view(problem: Problem) -> tuple[tuple[int, ...], int]:
 
 
 def tiles(problem: Problem, config: Config) -> tuple[int, int]:
-    """Along columns and along rows of an image."""
+    """Tiles along columns and along rows of an image."""
     out_h, out_w = problem.out_size
     return -(-out_w // config.tile_w), -(-out_h // config.tile_h)
 
 
 def resident(problem: Problem, config: Config, device: GpuFacts) -> int:
-    """Blocks on a multiprocessor, by shared memory and registers."""
+    """Blocks per multiprocessor, limited by shared memory and registers."""
     shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
     return max(1, min(shared, blocks_by_registers(problem, config)))
 
 
 def blocks_by_registers(problem: Problem, config: Config) -> int:
-    """Blocks whose registers fit a multiprocessor, which gives them to warps in fours: the value given to the compiler."""
+    """Blocks per multiprocessor that registers allow, which are allocated to warps in fours. The compiler gets this number."""
     each = -(-min(255, registers(problem, config) + 6) // 8) * 8
     return max(1, min(65536 // (32 * each) // 4 * 4 // math.prod(config.warps), 1536 // config.threads, 8))
 
@@ -401,8 +405,8 @@ def parameters(
     problem: Problem, tiles_: tuple[int, int, int], steps: tuple[int, int, int], pitch: int, residual_pitch: int,
     normalization: tuple[Sequence[float], Sequence[float]], skipped_rows: int = 0,
 ) -> Parameters:  # fmt: skip
-    """The parameter block of ``stem.cuh``. ``tiles_``: along columns, rows and images; ``steps``: from a block's tile to its next;
-    ``skipped_rows``: of the image, before the first tile's first window."""
+    """The parameter block of ``stem.cuh``. ``tiles_``: along columns, rows and images; ``steps``: from a block's tile
+    to its next one; ``skipped_rows``: rows of the image before the first window of the first tile."""
     s, (out_h, out_w), (factors, shifts) = problem.source, problem.out_size, normalization
     residual = "residual" if problem.residual else None
     made = Parameters().pointer("image", "weights", residual, "bias", "output").i64(problem.strides[0])

@@ -1,6 +1,7 @@
-"""A network's first convolution and the max pool behind it, in one launch: the result before pooling is never stored (ResNet, DenseNet).
+"""A network's first convolution and the max pool after it, in one launch: the result before pooling is never stored
+(ResNet, DenseNet).
 
-The launch is emitted at the convolution; the pool finds its result placed.
+The launch is emitted at the convolution and writes the pool's result.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from optdnn.kernels.tactic import Offer, Region
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 GAIN = 0.97
-"""One launch has to promise at most this fraction of what two take."""
+"""One launch must be predicted to take at most this fraction of the time of two."""
 
 
 @lru_cache(maxsize=1024)
 def _offers(problem: stem_pool.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """Of mma.sync and of Hopper's wgmma, the best predicted first."""
+    """The configurations on mma.sync and on Hopper's wgmma, the best predicted first."""
     mma = [Offer(c, stem_pool.estimate(problem, c, gpu)) for c in stem_pool.candidates(problem, gpu)]
     return tuple(sorted([*mma, *wgmma_offers(problem, gpu)], key=lambda offer: offer.seconds or 0.0))
 
 
 def wgmma_offers(problem: stem_pool.Problem, gpu: GpuFacts) -> list[Offer]:
-    """Of Hopper's wgmma."""
+    """The configurations on Hopper's wgmma."""
     made = sm90.of(problem)
     return [Offer(c, sm90_cost.estimate(made, c, gpu)) for c in sm90_cost.candidates(made, gpu)]
 
 
 class PooledStem(StemConv):
-    """A first convolution, of 16-bit factors, where the sole reader is a max pool of windows of 2 x 2 or 3 x 3 with a stride of 2."""
+    """A first convolution, with 16-bit factors, whose only reader is a max pool of windows of 2 x 2 or 3 x 3 with a stride of 2."""
 
     name = "conv_stem_pool"
 
@@ -57,12 +58,12 @@ class PooledStem(StemConv):
         a = pool.attrs
         square = tuple(a.kernel_shape) in ((2, 2), (3, 3)) and tuple(a.strides) == (2, 2)
         if len(pool.outputs) > 1 or not square or any(d != 1 for d in a.dilations):
-            return "the pool after it has other windows than 2 x 2 or 3 x 3, with a stride of 2, or gives indices"
+            return "the pool after it gives indices, or has other windows than 2 x 2 or 3 x 3 with a stride of 2"
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         if ep.rest or ep.residual is not None:
-            return "something else than constants is added to its result"
+            return "its epilogue reads other tensors than constants"
         if not conv_maps.storable_whole(b, b.result(pool.value)):
-            return "the pool's result does not lie in channels-last order"
+            return "the pool's result is not channels-last"
         problem = self._pooled(b, op, pool)
         if (why := stem_pool.no_kernel(problem)) is not None:
             return why
@@ -71,7 +72,7 @@ class PooledStem(StemConv):
         return self._slower(b, op, pool, problem)
 
     def _slower(self, b: Builder, op: Op, pool: Op, problem: stem_pool.Problem) -> str | None:
-        """Why two launches are better, as far as the cost models know, or None."""
+        """Why the cost models predict two launches to be better, or None."""
         x, out = (
             unmade(t.dtype, t.static_shape, channels_last(t.static_shape, up(t.static_shape[1], 8)))
             for t in (op.outputs[0].type, pool.outputs[0].type)
@@ -82,7 +83,7 @@ class PooledStem(StemConv):
         return two_are_better(_offers(problem, b.gpu)[0].seconds or 0.0, two, GAIN)
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Decided by :meth:`refuse`."""
+        """Never: :meth:`refuse` decides."""
         return None
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
@@ -95,7 +96,7 @@ class PooledStem(StemConv):
         return Region(op, after=(self._pool(b, op),))
 
     def place(self, b: Builder, op: Op) -> None:
-        """The pool's result; the convolution's own is not stored."""
+        """Place the pool's result. The convolution's own result is not stored."""
         b.target(self._pool(b, op).value)
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:

@@ -1,4 +1,4 @@
-"""Plans of the convolution of an image in its given layout and the max pool behind it (``conv_stem_pool.cu``): see
+"""Plans of the convolution of an image in its given layout and the max pool after it (``conv_stem_pool.cu``): see
 :mod:`optdnn.kernels.conv.stem_kernel`. Windows of the pool are 2 x 2 or 3 x 3, with a stride of 2.
 """
 
@@ -18,16 +18,16 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 MOST_COLUMNS = 256
-"""The widest result of the convolution: a tile is as wide."""
+"""Most columns of the convolution's result. A tile has all columns."""
 
 MOST_THREADS = 512
-"""Of a block: all columns of an image's row are its own."""
+"""Most threads of a block, which takes all columns of an image's row."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``conv``: the convolution; the pool's ``window`` (rows and columns, of a stride of 2), its padding ``top`` and ``left``, and the
-    ``size`` of its result."""
+    """``conv``: the convolution. ``window``: rows and columns of the pool's windows, which have a stride of 2; ``top``
+    and ``left``: the pool's padding; ``size``: the size of its result."""
 
     conv: stem.Problem
     window: int
@@ -48,9 +48,9 @@ def no_kernel(problem: Problem) -> str | None:
     if (why := stem.no_kernel(p.conv)) is not None:
         return why
     if p.conv.residual or p.conv.source.depth is not None:
-        return "nothing is added to the result, and it is no volume"
+        return "it takes no residual and no volumes"
     if p.window not in (2, 3) or max(p.top, p.left) > (p.window == 3):
-        return f"windows of {p.window} x {p.window} with a padding of {max(p.top, p.left)} are none of 2 x 2 or 3 x 3"
+        return f"windows of {p.window} x {p.window} with a padding of {max(p.top, p.left)} are not those of this kernel"
     if p.conv.out_size[1] > MOST_COLUMNS:
         return f"{p.conv.out_size[1]} columns exceed a tile's {MOST_COLUMNS}"
     for n, size, pad in zip(p.size, p.conv.out_size, (p.top, p.left), strict=True):
@@ -70,39 +70,39 @@ def refuse(problem: Problem, config: Config, shared: int = stem.SHARED) -> str |
         or config.m % pairs
         or config.tile_w % (8 * config.m // pairs)
     ):
-        return "its tile is not of whole rows, two by two, with the same columns for a warp"
+        return "its tile is not pairs of whole rows with equal numbers of columns per warp"
     if (why := stem.refuse(problem.conv, config, shared, MOST_THREADS)) is not None:
         return why
     if registers(problem, config) > min(255, 65536 // (-(-config.threads // 128) * 128)):
-        return "its sums and inputs do not fit the registers of a thread"
+        return "its accumulators and inputs do not fit the registers of a thread"
     if (needed := shared_bytes(problem, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     return None
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """About how many registers a thread needs: the row before stays in some."""
+    """Estimated registers of a thread. The previous row stays in some of them."""
     return stem.registers(problem.conv, config) + 2 * config.m // config.tile_h * config.n * (problem.window == 3)
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: as of the convolution, and the largest elements of a tile's columns."""
+    """Dynamic shared memory of a block: that of the convolution, and the maxima of a tile's columns."""
     return stem.shared_bytes(problem.conv, config) + config.tile_h // 2 * config.tile_w * (config.columns * 16 + 16)
 
 
 def resident(problem: Problem, config: Config, device: GpuFacts) -> int:
-    """Blocks on a multiprocessor, by shared memory and registers."""
+    """Blocks per multiprocessor, limited by shared memory and registers."""
     shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
     return max(1, min(shared, stem.blocks_by_registers(problem.conv, config)))
 
 
 def tiles(problem: Problem, config: Config) -> int:
-    """Of an image."""
+    """Tiles of an image."""
     return -(-problem.size[0] // (config.tile_h // 2))
 
 
 def band(problem: Problem, config: Config, device: GpuFacts) -> int:
-    """Tiles of an image that a block takes: so many that the blocks end first."""
+    """Tiles of an image per block: the number with which the launch is predicted to end first."""
     slots = device.multiprocessors * resident(problem, config, device)
     most = tiles(problem, config)
 
@@ -120,7 +120,8 @@ def _parts(problem: Problem, config: Config) -> int:
 
 
 def _walked(problem: Problem, config: Config, count: int) -> int:
-    """Tiles that a block multiplies for ``count``: its first windows of three rows want a row of the one before, unless it is padding."""
+    """Tiles that a block multiplies to store ``count``. Its first windows of three rows also need a row of the previous
+    tile, unless that row is padding."""
     return count + (problem.window == 3 and (problem.top == 0 or count < tiles(problem, config)))
 
 
@@ -139,7 +140,7 @@ def launch(
     p, conv = problem, problem.conv
     count, whole = band(p, config, gpu), tiles(p, config)
     bands = -(-whole // count)
-    # Of windows of three rows, the first tile begins behind the padding of the pool, and with the second row.
+    # With windows of three rows, the first tile begins after the pool's padding, with the second row.
     skipped = (1 - p.top) * conv.source.stride[0] if p.window == 3 else 0
     made = stem.parameters(conv, (1, whole, conv.batch), (0, 1, 0), pitch, 0, normalization, skipped)
     made.i32(*p.size, count, bands)
@@ -150,13 +151,14 @@ def launch(
 
 
 APART, KEPT, SAVED = 0.12, 0.83, 0.6e-6
-"""What each further block that loads the same pixels, for other channels, adds; of the convolution's predicted seconds, what a launch takes that
-does not store its result (50 timings on an H200 at batch 1 to 128: a part of them, less a constant)."""
+"""APART: fraction that each further block with the same pixels and other channels adds. KEPT, SAVED: a launch that does
+not store the convolution's result takes KEPT times the convolution's predicted seconds, minus SAVED (50 timings on an
+H200 at batch 1 to 128)."""
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch: by the model of the convolution alone, :data:`KEPT` and :data:`SAVED`, and :data:`APART` (63
-    timings on an H200)."""
+    """Predicted seconds of one dependent launch: the model of the convolution alone, corrected by :data:`KEPT`,
+    :data:`SAVED` and :data:`APART` (63 timings on an H200)."""
     p, count, at_once = problem, band(problem, config, device), resident(problem, config, device)
     blocks, walked = p.conv.batch * -(-tiles(p, config) // count) * _parts(p, config), _walked(p, config, count)
     turns = -(-blocks // (device.multiprocessors * at_once))

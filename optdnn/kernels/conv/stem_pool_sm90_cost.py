@@ -1,4 +1,4 @@
-"""What launches of ``conv_stem_pool_sm90.cu`` cost, and which configurations are worth timing."""
+"""Predicted times of launches of ``conv_stem_pool_sm90.cu``, and the configurations that are worth timing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from optdnn.kernels.ranking import joint, varied
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 POWER, ISSUE, ALONE, START = 1.63, 1.12, 900, 2330
-"""What overlaps is summed as its POWER-th powers; cycles of a scheduler for an instruction; cycles that a pair of rows waits, and that a
-block's start takes. Fitted to 147 timings of 20 problems on an H200: 8 % off on average, and the first choice was the fastest of each."""
+"""POWER: exponent of the norm that combines overlapping times; ISSUE: cycles of a scheduler for an instruction; ALONE:
+cycles that a pair of rows waits; START: cycles of a block's start. Fitted to 147 timings of 20 problems on an H200: 8 %
+off on average, and the first choice was the fastest for each problem."""
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
@@ -21,7 +22,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     s, blocks, at_once, tile_w = conv.source, x * y, sm90.resident(problem, device), sm90.tile_w(problem)
     turns, beside = -(-blocks // (sms * at_once)), min(at_once, -(-blocks // sms))
     pairs = config.band + (problem.window == 3 and config.band < problem.size[0])
-    # A pair of rows: its products, and what a warp issues for its pixels, windows and results.
+    # A pair of rows: its products, and a warp's instructions for its pixels, windows and results.
     products = conv.layout.steps * tile_w
     each = 2 + sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in conv.epilogue if name not in ("bias", "relu"))
     planes, wide = 2 * s.stride[0] * s.channels, sm90.columns(problem)

@@ -1,5 +1,6 @@
-"""Plans of the convolution of an image in its given layout and the max pool behind it on Hopper's wgmma (``conv_stem_pool_sm90.cu``): see
-:mod:`optdnn.kernels.conv.stem_kernel` and :mod:`optdnn.kernels.conv.stem_pool_kernel`.
+"""Plans of the convolution of an image in its given layout and the max pool after it, on Hopper's wgmma
+(``conv_stem_pool_sm90.cu``): see :mod:`optdnn.kernels.conv.stem_kernel` and
+:mod:`optdnn.kernels.conv.stem_pool_kernel`.
 
 Windows of neighbouring results are rows of wgmma's operand B, 16 bytes apart: eight columns of a channel.
 """
@@ -22,7 +23,7 @@ CHANNELS = 64
 """Output channels of a block: wgmma's M."""
 THREADS = 128
 COLUMNS = 8
-"""Of a row of a filter, with the one that makes it begin at an even column."""
+"""Columns of a filter row, with the one that makes it begin at an even column."""
 MOST_STEPS = 16
 """Most K steps: their weights take four registers each."""
 
@@ -32,7 +33,7 @@ class Windows(stem.Problem):
 
     @property
     def layout(self) -> Layout:
-        """Planes; sums go through the channels of a filter's row."""
+        """Planes, with K along the channels of a filter row."""
         s = self.source
         return Layout(True, s.channels, s.kernel[0], COLUMNS, s.padding[1] % 2, True)
 
@@ -44,7 +45,7 @@ def of(problem: Problem) -> Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``band``: rows of the pooled image of a block."""
+    """``band``: rows of the pooled image per block."""
 
     band: int
 
@@ -60,9 +61,9 @@ def no_kernel(problem: Problem, arch: str) -> str | None:
     if (why := pooled.no_kernel(problem)) is not None:
         return why
     if s.stride[1] != 2 or s.dilation[1] != 1 or s.kernel[1] + layout.lead > COLUMNS:
-        return f"its windows are not two columns apart, or have gaps, or more than {COLUMNS} columns"
+        return f"its windows are not two columns apart, are dilated, or have more than {COLUMNS} columns"
     if s.channels % 2 and (s.stride[0] % 2 or s.dilation[0] != 1):
-        return "a filter's rows have odd numbers of channels, and do not begin at even rows"
+        return "an image with an odd number of channels needs windows that begin at even rows, without dilation"
     if layout.steps > MOST_STEPS:
         return f"weights of {layout.steps} K steps do not stay in registers"
     return None
@@ -75,51 +76,51 @@ def refuse(problem: Problem, config: Config, arch: str = "sm_90a", shared: int =
     if not 1 <= config.band <= problem.size[0]:
         return "not a tile of this kernel"
     if registers(problem) > 255:
-        return "its weights, sums and results do not fit the registers of a thread"
+        return "its weights, accumulators and results do not fit the registers of a thread"
     if (needed := shared_bytes(problem)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     return None
 
 
 def tile_w(problem: Problem) -> int:
-    """Columns of the convolution: two halves of whole eights."""
+    """Columns of the convolution, rounded up to two halves of a multiple of 8."""
     return -(-problem.conv.out_size[1] // 16) * 16
 
 
 def lead(problem: Problem) -> int:
-    """Pairs of rows whose pixels a pair reads: whole ones."""
+    """Pairs of rows whose pixels a pair of result rows reads, rounded up."""
     s = problem.conv.source
     return -(-(s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1) // (2 * s.stride[0]))
 
 
 def columns(problem: Problem) -> int:
-    """Of pixels that a tile reads: whole vectors, and whole words."""
+    """Columns of pixels that a tile reads, in whole vectors and whole words."""
     conv = problem.conv
     needed = (tile_w(problem) - 1) * 2 + conv.phase - conv.layout.lead + COLUMNS
     return -(-needed // max(conv.vector, 2)) * max(conv.vector, 2)
 
 
 def shared_bytes(problem: Problem) -> int:
-    """Dynamic shared memory of a block: its ring of rows of windows, and the planes that they are made of."""
+    """Dynamic shared memory of a block: the ring of rows of windows, and the planes from which they are made."""
     planes = 2 * problem.conv.source.stride[0] * problem.conv.source.channels
     return planes * ((lead(problem) + 1) * tile_w(problem) * 16 + columns(problem) * 2)
 
 
 def rounds(problem: Problem) -> int:
-    """Vectors of a pair's pixels that a thread brings."""
+    """Vectors of a pair's pixels that a thread loads."""
     s = problem.conv.source
     return -(-2 * s.stride[0] * s.channels * columns(problem) // problem.conv.vector // THREADS)
 
 
 def registers(problem: Problem) -> int:
-    """About how many registers a thread needs."""
+    """Estimated registers of a thread."""
     conv = problem.conv
     fetched = rounds(problem) * (-(-conv.vector * KINDS[conv.image][1] // 4) + 3)
     return 52 + 12 * conv.normalize + conv.layout.steps * 4 + tile_w(problem) * 3 // 4 + fetched
 
 
 def resident(problem: Problem, device: GpuFacts) -> int:
-    """Blocks on a multiprocessor, by shared memory and registers."""
+    """Blocks per multiprocessor, limited by shared memory and registers."""
     shared = device.shared_per_multiprocessor // (shared_bytes(problem) + 1024)
     return max(1, min(shared, _by_registers(problem)))
 
@@ -141,7 +142,7 @@ def recipe(problem: Problem, arch: str = "sm_90a") -> Recipe:
         "FACTOR_KIND": KINDS[conv.dtype][0], "FINAL_RELU": int(conv.epilogue[-1] == ("relu",)), "IN_BANDS": 1,
         "POOL": problem.window, "POOL_TOP": problem.top, "POOL_LEFT": problem.left,
     }  # fmt: skip
-    # The kernel adds the bias, and the rounding of results does a last ReLU.
+    # The kernel adds the bias, and the rounding of results applies a final ReLU.
     stages = conv.epilogue[1 : -1 if defines["FINAL_RELU"] else None]
     instruction = render.pixels_instruction(tile_w(problem) // 2, conv.dtype)
     text = "\n".join([render.constants(defines), instruction, render.paired_epilogue(stages), ""])
@@ -149,7 +150,7 @@ def recipe(problem: Problem, arch: str = "sm_90a") -> Recipe:
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """Blocks: bands of images; parts of the channels."""
+    """Blocks: bands of images, and parts of the channels."""
     return problem.conv.batch * -(-problem.size[0] // config.band), -(-problem.conv.channels // CHANNELS), 1
 
 
@@ -159,7 +160,7 @@ def launch(
 ) -> Launch:  # fmt: skip
     """The launch. Arguments as of :func:`optdnn.kernels.conv.stem_pool_kernel.launch`, weights packed for ``problem.conv``."""
     conv = problem.conv
-    # Of windows of three rows, the first pair begins behind the padding of the pool, and with the second row.
+    # With windows of three rows, the first pair begins after the pool's padding, with the second row.
     skipped = (1 - problem.top) * conv.source.stride[0] if problem.window == 3 else 0
     made = stem.parameters(conv, (1, problem.size[0], conv.batch), (0, 1, 0), pitch, 0, normalization, skipped)
     made.i32(*problem.size, config.band, -(-problem.size[0] // config.band))

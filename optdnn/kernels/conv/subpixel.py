@@ -1,6 +1,6 @@
-"""Transposed convolutions as ordinary ones of their input, whose channels are blocks of the result's pixels (Shi et al., "Real-time
-single image and video super-resolution using an efficient sub-pixel convolutional neural network", 2016): geometry, weights, and
-the kernel that puts the blocks in their places."""
+"""Transposed convolutions as ordinary ones of the same input, whose output channels are blocks of the result's pixels:
+geometry, weights, and the kernel that scatters the blocks (Shi et al., "Real-time single image and video
+super-resolution using an efficient sub-pixel convolutional neural network", 2016)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ THREADS = 128
 
 @dataclass(frozen=True)
 class Axis:
-    """How one spatial axis of a transposed convolution becomes that of an ordinary one of stride 1.
+    """One spatial axis of a transposed convolution, as an axis of an ordinary convolution of stride 1.
 
-    Result ``y`` is place ``(y + crop) % stride`` of block ``(y + crop) // stride``; there are ``blocks``, each of which reads
-    ``taps`` neighbours (``dilation`` apart) of the input after ``pads`` (begin and end; negative: so much of it is not read).
+    Result ``y`` is place ``(y + crop) % stride`` of block ``(y + crop) // stride``. There are ``blocks`` blocks. Each block reads
+    ``taps`` neighbours (``dilation`` apart) of the input after ``pads`` (begin and end; negative: pixels that are not read).
     """
 
     stride: int
@@ -39,7 +39,7 @@ class Axis:
 
     @classmethod
     def of(cls, size: int, out: int, kernel: int, stride: int, dilation: int, pad: int) -> Axis:
-        """``size`` of the input, ``out`` of the result; ``pad``: pixels cut off at its begin.
+        """``size``: of the input; ``out``: of the result; ``pad``: pixels that are cut off at the result's begin.
 
         Tap ``k`` carries input ``i`` to ``i * stride + k * dilation - pad``.
         """
@@ -51,7 +51,7 @@ class Axis:
         return cls(stride, taps, 1, (taps - 1 - first, last + 1 - size), last + 1 - first, pad % stride)
 
     def tap(self, k: int, dilation: int) -> tuple[int, int]:
-        """Where weight ``k`` of a kernel of this dilation goes: place in a block, and tap."""
+        """The place in a block, and the tap, of weight ``k`` of a kernel with this dilation."""
         if self.stride == 1:
             return 0, self.taps - 1 - k
         block, place = divmod(k * dilation, self.stride)
@@ -59,8 +59,8 @@ class Axis:
 
 
 def block_weights(weight: Array, axes: tuple[Axis, Axis], dilations: Sequence[int]) -> Array:
-    """ConvTranspose's IOHW weights -> OIHW ones of the convolution: filter ``(place_h * stride_w + place_w) * O + o``. Keeps the
-    dtype; every weight appears once, the rest is zero."""
+    """ConvTranspose's IOHW weights -> OIHW weights of the convolution, with filters ``(place_h * stride_w + place_w) *
+    O + o``. Every weight appears once; the rest is zero. Keeps the dtype."""
     inside, outside, kernel_h, kernel_w = weight.shape
     high, wide = axes
     packed = np.zeros((high.stride, wide.stride, outside, inside, high.taps, wide.taps), weight.dtype)
@@ -80,12 +80,12 @@ def emit_depth_to_space(
     stages: Sequence[Stage] = (),
     operands: Sequence[TensorView | None] = (),
 ) -> None:
-    """Blocks of pixels (channels-last NCHW, as :func:`block_weights` orders them) into their places, by the stages; ``operands``
-    (by slot, from 1 on) are what those read. ``out`` may have one or two spatial axes."""
+    """Add the launch that scatters blocks of pixels (channels-last NCHW, in the order of :func:`block_weights`) and
+    applies the stages, which read ``operands`` (by slot, from 1 on). ``out`` may have one or two spatial axes."""
     y5 = spatial3(out)
     channels = out.shape[1]
     high, wide = axes
-    # Each place's channels as a feature map: what a thread reads at once must lie in one.
+    # The channels of a place as a feature map: an access must not cross places.
     place = x.view((x.shape[0], channels, *x.shape[2:]), x.strides)
     vec = channel_vector_width([place, out])
     t, u = CPP[x.dtype], CPP[out.dtype]

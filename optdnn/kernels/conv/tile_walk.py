@@ -1,4 +1,5 @@
-"""What the kernels on ``tile_walk.cuh`` have in common: slabs of channels whose patches TMA brings, tile after tile."""
+"""Common plans of the kernels on ``tile_walk.cuh``: a block walks over the tiles of a slab of channels, and TMA loads
+their patches."""
 
 from __future__ import annotations
 
@@ -15,28 +16,28 @@ MEMORY = 4.2e12
 L2 = 3.2e12
 HEAD_BYTES = 1024
 SHARED = 233472
-"""Bytes of shared memory of a multiprocessor of sm_90; each block takes 1024 on top of its own."""
+"""Bytes of shared memory of a multiprocessor of sm_90. Each block takes 1024 bytes on top of its own."""
 # Fitted to 240 timings on an H200, within 7 % on average.
 LAUNCH = 0.75e-6
-"""Seconds from the launch before to the first instruction after the wait, and from the last store to the end."""
+"""Seconds from the previous launch to the first instruction after the wait, plus those from the last store to the end."""
 ROW, CHUNK = 2.3, 0.95
-"""Cycles in which TMA brings a pixel of a patch: swizzled, whatever its size, else for each 16 bytes."""
+"""Cycles in which TMA loads a pixel of a patch: a swizzled pixel of any size, and each 16 bytes of another one."""
 STORED = 1.6
-"""Pixels of a patch that take as long as a pixel of the result, where they are not swizzled."""
+"""Time of a pixel of the result, in pixels of a patch that is not swizzled."""
 EXPOSED = 0.65
-"""Part of the time of a block's first patch that nothing else fills."""
+"""Fraction of the load time of a block's first patch that nothing hides."""
 BUSY = 1.85
-"""Shared memory and the issue of instructions take so many times the cycles that they would alone."""
+"""Factor on the cycles of shared memory and of instruction issue, compared with each alone."""
 CHAIN = 1.25
-"""The same of a chain of dependent instructions."""
+"""The same factor for a chain of dependent instructions."""
 
 
 @dataclass(frozen=True)
 class Walk:
     """Tiles of ``images`` images x ``height`` x ``width`` results of ``chunks`` times eight channels, for ``warps`` warps.
 
-    ``columns`` is the width of a patch, or 0: what the windows cover. ``stages`` patches are in flight; ``parts`` warps see the same
-    channels.
+    ``columns`` is the width of a patch; 0: the columns that the windows cover. ``stages`` patches are in flight.
+    ``parts`` warps share the same channels.
     """
 
     images: int
@@ -55,7 +56,7 @@ class Walk:
 
     @property
     def swizzle(self) -> int:
-        """The swizzle of tensor maps: odd numbers of chunks have no bank conflicts without."""
+        """The swizzle of tensor maps, in bytes. An odd number of chunks needs none to avoid bank conflicts."""
         return self.span if self.chunks in (2, 4, 8) else 0
 
     def patch(self, source: Source) -> tuple[int, int]:
@@ -94,7 +95,7 @@ class Walk:
         return 2 if self.tiles(source)[1:] == (1, 1) else 1
 
     def defines(self, source: Source, squeeze: bool) -> dict[str, int]:
-        """What the header reads."""
+        """Constants that the header reads."""
         patch_h, patch_w = self.patch(source)
         return {
             "CHUNKS": self.chunks, "TILE_W": self.width, "TILE_H": self.height, "TILE_N": self.images, "PATCH_W": patch_w,
@@ -104,7 +105,7 @@ class Walk:
         }  # fmt: skip
 
     def refuse(self, source: Source, batch: int, squeeze: bool, blocks: int, shared: int) -> str | None:
-        """Why no block can walk so, or None. ``blocks``: per multiprocessor; ``shared``: bytes that a block can have."""
+        """Why no block can walk this way, or None. ``blocks``: per multiprocessor; ``shared``: bytes that a block can have."""
         if source.channels % 8 or min(source.output()) < 1 or source.depth is not None:
             return "it is for non-empty images with a multiple of 8 channels"
         if self.swizzle == 0 and self.chunks % 2 == 0:
@@ -143,7 +144,7 @@ class Walk:
         return made.f32(1.0 / math.prod(out))
 
     def grid(self, source: Source, batch: int, gpu: GpuFacts, blocks: int) -> int:
-        """Blocks of a launch: what fills the GPU, ``blocks`` on each multiprocessor."""
+        """Blocks of a launch: as many as fill the GPU with ``blocks`` per multiprocessor."""
         slabs = self.tiles(source)[0]
         return slabs * max(1, min(self.count(source, batch), gpu.multiprocessors * blocks // slabs))
 
@@ -151,9 +152,9 @@ class Walk:
         self, source: Source, batch: int, gpu: GpuFacts, blocks: int, *, shared: float, tensor: float, issued: float,
         depth: float, least: int, start: float,
     ) -> float:  # fmt: skip
-        """Predicted seconds of one dependent launch, from the cycles that a warp's tile takes: of the multiprocessor's ``shared``
-        memory, ``tensor`` instructions, ``issued`` instructions, and ``depth``, the latency of the chain. ``least``: bytes of all
-        tensors; ``start``: cycles of a block before its first tile."""
+        """Predicted seconds of one dependent launch, from figures of a warp's tile: cycles of ``shared`` memory,
+        numbers of ``tensor`` instructions and of ``issued`` instructions, and ``depth``, the latency of the longest
+        chain in cycles. ``least``: bytes of all tensors; ``start``: cycles of a block before its first tile."""
         slabs, count = self.tiles(source)[0], self.count(source, batch)
         moved = self.patch_bytes(source) + self.result_bytes()
         patch, result = self.images * math.prod(self.patch(source)), self.images * self.height * self.width
@@ -161,7 +162,7 @@ class Walk:
         grid = self.grid(source, batch, gpu, blocks)
         per_block, together = -(-count // max(1, grid // slabs)), -(-grid // gpu.multiprocessors)
         busy = max(shared * self.warps + moved / 128, issued * self.warps / 4, 2 * tensor * self.warps) * BUSY
-        alone = 1.04 if together == 1 else 1.0  # nothing else runs while a block's warps meet
+        alone = 1.04 if together == 1 else 1.0  # nothing else runs while the warps of a lone block synchronize
         compute = (
             alone * (per_block * max(busy * together, load * together, depth * CHAIN) + start + EXPOSED * load) / CLOCK
         )

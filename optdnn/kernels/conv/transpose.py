@@ -1,4 +1,4 @@
-"""Transposed convolutions on the kernels of ordinary ones, by way of blocks of pixels (:mod:`optdnn.kernels.conv.subpixel`)."""
+"""Transposed convolutions on the kernels of ordinary convolutions, as blocks of pixels (:mod:`optdnn.kernels.conv.subpixel`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from optdnn.types import BF16, FP16, Array
 
 
 def axes_of(b: Builder, op: Op) -> tuple[tuple[Axis, Axis], tuple[int, int]]:
-    """The two spatial axes (the first of a line is of size 1), and their dilations."""
+    """The two spatial axes and their dilations. A 1-D convolution has a first axis of size 1."""
     assert op.inputs[1] is not None
     x, weight = b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1])  # type: ignore[arg-type]
     a = resolved_transpose(op.attrs, x, weight)
@@ -49,21 +49,22 @@ def axes_of(b: Builder, op: Op) -> tuple[tuple[Axis, Axis], tuple[int, int]]:
 
 
 def _geometry(axes: tuple[Axis, Axis]) -> conv_maps.Geometry:
-    """The geometry of the convolution, less the pixels that its input loses at its borders."""
+    """The geometry of the ordinary convolution. Negative pads count as 0, since :func:`_read` cuts those pixels off its input."""
     (high, wide) = axes
     pads = [max(p, 0) for p in (high.pads[0], wide.pads[0], high.pads[1], wide.pads[1])]
     return (1, 1), (pads[0], pads[1], pads[2], pads[3]), (high.dilation, wide.dilation)
 
 
 def _read(x: TensorView, axes: tuple[Axis, Axis]) -> TensorView:
-    """The part of the input NCHW that is read."""
+    """The part of the NCHW input that the convolution reads."""
     n, c, h, w = x.shape
     (top, bottom), (left, right) = (tuple(max(-p, 0) for p in axis.pads) for axis in axes)
     return x.view((n, c, h - top - bottom, w - left - right), x.strides, top * x.strides[2] + left * x.strides[3])
 
 
 class Subpixel(ConvolutionKernel):
-    """What the tactics on the different kernels share. One of stride 1 is an ordinary convolution of its weights turned around."""
+    """Base of the tactics on the different kernels. A transposed convolution of stride 1 is an ordinary one with
+    flipped weights."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         weight = b.graph.constant_value(op.inputs[1])
@@ -76,11 +77,11 @@ class Subpixel(ConvolutionKernel):
         axes, _ = axes_of(b, op)
         sizes = (1, *b.graph.type(op.inputs[0]).static_shape[2:])[-2:]  # type: ignore[arg-type]
         if any(sum(max(-p, 0) for p in axis.pads) >= n for axis, n in zip(axes, sizes, strict=True)):
-            return "its pads cut off all that the input reaches"
+            return "its pads cut off all results that depend on its input"
         return self.unfit(b, op, weight, axes)
 
     def unfit(self, b: Builder, op: Op, weight: Array, axes: tuple[Axis, Axis]) -> str | None:
-        """Why the kernel does not run the convolution."""
+        """Why the kernel cannot run the convolution, or None."""
         raise NotImplementedError
 
     def pitch(self, channels: int) -> int:
@@ -88,15 +89,15 @@ class Subpixel(ConvolutionKernel):
         return up(channels, 8)
 
     def read(self, b: Builder, op: Op, x: TensorView) -> TensorView:
-        """The image where the kernel can read it: itself, or a copy that is still to be made."""
+        """The image as the kernel can read it: in place, or a copy that is still to be made."""
         return with_pitch(b, op, x)
 
     def scatter(self, out: TensorView, ep: Epilogue, axes: tuple[Axis, Axis]) -> Scatter | None:
-        """How the kernel puts blocks of pixels in their places itself; None where another launch has to."""
+        """How the kernel itself scatters blocks of pixels; None if another launch must."""
         return None
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """In one launch, if the kernel can put blocks of pixels in their places."""
+        """The convolution in one launch, if the kernel can scatter blocks of pixels."""
         return self._convolution(b, op, joint=True)
 
     def _convolution(self, b: Builder, op: Op, *, joint: bool) -> Convolution:
@@ -127,7 +128,7 @@ class Subpixel(ConvolutionKernel):
         return Convolution((feed,), tiled, ep, None, blocks, blocks)
 
     def finish(self, b: Builder, op: Op, c: Convolution) -> None:
-        """The rest of the epilogue, and blocks of pixels into their places."""
+        """Add the launch that scatters blocks of pixels and runs the rest of the epilogue, if the convolution's launch does not."""
         axes, _ = axes_of(b, op)
         if c.scatter is not None or axes[0].stride * axes[1].stride == 1:
             super().finish(b, op, c)
@@ -137,8 +138,8 @@ class Subpixel(ConvolutionKernel):
 
 
 class HopperConvTranspose(hopper_launch.HopperKernel, Subpixel):
-    """Transposed convolutions of 16-bit floats and tf32, on Hopper's kernels. In configurations that store through shared
-    memory, one launch puts blocks of pixels in their places; for those that store from registers, a second launch does."""
+    """Transposed convolutions of 16-bit floats and tf32 on Hopper's kernels. Configurations that store through shared
+    memory scatter blocks of pixels in the same launch. Those that store from registers need a second launch."""
 
     name = "subpixel_sm90"
 
@@ -175,7 +176,7 @@ class HopperConvTranspose(hopper_launch.HopperKernel, Subpixel):
 
 
 def _scatter(out: TensorView, axes: tuple[Axis, Axis], together: int) -> Scatter | None:
-    """Where blocks of pixels of the image NCHW go, where so many neighbouring channels are one access; else None."""
+    """The destination of blocks of pixels in the NCHW image, if ``together`` neighbouring channels are one access; else None."""
     channels, (n, c, h, w) = out.shape[1], out.strides
     if c != 1 or any(s % together for s in (channels, out.offset, n, h, w)):
         return None

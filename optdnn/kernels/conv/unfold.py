@@ -1,7 +1,7 @@
-"""What slides over a padded axis, in one launch: the slices of a padded tensor side by side, without the padded tensor.
+"""Sliding slices of a padded axis in one launch: the slices of a padded tensor side by side, without the padded tensor.
 
-A convolution over three axes takes the frames under its taps as channels: Pad, one Slice for each tap, Concat. Where the slices are
-taken is counted along the padded axis, and what lies beyond the operand is 0, or the zero point of integers.
+A convolution over three axes reads the frames under its taps as channels: Pad, one Slice per tap, Concat. Positions of
+slices count along the padded axis. Elements beyond the operand are 0, or the zero point of integers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WORDS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 @dataclass(frozen=True)
 class Frames:
-    """Slice ``t`` takes places ``first + t * distance + i * step`` along ``axis`` of ``x``, for i in 0 .. ``count``."""
+    """Slices of ``x``: slice ``t`` has positions ``first + t * distance + i * step`` along ``axis``, for i in 0 .. ``count``."""
 
     x: Value
     axis: int
@@ -38,11 +38,12 @@ class Frames:
     step: int
     count: int
     fill: float | int = 0
-    """What lies beyond ``x``."""
+    """Value of the elements beyond ``x``."""
 
 
 def frames(graph: Graph, op: Op) -> Frames | None:
-    """What a Concat puts side by side, where that is slices at equal distances of one tensor padded with zeros along one axis."""
+    """The slices that a Concat joins, if they are at equal distances in one tensor that is padded with a constant along
+    one axis; else None."""
     slices = [graph.op(v) for v in op.inputs if v is not None]
     if len(slices) < 2 or any(s.kind != "Slice" or s.inputs[0] != slices[0].inputs[0] for s in slices):
         return None
@@ -66,7 +67,8 @@ def frames(graph: Graph, op: Op) -> Frames | None:
 def equally_distant(
     x: Value, axis: int, taken: Sequence[range | None], before: int, fill: float | int = 0
 ) -> Frames | None:
-    """Slices of ``x`` after ``before`` more places, by the places that they take; None where these are not alike."""
+    """Slices of ``x``, given their positions in ``x`` with ``before`` positions of padding in front; None if they are
+    not at equal distances and of equal form."""
     first = taken[0]
     if first is None or any(t is None or (len(t), t.step) != (len(first), first.step) for t in taken) or not first:
         return None
@@ -83,7 +85,7 @@ def _known(graph: Graph, value: Value | None) -> list[int] | None:
 
 
 def _fill(graph: Graph, value: Value | None) -> float | int | None:
-    """The number that a Pad puts around its operand; None where it is not known, or not finite."""
+    """The value that a Pad adds around its operand; None if it is not known or not finite."""
     if value is None:
         return 0
     known = graph.known(value)
@@ -94,7 +96,7 @@ def _fill(graph: Graph, value: Value | None) -> float | int | None:
 
 
 def slice_along(graph: Graph, op: Op, axis: int) -> range | None:
-    """The places that a Slice takes of an axis, where it cuts no other one."""
+    """The positions that a Slice takes along an axis; None if they are not known, or it cuts another axis."""
     parts = [_known(graph, op.input(i)) for i in range(1, 5)]
     (starts, ends, axes, steps), size = parts, graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
     if starts is None or ends is None or len(starts) != 1 or (op.input(3) is not None and axes is None):
@@ -105,10 +107,11 @@ def slice_along(graph: Graph, op: Op, axis: int) -> range | None:
 
 
 def _walk(b: Builder, op: Op, found: Frames, out: TensorView) -> tuple[list[int], list[list[int]], TensorView]:
-    """The sizes of the merged axes; the strides of result, operand and places along them; and the result with an axis of slices."""
+    """The sizes of the merged axes; along them, the strides of the result, of the operand and of positions; and the
+    result with an axis of slices."""
     x, along, taps = b.operand(found.x), normalize_axis(op.attrs.axis, len(out.shape)), len(op.inputs)
     part = out.shape[along] // taps
-    # The slices are a separate axis, before the one that they are put side by side along.
+    # The slices are a separate axis before the axis along which they are joined.
     shape = (*out.shape[:along], taps, part, *out.shape[along + 1 :])
     to = out.view(shape, (*out.strides[:along], part * out.strides[along], *out.strides[along:]))
     steps = [s * (found.step if i == found.axis else 1) for i, s in enumerate(x.strides)]
@@ -136,7 +139,7 @@ class Unfold(Tactic):
         return None
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The Concat, its slices, and the Pad before them, as far as nothing else reads these."""
+        """The Concat, its slices, and the Pad before them, except slices and a Pad that others read."""
         slices = list({v.op: b.graph.op(v) for v in op.inputs if v is not None}.values())
         own = [x for x in slices if all(u == op for u in b.graph.users(x.value))]
         pad = b.graph.op(slices[0].inputs[0])  # type: ignore[arg-type]
@@ -145,8 +148,8 @@ class Unfold(Tactic):
 
     @staticmethod
     def _strides(b: Builder, op: Op) -> tuple[int, ...] | None:
-        """Strides of the result, if it has no place yet. Side by side along the last axis, slices are channels, and pixels have
-        a whole number of 16 bytes where tensor cores read them."""
+        """Strides of the result if it has no place yet; None: those of its type. Slices that are joined along the last
+        axis are channels. For types of tensor cores, pixels are then padded to multiples of 16 bytes."""
         out = op.outputs[0].type
         *outer, channels = out.static_shape
         last = normalize_axis(op.attrs.axis, len(outer) + 1) == len(outer)
@@ -157,7 +160,7 @@ class Unfold(Tactic):
         return (*(n * pitch for n in row_major(outer)), 1)
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result, in whole 16 bytes where tensor cores read it."""
+        """Place the result, with pixels padded to multiples of 16 bytes for types of tensor cores."""
         b.target(op.value, self._strides(b, op))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:

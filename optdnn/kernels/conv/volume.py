@@ -1,8 +1,7 @@
-"""Convolutions over three axes on Hopper's kernels: TMA brings the frames under the taps from where they lie, and no launch copies them.
+"""Convolutions over three axes on Hopper's kernels: TMA loads the frames under the taps in place, and no launch copies them.
 
-The passes have made such a convolution one over two axes, whose image has the frames under the taps along depth as channels
-(:mod:`optdnn.passes.conv3d_to_conv2d`). This tactic takes the operators together that make this image and the convolution after
-them.
+The passes turn such a convolution into one over two axes. The channels of its image are the frames under the taps along depth
+(:mod:`optdnn.passes.conv3d_to_conv2d`). The region of this tactic is the operators that make this image, and the convolution.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from optdnn.kernels.tactic import Region
 from optdnn.types import Array
 
 OVERLAP = 0.5e-6
-"""Seconds of a copy's prediction that pass while the launch before it ends."""
+"""Seconds of a copy's prediction that overlap with the end of the previous launch."""
 _IMAGES = (0, 3, 1, 2)
 """The order of (N, H, W, C) as NCHW."""
 
 
 @dataclass(frozen=True)
 class Volume:
-    """``x`` (N, D, H, W, C), from which ``ops`` make the image of a convolution, in the graph's order."""
+    """A volume ``x`` (N, D, H, W, C), and ``ops``, which make the image of a convolution from it, in the graph's order."""
 
     x: Value
     depth: Depth
@@ -56,7 +55,7 @@ def channels_second(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def volume_of(graph: Graph, op: Op) -> Volume | None:
-    """The volume whose frames are the image of a convolution over two axes; None where its image is something else."""
+    """The volume whose frames form the image of a convolution over two axes; None if the image is something else."""
     turned = graph.op(op.inputs[0]) if op.inputs[0] is not None else op
     if turned.kind != "Transpose" or turned.attrs.perm != _IMAGES:
         return None
@@ -97,7 +96,7 @@ def _frames(graph: Graph, op: Op) -> Volume | None:
 
 
 def _slid(graph: Graph, op: Op, slices: Sequence[Op]) -> Frames | None:
-    """Slices at equal distances along axis 1 of one tensor that is not padded."""
+    """Slices at equal distances along axis 1 of one tensor without padding, or None."""
     if any(s.kind != "Slice" or s.inputs[0] is None or s.inputs[0] != slices[0].inputs[0] for s in slices):
         return None
     source = slices[0].inputs[0]
@@ -119,7 +118,8 @@ def _every(graph: Graph, op: Op) -> Volume | None:
 
 
 def with_volumes(graph: Graph, op: Op, others: Sequence[Op] = ()) -> Region:
-    """A convolution, ``others`` whose results it adds, and what makes their images, as far as nothing else reads these."""
+    """The region of a convolution, of ``others`` whose results it adds, and of the operators that make their images and
+    that nothing else reads."""
     own = {x.id: x for x in (op, *others)}
     for each in tuple(own.values()):
         found = volume_of(graph, each)
@@ -130,7 +130,7 @@ def with_volumes(graph: Graph, op: Op, others: Sequence[Op] = ()) -> Region:
 
 
 class VolumeConv(HopperConv):
-    """Ungrouped convolutions of 16-bit floats over three axes, alone or with one whose result is added."""
+    """Ungrouped convolutions of 16-bit floats over three axes, alone or with one whose result is added first."""
 
     name = "conv3d_sm90"
     row_invariant: ClassVar[bool] = False
@@ -150,14 +150,14 @@ class VolumeConv(HopperConv):
         return None
 
     def _unfit(self, b: Builder, op: Op) -> str | None:
-        """Why TMA cannot read the volume of a convolution, or None; also None where it reads no volume."""
+        """Why TMA cannot read the volume of a convolution; None if it can, or if there is no volume."""
         found = volume_of(b.graph, op)
         if found is None:
             return None
         return conv_maps.unfit_volume(self._feed(b, op, found))
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """The frames are better copied, by the predictions of both ways."""
+        """Why the cost model predicts copied frames to be faster, or None."""
         together = self.offers(self.problem(b, op), b.gpu)[0].seconds or 0.0
         apart = self.offers(super().problem_of(b, op, HopperConv.convolution(HopperConv(), b, op)), b.gpu)[0].seconds
         copied = sum(copy_seconds(b, v) for o in (op, self._other(b, op)) if o and (v := volume_of(b.graph, o)))
@@ -169,28 +169,28 @@ class VolumeConv(HopperConv):
         return None
 
     def _other(self, b: Builder, op: Op) -> Op | None:
-        """The convolution whose result is added, if one launch can sum both."""
+        """The convolution whose result ``op`` adds, if one launch can sum both."""
         if b.graph.constant_value(op.inputs[1]) is None or op.attrs.prologue:
             return None
         return self.added(b, op, plan_epilogue(b.graph, op, channel_axis=1))
 
     def _reads(self, b: Builder, other: Op) -> bool:
-        """This tactic makes the image of ``other`` as well."""
+        """Whether the input of ``other`` is stored, or this tactic can read the volume from which its image is made."""
         made = {x.id for x in with_volumes(b.graph, other).before}
         return made.issuperset(x.id for x in b.joined.get(other.id, ()))
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """What makes the image."""
+        """The operators that make the image."""
         found = volume_of(graph, op)
         return [*super().neighbours(graph, op), *(found.ops if found is not None else ())]
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The convolution, the one whose result is added, and what makes their images, as far as nothing else reads these."""
+        """The convolution, the one whose result is added, and the operators that make their images and that nothing else reads."""
         other = self._other(b, op)
         return with_volumes(b.graph, op, () if other is None else (other,))
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """The convolution of the volume, and the one that is added to it."""
+        """The convolution of the volume, with the one that is added as a second source."""
         ep, found = plan_epilogue(b.graph, op, channel_axis=1), volume_of(b.graph, op)
         bias, other = ep.added_to(bias_of(b, op)), self.added(b, op, ep)
         if found is None:
@@ -205,7 +205,8 @@ class VolumeConv(HopperConv):
         return replace(on_images(b, op, (feed, second), bias, ep), covered=other.src)
 
     def _together(self, b: Builder, op: Op, c: Convolution) -> Convolution:
-        """With several frames of the result as one image, where its channels would leave most of a tile idle."""
+        """The convolution with several frames of the result as one image, if few channels leave most of a tile idle and
+        this is predicted to be faster."""
         depth = c.feed.depth
         assert depth is not None
         room = TOGETHER_CHANNELS // up(c.out.shape[1], 8)
@@ -235,7 +236,7 @@ class VolumeConv(HopperConv):
 
 
 def _ndhwc(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a volume NCDHW in channels-last order; a pixel's channels are a multiple of eight."""
+    """Strides of a volume NCDHW in channels-last order, with a pitch that is a multiple of 8."""
     _, c, d, h, w = shape
     pitch = up(c, 8)
     return d * h * w * pitch, 1, h * w * pitch, w * pitch, pitch

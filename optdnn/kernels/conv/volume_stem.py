@@ -1,5 +1,5 @@
-"""Convolutions over three axes of a volume of few channels, in one launch: the stem kernel takes the frames under the taps along depth as
-channels of one image, and reads them where they lie."""
+"""Convolutions over three axes of a volume of few channels, in one launch. The stem kernel reads the frames under the
+taps along depth in place, as channels of one image."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from optdnn.types import Array
 
 
 class VolumeStem(StemConv):
-    """The first convolution of a network of videos or scans, of 16-bit factors."""
+    """The first convolution of a network for videos or scans, with 16-bit factors."""
 
     name = "conv3d_stem"
 
@@ -34,7 +34,7 @@ class VolumeStem(StemConv):
             return "its image is not made of the frames of a volume"
         weight = b.graph.constant_value(op.inputs[1])
         if weight is None or weight.ndim != 4 or 0 in weight.shape or op.attrs.group != 1 or op.attrs.prologue:
-            return "it is not an ungrouped convolution with constant weights, of a volume as it is"
+            return "it is not an ungrouped convolution with constant weights and without a prologue"
         if (why := no_operands(b, op)) is not None:
             return why
         if plan_epilogue(b.graph, op, channel_axis=1).residual is not None:
@@ -42,7 +42,7 @@ class VolumeStem(StemConv):
         return no_tile(b, self._problem(b, op))
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Hopper's own kernel after a copy of the frames is predicted to be faster."""
+        """Why Hopper's own kernel, after a copy of the frames, is predicted to be faster, or None."""
         other = HopperConv()
         if other.refuse(b, op) is not None:
             return None
@@ -53,12 +53,12 @@ class VolumeStem(StemConv):
         return f"it is predicted to take {own * 1e6:.1f} us, a copy of its frames and {other.name} {theirs * 1e6:.1f}"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """What makes the image."""
+        """The operators that make the image."""
         found = volume_of(graph, op)
         return found.ops if found is not None else ()
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The convolution and what makes its image."""
+        """The convolution and the operators that make its image."""
         return with_volumes(b.graph, op)
 
     @staticmethod
@@ -68,7 +68,7 @@ class VolumeStem(StemConv):
         return found
 
     def _source(self, b: Builder, op: Op) -> TensorView:
-        """The volume as NCDHW, as it comes: through a cast and a change of the order of its axes."""
+        """The volume as NCDHW, before a cast and a change of the order of its axes."""
         value = pixel_source(b, self._volume(b, op).x)
         turned, order = b.graph.op(value), (0, 1, 2, 3, 4)
         if turned.kind == "Transpose" and turned.attrs.perm is not None:

@@ -1,7 +1,6 @@
-"""A perceptron with one hidden layer in one launch, as :mod:`optdnn.kernels.conv.chained` has it for images: of ConvNeXt, for example.
+"""A perceptron with one hidden layer in one launch (ConvNeXt, for example), as :mod:`optdnn.kernels.conv.chained` does for images.
 
-Where a product before tells the moments of the rows, so that their norm takes no launch (:mod:`.normed`), this is not done: the kernel does
-not know them.
+The tactic refuses a product whose norm takes no launch (:mod:`.normed`): its kernel does not read moments.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class ChainedGemm(ChainedProducts):
             if multiplier(b.graph, product) is not None:
                 return f"another product of the same rows multiplies {product.name}"
         if NormedGemm().refuse(b, op) is None:
-            return "the norm in front of it takes no launch of its own"
+            return "the norm before it takes no launch of its own"
         return None
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Products of a few rows with a large constant matrix: what a fully connected layer is at batch 1."""
+"""Products of a few rows with a large constant matrix: a fully connected layer at batch 1."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import FP32, Array
 
 LARGE = 1 << 20
-"""Bytes of a matrix from which on reading it, not latency, takes the time."""
+"""Least bytes of a matrix. Reading a smaller one takes less time than latency."""
 
 
 @lru_cache(maxsize=1024)
 def _offers(problem: gemv.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """A column's sum has one order in each of them for any number of rows."""
+    """The configurations. Each one sums a column in the same order for any number of rows."""
     gpu = fitted(gpu)
     return tuple(Offer(c, gemv.estimate(problem, c, gpu)) for c in gemv.candidates(problem, gpu))
 
@@ -34,7 +34,7 @@ class Gemv(MatrixProduct):
 
     name = "gemv"
     row_invariant: ClassVar[bool] = False
-    """More rows are another tactic's, which adds in another order."""
+    """More rows run by another tactic, which sums in another order."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if products(b, op) not in ("float16", "bfloat16"):
@@ -58,7 +58,7 @@ class Gemv(MatrixProduct):
         return _offers(problem, gpu)
 
     def dense(self, b: Builder, op: Op, weight: Array) -> TensorView:
-        """The matrix as a constant: the same for all plans of all tactics of this kernel."""
+        """The matrix as a constant, shared by all plans of all tactics on this kernel."""
         columns, depth = weight.shape[:2]
         made = b.kept.once("rows", [weight], lambda: contiguous(weight.reshape(columns, depth)))
         return b.constant(made, f"{op.outputs[0].name}.weights")
@@ -66,7 +66,7 @@ class Gemv(MatrixProduct):
     def operands(
         self, b: Builder, op: Op, c: Convolution, problem: gemv.Problem
     ) -> tuple[dict[str, TensorView], int, int]:
-        """The launch's operands by name, and the pitches of rows and of the result."""
+        """The launch's operands by name, and the pitches of the rows and of the result, in elements."""
         x, out, residual = c.feed.x, c.out, c.residual
         pitch = out.strides[0] if problem.rows > 1 else problem.columns
         if residual is not None and problem.rows > 1 and residual.strides[0] != pitch:

@@ -1,4 +1,4 @@
-"""Plans of the product of a few rows with a matrix (``gemv.cu``): batch 1 to 4, bound by reading the matrix."""
+"""Plans of the product of a few rows with a matrix (``gemv.cu``): one to four rows, bound by reading the matrix."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 MAX_ROWS = 4
 MEMORY = 4.2e12  # bytes/s
 PASSING = 32 << 20
-"""Bytes of a matrix from which on it would fill half of L2: it makes way there for what fits."""
+"""Bytes from which on a matrix would fill half of L2. Its loads then evict first, to keep in L2 the tensors that fit."""
 DEEP = 1 << 14
-"""Elements of a column beyond which a block has two columns instead of four. Blocks take so long then that 1,024 of them, eight on some
-multiprocessors and seven on others, leave memory idle at the end (VGG-16, batch 1, on an H200 in turns: 169.5 us, 166.7 with 2,048)."""
+"""Elements of a column beyond which a block has two columns instead of four. Such blocks take long. 1,024 of them, eight on some
+multiprocessors and seven on others, leave memory idle at the end (VGG-16, batch 1, on an H200 in turns: 169.5 us, 166.7
+with 2,048)."""
 
 
 @dataclass(frozen=True)
 class Problem:
     """``rows`` rows of ``depth`` elements times ``columns`` columns; ``wide``: the result is fp32. Pitches count elements.
 
-    ``norm``: the rows are normalized first (RMSNormalization). ``beside``: stages of a second product, which the epilogue then reads.
+    ``norm``: the rows are normalized first (RMSNormalization). ``beside``: stages of a second product, whose result the
+    epilogue reads.
     """
 
     rows: int
@@ -37,7 +39,7 @@ class Problem:
 
     @property
     def matrices(self) -> int:
-        """Matrices that are read."""
+        """Matrices that the launch reads."""
         return 1 if self.beside is None else 2
 
     @property
@@ -48,7 +50,7 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``columns`` columns of a block, whose depth ``warps`` warps share; ``ahead``: loads of each column that a lane has in
+    """A block has ``columns`` columns, and ``warps`` warps share their depth. ``ahead``: loads per column that a lane has in
     flight."""
 
     columns: int
@@ -77,7 +79,7 @@ def refuse(problem: Problem, config: Config) -> str | None:
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """What to compile; sizes but for the rows are parameters."""
+    """What to compile. All sizes except the rows are parameters."""
     defines = {
         "ROWS": problem.rows, "COLUMNS": config.columns, "WARPS": config.warps, "DEPTH": config.ahead,
         "PASSING": int(problem.matrices * problem.columns * problem.depth * 2 >= PASSING), "HAS_RESIDUAL": int(problem.residual),
@@ -121,8 +123,11 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:
-    """The configurations to time, best predicted first; of those within 2 % of one another, eight warps on four columns of all matrices:
-    with them, decoders of 2,048 and 4,096 columns took 0.5 to 6.5 % less on an H200 than with two. Beyond a depth of :data:`DEEP` on two."""
+    """The configurations to time, best predicted first.
+
+    Among predictions within 2 %, eight warps on four columns, counted over all matrices, come first: with four columns, decoders of
+    2,048 and 4,096 columns took 0.5 to 6.5 % less time on an H200 than with two. Beyond a depth of :data:`DEEP`, two
+    columns come first."""
     found = [Config(c, w, a) for c in (1, 2, 4, 8) for w in (2, 4, 8) for a in (1, 2, 4, 8)]
     fitting = [c for c in found if refuse(problem, c) is None]
 

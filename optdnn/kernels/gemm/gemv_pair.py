@@ -1,7 +1,7 @@
-"""Two 1x1 convolutions of one pixel for each image, in a row, in one launch: the gate of squeeze-and-excitation.
+"""Two successive 1x1 convolutions of one pixel per image in one launch: the gate of squeeze-and-excitation.
 
-The launch is emitted at the second one. Whether two launches are faster is predicted by the cost model (:meth:`GemvPair.defer`) or
-measured by the autotuner.
+The launch is emitted at the second one. The cost model (:meth:`GemvPair.defer`) predicts, or the autotuner measures, whether two
+launches are faster.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import Array
 
 GAIN = 0.8
-"""One launch has to promise at most this fraction of what two are predicted to take: the second of two hardly waits for the first."""
+"""One launch must be predicted to take at most this fraction of the time of two: the second of two hardly waits for the first."""
 SMALL = 1 << 15
-"""Elements of the first matrix below which one launch was not proven faster: 256 -> 16 -> 256 took 1 us longer, 1024 -> 64 -> 1024 0.8 us less."""
+"""Elements of the first matrix below which one launch was not measured faster: 256 -> 16 -> 256 took 1 us longer, 1024
+-> 64 -> 1024 0.8 us less."""
 FEW = 4
-"""Images up to which one launch was faster than two. Of 16 it was not."""
+"""Most images for which one launch was faster than two. With 16 it was not."""
 
 
 @lru_cache(maxsize=1024)
 def _offers(problem: pair.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """A sum has one order in each of them for any number of images."""
+    """The configurations. Each one sums in the same order for any number of images."""
     return tuple(Offer(c, pair.estimate(problem, c, gpu)) for c in pair.candidates(problem, gpu))
 
 
@@ -64,11 +65,11 @@ class GemvPair(ConvPair):
     needs = "clusters"
     kinds = ONE_PIXEL, ONE_PIXEL
     row_invariant: ClassVar[bool] = False
-    """More images are other tactics', which add in another order."""
+    """More images run by other tactics, which sum in another order."""
 
     def unfit(self, b: Builder, op: Op, first: Op) -> str | None:
         if b.result(op.value).strides[1] != 1:
-            return "its result is not made of aligned vectors"
+            return "the channels of its result are not contiguous"
         if any(ep.rest or ep.residual is not None for ep in _epilogues(b, first, op)):
             return "what follows one of the convolutions is more than an activation"
         if not _offers(self.problem(b, op), b.gpu):
@@ -88,11 +89,11 @@ class GemvPair(ConvPair):
         return two_are_better(one, two, GAIN)
 
     def source(self, b: Builder, op: Op) -> TensorView:
-        """What the launch reads: a vector for each image."""
+        """The launch's input: one vector per image."""
         return _vectors(b, op, b.operand(self.first(b.graph, op).inputs[0]))
 
     def problem(self, b: Builder, op: Op) -> pair.Problem:
-        """What the launch computes."""
+        """The kernel's problem."""
         first = self.first(b.graph, op)
         (hidden, depth), (channels, _) = b.weights(first).shape[:2], b.weights(op).shape[:2]
         between, ep = _epilogues(b, first, op)
@@ -104,7 +105,7 @@ class GemvPair(ConvPair):
         return _offers(self.problem(b, op), b.gpu)
 
     def sums(self, b: Builder, op: Op, problem: pair.Problem, config: pair.Config) -> TensorView | None:
-        """The tiles' sums from which the launch makes the means; None where there are none, or they do not fit."""
+        """The sums of tiles from which the launch computes the means; None if there are none, or the kernel cannot take them."""
         first = self.first(b.graph, op)
         found = None if first.inputs[0] is None or problem.pixels else b.sums.get(first.inputs[0])
         if found is None:
@@ -145,7 +146,7 @@ GATE = GemvPair()
 
 
 class PooledPair(GemvPair):
-    """The means of images, and two products of these vectors."""
+    """The means of images, and two products of these vectors, in one launch."""
 
     name = "gemv_pair_means_sm90"
 
@@ -162,7 +163,7 @@ class PooledPair(GemvPair):
         return super().refuse(b, op)
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Three networks with it were 3 % faster, as fast, and 1 % slower on an H200."""
+        """Left to tuning: on an H200, three networks with this tactic were 3 % faster, as fast, and 1 % slower."""
         return "only tuning tries to make the means in the launch of the products"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
@@ -179,7 +180,7 @@ class PooledPair(GemvPair):
         return Region(op, before=(pool, first))
 
     def source(self, b: Builder, op: Op) -> TensorView:
-        """What the launch reads: the images."""
+        """The launch's input: the images."""
         return b.operand(self.region(b, op).before[0].inputs[0])
 
     def problem(self, b: Builder, op: Op) -> pair.Problem:
@@ -188,19 +189,19 @@ class PooledPair(GemvPair):
 
 
 def _pool(graph: Graph, first: Op) -> Op | None:
-    """The operator that makes the means that only ``first`` reads."""
+    """The global average pool whose only reader is ``first``, or None."""
     pool = graph.op(first.inputs[0])  # type: ignore[arg-type]
     return pool if pool.kind == "GlobalAveragePool" and graph.sole_user(pool.value) == first else None
 
 
 def _of_sums(b: Builder, first: Op, problem: pair.Problem, sums: TensorView) -> pair.Problem:
-    """The problem with the means made of an image's sums."""
+    """The problem with means computed from the sums of an image's tiles."""
     image = b.graph.op(first.inputs[0]).inputs[0]  # type: ignore[arg-type]
     return replace(problem, pixels=math.prod(b.graph.type(image).static_shape[2:]), tiles=sums.shape[1])  # type: ignore[arg-type]
 
 
 def _filled(weight: Array, shape: tuple[int, int]) -> Array:
-    """The matrix of a 1x1 convolution, with zeros behind its rows and columns."""
+    """The matrix of a 1x1 convolution, padded with zeros to ``shape``."""
     rows, depth = weight.shape[:2]
     made = np.zeros(shape, weight.dtype)
     made[:rows, :depth] = weight.reshape(rows, depth)
@@ -208,7 +209,7 @@ def _filled(weight: Array, shape: tuple[int, int]) -> Array:
 
 
 def adds_sums(b: Builder, pool: Op) -> bool:
-    """Whether the means of a convolution's result are for a gate whose launch makes them of the sums of tiles."""
+    """Whether only a gate reads the means of a convolution's result, and its launch computes them from the sums of tiles."""
     first = None if pool.value in b.reserved else b.graph.sole_user(pool.value)
     op = None if first is None else b.graph.sole_user(first.value)
     if first is None or op is None or GATE.find_first(b.graph, op) != first:
@@ -217,7 +218,7 @@ def adds_sums(b: Builder, pool: Op) -> bool:
 
 
 def _summed(b: Builder, first: Op) -> bool:
-    """Whether the launch of a convolution may store the sums of tiles, from which the means are made that the first product reads."""
+    """Whether the first product reads means of a convolution whose launch may store sums of tiles instead."""
     pool = _pool(b.graph, first)
     source = None if pool is None else b.graph.op(pool.inputs[0])  # type: ignore[arg-type]
     return source is not None and source.kind == "Conv" and source.attrs.group > 1
@@ -231,11 +232,11 @@ def _epilogues(b: Builder, first: Op, op: Op) -> tuple[Epilogue, Epilogue]:
 
 
 def _vectors(b: Builder, op: Op, x: TensorView) -> TensorView:
-    """The images' vectors as the kernel reads them: themselves, or a copy."""
+    """The images' vectors as the kernel reads them: in place, or as a copy."""
     whole = x.strides[1] == 1 and x.offset % 8 == 0 and _pitch(x) % 8 == 0
     return x if whole else copied(b, op, x, "vectors", channels_last(x.shape, x.shape[1]))
 
 
 def _pitch(x: TensorView) -> int:
-    """Elements from an image's vector to the next one's."""
+    """Elements from an image's vector to the next."""
     return x.strides[0] if x.shape[0] > 1 else x.shape[1]

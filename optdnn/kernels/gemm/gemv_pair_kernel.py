@@ -1,4 +1,4 @@
-"""Plans of two products in a row of one vector for each image (``gemv_pair.cu``): 16-bit operands, on Hopper."""
+"""Plans of two successive products of one vector per image (``gemv_pair.cu``): 16-bit operands, on Hopper."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 WARPS, POOLING_WARPS = 8, 16
-"""Warps of a block; of one that makes means."""
+"""Warps of a block, without and with means over pixels."""
 CLUSTERS = (1, 2, 4, 8, 16)
 """Blocks that share an image."""
 MOST_SHARE = 8
-"""Threads that share a sum of the second product at most: each takes eight elements at a time. Of the first one, a warp."""
+"""Most threads that share a sum of the second product; each takes eight elements at a time. A warp shares a sum of the
+first product."""
 LAUNCH_S, MEET_S, SIXTEEN_S = 1.9e-6, 0.2e-6, 0.3e-6
-"""Seconds of a launch after another one; what clusters add, and clusters of sixteen blocks."""
+"""Seconds of a launch that depends on another one; seconds that a cluster adds, and further ones with sixteen blocks."""
 PASS_S = 0.12e-6
-"""Seconds in which all threads of a block make one sum each, or their share of one."""
+"""Seconds of a pass, in which each thread of a block makes its share of one sum."""
 AHEAD = 8
-"""Loads of a thread that are under way at once where it sums pixels."""
+"""Loads that a thread has in flight while it sums pixels."""
 POOL_S, BATCH_S = 1.0e-6, 0.7e-6
-"""Seconds of sums over pixels, and of each further batch of loads."""
+"""Seconds of sums over pixels, and of each batch of loads after the first."""
 WAVE_S = 1.2e-6
-"""Seconds of clusters that start when others end."""
+"""Seconds that each further wave of clusters adds to its work."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``images`` vectors of ``depth`` elements become ``hidden`` ones, through the stages of ``between``, and these ``channels``."""
+    """Two products of each of ``images`` vectors: from ``depth`` elements to ``hidden`` ones, with stages ``between``,
+    and from these to ``channels`` ones, with stages ``epilogue``."""
 
     images: int
     depth: int
@@ -40,9 +42,9 @@ class Problem:
     epilogue: tuple[render.Stage, ...] = (("bias",),)
     dtype: str = "float16"
     pixels: int = 0
-    """Of images (channels-last), the means of whose channels are the vectors; 0: vectors are read."""
+    """Pixels of a channels-last image. The vectors are the means over them; 0: the launch reads vectors."""
     tiles: int = 0
-    """Of the images, whose sums (fp32) are read instead of ``pixels``; 0: the pixels themselves."""
+    """Tiles of an image whose fp32 sums the launch reads instead of pixels; 0: it reads pixels."""
 
 
 @dataclass(frozen=True, order=True)
@@ -56,7 +58,7 @@ class Config:
 
 
 def shares(problem: Problem, config: Config) -> tuple[int, int]:
-    """Elements of the hidden vector, and of the result, that a block makes."""
+    """Elements of the hidden vector, and of the result, per block."""
     return -(-problem.hidden // config.cluster), -(-problem.channels // config.cluster)
 
 
@@ -71,7 +73,7 @@ def warps(problem: Problem) -> int:
 
 
 def pooled(problem: Problem, config: Config) -> int:
-    """Channels whose means a block makes."""
+    """Channels whose means a block computes."""
     return -(-problem.depth // config.cluster // 8) * 8 if problem.pixels else 0
 
 
@@ -105,7 +107,7 @@ def refuse(
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """What to compile; sizes are parameters."""
+    """What to compile. Sizes are parameters."""
     pool = 0 if not problem.pixels else 2 if problem.tiles else 1
     sizes = {"CLUSTER": config.cluster, "WARPS": warps(problem), "PART": part(problem), "POOL": pool}
     defines = render.constants(sizes)
@@ -116,7 +118,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
     """The launch. Operands: ``x``, ``first`` (``[hidden, depth]``) and ``second`` (``[channels, hidden]``), ``first_bias`` and
-    ``second_bias`` (fp32), ``output``. Pitches count elements from an image to the next, ``x_pitch`` of images from a pixel."""
+    ``second_bias`` (fp32), ``output``. Pitches are elements from an image's vector to the next; with pixels, ``x_pitch`` is from a
+    pixel to the next."""
     parameters = Parameters().pointer("x", "first", "first_bias", "second", "second_bias", "output")
     parameters.i32(problem.depth, problem.hidden, problem.channels, *shares(problem, config), x_pitch, out_pitch)
     parameters.i32(problem.tiles or problem.pixels, pooled(problem, config)).f32(1.0 / max(1, problem.pixels))

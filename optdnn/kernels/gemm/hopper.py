@@ -1,4 +1,4 @@
-"""Tactics of matrix products: Hopper's kernel for constant weights, and a tiled one that runs anything."""
+"""The tactic of products with a constant matrix on Hopper's kernel, and helpers that other tactics of products share."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from optdnn.types import Array
 
 
 def rows_of(x: TensorView, *, aligned: bool = True, unit: int = 8) -> TensorView | None:
-    """A tensor of any rank as NCHW of 1 x 1 images, one per row, where its rows lie at one pitch (``aligned``: a multiple of 16 bytes).
-    ``unit``: of one row, the pitch is a multiple of so many elements."""
+    """A tensor of any rank as NCHW of 1 x 1 images, one per row; None if its rows have no constant pitch. ``aligned``:
+    the pitch must be a multiple of 16 bytes. ``unit``: a single row's pitch is a multiple of this many elements."""
     flat = reshaped(x, (math.prod(x.shape[:-1]), x.shape[-1]))
     if flat is None:
         return None
@@ -35,9 +35,9 @@ def rows_of(x: TensorView, *, aligned: bool = True, unit: int = 8) -> TensorView
 
 
 def rows_in_memory(x: TensorView, *, aligned: bool = True) -> tuple[int, ...]:
-    """The order of the axes in which rows are taken: as they lie in memory, where their logical order has no one pitch.
+    """The order of axes in which a product takes rows: memory order, if the logical order has no constant pitch.
 
-    A product of [position, batch, feature] with a matrix reads [batch, position, feature] without a copy so, and its result
+    So a product of [position, batch, feature] with a matrix reads [batch, position, feature] without a copy, and its result
     keeps that order.
     """
     logical = tuple(range(len(x.shape)))
@@ -54,7 +54,7 @@ def reordered(x: TensorView, order: tuple[int, ...]) -> TensorView:
 
 
 def padded_rows(shape: tuple[int, ...], order: tuple[int, ...] | None = None, unit: int = 8) -> tuple[int, ...]:
-    """Strides of a tensor that is dense in this order of axes but for rows that start at multiples of ``unit`` elements."""
+    """Strides of a tensor that is dense in this order of axes, except that rows start at multiples of ``unit`` elements."""
     order = order or tuple(range(len(shape)))
     strides = [1] * len(shape)
     for i, s in zip(order[:-1], row_major([shape[i] for i in order[:-1]]), strict=True):
@@ -63,7 +63,7 @@ def padded_rows(shape: tuple[int, ...], order: tuple[int, ...] | None = None, un
 
 
 def product_refusal(b: Builder, op: Op) -> str | None:
-    """Why the operator is no product of rows with a constant matrix."""
+    """Why the operator is no product of rows with a constant matrix, or None."""
     weight = b.graph.constant_value(op.inputs[1])
     if weight is None or weight.ndim != 2:
         return "its second operand is not a constant matrix"
@@ -89,7 +89,8 @@ def product_refusal(b: Builder, op: Op) -> str | None:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a product of rows with a matrix reads and writes, as NCHW tensors of 1 x 1 images: as fields of :class:`Convolution`."""
+    """Operands and result of a product of rows with a matrix, as NCHW tensors of 1 x 1 images. Fields as of
+    :class:`Convolution`."""
 
     ep: Epilogue
     x: TensorView
@@ -123,8 +124,8 @@ class MatrixProduct(ConvolutionKernel):
         return weight, bias
 
     def _strides(self, b: Builder, op: Op) -> tuple[int, ...] | None:
-        """Strides of the result, if it has no place yet: rows in the order in which the operand's lie, at a pitch that the
-        kernel can write."""
+        """Strides of the result if it has no place yet: rows in the operand's order, at a pitch that the kernel can write. None:
+        those of its type."""
         order, shape = self._order(b, op), op.outputs[0].type.static_shape
         pitched = (self.aligned and shape[-1] % 8) or order != tuple(range(len(shape)))
         return padded_rows(shape, order) if pitched else None
@@ -144,7 +145,7 @@ class MatrixProduct(ConvolutionKernel):
         return Convolution((feed,), rows.ep.added_to(bias), rows.ep, rows.residual, rows.out, rows.between)
 
     def rows(self, b: Builder, op: Op) -> Rows:
-        """Its operands and result where they lie, or as copies that are still to be made."""
+        """The operands and the result in place, or as copies that are still to be made."""
         ep, order = plan_epilogue(b.graph, op, channel_axis=-1, allow_wide=True), self._order(b, op)
         x, residual = self._rows(b, op, reordered(b.source(op.inputs[0]), order)), None
         if ep.residual is not None:
@@ -177,17 +178,18 @@ class HopperGemm(hopper_launch.HopperKernel, MatrixProduct):
         why = hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)], parts=self.parts)
         return product_refusal(b, op) or why
 
-    def told(self, b: Builder, op: Op) -> TensorView | None:
-        """Where its launch stores rows whose moments it can tell, as images of 1 x 1; None where it cannot."""
+    def output_with_moments(self, b: Builder, op: Op) -> TensorView | None:
+        """View of the output whose moments the launch can write, as images of 1 x 1; None if it cannot write moments."""
         c = self.convolution(b, op)
         return None if c.ep.rest else c.out
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Any) -> None:
-        """With the moments of its rows, where a later launch normalizes them (:mod:`optdnn.kernels.gemm.normed`)."""
+        """Add the launch. It also writes the moments of its rows if a later launch normalizes them
+        (:mod:`optdnn.kernels.gemm.normed`)."""
         moments = b.together.get(op.id)
         problem = replace(problem, moments=moments is not None)
         hopper_launch.emit_conv(b, op, c, problem, config, moments, self.angles(b, op))
 
     def angles(self, b: Builder, op: Op) -> TensorView | None:
-        """Those by which the launch turns heads of its result (:mod:`optdnn.kernels.gemm.turned`)."""
+        """The angles by which the launch rotates heads of its result (:mod:`optdnn.kernels.gemm.turned`); None: it rotates none."""
         return None

@@ -1,8 +1,8 @@
-"""Products of two stacks of matrices on Hopper's kernel: the implicit GEMM whose weights are another tensor.
+"""Products of two stacks of matrices on Hopper's kernel: implicit GEMM with computed weights.
 
-The second stack is computed. The first one may be a constant. Then it is one matrix for all products (of a Fourier transform of columns,
-or of a product along tokens), which is loaded before the previous launch has ended, or a stack, which is repeated along axes of one
-element. The epilogue knows a bias of each row, and a factor of each column, beside the bias of each column.
+The second stack is computed. The first one may be constant: one matrix for all products (a Fourier transform of
+columns, or a product along tokens), which is loaded before the previous launch ends, or a stack, which is repeated
+along axes of size 1. Besides a bias per column, the epilogue can apply a bias per row and a factor per column.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ UNIT = 8
 LINE = 64
 """Elements in 128 bytes."""
 SHORT = 16
-"""Terms of products with a vector that no tensor core is needed for."""
+"""Most terms of products with a vector that run without tensor cores."""
 REPEATED = 1 << 24
-"""Most elements of a constant stack that is repeated."""
+"""Most elements of a repeated constant stack."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack of matrices, as TMA walks it: ``columns`` follow one another, then rows at a pitch, then two axes of the stack.
+    """A stack of matrices for TMA: contiguous columns, then rows at a pitch, then two axes of the stack.
 
-    ``shape`` and ``strides`` (of all but the columns) count elements: (columns, rows, inner, outer)."""
+    ``shape`` is (columns, rows, inner, outer). ``strides``, in elements, are those of all axes but the columns."""
 
     placed: TensorView
     shape: tuple[int, int, int, int]
     strides: tuple[int, int, int]
 
     def map(self, name: str, box: tuple[int, int], span: int) -> TensorMap[str]:
-        """The tensor map of the operand of this name."""
+        """The tensor map of the operand ``name``, with boxes of ``box`` (columns, rows)."""
         item, dtype = self.placed.dtype.itemsize, map_dtype(self.placed.dtype)
         return tensor_map(name, dtype, self.shape, [s * item for s in self.strides], (*box, 1, 1), span)
 
 
 def walkable(x: TensorView) -> bool:
-    """Whether TMA can walk these matrices: columns without gaps, all else in steps of 16 bytes, none of them zero."""
+    """Whether TMA can walk these matrices: columns without gaps, all other strides positive multiples of 16 bytes."""
     steps = [s for n, s in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1]
     return (
         (x.shape[-1] == 1 or x.strides[-1] == 1)
@@ -73,7 +73,7 @@ def swapped(x: TensorView) -> TensorView:
 
 
 def stacked(x: TensorView, sizes: tuple[int, int], strides: Sequence[int]) -> Stack:
-    """Matrices by the (inner, outer) axes of their stack."""
+    """The stack of matrices whose (inner, outer) axes have these ``sizes`` and ``strides``."""
     rows, columns = x.shape[-2:]
     pitch = x.strides[-2] if rows > 1 else up(columns, UNIT)
     inner, outer = sizes
@@ -82,13 +82,14 @@ def stacked(x: TensorView, sizes: tuple[int, int], strides: Sequence[int]) -> St
 
 
 NAMES = ("left", "right", "residual")
-"""Names of the operands that are read."""
+"""Names of the operands that the launch reads."""
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """A product as the kernel runs it: ``out`` and what is ``read`` (both factors, and perhaps a residual), made or still to be made;
-    ``axes``: for each of these, strides of the stack's (inner, outer) axes."""
+    """A product as the kernel runs it. ``read``: both factors, and the residual if there is one. ``out`` and ``read``
+    may still have to be made. ``axes``: for ``out`` and each of ``read``, the strides of the stack's (inner, outer)
+    axes."""
 
     problem: Problem
     ep: Epilogue
@@ -98,7 +99,7 @@ class Stacks:
 
 
 class HopperMatMul(hopper_launch.HopperTactic):
-    """MatMul of two stacks of 16-bit matrices: tiles of one product each, with the epilogue in the kernel."""
+    """MatMul of two stacks of 16-bit matrices. Each tile belongs to one product; the kernel runs the epilogue."""
 
     name = "matmul_sm90"
 
@@ -121,19 +122,19 @@ class HopperMatMul(hopper_launch.HopperTactic):
         return hopper_launch.refuse(b.arch, map_dtype(out.dtype), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Short products with a vector each are a few numbers for each result. Tensor cores would need copies of both factors."""
+        """Short products with vectors sum a few terms per result. Tensor cores would need copies of both factors."""
         left, right = (b.graph.type(v).static_shape for v in op.inputs[:2] if v is not None)
         *stack, rows, depth = left
         short = depth <= SHORT and right[-1] == 1 and is_thin(rows, 1, depth, math.prod(stack))
         return f"a thread for each result adds up {depth} products with a vector" if short else None
 
     def place(self, b: Builder, op: Op) -> None:
-        """Rows at a pitch that TMA can write, unless the place is reserved."""
+        """Place the result with a row pitch that TMA can write, unless its place is reserved."""
         b.target(op.value, self._strides(op))
 
     @staticmethod
     def _strides(op: Op) -> tuple[int, ...] | None:
-        """Strides of the result, if it has no place yet (None: those of its type)."""
+        """Strides of the result if it has no place yet; None: those of its type."""
         t = op.outputs[0].type
         return padded_rows(t.static_shape) if t.static_shape[-1] % UNIT and not t.layout else None
 
@@ -141,7 +142,7 @@ class HopperMatMul(hopper_launch.HopperTactic):
         return self._stacks(b, op).problem
 
     def _stacks(self, b: Builder, op: Op) -> Stacks:
-        """Its operands and result where they lie, or as copies that are still to be made, and how TMA walks them."""
+        """The operands and the result in place, or as copies that are still to be made, and how TMA walks them."""
         ep = plan_epilogue(b.graph, op, channel_axis=-1, allow_scale=True, allow_row_bias=True)
         target = b.result(op.value, self._strides(op))
         shape = target.shape
@@ -156,7 +157,7 @@ class HopperMatMul(hopper_launch.HopperTactic):
         lying = [walkable(given[0]), walkable(given[1]) or not across, *map(walkable, given[2:])]
         read = [x if fits else copy for x, fits, copy in zip(given, lying, copies, strict=True)]
         dims, strides = merge(shape[:-2], [broadcast(_leading(p), shape[:-2]) for p in (out, *read)])
-        if len(dims) > 2:  # in rows that follow one another, a stack has one axis
+        if len(dims) > 2:  # contiguous rows merge the stack into one axis
             out, read, across = apart, [read[0] if one else copies[0], *copies[1:]], True
             dims, strides = merge(shape[:-2], [broadcast(_leading(p), shape[:-2]) for p in (out, *read)])
         sizes = (dims[-1], dims[0] if len(dims) == 2 else 1)
@@ -173,14 +174,14 @@ class HopperMatMul(hopper_launch.HopperTactic):
         emit_stacks(b, op, made, config, b.together.get(op.id))
         finish(b, op, s.ep, made.out, target)
 
-    def told(self, b: Builder, op: Op) -> TensorView | None:
-        """Where its launch stores rows whose moments it can tell; None where it cannot."""
+    def output_with_moments(self, b: Builder, op: Op) -> TensorView | None:
+        """View of the output rows whose moments the launch can write, or None if it cannot write moments."""
         s = self._stacks(b, op)
         return None if s.ep.rest or s.out != b.source(op.value) or s.out.shape[-1] % MOMENT_CHANNELS else rows_of(s.out)
 
 
 def emit_stacks(b: Builder, op: Op, s: Stacks, config: Any, moments: TensorView | None = None) -> None:
-    """Add the launch of a product whose tensors are made. ``moments``: where those of the result's rows go."""
+    """Add the launch of a product whose tensors are made. ``moments``: where it writes the moments of the result's rows."""
     problem, ep, out = replace(s.problem, moments=moments is not None), s.ep, s.out
     first, second, *added = s.read
     sizes, n = problem.stack or (1, 1), out.shape[-1]
@@ -202,7 +203,7 @@ def emit_stacks(b: Builder, op: Op, s: Stacks, config: Any, moments: TensorView 
     bias = bias_row(b, op, ep.bias, problem.channels)
     constants = [b.constant(c, "scalar") for c in ep.constants]
     stages = [Stage("Add", (-1, 2))]
-    for stage in ep.stages:  # registers count from the product; operands keep their places after the bias
+    for stage in ep.stages:  # one more register, the product; the operands after the bias keep their slots
         stages.append(replace(stage, args=tuple(a if a is None or a >= 0 else a - 1 for a in stage.args)))
     residual = added[0] if added else None
     reads = [first, second, bias.view((n,), (1,)), residual, *constants]
@@ -221,12 +222,12 @@ def emit_stacks(b: Builder, op: Op, s: Stacks, config: Any, moments: TensorView 
 
 
 def _is_one(matrix: Array) -> bool:
-    """Whether a constant is one matrix for all products of a stack."""
+    """Whether the constant is a single matrix, which all products of a stack share."""
     return math.prod(matrix.shape[:-2]) == 1
 
 
 def _repeated(b: Builder, value: Value | None, stack: Shape) -> TensorView:
-    """The first factor; a constant as a matrix for each of the stack, with rows at whole lines of L2."""
+    """The first factor. A constant is repeated along ``stack``, with rows that begin at whole lines of L2."""
     matrix = b.graph.constant_value(value)
     if matrix is None:
         return b.source(value)
@@ -243,5 +244,5 @@ def _repeated(b: Builder, value: Value | None, stack: Shape) -> TensorView:
 
 
 def _leading(x: TensorView) -> TensorView:
-    """The stack, as a tensor of first elements."""
+    """The stack's axes: a view of the first element of each matrix."""
     return x.view(x.shape[:-2], x.strides[:-2])

@@ -1,4 +1,4 @@
-"""Matrix products of anything with anything: a tiled kernel for batches, any strides and types, on tensor cores where they take the types."""
+"""Matrix products of any operands: a tiled kernel for stacks, any strides and any types, on tensor cores if they take the types."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ TILE, DEPTH = 64, 16
 """Rows and columns of a block's tile, and its step along K; 256 threads compute 4 x 4 elements each."""
 THREADS = 256
 THIN = 8
-"""Rows or columns up to which a tile would be nearly empty: a thread computes one element."""
+"""Most rows or columns of a thin product: a tile would be nearly empty, so each thread computes one element."""
 LEAST_ELEMENTS = 8192
-"""Elements of thin products that keep a GPU's threads busy; fewer leave the sum along K to a tile."""
+"""Least elements of a thin product. Fewer do not keep the GPU's threads busy, and a tile sums along K."""
 LONGEST = 256
-"""Terms of the longest sum that one thread computes where there is a choice."""
+"""Most terms of a sum in a thin product."""
 MOST_TILES = 65535
-"""The largest number of matrices of a grid of tiles."""
+"""Most matrices in a grid of tiles."""
 MOST_ELEMENTS = 1 << 32
-"""The most elements of a result that threads of one element each count."""
+"""Most elements of a result with one thread per element."""
 
 
 class TiledMatMul(Tactic):
@@ -80,7 +80,7 @@ class TiledMatMul(Tactic):
 
 
 def _after(stages: Sequence[Stage], count: int) -> list[Stage]:
-    """The stages where ``count`` others come before them."""
+    """The stages, renumbered for ``count`` further stages in front of them."""
     return [Stage(s.kind, tuple(a if a is None or a >= 0 else a - count for a in s.args), s.attrs) for s in stages]
 
 
@@ -89,7 +89,7 @@ def _swapped(x: TensorView) -> TensorView:
 
 
 def _like(result: TensorView, shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """Strides for ``result``'s shape, which is ``shape`` with axes of 1 (for vectors) at its end."""
+    """Strides for the shape of ``result``: ``shape`` with axes of size 1 at its end, one for each vector operand."""
     rest, missing = list(strides), len(result.shape) - len(shape)
     if missing == 2:
         return [*rest, 0, 0]
@@ -99,9 +99,10 @@ def _like(result: TensorView, shape: Sequence[int], strides: Sequence[int]) -> l
 
 @dataclass(frozen=True)
 class _Matrices:
-    """A product as stacks of matrices. ``extra`` are what the stages read, in views of the result's shape.
+    """A product as stacks of matrices. ``extra``: the operands of the stages, as views of the result's shape.
 
-    ``dims`` are the merged axes of the stack, ``steps`` the strides of the result, both factors and each of ``extra`` along them.
+    ``dims`` are the merged axes of the stack. ``steps`` are the strides along them, of the result, both factors and
+    each of ``extra``.
     """
 
     left: TensorView
@@ -122,7 +123,7 @@ class _Matrices:
 
 
 def _matrices(left: TensorView, right: TensorView, out: TensorView, extra: Mapping[int, TensorView]) -> _Matrices:
-    """Vectors are matrices of one row or column; the remaining axes in front are the stack."""
+    """The product with vectors as matrices of one row or column. All leading axes form the stack."""
     shape, result = out.shape, out
     if len(left.shape) == 1:
         left = left.view((1, *left.shape), (0, *left.strides))
@@ -134,16 +135,17 @@ def _matrices(left: TensorView, right: TensorView, out: TensorView, extra: Mappi
     stack = result.shape[:-2]
     one, two = (broadcast(p.view(p.shape[:-2], p.strides[:-2]), stack) for p in (left, right))
     wide = {a: out.view(shape, broadcast(p, shape)) for a, p in extra.items()}
-    if result.shape != shape:  # a vector took part: the same view of what the stages read
+    if result.shape != shape:  # a factor is a vector: the stages' operands get the same view
         wide = {a: result.view(result.shape, _like(result, shape, p.strides)) for a, p in wide.items()}
     dims, steps = merge(stack, [result.strides[:-2], one, two, *(p.strides[:-2] for p in wide.values())])
     return _Matrices(left, right, result, wide, dims, steps)
 
 
 def _tile_for(b: Builder, p: _Matrices, tf32: bool) -> tuple[bool, Tile | MatrixTile | None]:
-    """Whether a thread computes each element, and else the tile, if it is not that of the plain kernel.
+    """Whether the product is thin, and the tile if it runs on another kernel than the plain or the thin one.
 
-    The sums of a row that no size decides are the plain kernel's, in the same order the thin one's, and those of tensor cores.
+    Three kernels sum a row in the same order for all sizes: the plain one, the thin one (in the same order), and the tensor
+    cores' tile. ``row_invariant`` allows only these.
     """
     m, n, k = p.sizes
     thin = p.count > MOST_TILES or is_thin(m, n, k, p.count)
@@ -159,7 +161,7 @@ def _finish(
     stages: Sequence[Stage], out: TensorView, extra: Mapping[int, TensorView], used: Iterable[int], t: str,
     scale: float, scales: Mapping[int, float],
 ) -> str:  # fmt: skip
-    """C++ that takes ``acc[i][j]`` (of the type ``t``) through the stages and stores it. ``extra``: all operands from 2 on."""
+    """C++ that applies the stages to ``acc[i][j]`` (of the type ``t``) and stores it. ``extra``: all operands from 2 on."""
     ty, wide = CPP[out.dtype], arithmetic(out.dtype)
     types: list[TensorType] = [TensorType(out.dtype, out.shape)]
     for a in range(1, max(extra, default=1) + 1):
@@ -181,7 +183,7 @@ def _finish(
 def _kernel(
     p: _Matrices, thin: bool, tile: Tile | MatrixTile | None, finish: str, used: Mapping[int, TensorView]
 ) -> str:
-    """The kernel's text. ``used``: what the stages read, as it is stored."""
+    """The kernel's source. ``used``: the operands of the stages, as they are stored."""
     t, rank, names = arithmetic(p.left.dtype), len(p.dims), ["y", "l", "r", *(f"e{a}" for a in used)]
     fields = [f"{CPP[p.result.dtype]}* y; const {CPP[p.left.dtype]}* l; const {CPP[p.right.dtype]}* r;"]
     fields += [f"const {CPP[x.dtype]}* e{a};" for a, x in used.items()]
@@ -206,8 +208,8 @@ def emit_matmul(
     b: Builder, op: Op, left: TensorView, right: TensorView, out: TensorView, stages: Sequence[Stage], extra: dict[int, TensorView],
     scale: float, scales: dict[int, float], kind: str, attrs: dict[str, Any], reads: Sequence[TensorView | None], *, tf32: bool = False,
 ) -> None:  # fmt: skip
-    """``out = stages(scale * left @ right)``; operand ``i`` of the stages is multiplied by ``scales[i]`` first. ``tf32``: fp32 factors may
-    be rounded."""
+    """Add the launch of ``out = stages(scale * left @ right)``. Operand ``i`` of the stages is first multiplied by ``scales[i]``.
+    ``tf32``: fp32 factors may be rounded."""
     if not out.size:
         return
     used = {a: extra[a] for a in sorted({a for s in stages for a in s.args if a is not None and a > 0}) if a in extra}
@@ -232,7 +234,7 @@ def emit_matmul(
 
 
 def is_thin(m: int, n: int, k: int, matrices: int) -> bool:
-    """Whether products of m rows, n columns and k terms suit a thread for each element."""
+    """Whether products of m rows, n columns and k terms suit one thread per element."""
     return min(m, n) <= THIN and k <= LONGEST and m * n * matrices >= LEAST_ELEMENTS
 
 
@@ -240,7 +242,7 @@ _ELEMENT = f"""const u32 element = blockIdx.x * {THREADS}u + threadIdx.x, area =
 
 
 def _thin(t: str, finish: str) -> str:
-    """C++ of one element a thread, columns side by side; ``finish`` as for :func:`_plain`."""
+    """C++ of one element per thread; neighbouring threads take neighbouring columns. ``finish``: as of :func:`_plain`."""
     return f"""const u32 inside = element % area;
     const int row = inside / u32(p.n), column = inside % u32(p.n), i = 0, j = 0;
     if (element / area >= p.matrices) return;
@@ -257,7 +259,7 @@ def _thin(t: str, finish: str) -> str:
 
 
 def _plain(t: str, finish: str) -> str:
-    """C++ of a block's tile, of any operands; ``finish`` stores ``acc[i][j]`` of ``row`` and ``column``."""
+    """C++ of a block's tile for any operands. ``finish``: C++ that stores ``acc[i][j]`` of ``row`` and ``column``."""
     return f"""__shared__ {t} left[{DEPTH}][{TILE} + 1], right[{DEPTH}][{TILE} + 1];
     const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
     const int top = blockIdx.x * {TILE}, first = blockIdx.y * {TILE};

@@ -1,9 +1,9 @@
 """Products of normalized rows without a launch for the norm.
 
-The product that makes the rows tells their moments (mean and squared deviations of each 64 channels). The product of the normalized rows
-reads the rows as they are, with a matrix whose rows are scaled, and applies the norm to its sums (``conv_moments.cuh``). Where others
-read the normalized rows, the norm's launch stays, and runs beside the product. But a product that adds them normalizes them itself
-(:mod:`.normed_residual`).
+The product that makes the rows also writes their moments: mean and squared deviations of each 64 channels. The product of the
+normalized rows reads the rows before the norm, multiplies them by a scaled matrix, and applies the norm to its sums
+(``conv_moments.cuh``). If other operators read the normalized rows, the norm's launch stays and runs beside the
+product. But a product that adds the normalized rows normalizes them itself (:mod:`.normed_residual`).
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from optdnn.kernels.tactic import Region, Tactic
 from optdnn.ops.fused import plain_stages
 
 MOST_WORK = 2.0e10
-"""Operations of the largest products that were faster so. Larger ones run at the power limit, and won nothing (``docs/internals/kernels-products.md``)."""
+"""Most operations of products that were faster this way. Larger products run at the power limit and gained nothing
+(``docs/internals/kernels-products.md``)."""
 
 
 class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
-    """A product, or two, of 16-bit rows that are normalized, and whose moments the launch that makes them can tell.
+    """One or two products of normalized 16-bit rows whose producer can write their moments.
 
-    Comes before the tactic ``alone`` of the same products of rows that a launch has normalized.
+    The tactic is tried before ``alone``, which runs the same products after a separate launch of the norm.
     """
 
     conditional = True
@@ -57,7 +58,7 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
 
     @staticmethod
     def others(graph: Graph, op: Op) -> tuple[Op, ...]:
-        """Products of the same rows beside ``op`` in the launch."""
+        """Further products of the same rows in the launch of ``op``."""
         return ()
 
     def refuse(self, b: Builder, op: Op) -> str | None:
@@ -85,14 +86,15 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
         return found
 
     def _readers(self, b: Builder, op: Op, found: Normed) -> list[Op]:
-        """The operators beyond this launch that read the normalized rows, but for products that normalize them, too."""
+        """The operators outside of this launch that read the normalized rows, except products that normalize the rows
+        themselves."""
         own = {op.id, *(x.id for x in self.others(b.graph, op))}
         others = [u for u in b.graph.users(found.norm.value) if u.id not in own]
         return [u for u in others if not isinstance(b.chosen.get(u.id), TakesNorm)]
 
     def _shared(self, b: Builder, op: Op, found: Normed, readers: Sequence[Op]) -> bool:
-        """Whether all other readers are products, not planned yet, that may normalize the rows, too: attention and perceptron side by side
-        (GPT-J). The last of them drops the norm's launch."""
+        """Whether all other readers are products that are not planned yet and may normalize the rows themselves: attention and
+        perceptron side by side (GPT-J). The last of them drops the norm's launch."""
         if not readers or found.norm.value in b.reserved:
             return False
         plain = (x.kind in PRODUCTS and x.inputs[0] == found.norm.value and x.id not in b.chosen for x in readers)
@@ -100,18 +102,18 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
 
     @staticmethod
     def _may_take(b: Builder, op: Op) -> bool:
-        """Whether nothing but constants is read beside the rows."""
+        """Whether the product reads only constants besides the rows."""
         ep = stages_of(b.graph, op)
         multiplies = b.graph.sole_user(op.value)
         pair = multiplies is not None and multiplier(b.graph, multiplies) is not None
         return not (ep.residual or ep.constants or pair) and PLAIN.refuse(b, op) is None
 
     def _stays(self, b: Builder, op: Op, found: Normed) -> bool:
-        """Whether the norm's own launch stays for others, beside the product."""
+        """Whether the norm's own launch stays for other readers, beside the product."""
         return bool(self._readers(b, op, found)) or found.norm.value in b.reserved
 
     def _unfit(self, b: Builder, op: Op, found: Normed) -> str | None:
-        """Why the norm does not go behind the product."""
+        """Why the norm cannot be applied after the product, or None."""
         c = super().convolution(b, op)
         if c.residual is not None or c.ep.constants:
             return "its stages read other tensors"
@@ -123,7 +125,9 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
             return why
         found, problem = self._normed(b, op), self.problem(b, op)
         if problem.flops > MOST_WORK:
-            return f"{problem.flops / 1e9:.0f} GFLOP run at the power limit, where a norm in front of them costs little"
+            return (
+                f"{problem.flops / 1e9:.0f} GFLOP run at the power limit, where a norm before the product costs little"
+            )
         norm, alone, own = seconds_of(b, (ROWS, found.norm), (self.alone, op), (self, op))
         own += TOLD
         readers = self._readers(b, op, found)
@@ -134,23 +138,23 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
         return f"norm and product are predicted to take {(norm + alone) * 1e6:.1f} us, one launch {own * 1e6:.1f}"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The norm, what makes its rows, and the other products."""
+        """The norm, the producer of its rows, and the other products."""
         found = normed(graph, op.inputs[0])
-        return [] if found is None else [found.norm, found.maker, *self.others(graph, op)]
+        return [] if found is None else [found.norm, found.producer, *self.others(graph, op)]
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The norm, unless others read it, and the products."""
+        """The norm, unless its launch stays for other readers, and the products."""
         found = self._normed(b, op)
         norm = () if self._stays(b, op, found) else (found.norm,)
         return Region(op, before=(*norm, *self.others(b.graph, op)))
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result, and the moments that the launch before tells."""
+        """Place the result, and the moments that the producer writes."""
         super().place(b, op)
         self._normed(b, op).moments(b)
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """Of the rows that are not normalized yet, with the scaled matrix."""
+        """The product of the rows before the norm with the scaled matrix."""
         c, found = super().convolution(b, op), self._normed(b, op)
         x = rows_of(b.source(found.rows))
         assert x is not None
@@ -161,32 +165,32 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
         return replace(problem, norm=self._normed(b, op).kind)
 
     def operands(self, b: Builder, op: Op, c: Convolution, problem: Problem) -> dict[str, TensorView]:
-        """What the launch reads, and its result."""
+        """The launch's operands by name, with its result."""
         return normed_operands(b, op, c, problem, self._normed(b, op).moments(b))
 
 
 class NormedGemm(TakesNorm, HopperGemm):
-    """One product, which may tell the moments of its own rows."""
+    """One product, which may also write the moments of its own rows."""
 
     name = "gemm_normed_sm90"
     alone = PLAIN
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Any) -> None:
-        operands, told = self.operands(b, op, c, problem), b.together.get(op.id)
+        operands, moments = self.operands(b, op, c, problem), b.together.get(op.id)
         columns, depth = c.out.shape[1], c.feed.x.shape[1]
         weights = operands["weights"].view((columns, depth), (depth, 1))
         sums, bias = (operands[n].view((columns,), (1,)) for n in ("columns", "channel"))
         attrs = {**norm_attrs(problem.norm), "image": 0, "epilogue": plain_stages(c.ep.stages), "beside": ()}
         kind = "NormedProduct"
-        if told is not None:
-            problem, operands["moments"] = replace(problem, moments=True), told
+        if moments is not None:
+            problem, operands["moments"] = replace(problem, moments=True), moments
             kind, attrs = hopper_launch.with_moments(kind, attrs)
         meaning: hopper_launch.Meaning = (kind, attrs, [as_rows(c.feed.x), operands["given"], weights, sums, bias])
         if (angles := self.angles(b, op)) is not None:
             operands["angles"] = angles
             meaning = hopper_launch.with_turn(meaning, problem, angles)
         made = hopper_launch.launch(problem, config, b.gpu, c.feeds, operands)
-        hopper_launch.emit(b, op, made, problem, config, operands, meaning, as_rows(c.out), told)
+        hopper_launch.emit(b, op, made, problem, config, operands, meaning, as_rows(c.out), moments)
 
 
 class NormedPair(TakesNorm, PairedGemm):
@@ -197,7 +201,7 @@ class NormedPair(TakesNorm, PairedGemm):
 
     @staticmethod
     def others(graph: Graph, op: Op) -> tuple[Op, ...]:
-        """The product that is multiplied."""
+        """The product by which ``op`` is multiplied."""
         other = multiplier(graph, op)
         return () if other is None else (other,)
 

@@ -1,7 +1,7 @@
 """Products that add normalized rows without a launch for the norm: networks whose norms come after the addition (BERT).
 
-``LN(x)`` is read by a product and is the residual of the next one. The first applies the norm to its sums (:mod:`.normed`), the second
-reads ``x`` as its residual and normalizes it in its epilogue, in fp32.
+One product reads ``LN(x)``, and the next one adds it as its residual. The first applies the norm to its sums
+(:mod:`.normed`). The second reads ``x`` as its residual and normalizes it in its epilogue, in fp32.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from optdnn.ops.fused import plain_stages
 
 
 class NormedResidualGemm(HopperGemm):
-    """One product, which may tell the moments of its own rows."""
+    """One product that normalizes its residual. It may also write the moments of its own rows."""
 
     name = "gemm_normed_residual_sm90"
     conditional = True
@@ -69,16 +69,16 @@ class NormedResidualGemm(HopperGemm):
         return f"norm and product are predicted to take {stays * 1e6:.1f} us, one launch {(own + ADDED) * 1e6:.1f}"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The norm, and what makes its rows."""
+        """The norm, and the producer of its rows."""
         found = added(graph, op)
-        return [] if found is None else [found.norm, found.maker]
+        return [] if found is None else [found.norm, found.producer]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The norm, whose other readers normalize the rows themselves, and the product."""
         return Region(op, before=(self._normed(b, op).norm,))
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """With the rows before the norm as its residual."""
+        """The product with the rows before the norm as its residual."""
         c, found = super().convolution(b, op), self._normed(b, op)
         shift, residual, bias = found.shift(b), rows_of(b.source(found.rows)), c.bias
         if shift is not None:
@@ -86,12 +86,12 @@ class NormedResidualGemm(HopperGemm):
         return replace(c, residual=residual, bias=bias, covered=c.covered | found.norm.src)
 
     def problem_of(self, b: Builder, op: Op, c: Convolution) -> Problem:
-        """With the norm of the residual."""
+        """The problem with the norm of the residual."""
         return replace(super().problem_of(b, op, c), residual_norm=self._normed(b, op).kind)
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Any) -> None:
-        """With the moments of its rows, where a later launch normalizes them."""
-        found, told = self._normed(b, op), b.together.get(op.id)
+        """Add the launch. It also writes the moments of its rows if a later launch normalizes them."""
+        found, moments = self._normed(b, op), b.together.get(op.id)
         assert c.residual is not None
         weights, bias = hopper_launch.packed_weights(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
         (weight,) = conv_maps.weight_views(weights, problem, c.feeds)
@@ -100,8 +100,8 @@ class NormedResidualGemm(HopperGemm):
         operands |= {"columns": scale, "given": given, **hopper_launch.pixels(c.feeds)}
         attrs = {**norm_attrs(problem.residual_norm), "epilogue": plain_stages(stages_with_other(c.ep))}
         kind, reads = "NormedResidual", [as_rows(c.feed.x), as_rows(weight), bias, as_rows(c.residual), given, scale]
-        if told is not None:
-            problem, operands["moments"] = replace(problem, moments=True), told
+        if moments is not None:
+            problem, operands["moments"] = replace(problem, moments=True), moments
             kind, attrs = hopper_launch.with_moments(kind, attrs)
         made = hopper_launch.launch(problem, config, b.gpu, c.feeds, operands)
-        hopper_launch.emit(b, op, made, problem, config, operands, (kind, attrs, reads), as_rows(c.out), told)
+        hopper_launch.emit(b, op, made, problem, config, operands, (kind, attrs, reads), as_rows(c.out), moments)

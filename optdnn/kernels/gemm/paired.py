@@ -1,7 +1,7 @@
 """Two products of the same rows in one launch, one multiplied by the other: the gated linear units of transformers.
 
-``f(x @ W) * g(x @ V)``: each channel of one product is next to that of the other in the launch's weights, so that a thread has both
-sums and stores one result. The launch is emitted at the product that multiplies.
+``f(x @ W) * g(x @ V)``: the launch's weights alternate channels of the two products, so that a thread has both sums and stores one
+result. The launch is emitted at the product that multiplies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PRODUCTS = frozenset({"MatMul", "Gemm"})
 
 
 def multiplier(graph: Graph, op: Op) -> Op | None:
-    """The other product of the same rows by which ``op`` is multiplied."""
+    """The other product of the same rows by which ``op`` is multiplied, or None."""
     for value in op.inputs[op.definition.arity or 0 :]:
         other = None if value is None else graph.op(value)
         if other is None or not _alike(op, other) or other.inputs[0] != op.inputs[0]:
@@ -40,7 +40,7 @@ def multiplier(graph: Graph, op: Op) -> Op | None:
 
 
 def _alike(op: Op, other: Op) -> bool:
-    """Whether both are products, of floats or of packed weights."""
+    """Whether both are products of floats, or both products of packed weights."""
     return {op.kind, other.kind} <= _PRODUCTS or op.kind == other.kind == "PackedMatMul"
 
 
@@ -59,7 +59,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
 
     name = "gemm_paired_sm90"
     one: ClassVar[HopperGemm] = HopperGemm()
-    """What runs one of them."""
+    """The tactic that runs one product by itself."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := self.one.refuse(b, op)) is not None:
@@ -90,7 +90,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         return f"two launches are predicted to take {sum(seconds[1:]) * 1e6:.1f} us, one {seconds[0] * 1e6:.1f}"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The product that multiplies it."""
+        """The product by which ``op`` is multiplied."""
         other = multiplier(graph, op)
         return [] if other is None else [other]
 
@@ -108,7 +108,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         return _Pair(op, other, own, beside)
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """The convolution of all channels; those of the two products alternate."""
+        """The convolution of all channels. The channels of the two products alternate."""
         pair, c = self._pair(b, op), super().convolution(b, op)
         (weight, own), (second, other) = (self.factors(b, x) for x in (op, pair.other))
         biases = [pair.own.added_to(own), pair.beside.added_to(other)]
@@ -144,7 +144,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Any, operands: dict[str, TensorView],
         meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
     ) -> None:  # fmt: skip
-        """Add the launch. The kernel writes a result for each two channels, so that its map of the output has half elements."""
+        """Add the launch. The kernel writes one result per two channels, so its map of the output has elements of half the size."""
         made = hopper_launch.launch(problem, config, b.gpu, c.feeds, {**operands, "output": in_halves(c.out)})
         written = c.out.view(c.out.shape[:2], c.out.strides[:2])
         hopper_launch.emit(b, op, made, problem, config, {**operands, "output": written}, meaning)
@@ -153,9 +153,9 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
 def halves(
     problem: conv_problem.Problem, inside: int, weights: TensorView, *channels: TensorView
 ) -> list[list[TensorView]]:
-    """The packed weights of each product, of ``inside`` features, and its part of each row of ``channels``."""
+    """For each product: a view of its packed weights, of ``inside`` features, and of its part of each row of ``channels``."""
     depth, columns = problem.k_steps * problem.block, problem.channels // 2
-    near, half = (depth, 8 * depth) if problem.out_item == 1 else (2 * depth, depth)  # rows of eight in turn, or each
+    near, half = (depth, 8 * depth) if problem.out_item == 1 else (2 * depth, depth)  # by eights, or one by one
     return [
         [
             weights.view((columns // 8, 8, inside), (16 * depth, near, 1), half * k),
@@ -166,7 +166,7 @@ def halves(
 
 
 class PairedPartsGemm(PairedGemm):
-    """The same of fp32, in parts of tf32."""
+    """Two products of fp32, in parts of tf32."""
 
     name = "gemm_paired_parts_sm90"
     one = PartsGemm()

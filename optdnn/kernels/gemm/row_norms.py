@@ -1,7 +1,8 @@
-"""Norms of the rows that one product makes and other products read or add, where no launch normalizes them.
+"""Norms without a launch, for rows that one product makes and other products read or add.
 
-The product that makes the rows tells their moments. A product that reads the normalized rows applies the norm to its sums
-(:mod:`optdnn.kernels.gemm.normed`), and one that adds them to the residual (:mod:`optdnn.kernels.gemm.normed_residual`).
+The producer of the rows also writes their moments. A product that reads the normalized rows applies the norm to its sums
+(:mod:`optdnn.kernels.gemm.normed`). A product that adds them applies it to the residual
+(:mod:`optdnn.kernels.gemm.normed_residual`).
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from optdnn.types import BF16, FP16, Array
 
 PLAIN, ROWS = HopperGemm(), RowsOnce()
 KINDS = {"LayerNormalization": True, "RMSNormalization": False}
-"""Kind -> whether it takes the mean away."""
+"""Kind of a norm -> whether it subtracts the mean."""
 PRODUCTS = frozenset({"MatMul", "Gemm"})
 TOLD = 0.3e-6
-"""Seconds that a product takes longer where it tells the moments of its rows."""
+"""Seconds that writing the moments of its rows adds to a product."""
 ADDED = 0.4e-6
-"""Seconds that a product takes longer where it normalizes its residual."""
+"""Seconds that normalizing its residual adds to a product."""
 ROUNDING = 2.0**-10
-"""The most that rounding may change a column of the scaled matrix, relative to its length."""
+"""Largest relative error, in the 2-norm, by which rounding may change a column of the scaled matrix."""
 BESIDE = 1.3e-6
-"""Seconds of a norm that others read, which runs beside the product: the edges of the graph to it and from it."""
+"""Seconds of a norm's launch that stays beside the product for other readers: its edges in the CUDA graph."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Normed:
     """A norm, and the product that makes its rows."""
 
     norm: Op
-    maker: Op
+    producer: Op
 
     @property
     def rows(self) -> Value:
@@ -54,43 +55,45 @@ class Normed:
 
     @property
     def kind(self) -> RowNorm:
-        """The norm as launches know it."""
+        """The norm as a field of a launch's problem."""
         return RowNorm(KINDS[self.norm.kind], self.norm.attrs.epsilon)
 
     def scale(self, b: Builder) -> Array:
-        """What each channel is multiplied by."""
+        """The factor of each channel."""
         scale = b.graph.constant_value(self.norm.inputs[1])
         assert scale is not None
         return scale
 
     def shift(self, b: Builder) -> Array | None:
-        """What is added to each channel."""
+        """The addend of each channel, or None."""
         return b.graph.constant_value(self.norm.input(2))
 
     def moments(self, b: Builder) -> TensorView:
-        """The moments of the rows, which the launch of the maker tells: (channels / 64, rows, 2) of fp32."""
-        if self.maker.id not in b.together:
+        """The moments of the rows, which the producer's launch writes: fp32 (channels / 64, rows, 2)."""
+        if self.producer.id not in b.together:
             *rows, depth = b.graph.type(self.rows).static_shape
             shape = (depth // MOMENT_CHANNELS, int(np.prod(rows, dtype=np.int64)), 2)
-            b.together[self.maker.id] = b.new(f"{self.maker.outputs[0].name}.moments", np.dtype(np.float32), shape)
-        found: TensorView = b.together[self.maker.id]
+            b.together[self.producer.id] = b.new(
+                f"{self.producer.outputs[0].name}.moments", np.dtype(np.float32), shape
+            )
+        found: TensorView = b.together[self.producer.id]
         return found
 
 
 def normed(graph: Graph, value: Value | None) -> Normed | None:
-    """The norm that makes ``value``; None where there is none, or its rows are no product's."""
+    """The norm that makes ``value``; None if there is none, or no product makes its rows."""
     norm = None if value is None else graph.op(value)
     if norm is None or norm.kind not in KINDS or norm.inputs[0] is None:
         return None
-    maker = graph.op(norm.inputs[0])
-    while maker.kind == "Reshape" and _same_rows(graph, maker):
-        assert maker.inputs[0] is not None
-        maker = graph.op(maker.inputs[0])
-    return Normed(norm, maker) if maker.kind in PRODUCTS else None
+    producer = graph.op(norm.inputs[0])
+    while producer.kind == "Reshape" and _same_rows(graph, producer):
+        assert producer.inputs[0] is not None
+        producer = graph.op(producer.inputs[0])
+    return Normed(norm, producer) if producer.kind in PRODUCTS else None
 
 
 def _same_rows(graph: Graph, reshape: Op) -> bool:
-    """Whether a Reshape only arranges whole rows anew, as OPT's, which makes rows of all tokens of a batch."""
+    """Whether a Reshape keeps rows whole. OPT's, for example, joins the tokens of all sequences of a batch."""
     assert reshape.inputs[0] is not None
     before, after = graph.type(reshape.inputs[0]).static_shape, reshape.outputs[0].type.static_shape
     return bool(before and after) and before[-1] == after[-1]
@@ -107,7 +110,7 @@ def added(graph: Graph, op: Op) -> Normed | None:
 
 
 def refuse_norm(b: Builder, op: Op, found: Normed) -> str | None:
-    """Why the launch of ``op`` cannot apply the norm by moments, wherever its operands lie."""
+    """Why the launch of ``op`` cannot apply the norm by moments, whatever the layout of its operands, or None."""
     dtype = summed_dtype(b.graph, op)
     if dtype not in (FP16, BF16) or b.graph.type(found.rows).dtype != dtype:
         return "it is for 16-bit floats"
@@ -122,7 +125,7 @@ def refuse_norm(b: Builder, op: Op, found: Normed) -> str | None:
 
 
 def refuse_residual(b: Builder, op: Op) -> str | None:
-    """Why a product cannot normalize the residual that it adds, wherever its operands lie."""
+    """Why a product cannot normalize its residual, whatever the layout of its operands, or None."""
     if (why := PLAIN.refuse(b, op)) is not None:
         return why
     found, ep = added(b.graph, op), stages_of(b.graph, op)
@@ -136,8 +139,9 @@ def refuse_residual(b: Builder, op: Op) -> str | None:
 
 
 def adder(b: Builder, op: Op, found: Normed, others: list[Op]) -> Op | None:
-    """The product, not planned yet, that adds the normalized rows which ``op`` reads, and can normalize them itself. None where the
-    norm's launch stays in any case: ``others`` read the rows besides ``op``."""
+    """The product that adds the normalized rows that ``op`` reads, if it is not planned yet and can normalize them itself.
+
+    None if the norm's launch stays in any case. ``others``: the readers of the rows besides ``op``."""
     if found.norm.value in b.reserved or len(others) != 1:
         return None
     (other,) = others
@@ -146,21 +150,22 @@ def adder(b: Builder, op: Op, found: Normed, others: list[Op]) -> Op | None:
 
 
 def refuse_order(op: Op, order: tuple[int, ...]) -> str | None:
-    """Why the product's rows, which it takes in this order of the axes, are not those that have moments, one by one."""
+    """Why the product does not take its rows in the order of the moments, or None. ``order``: the product's order of axes."""
     logical = tuple(range(len(op.outputs[0].type.static_shape)))
     return None if order == logical else "its rows do not lie one after the other"
 
 
 def refuse_places(b: Builder, op: Op, found: Normed, order: tuple[int, ...]) -> str | None:
-    """Why the launches of ``op``, which takes its rows in this order, and of the maker do not meet in the rows as they lie."""
-    maker = b.chosen.get(found.maker.id)
-    if not isinstance(maker, HopperGemm | HopperMatMul):
-        return f"{found.maker.name} runs by a tactic that gives no moments"
+    """Why ``op`` cannot read the producer's rows in place, with their moments, or None. ``order``: the order of axes in which
+    ``op`` takes its rows."""
+    tactic = b.chosen.get(found.producer.id)
+    if not isinstance(tactic, HopperGemm | HopperMatMul):
+        return f"{found.producer.name} runs by a tactic that gives no moments"
     if (why := refuse_order(op, order)) is not None:
         return why
     x = rows_of(b.source(found.rows))
-    if x is None or (maker if isinstance(maker, HopperMatMul) else PLAIN).told(b, found.maker) != x:
-        return f"the launch of {found.maker.name} does not store the rows that are normalized"
+    if x is None or (tactic if isinstance(tactic, HopperMatMul) else PLAIN).output_with_moments(b, found.producer) != x:
+        return f"the launch of {found.producer.name} does not store the rows that are normalized"
     return None
 
 
@@ -170,10 +175,10 @@ def seconds_of(b: Builder, *launches: tuple[Tactic, Op]) -> list[float]:
 
 
 def scaled_refusal(b: Builder, weight: Array, scale: Array) -> str | None:
-    """Why a matrix (columns, depth, 1, 1) does not hold the norm's scale of its rows."""
+    """Why the matrix (columns, depth, 1, 1) times the norm's scale does not fit its 16-bit type, or None."""
 
     def error() -> Array:
-        with np.errstate(over="ignore", invalid="ignore"):  # no number is no small error
+        with np.errstate(over="ignore", invalid="ignore"):  # NaN and Inf fail the comparison
             exact = weight[:, :, 0, 0].astype(np.float32) * scale
             lost = np.linalg.norm(exact - exact.astype(weight.dtype).astype(np.float32), axis=1)
             whole = np.maximum(np.linalg.norm(exact, axis=1), np.float32(1e-30))
@@ -185,7 +190,7 @@ def scaled_refusal(b: Builder, weight: Array, scale: Array) -> str | None:
 
 
 def behind(b: Builder, c: Convolution, x: TensorView, found: Normed) -> Convolution:
-    """The product with the norm behind it: of ``x``, which is not normalized yet, with the scaled matrix."""
+    """The product with the norm after it: ``x`` is not normalized yet, and the matrix is scaled."""
     shift, scale, weight, bias = found.shift(b), found.scale(b), c.feed.weight, c.bias
 
     def scaled() -> Array:
@@ -202,7 +207,7 @@ def behind(b: Builder, c: Convolution, x: TensorView, found: Normed) -> Convolut
 
 
 def normed_operands(b: Builder, op: Op, c: Convolution, problem: Problem, given: TensorView) -> dict[str, TensorView]:
-    """What the launch of such a product reads, and its result. ``given``: the moments."""
+    """The operands of a product with the norm after it, by name, with its result. ``given``: the moments."""
     weights, bias = hopper_launch.packed_weights(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
     scaled = c.feed.weight
     sums = b.kept.once(

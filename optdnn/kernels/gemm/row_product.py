@@ -1,5 +1,6 @@
-"""Products of a few rows with the adjacent operators, in one launch that reads its matrices once: the RMS norm of the rows, and
-a second product by which the first one is multiplied. A language model computes these and attention for each token.
+"""Products of a few rows and adjacent operators in one launch, which reads its matrices once. These operators are the RMS norm of
+the rows, and a second product by which the first one is multiplied. A language model computes them for each token,
+besides attention.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from optdnn.types import normalize_axis
 
 @dataclass(frozen=True)
 class Around:
-    """What a launch computes in addition to a product: the norm of its rows, and the product by which it is multiplied."""
+    """The operators that a launch computes in addition to a product: the norm of its rows, and the product by which it
+    is multiplied."""
 
     norm: Op | None
     other: Op | None
@@ -33,7 +35,7 @@ class Around:
 
     @property
     def before(self) -> tuple[Op, ...]:
-        """Both, in the graph's order."""
+        """Both operators, as far as they exist, in the graph's order."""
         return tuple(x for x in (self.norm, self.other) if x is not None)
 
 
@@ -41,7 +43,7 @@ class TakesAround(Tactic):
     """A product with the norm before it, a second product, or both."""
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The other product, which it is multiplied with, and the norm of its rows."""
+        """The product by which ``op`` is multiplied, and the norm of its rows."""
         norm = None if op.input(0) is None else graph.op(op.inputs[0])  # type: ignore[arg-type]
         found = [multiplier(graph, op), norm if norm is not None and norm.kind == "RMSNormalization" else None]
         return [x for x in found if x is not None]
@@ -52,7 +54,8 @@ class TakesAround(Tactic):
 
     @staticmethod
     def unfit(b: Builder, op: Op, alone: Callable[[Builder, Op], str | None]) -> str | None:
-        """Why the launch cannot run the product with the adjacent operators; ``alone``: why not a product by itself."""
+        """Why the launch cannot run the product with the adjacent operators, or None. ``alone``: the same of a product
+        by itself."""
         if (why := alone(b, op)) is not None:
             return why
         around = around_of(b, op)
@@ -72,7 +75,7 @@ class RowProduct(TakesAround, Gemv):
         return self.unfit(b, op, super().refuse)
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """On rows that are not normalized yet."""
+        """The product of the rows before the norm."""
         c, around = super().convolution(b, op), around_of(b, op)
         if around.other is not None:
             c = replace(c, residual=None)  # nothing stores the other product
@@ -116,7 +119,7 @@ class RowProduct(TakesAround, Gemv):
 
 
 def around_of(b: Builder, op: Op) -> Around:
-    """What the launch can take."""
+    """The adjacent operators that the launch of ``op`` can compute."""
     other = multiplier(b.graph, op)
     beside = None if other is None else plan_epilogue(b.graph, other, channel_axis=-1)
     if beside is not None and (beside.rest or beside.residual is not None or beside.constants):
@@ -126,7 +129,7 @@ def around_of(b: Builder, op: Op) -> Around:
 
 
 def norm_refusal(b: Builder, op: Op, other: Op | None) -> str | None:
-    """Why the launch does not normalize the rows of ``op``, and of ``other``, which reads the same ones."""
+    """Why the launch does not normalize the rows of ``op``, which ``other`` reads too, or None."""
     value = op.input(0)
     norm = None if value is None else b.graph.op(value)
     if norm is None or value is None or norm.kind != "RMSNormalization":
@@ -136,13 +139,13 @@ def norm_refusal(b: Builder, op: Op, other: Op | None) -> str | None:
     shape, source = b.graph.type(value).static_shape, norm.inputs[0]
     scale = b.graph.constant_value(norm.inputs[1])
     if source is None or scale is None or scale.shape != shape[-1:]:
-        return "its norm has no constant scale of a row"
+        return "its norm has no constant scale per channel"
     if normalize_axis(norm.attrs.axis, len(shape)) != len(shape) - 1 or b.graph.uses(Value(norm.id, 1)):
-        return "its norm is not only that of rows"
+        return "its norm is not over rows alone"
     if b.graph.type(source).dtype != b.graph.type(value).dtype:
         return "its norm changes the type"
     if b.graph.op(source).kind == "Add":
-        return "its norm follows an addition, with which it is one launch"
+        return "its norm follows an addition and shares a launch with it"
     if rows_of(b.source(source)) is None:
-        return "the rows in front of its norm do not have a constant pitch"
+        return "the rows before its norm do not have a constant pitch"
     return None

@@ -1,4 +1,5 @@
-"""Tiles of matrix products whose operands have any strides: of tensor cores (``matmul_mma.cuh``), and of true fp32 (``matmul_fp32.cuh``)."""
+"""Tiles of matrix products with operands of any strides: on tensor cores (``matmul_mma.cuh``), and in true fp32
+(``matmul_fp32.cuh``)."""
 
 from __future__ import annotations
 
@@ -13,26 +14,26 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import BF16, FP16, FP32
 
 LEAST = 1 << 22
-"""Products below which the plain kernel is as good: it starts sooner."""
+"""Least number of multiply-adds. Below it the plain kernel is as fast, since it starts sooner."""
 DEPTH, STAGES = 16, 3
 ENOUGH = 256
-"""Threads that occupy a multiprocessor well: smaller tiles where there are fewer."""
+"""Threads that occupy a multiprocessor well. With fewer, tiles are smaller."""
 
 
 MATRIX_STAGES = 4
-"""Steps of K of a tile of tensor cores that are in shared memory, or on their way there."""
+"""Stages of the ring of a tensor-core tile, each one K step."""
 LINE = 64
-"""Bytes of K in a step of a tile of tensor cores."""
+"""Bytes of a line along K in one K step of a tensor-core tile."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A block's rows and columns; a thread has eight rows of eight columns."""
+    """A block's rows and columns in true fp32; a thread computes 8 x 8 elements."""
 
     rows: int
     columns: int
     together: bool
-    """Whether neighbouring columns of the right operand are neighbours in memory, four of them one access."""
+    """Whether neighbouring columns of the right operand are contiguous in memory, and four of them are one access."""
 
     template = "matmul_fp32.cu"
     options = GENERAL
@@ -46,7 +47,7 @@ class Tile:
         return 4 * STAGES * DEPTH * (self.rows + 4 + self.columns + (0 if self.together else 4))
 
     def defines(self) -> str:
-        """What the kernel's text begins with."""
+        """The first lines of the kernel's source."""
         values = {
             "BM": self.rows, "BN": self.columns, "TM": 8, "TN": 8, "BK": DEPTH, "STAGES": STAGES, "EARLY": 1,
             "B_PAD": 0 if self.together else 4, "COLUMNS_TOGETHER": int(self.together),
@@ -56,20 +57,21 @@ class Tile:
 
 @dataclass(frozen=True)
 class Way:
-    """How an operand comes to shared memory. ``along``: its lines (rows of the left operand, columns of the right one) lie there as K follows in
-    memory; else places of K do, as its lines follow. ``piece``: bytes at a time (16, 8 or 4; 0: single elements through registers)."""
+    """How an operand is copied to shared memory. ``along``: its lines (rows of the left operand, columns of the right
+    one) run along K in shared memory, as they do in memory; else neighbouring lines are neighbours there. ``piece``:
+    bytes per copy (16, 8 or 4; 0: single elements through registers)."""
 
     along: bool
     piece: int
 
     def bytes(self, lines: int, item: int) -> int:
-        """Bytes of a step of K of so many lines."""
+        """Bytes of a K step of this many lines, with elements of ``item`` bytes."""
         return lines * LINE if self.along else LINE // item * (lines * item + (32 if item == 4 else 16))
 
 
 @dataclass(frozen=True)
 class MatrixTile:
-    """A block's rows and columns on tensor cores, by 128 threads. ``dtype``: what is multiplied (tfloat32: of fp32 operands)."""
+    """A block's rows and columns on tensor cores, with 128 threads. ``dtype``: type of the factors (tfloat32: of fp32 operands)."""
 
     rows: int
     columns: int
@@ -93,7 +95,7 @@ class MatrixTile:
         return MATRIX_STAGES * (self.left.bytes(self.rows, self.item) + self.right.bytes(self.columns, self.item))
 
     def defines(self) -> str:
-        """What the kernel's text begins with."""
+        """The first lines of the kernel's source."""
         ways = {
             f"{side}_{name}": int(value)
             for side, way in (("LEFT", self.left), ("RIGHT", self.right))
@@ -106,8 +108,8 @@ class MatrixTile:
 def matrix_tile(
     left: TensorView, right: TensorView, m: int, n: int, count: int, gpu: GpuFacts, *, tf32: bool
 ) -> MatrixTile | None:
-    """The tile on tensor cores for ``count`` products of m rows and n columns (the last two axes of the operands, the others their batch), or
-    None where the operands are of no type that these multiply. ``tf32``: fp32 operands may be rounded."""
+    """The tile on tensor cores for ``count`` products of m rows and n columns, or None if tensor cores do not take the
+    operands' type or extent. Matrices are the operands' last two axes. ``tf32``: fp32 operands may be rounded."""
     kinds = {FP16: "float16", BF16: "bfloat16"} | ({FP32: "tfloat32"} if tf32 else {})
     dtype = kinds.get(left.dtype)
     if dtype is None or left.dtype != right.dtype:
@@ -127,7 +129,7 @@ def matrix_tile(
 
 
 def _way(x: TensorView, line: int, place: int, item: int) -> Way:
-    """``line``, ``place``: elements from one line, and from one place of K, to the next."""
+    """How the operand is copied. ``line``, ``place``: elements from one line, and from one index of K, to the next."""
     along = place == 1 or line != 1
     if 1 not in (line, place):
         return Way(along, 4 if item == 4 else 0)
@@ -138,8 +140,8 @@ def _way(x: TensorView, line: int, place: int, item: int) -> Way:
 def tile_of(
     left: TensorView, right: TensorView, m: int, n: int, k: int, batches: Sequence[int], count: int, gpu: GpuFacts
 ) -> Tile | None:
-    """The tile for ``count`` products of m x k with k x n matrices (the last two axes of the operands), or None where the plain
-    kernel does them. ``batches``: the strides of the right operand's other axes."""
+    """The tile for ``count`` products of m x k with k x n matrices (the operands' last two axes) in true fp32, or None
+    for the plain kernel. ``batches``: the strides of the right operand's other axes."""
     if left.dtype != FP32 or right.dtype != FP32 or m * n * k * count < LEAST or min(m, n) < 32:
         return None
     spans = [(s - 1) * abs(d) for p in (left, right) for s, d in zip(p.shape[-2:], p.strides[-2:], strict=True)]
@@ -154,8 +156,8 @@ def tile_of(
 
 
 def tiled(finish: str) -> str:
-    """C++ of a block's tile, in a kernel of :mod:`optdnn.kernels.gemm.matmul`; ``finish`` stores ``acc[i][j]`` of ``row`` and
-    ``column``."""
+    """C++ of a block's tile, in a kernel of :mod:`optdnn.kernels.gemm.matmul`. ``finish``: C++ that stores ``acc[i][j]`` of ``row``
+    and ``column``."""
     return f"""extern __shared__ __align__(128) float shared[];
     const int top = blockIdx.x * BM, first = blockIdx.y * BN;
     float acc[TM][TN];

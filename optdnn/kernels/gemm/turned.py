@@ -1,7 +1,8 @@
-"""Products whose launch turns the heads that it makes: the queries and keys of rotary position embeddings (``conv_turns.cuh``).
+"""Products whose launch rotates heads of its result: queries and keys with rotary position embeddings (``conv_turns.cuh``).
 
-Queries and keys are columns of one product. Views take them apart, and a RotaryEmbedding turns each. The product's launch turns them where
-its results wait for their store, so that attention reads all of them where the product has written them.
+Queries and keys are columns of one product. Views separate them, and a RotaryEmbedding rotates each. The product's
+launch rotates them in its output tile in shared memory, before the store. So attention reads all of them from the
+product's result.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from optdnn.kernels.tactic import Region
 from optdnn.types import BF16, FP16, Array
 
 LEAST_ROWS = 32
-"""Products of fewer rows have kernels of their own."""
+"""Least rows. Products of fewer rows have kernels of their own."""
 VECTOR = 8
-"""Pairs whose angles lie together."""
+"""Pairs whose cosines, and then sines, are neighbours in memory."""
 _PARTS = frozenset({"Reshape", "Transpose", "Split", "Slice", "Identity", "Squeeze", "Unsqueeze"})
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The RotaryEmbeddings of a product's columns, where their heads lie in its result, and what they have in common."""
+    """The RotaryEmbeddings that read a product's columns, the views of their heads in its result, and their common parameters."""
 
     ops: tuple[Op, ...]
     views: tuple[TensorView, ...]
     turn: HeadTurn
 
     def angles(self, graph: Graph) -> Array:
-        """The cosines and sines of each position, of eight pairs each: (positions, turned / 16, 2, 8)."""
+        """The cosines and sines of each position, in vectors of eight pairs: (positions, turned / 16, 2, 8)."""
         halves = []
         for value in self.ops[0].inputs[1:3]:
             given = graph.constant_value(value)
@@ -50,8 +51,8 @@ class Heads:
 
 
 def _read(graph: Graph, value: Value) -> Iterator[tuple[Op, Value | None]]:
-    """The views behind a value with None, in an order in which each comes after the one that it reads; and other operators with what
-    they read."""
+    """The readers of a value, through views: (view, None), each after the view that it reads, and (operator, value that
+    it reads)."""
     for user in graph.users(value):
         if user.kind in _PARTS and user.inputs[0] == value:
             yield user, None
@@ -62,7 +63,7 @@ def _read(graph: Graph, value: Value) -> Iterator[tuple[Op, Value | None]]:
 
 
 def heads_of(b: Builder, op: Op) -> Heads | str:
-    """The heads that the launch of a product may turn, or why there are none."""
+    """The heads that the launch of a product may rotate, or why there are none."""
     graph, shape = b.graph, op.outputs[0].type.static_shape
     found = list(_read(graph, op.value))
     ops = [x for x, value in found if x.kind == "RotaryEmbedding" and value == x.inputs[0]]
@@ -84,7 +85,8 @@ def heads_of(b: Builder, op: Op) -> Heads | str:
 def _joined(
     b: Builder, ops: Sequence[Op], views: Sequence[TensorView], rest: Sequence[TensorView], columns: int
 ) -> Heads | str:
-    """The heads of these embeddings, which lie so in rows of so many columns, beside the ``rest`` that is read."""
+    """The heads of these embeddings, or why they do not fit. ``views``: their places in rows of ``columns``; ``rest``:
+    the values that other operators read."""
     if any(x.inputs[1:] != ops[0].inputs[1:] or x.attrs != ops[0].attrs for x in ops):
         return "its heads are rotated by different angles"
     if ops[0].attrs.own_angles:
@@ -111,7 +113,7 @@ def _joined(
 
 
 def _refuse_reader(b: Builder, op: Op) -> str | None:
-    """Why a product cannot store what the embedding makes where it stores its own result."""
+    """Why the embedding's result cannot take the place of the product's own columns, or None."""
     reader = b.graph.sole_user(op.value)
     if reader is None or reader.kind != "Attention" or op.value not in reader.inputs[:2]:
         return "its heads are not those of one attention alone"
@@ -121,7 +123,7 @@ def _refuse_reader(b: Builder, op: Op) -> str | None:
 
 
 class TurnsHeads(HopperGemm):
-    """What a tactic of products adds to turn heads."""
+    """A tactic of products that also rotates heads."""
 
     @staticmethod
     def _heads(b: Builder, op: Op) -> Heads:
@@ -139,25 +141,25 @@ class TurnsHeads(HopperGemm):
             return why
         ep = stages_of(b.graph, op)
         if ep.rest or ep.residual is not None or op.value in b.reserved or shape[-1] % VECTOR:
-            return "more is done to its results, or they have another place"
+            return "its epilogue leaves stages, adds a residual, or its result has another place"
         if (why := refuse_order(op, self._order(b, op))) is not None:
             return why
         return None if self.configs(b, op) else "no tile holds its pairs"
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """A region with operators after it has no other tactic: what the cost model says is part of :meth:`refuse`."""
+        """Never: a region with operators after it has no other tactic, so :meth:`refuse` asks the cost model."""
         return None
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """And the embeddings."""
+        """The neighbours of the product, and the embeddings."""
         return [*super().neighbours(graph, op), *(x for x, value in _read(graph, op.value) if value is not None)]
 
     def region(self, b: Builder, op: Op) -> Region:
-        """And the embeddings."""
+        """The region of the product, and the embeddings."""
         return replace(super().region(b, op), after=self._heads(b, op).ops)
 
     def place(self, b: Builder, op: Op) -> None:
-        """The embeddings' results are columns of the product's."""
+        """Place the product's result. The embeddings' results are columns of it."""
         super().place(b, op)
         whole, found = b.place[op.value], self._heads(b, op)
         for x, view in zip(found.ops, found.views, strict=True):
@@ -172,18 +174,18 @@ class TurnsHeads(HopperGemm):
         return replace(problem, turn=self._heads(b, op).turn)
 
     def angles(self, b: Builder, op: Op) -> TensorView | None:
-        """The constant that the launch reads."""
+        """The constant cosines and sines."""
         found = self._heads(b, op)
         return b.constant(found.angles(b.graph), f"{op.outputs[0].name}.angles")
 
 
 class TurnedGemm(TurnsHeads):
-    """One product."""
+    """One product that rotates heads."""
 
     name = "gemm_turned_sm90"
 
 
 class NormedTurnedGemm(TurnsHeads, NormedGemm):
-    """One product of rows that it normalizes."""
+    """One product that normalizes its rows and rotates heads."""
 
     name = "gemm_normed_turned_sm90"

@@ -1,4 +1,5 @@
-"""Max pooling of 16-bit channels-last images: a thread keeps a tile of output pixels, so that neighbouring windows share loads."""
+"""Max pooling of 16-bit channels-last images. A thread computes a tile of output pixels, so that neighbouring windows
+share loads."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import BF16, FP16
 
 LANES = 8
-"""Channels a thread takes at once: 16 bytes."""
+"""Channels of one access: 16 bytes."""
 L1 = 64.0
-"""Bytes per cycle and multiprocessor that loads of overlapping windows bring."""
+"""Bytes per cycle and multiprocessor that L1 gives to loads of overlapping windows."""
 MOST_LOADS = 40
-"""Vectors in flight per thread: more do not fit the registers."""
+"""Most vectors in flight per thread: more do not fit the registers."""
 
 
 @dataclass(frozen=True, order=True)
@@ -37,7 +38,7 @@ class Tile:
 
 
 class TiledMaxPool(Tactic):
-    """Max pools of two axes, without dilation, of 16-bit images whose channels lie together in eights."""
+    """Max pools over two axes, without dilation, of 16-bit images whose channels are contiguous in groups of 8."""
 
     name = "max_pool_tiled"
 
@@ -63,7 +64,7 @@ class TiledMaxPool(Tactic):
         return None
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        """Each tile sums nothing: all are alike for any batch."""
+        """The tiles, the best predicted first. A maximum does not depend on the order, so each tile serves every batch size."""
         a, x, out = op.attrs, b.source(op.inputs[0]), b.result(op.value)
         found = [
             (_seconds(t, x, out, a.kernel_shape, a.strides, b.gpu), t) for t in _tiles(out, a.kernel_shape, a.strides)
@@ -84,7 +85,7 @@ class TiledMaxPool(Tactic):
 
 
 def in_eights(x: TensorView) -> bool:
-    """Whether eight neighbouring channels are one aligned access wherever one looks."""
+    """Whether every group of eight neighbouring channels is one aligned access."""
     (_, c, _, _), (sn, sc, sh, sw) = x.shape, x.strides
     others = [s for s, n in zip((sn, sh, sw), (x.shape[0], x.shape[2], x.shape[3]), strict=True) if n > 1]
     return c % LANES == 0 and sc == 1 and x.offset % LANES == 0 and all(s % LANES == 0 for s in others)
@@ -113,7 +114,7 @@ def _tiles(out: TensorView, kernel: tuple[int, ...], strides: tuple[int, ...]) -
 def _seconds(
     tile: Tile, x: TensorView, out: TensorView, kernel: tuple[int, ...], strides: tuple[int, ...], gpu: GpuFacts
 ) -> float:
-    """Predicted time: memory once, the loads of all tiles, and few threads' latency."""
+    """Predicted seconds: one pass over memory, the loads of all tiles, and the latency of few threads."""
     gpu = fitted(gpu)
     high, wide = _extent(tile, kernel, strides)
     n, c, oh, ow = out.shape
@@ -128,7 +129,7 @@ def _seconds(
 def predicted(
     x: TensorView, out: TensorView, kernel: tuple[int, ...], strides: tuple[int, ...], gpu: GpuFacts
 ) -> float:
-    """Seconds of the best tile."""
+    """Predicted seconds of the best tile."""
     return min(_seconds(t, x, out, kernel, strides, gpu) for t in _tiles(out, kernel, strides))
 
 
@@ -136,7 +137,8 @@ def _source(
     tile: Tile, t: str, vectors: int, tiles: tuple[int, int], kernel: tuple[int, ...], strides: tuple[int, ...],
     pads: tuple[int, ...],
 ) -> str:  # fmt: skip
-    """A tap outside of the image reads the nearest one inside, which is in the same window: all loads are unconditional."""
+    """The kernel's source. All loads are unconditional: a tap outside of the image reads the nearest pixel inside,
+    which is in the same window."""
     high, wide = _extent(tile, kernel, strides)
     return f"""struct Params {{ const uint4* x; uint4* y; i64 xn, xh, xw, yn, yh, yw; u32 count; int h, w, oh, ow; }};
 

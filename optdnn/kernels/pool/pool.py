@@ -1,4 +1,4 @@
-"""Tactics of pools: sliding windows of any rank and order, and global ones as reductions."""
+"""Tactics of pools: sliding windows of any rank and memory order, alone or with the pointwise operator after them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WindowPool(Tactic):
         return None if is_float(dtype) or op.kind == "MaxPool" else f"it does not average {dtype.name}"
 
     def variant(self, b: Builder, op: Op) -> str:
-        """The channels that a thread takes."""
+        """The channels per thread, as ``x4``."""
         return f"x{channel_vector_width([b.source(op.inputs[0]), b.result(op.value)])}"
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
@@ -55,8 +55,8 @@ def emit_pool(
     stages: Sequence[Stage] = (),
     operands: Sequence[TensorView | None] = (),
 ) -> None:
-    """Add the launch of a pool. ``stages`` turn its result; ``operands``, by slot, are what they read. ``covers``: all that the launch
-    computes."""
+    """Add the launch of a pool. ``stages`` apply to its result and read ``operands`` by slot. ``covers``: the operator
+    with the nodes of all that the launch computes."""
     a, x = op.attrs, b.operand(op.inputs[0])
     window = Window.make(a.kernel_shape, a.strides, pads_of(op, x.shape, a.kernel_shape), a.dilations)
     vec = channel_vector_width([x, out])
@@ -95,7 +95,8 @@ def emit_pool(
 
 
 class StagedPool(Tactic):
-    """An average pool and the pointwise operator that alone reads its result (PoolFormer: Yu et al., 2022), emitted at that operator."""
+    """An average pool and the pointwise operator that is its only reader (PoolFormer: Yu et al., 2022). It is emitted
+    at that operator."""
 
     name = "window_pool_staged"
 
@@ -126,7 +127,7 @@ class StagedPool(Tactic):
 
 
 def _counted(window: Window, padding: bool, t: str) -> str:
-    """C++ that counts the elements (with ``padding``, of the padding too) under the window of this position."""
+    """C++ that counts the elements under the window of this position; ``padding``: with those of the padding."""
     lines = [f"{t} counted = 1;"]
     for i, x in enumerate("dhw"):
         k, stride, pad, dilation = window.kernel[i], window.strides[i], window.pads[i], window.dilations[i]

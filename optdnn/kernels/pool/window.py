@@ -1,6 +1,6 @@
-"""Sliding-window kernels, generated: what pools, depthwise and direct convolutions share, over one to three spatial axes.
+"""Generated sliding-window kernels over one to three spatial axes: the common parts of pools, depthwise and direct convolutions.
 
-One thread computes ``vec`` neighbouring channels of one output position where both tensors lie channels-last and aligned,
+One thread computes ``vec`` neighbouring channels of one output position if both tensors are channels-last and aligned,
 else one element. Sums are fp32 in the order of the taps. Any stages follow, on operands of any strides.
 """
 
@@ -67,7 +67,7 @@ def spatial3(x: TensorView) -> TensorView:
 
 
 def channel_vector_width(tensors: Sequence[TensorView]) -> int:
-    """Neighbouring channels a thread can take as one access in every one of these feature maps."""
+    """Neighbouring channels that are one access in each of these feature maps: 1, 2, 4 or 8."""
     best = 1
     for count in (2, 4, 8):
         for t in tensors:
@@ -80,7 +80,7 @@ def channel_vector_width(tensors: Sequence[TensorView]) -> int:
 
 
 def position(out: TensorView, vec: int) -> str:
-    """C++ that turns the thread's index into n, c (of the first of ``vec`` channels), d, h, w of the output."""
+    """C++ that computes n, c (the first of ``vec`` channels), d, h, w of the output from the thread's index."""
     n, c, d, h, w = out.shape
     sizes = {"n": n, "c": c // vec, "d": d, "h": h, "w": w}
     order = ["c", "w", "h", "d", "n"] if out.strides[1] == 1 and c > 1 else ["w", "h", "d", "c", "n"]
@@ -92,14 +92,14 @@ def position(out: TensorView, vec: int) -> str:
 
 
 Edges = tuple[int, ...]
-"""How many times the first elements of three spatial axes are repeated before them, then the last ones behind them."""
+"""Repetitions of the first elements of three spatial axes before them, then of the last elements after them."""
 
 
 def taps(window: Window, *, transposed: bool = False, edges: Edges = ()) -> tuple[str, str]:
-    """C++ of the loops over the taps (with the input's coordinates id, ih, iw and the bounds test), and their closing.
+    """C++ of the loops over the taps (with the input's coordinates id, ih, iw and the bounds test), and of their closing braces.
 
-    ``transposed``: the input elements that a transposed convolution spreads onto this output element. ``edges``: of the input, which the
-    window's coordinates count; none where it is empty.
+    ``transposed``: the loops visit the input elements that a transposed convolution adds to this output element.
+    ``edges``: repeated edges of the input, which the window's coordinates include; empty: no edges are repeated.
     """
     lines, close = [], ""
     for i, x in enumerate("dhw"):
@@ -122,14 +122,14 @@ def taps(window: Window, *, transposed: bool = False, edges: Edges = ()) -> tupl
 
 
 TOGETHER = 9
-"""Taps whose elements are in flight together."""
+"""Most taps whose loads are in flight together."""
 MOST_APART = 49
-"""Taps up to which each has its own lines."""
+"""Most taps that are unrolled with lines of their own."""
 
 
 def together(window: Window, apart: Callable[[int, str], tuple[str, str]]) -> str:
-    """C++ that loads some rows of taps, then adds them, then the next ones. A tap outside of the input loads an element inside, which is
-    not added: a branch around each load would let it wait for the one before it."""
+    """C++ that loads some rows of taps, adds them, and goes on to the next rows. A tap outside of the input loads an
+    element inside and does not add it: with a branch around it, each load would wait for the previous one."""
     lines = list[str]()
     for i, x in enumerate("dhw"):
         stride, pad, dilation = window.strides[i], window.pads[i], window.dilations[i]
@@ -152,9 +152,10 @@ def together(window: Window, apart: Callable[[int, str], tuple[str, str]]) -> st
 class Rendered:
     """The parts of a window kernel.
 
-    ``start`` declares what ``tap`` adds to; ``tap`` sees the tap (kd, kh, kw), the input's coordinates (id, ih, iw) and the
-    address ``at`` of the element of channel 0 there; ``end`` leaves the result of channel ``c + j`` in ``value``, of the
-    arithmetic type of the output. ``arguments`` are further tensors (``p.a0``, …), ``numbers`` further integers (``p.m[0]``, …).
+    ``start`` declares the accumulators of ``tap``. ``tap`` can use the tap (kd, kh, kw), the input's coordinates (id,
+    ih, iw) and the address ``at`` of the element of channel 0 there. ``end`` leaves the result of channel ``c + j`` in
+    ``value``, of the arithmetic type of the output. ``arguments`` are further tensors (``p.a0``, …), ``numbers``
+    further integers (``p.m[0]``, …).
     """
 
     start: str
@@ -163,8 +164,8 @@ class Rendered:
     arguments: Sequence[TensorView] = ()
     numbers: Sequence[int] = ()
     apart: Callable[[int, str], tuple[str, str]] | None = None
-    """``tap`` in two: what loads, and what adds, for a number of a tap and the address of the element of channel 0 under it. Then the
-    loads of several taps are in flight together."""
+    """``tap`` in two parts, load and addition, for the index of a tap and the address of its element of channel 0. With
+    them, the loads of several taps are in flight together."""
 
 
 def emit_window(
@@ -185,10 +186,10 @@ def emit_window(
     writes: TensorView | None = None,
     edges: Edges = (),
 ) -> None:
-    """Render and add the kernel. ``stages`` turn the result; ``operands`` (by slot, from 1 on) are what they read. ``edges``: as of
-    :func:`taps`.
+    """Render the kernel and add its launch. ``stages`` apply to the result and read ``operands`` (by slot, from 1 on).
+    ``edges``: as of :func:`taps`.
 
-    ``writes`` is the result as its meaning has it, where ``out`` is another view of it.
+    ``writes``: the view of the result in the launch's meaning, if it is not ``out``.
     """
     x5, y5 = spatial3(x), spatial3(out)
     used = sorted({a for s in stages for a in s.args if a is not None and a > 0})
@@ -217,8 +218,8 @@ def _kernel(
     window: Window, x: TensorView, out: TensorView, parts: Rendered,
     read: tuple[dict[int, TensorView], dict[int, TensorView]], finish: str, vec: int, transposed: bool, edges: Edges,
 ) -> str:  # fmt: skip
-    """The kernel's text. ``read``: what the stages read, by slot, and what of it in packs; ``finish``: C++ of the stages
-    (:func:`finishing`)."""
+    """The kernel's source. ``read``: the stages' operands by slot, and those of them that are loaded in packs;
+    ``finish``: C++ of the stages (:func:`finishing`)."""
     (extra, packs), tx, ty = read, CPP[x.dtype], CPP[out.dtype]
     opening, closing = taps(window, transposed=transposed, edges=edges)
     if (
@@ -233,10 +234,10 @@ def _kernel(
             const {tx}* at = x + id * p.xs[2] + ih * p.xs[3] + iw * p.xs[4];
             {parts.tap}
         {closing}"""
-    # The stages have a scope of their own: their names (v0, r0, …) may be those of loads.
+    # The stages have a scope of their own, since their names (v0, r0, …) may be names of loads.
     if vec > 1:
         each = f"for (int j = 0; j < {vec}; j++) {{ {parts.end} {finish} r.lane[j] = stored; }}"
-        # On their way while the taps' elements are: behind the taps, they would be a second wait.
+        # These loads are in flight with those of the taps. After the taps, they would be a second wait.
         early = "".join(f"const Pack<{CPP[p.dtype]}, {vec}> q{a}({_element(a, 'c')});\n    " for a, p in packs.items())
         store = f"Pack<{ty}, {vec}> r;\n    {each}\n    r.store(y);"
     else:
@@ -265,8 +266,8 @@ extern "C" __global__ void __launch_bounds__({THREADS}) window(const __grid_cons
 def finishing(
     stages: Sequence[Stage], extra: dict[int, TensorView], slots: int, out: TensorView, packs: Collection[int] = ()
 ) -> str:
-    """C++ from ``value`` by the stages to ``stored``, of the output's element type. ``packs``: the operands whose channels are loaded, as
-    ``q1.lane[j]``."""
+    """C++ that applies the stages to ``value`` and leaves the result in ``stored``, of the output's element type.
+    ``packs``: slots of operands that are already loaded, as ``q1.lane[j]``."""
     ty = CPP[out.dtype]
     if not stages:
         return f"const {ty} stored = narrow<{ty}>(value);"
@@ -294,12 +295,13 @@ def _in_packs(x: TensorView, out: TensorView, vec: int) -> bool:
 
 
 def _common(given: DType, out: DType) -> DType:
-    """The type that stages see of an operand: a bias may be fp32 where the rest is narrower, and is computed as it is."""
+    """The type of an operand in the stages. A float operand counts as the output's type, even if it is wider, as an
+    fp32 bias is."""
     return out if is_float(given) and is_float(out) else given
 
 
 def load_channels(type: str, vec: int, pointer: str, name: str) -> str:
-    """C++ that loads ``vec`` channels at a pointer to the first, as ``name.lane``."""
+    """C++ that loads ``vec`` channels from ``pointer`` as ``name.lane``."""
     if vec > 1:
         return f"const Pack<{type}, {vec}> {name}({pointer});"
     return f"struct {{ {type} lane[1]; }} {name}; {name}.lane[0] = *({pointer});"

@@ -52,8 +52,8 @@ def test_cases_can_run(made: Problem, config: Config) -> None:
     ("made", "config", "reason"),
     [
         (replace(P, dtype="int8"), C, "16-bit floats"),
-        (replace(P, first=(("relu",),)), C, "a bias comes first"),
-        (replace(P, second=(("bias",), render.SCALE_SHIFT)), C, "all that depends on a channel"),
+        (replace(P, first=(("relu",),)), C, "do not begin with a bias"),
+        (replace(P, second=(("bias",), render.SCALE_SHIFT)), C, "have a scale per channel"),
         (replace(P, middle=100), C, "multiple of 8"),
         (replace(P, channels=264), C, "264 channels of the result exceed 256"),
         (replace(P, batch=0), C, "it is empty"),

@@ -134,7 +134,7 @@ def test_groups_too_wide_for_the_narrow_kernel_may_have_means() -> None:
 def test_a_narrow_kernel_adds_nothing() -> None:
     row = tactic_of(lowered(net(64, 64, 8, residual=True), "fp16", no_cubins=True))
     reasons = {r["tactic"]: r["reason"] for r in row["refused"]}
-    assert reasons[GroupedConv.name] == "something is added to its result"
+    assert reasons[GroupedConv.name] == "its epilogue adds a residual"
 
 
 PROBLEM = Problem(4, 256, (Source(14, 14, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), bands=4)

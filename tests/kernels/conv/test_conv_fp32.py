@@ -144,7 +144,7 @@ def test_configurations_and_their_refusals() -> None:
     for config, reason in (
         (fp32.Config(100, 64), "not a tile"),
         (fp32.Config(128, 128, stages=12), "shared memory"),
-        (fp32.Config(32, 32, 4, 4, split=30), "not shared by 30 blocks"),
+        (fp32.Config(32, 32, 4, 4, split=30), "too few for 30 blocks"),
         (fp32.Config(16, 96, 4, 4), "its threads do not share the copies evenly"),
     ):
         assert reason in str(fp32.refuse(DENSE, config))
@@ -166,7 +166,7 @@ def test_a_choice_that_cannot_run_is_an_error() -> None:
     options = BuildOptions(target="simulate", precision="fp32")
     optimize(graph, options, "simulate")
     choice = TacticChoice("conv_fp32", str(fp32.Config(64, 64, split=16)))
-    with pytest.raises(InternalError, match="are not shared by 16 blocks"):
+    with pytest.raises(InternalError, match="are too few for 16 blocks"):
         lower_cuda(graph, options, of_arch("sm_90a"), {}, prepared=Prepared({row["signature"]: choice}))
 
 

@@ -112,14 +112,14 @@ PAIRS = Problem(4, 64, (replace(same(14, 14, 64), depth=Depth(8, 8, 3, 1, -1, to
 @pytest.mark.parametrize("config", [PatchConfig(2, 1, 4, 14, 2, 4), PatchConfig(1, 1, 4, 14, 2, 4, direct=True)])
 def test_frames_that_share_a_tile_are_stored_from_shared_memory(config: PatchConfig) -> None:
     assert conv_patch.refuse(PAIRS, PatchConfig(1, 1, 4, 14, 2, 4)) is None
-    assert "16-bit results of several frames" in str(conv_patch.refuse(PAIRS, config))
+    assert "several frames as one image" in str(conv_patch.refuse(PAIRS, config))
 
 
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
         (P, Config(1, 1, 1, 12, 3), "not a tile"),
-        (PAIRS, Config(1, 1, 1, 64, 3), "one image only for the patch kernel"),
+        (PAIRS, Config(1, 1, 1, 64, 3), "only the patch kernel joins"),
         (P, Config(2, 2, 1, 64, 3), "not a tile"),
         (P, Config(2, 1, 1, 128, 2, blocks=2), "accumulators and addresses exceed"),
         (P, Config(2, 1, 2, 168, 2), "more than 160 accumulators"),
@@ -133,18 +133,18 @@ def test_frames_that_share_a_tile_are_stored_from_shared_memory(config: PatchCon
         (P, Config(2, 1, 1, 128, 4, blocks=2), "does not allow that many blocks"),
         (P, Config(2, 1, 1, 192, 2, blocks=2), "that many blocks|exceed 10"),
         (P, Config(1, 1, 1, 136, 2, direct=True), "direct stores are for small tiles"),
-        (P, Config(2, 1, 1, 64, 2, alternate=True), "take tiles in turn"),
-        (P, Config(1, 1, 1, 64, 2, alternate=True, direct=True), "take tiles in turn"),
+        (P, Config(2, 1, 1, 64, 2, alternate=True), "alternating warpgroups need a block"),
+        (P, Config(1, 1, 1, 64, 2, alternate=True, direct=True), "alternating warpgroups need a block"),
         (P, Config(1, 1, 1, 64, 2, share=(2, 2)), "not a cluster"),
         (replace(P, dtype="int8"), Config(1, 1, 2, 96, 4, share=(2, 1)), "have not been measured"),
         (replace(P, dtype="int8"), Config(1, 1, 1, 96, 4, stream=True), "have not been measured"),
         (P, Config(1, 1, 1, 72, 2, share=(2, 1)), "whole groups of eight rows"),
         (P, Config(1, 1, 1, 64, 2, 2, share=(2, 1)), "keep no weights"),
         (P, Config(1, 1, 1, 64, 2, stationary=True, share=(1, 2)), "keep no weights"),
-        (P, Config(1, 1, 1, 64, 2, 2, stream=True), "spans of K steps are for blocks of their own"),
-        (P, Config(1, 1, 1, 64, 2, direct=True, stream=True), "spans of K steps are for blocks of their own"),
-        (P, Config(1, 1, 2, 96, 3, alternate=True, stream=True), "spans of K steps are for blocks of their own"),
-        (P, Config(1, 1, 1, 64, 2, share=(2, 1), stream=True), "spans of K steps are for blocks of their own"),
+        (P, Config(1, 1, 1, 64, 2, 2, stream=True), "stream-K is for single blocks"),
+        (P, Config(1, 1, 1, 64, 2, direct=True, stream=True), "stream-K is for single blocks"),
+        (P, Config(1, 1, 2, 96, 3, alternate=True, stream=True), "stream-K is for single blocks"),
+        (P, Config(1, 1, 1, 64, 2, share=(2, 1), stream=True), "stream-K is for single blocks"),
         (
             replace(P, sources=(Source(14, 14, 64),), prologue=(("relu",),)),
             Config(1, 1, 1, 64, 2, stream=True),
@@ -155,7 +155,7 @@ def test_frames_that_share_a_tile_are_stored_from_shared_memory(config: PatchCon
         (
             Problem(1, 64, (Source(8, 8, 64),), RELU),
             Config(1, 1, 1, 64, 2, stream=True),
-            "1 K steps in all are nothing",
+            "1 K steps in all are too few",
         ),
         (replace(P, batch=100_000), Config(1, 1, 1, 8, 2, stream=True), "too many to count"),
     ],
@@ -190,10 +190,10 @@ def test_patch_refusals(problem: Problem, config: PatchConfig, reason: str) -> N
     ("problem", "config", "reason"),
     [
         (replace(P, sources=(Source(14, 14, 64), Source(14, 14, 64))), GeneralConfig(64, 64, 3), "one source"),
-        (replace(P, pooled=True), GeneralConfig(64, 64, 3), "where they belong"),
+        (replace(P, pooled=True), GeneralConfig(64, 64, 3), "neither scatters nor pools"),
         (P, GeneralConfig(96, 64, 3), "not a tile"),
         (P, GeneralConfig(128, 128, 7), "bytes of shared memory"),
-        (P, GeneralConfig(64, 64, 3, 10), "36 K steps are not shared 10 ways"),
+        (P, GeneralConfig(64, 64, 3, 10), "36 K steps are too few for 10 blocks"),
     ],
 )
 def test_general_refusals(problem: Problem, config: GeneralConfig, reason: str) -> None:

@@ -102,8 +102,8 @@ def test_a_librarys_convolution_that_was_chosen_runs_beside_one_that_would_take_
         (net(pool=MaxPoolAttrs((3, 3), (2, 2), (1, 1, 1, 1), (1, 1))), "its windows are not of 2 x 2, side by side"),
         (net(size=(29, 31), pool=MaxPoolAttrs((2, 2), (2, 2), (0, 0, 0, 0), (1, 1), ceil_mode=True)), "reach beyond the image"),
         (net(pool=MaxPoolAttrs((2, 2), (2, 2), (0, 0, 1, 1), (1, 1))), "reach beyond the image"),
-        (net(residual=True), "something else than constants is added"),
-        (net(shifted=True), "its operand is made ready by a launch before it"),
+        (net(residual=True), "its epilogue reads other tensors than constants"),
+        (net(shifted=True), "its operand needs a launch before it"),
         (net(again=True), "no max pool is the only reader of the result"),
         (net(strides=2, size=(56, 56)), "no tile of whole windows fits"),
         (net(kernel=1), "no tile of whole windows fits"),
@@ -114,7 +114,7 @@ def test_refused(graph: Graph, why: str) -> None:
 
 
 def test_a_part_of_a_joint_buffer_has_gaps() -> None:
-    because = "the pool's result does not lie in channels-last order without gaps"
+    because = "the pool's result is not channels-last without gaps"
     check_not_taken(net(joined=True), "conv_pool_sm90", because, "PooledConv", no_cubins=True)
 
 
@@ -156,9 +156,9 @@ def test_tiles_are_whole_windows_that_lie_in_shared_memory() -> None:
     assert "cut windows" in str(conv_patch.refuse(problem(), odd))
     assert conv_patch.refuse(problem(False), odd) is None
     split = conv_patch.PatchConfig(1, 1, 2, 28, 1, 0, 1, 1, 2)
-    assert "lie in shared memory" in str(conv_patch.refuse(problem(), split))
+    assert "pooling needs 16-bit results in shared memory" in str(conv_patch.refuse(problem(), split))
     added = conv_problem.Problem(1, 256, problem().sources, (("bias",), ("add",)), pooled=True)
-    assert "nothing is added" in str(conv_patch.refuse(added, offers[0].config))
+    assert "without a residual" in str(conv_patch.refuse(added, offers[0].config))
     assert "patch kernel" in str(conv.refuse(problem(), conv.Config(1, 1, 1, 64, 4)))
 
 

@@ -86,7 +86,7 @@ def test_what_the_blocks_need_after_them_is_one_launch() -> None:
     [
         (lambda n: transposed(n, n.input(2, 8, 5, 4), 8, (4, 4), (2, 2), group=2), "it has 2 groups"),
         (lambda n: n.op("ConvTranspose", n.input(1, 4, 5, 4), n.input(4, 4, 2, 2, name="w"), attrs=ConvTransposeAttrs((2, 2), (0,) * 4, (1, 1), (0, 0))), "weights are not constant"),
-        (lambda n: transposed(n, n.input(1, 4, 2, 2), 4, (2, 2), (2, 2), (4, 4, 0, 0), (1, 1)), "cut off all"),
+        (lambda n: transposed(n, n.input(1, 4, 2, 2), 4, (2, 2), (2, 2), (4, 4, 0, 0), (1, 1)), "cut off all results"),
         (lambda n: n.op("ConvTranspose", n.input(1, 4, 5, 4), n.random(4, 4, 2, 2), n.input(4, name="b"), attrs=ConvTransposeAttrs((2, 2), (0,) * 4, (1, 1), (0, 0))), "bias is not constant"),
     ],
 )  # fmt: skip

@@ -153,8 +153,14 @@ def test_other_kernels_take_no_pairs() -> None:
     assert tma.refuse(PROBLEM, config) == "its ring holds patches of one image"
     assert bands.refuse(plain, tile := bands.Config(1, 4, 4, 1, 1, 2, 3, 2)) is None
     assert "with nothing added" in (bands.refuse(PROBLEM, tile) or "")
-    assert depthwise.no_kernel(replace(PROBLEM, relu=True)) == "pairs are of floats as they are"
-    assert depthwise.no_kernel(replace(PROBLEM, dtype="int8", out="float16")) == "pairs are of floats as they are"
+    assert (
+        depthwise.no_kernel(replace(PROBLEM, relu=True))
+        == "pairs of convolutions are for floats without a ReLU before them"
+    )
+    assert (
+        depthwise.no_kernel(replace(PROBLEM, dtype="int8", out="float16"))
+        == "pairs of convolutions are for floats without a ReLU before them"
+    )
     assert depthwise.refuse(PROBLEM, replace(CONFIG, tile_w=4)) == "more than 64 accumulators per thread"
     assert not PROBLEM.residual
     assert PROBLEM.flops == 2 * plain.flops

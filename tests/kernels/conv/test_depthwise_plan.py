@@ -130,7 +130,7 @@ T = depthwise_tma.Config(2, 4, 8, 4, 4, 8, 2)
     ("problem", "config", "reason"),
     [
         (depthwise.Problem(4, same(14, 14, 60)), T, "60 channels"),
-        (D, replace(T, vectors=40, strips_x=1, strips_y=4), "320 channels are no TMA box"),
+        (D, replace(T, vectors=40, strips_x=1, strips_y=4), "a TMA box cannot have 320 channels"),
         (depthwise.Problem(4, same(14, 14, 64, (13, 13))), T, "too many taps"),
         (depthwise.Problem(4, same(14, 14, 64, (9, 9))), T, "not a tile"),
         (D, replace(T, strips_y=12), "not a tile"),
@@ -168,7 +168,7 @@ def test_depthwise_patches_hold_what_their_tiles_read(source: Source) -> None:
 @pytest.mark.parametrize("arch", BEFORE_HOPPER)
 def test_what_is_proposed_before_hopper_fits_a_block_and_needs_no_tma(arch: str) -> None:
     gpu = gpu_facts.of_arch(arch)
-    assert "capability 8.0 have not" in (depthwise_tma.refuse(D, T, capability=(8, 0)) or "")
+    assert "capability 8.0 do not have" in (depthwise_tma.refuse(D, T, capability=(8, 0)) or "")
     assert depthwise_tma.candidates(D, DEVICE)
     assert depthwise_tma.candidates(D, gpu) == []
     wide = depthwise.Problem(2, same(8, 8, 2048, (7, 7)))

@@ -106,7 +106,7 @@ def others(kind: str) -> Graph:
 @pytest.mark.parametrize(
     ("graph", "tactic", "because"),
     [
-        (others("reflect"), "depthwise_edges", "no edges are repeated before it"),
+        (others("reflect"), "depthwise_edges", "no Pad before it repeats edges"),
         (others("read"), "depthwise_edges", "the padded tensor has other readers"),
         (others("channels"), "depthwise_edges", "it pads images or channels, or crops them"),
         (others("crop"), "depthwise_edges", "it pads images or channels, or crops them"),

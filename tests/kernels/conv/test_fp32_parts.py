@@ -114,10 +114,10 @@ def rows(count: int, channels: int, depth: int) -> Problem:
 
 
 @pytest.mark.parametrize(("config", "reason"), [
-    (replace(CONFIGS[7], blocks=2), "have a multiprocessor to themselves"),
+    (replace(CONFIGS[7], blocks=2), "each alone on its multiprocessor"),
     (replace(CONFIGS[0], direct=False), "fp32 results are stored from registers"),
-    (replace(CONFIGS[0], share=(1, 2)), "have a multiprocessor to themselves"),
-    (replace(CONFIGS[0], bn=104), "three sets of 52 sums exceed the registers"),
+    (replace(CONFIGS[0], share=(1, 2)), "each alone on its multiprocessor"),
+    (replace(CONFIGS[0], bn=104), "three sets of 52 accumulators exceed the registers"),
     (replace(CONFIGS[0], stages=5), "shared memory"),
 ])  # fmt: skip
 def test_tiles_that_do_not_suit_parts_are_refused(config: Config, reason: str) -> None:

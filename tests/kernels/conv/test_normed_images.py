@@ -169,9 +169,9 @@ def _given_scale(n: Net) -> Value:
     ("build", "because"),
     [
         (_two_readers, "others read the normalized images"),
-        (_groups, "its images are not normalized as a whole behind another convolution"),
-        (_of_a_pool, "its images are not normalized as a whole behind another convolution"),
-        (_other_batch, "its images are not normalized as a whole behind another convolution"),
+        (_groups, "its images are not normalized as a whole after another convolution"),
+        (_of_a_pool, "its images are not normalized as a whole after another convolution"),
+        (_other_batch, "its images are not normalized as a whole after another convolution"),
         (_odd_pixels, "15 pixels of 64 channels are no whole groups of 8 by 64"),
         (_odd_channels, "32 pixels of 72 channels are no whole groups of 8 by 64"),
         (_wide_filter, "it is not a 1x1 convolution of single pixels"),
@@ -206,9 +206,9 @@ def test_images_are_whole_groups_of_eight_rows() -> None:
         {"norm": RowNorm(False, 1e-5, 32)},
         {"norm": RowNorm(True, 1e-5, 48)},
     ):
-        with pytest.raises(InternalError, match="moments of images are of 8 rows each"):
+        with pytest.raises(InternalError, match="moments of images cover 8 rows each"):
             Problem(2, 64, source, **options)  # type: ignore[arg-type]
-    with pytest.raises(InternalError, match="moments of images are of 8 rows each"):
+    with pytest.raises(InternalError, match="moments of images cover 8 rows each"):
         Problem(2, 64, (Source(3, 5, 64),), moments=True, moment_rows=8)
     Problem(2, 64, source, norm=RowNorm(True, 1e-5, 32), moments=True, moment_rows=8)
 

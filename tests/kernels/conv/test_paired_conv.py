@@ -190,9 +190,9 @@ def problem(**changed: Any) -> Problem:
 
 def test_patches_and_other_results_take_no_pairs() -> None:
     config = next(iter(patch_kernel.candidates(problem(beside=None, epilogue=(("bias",),)), _gpu())))
-    assert patch_kernel.refuse(problem(), config) == "its results are of one channel each"
+    assert patch_kernel.refuse(problem(), config) == "it does not combine pairs of channels"
     for wrong in ({"pooled": True}, {"scatter": True}, {"out": "float32"}):
-        with pytest.raises(InternalError, match="pairs of channels are of images or rows of floats"):
+        with pytest.raises(InternalError, match="have pairs of channels"):
             problem(**wrong)
 
 

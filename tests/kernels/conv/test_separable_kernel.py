@@ -60,8 +60,8 @@ C = Config(1, 1, 16, 1, 1, 24, 32, 2)
         (replace(P, dtype="float32"), C, "16-bit floats"),
         (replace(P, source=same(14, 14, 96, (7, 7))), C, "49 taps"),
         (replace(P, source=Source(14, 14, 96, (3, 3), (2, 2), (2, 2, 2, 2), (2, 2))), C, "a stride and a dilation"),
-        (replace(P, between=(("relu",), ("bias",))), C, "bias comes first"),
-        (replace(P, between=(("bias",), ("add",))), C, "nothing is added"),
+        (replace(P, between=(("relu",), ("bias",))), C, "do not begin with a bias"),
+        (replace(P, between=(("bias",), ("add",))), C, "or add a residual"),
         (replace(P, channels=20), C, "its number of channels is not a multiple of 8"),
         (replace(P, source=Source(2, 2, 96, (3, 3))), C, "its result is empty"),
         (P, replace(C, strips=3), "not a tile"),
@@ -75,7 +75,7 @@ C = Config(1, 1, 16, 1, 1, 24, 32, 2)
         (P, replace(C, stages=8, blocks=3), "that many blocks"),
         (replace(P, channels=320), replace(C, parts=2, columns=160), "registers per thread"),
         (replace(P, batch=1 << 30), C, "more tiles"),
-        (replace(P, source=replace(P.source, padding=(300, 1, 1, 1))), C, "more padding"),
+        (replace(P, source=replace(P.source, padding=(300, 1, 1, 1))), C, "its padding exceeds 255"),
     ],
 )  # fmt: skip
 def test_refused(problem: Problem, config: Config, reason: str) -> None:

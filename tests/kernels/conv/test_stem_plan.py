@@ -159,7 +159,7 @@ def test_vectors_are_as_wide_as_every_row_allows() -> None:
         ({"source": Source(32, 32, 5, (3, 3))}, "up to 4 channels, not 5"),
         ({"image": "float64"}, "does not read images of float64"),
         ({"epilogue": (("relu",),)}, "does not begin with the bias"),
-        ({"source": Source(32, 32, 3, (3, 3), depth=Depth(5, 5, 1)), "normalize": True}, "volumes are read as they are"),
+        ({"source": Source(32, 32, 3, (3, 3), depth=Depth(5, 5, 1)), "normalize": True}, "volumes take no normalization"),
         ({"channels": 12}, "multiple of 8"),
         ({"source": Source(8, 8, 3, (9, 9))}, "there are no pixels"),
         ({"source": Source(64, 64, 3, (16, 16))}, "are longer than 512"),

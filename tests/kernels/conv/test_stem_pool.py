@@ -81,8 +81,8 @@ REFUSED: dict[str, tuple[Build, str]] = {
         "images of up to 4 channels",
     ),
     "other windows": (lambda n: behind(n, n.max_pool(stem(n), 3, pads=1, strides=1)), "other windows than"),
-    "joined rows": (joined_rows, "the pool's result does not lie in channels-last order"),
-    "an addition": (added, "something else than constants is added"),
+    "joined rows": (joined_rows, "the pool's result is not channels-last"),
+    "an addition": (added, "its epilogue reads other tensors than constants"),
     "a wide image": (
         lambda n: behind(n, n.max_pool(n.op("Relu", n.conv(n.input(1, 3, 12, 300), 16, 3)), 3, pads=1)),
         "300 columns exceed",

@@ -72,13 +72,13 @@ def of_source(**change: Any) -> Problem:
 @pytest.mark.parametrize(
     ("made", "config", "reason"),
     [
-        (replace(P, conv=replace(P.conv, epilogue=ADD)), C, "nothing is added"),
+        (replace(P, conv=replace(P.conv, epilogue=ADD)), C, "takes no residual"),
         (replace(P, window=4), C, "windows of 4 x 4"),
         (of_source(stride=(2, 1)), C, "not two columns apart"),
-        (of_source(dilation=(1, 2)), C, "have gaps"),
+        (of_source(dilation=(1, 2)), C, "are dilated"),
         (of_source(kernel=(7, 8)), C, "more than 8 columns"),
-        (of_source(stride=(1, 2)), C, "do not begin at even rows"),
-        (of_source(dilation=(2, 1)), C, "do not begin at even rows"),
+        (of_source(stride=(1, 2)), C, "windows that begin at even rows"),
+        (of_source(dilation=(2, 1)), C, "windows that begin at even rows"),
         (of_source(kernel=(12, 7)), C, "18 K steps do not stay"),
         (P, Config(0), "not a tile"),
         (P, Config(11), "not a tile"),

@@ -124,7 +124,7 @@ D, DC = CASES["depthwise 5x5, two below"][1:]
     [
         ((grouped, replace(G, dtype="float32"), GC), "16-bit images"),
         ((grouped, replace(G, epilogue=(("bias",), ("add",))), GC), "nothing added"),
-        ((grouped, replace(G, bands=1), GC), "eights"),
+        ((grouped, replace(G, bands=1), GC), "not multiples of 8"),
         ((grouped, G, replace(GC, strip_w=5)), "not a tile"),
         ((grouped, replace(G, source=same(9, 18, 64), bands=4), GC), "not bands of 2"),
         ((grouped, G, replace(GC, strips=8, blocks=4)), "registers per thread"),

@@ -212,8 +212,8 @@ def by_hand(n: Net, *, known: bool = True, stages: bool = False) -> Value:
 @pytest.mark.parametrize(
     ("options", "tactic", "reason"),
     [
-        ({"known": False}, "conv3d_stem", "it is not an ungrouped convolution with constant weights, of a volume as it is"),
-        ({"stages": True}, "conv3d_stem", "it is not an ungrouped convolution with constant weights, of a volume as it is"),
+        ({"known": False}, "conv3d_stem", "it is not an ungrouped convolution with constant weights and without a prologue"),
+        ({"stages": True}, "conv3d_stem", "it is not an ungrouped convolution with constant weights and without a prologue"),
         ({"stages": True}, "conv3d_sm90", "other stages come before it"),
     ],
 )  # fmt: skip

@@ -148,7 +148,7 @@ def test_rows_of_other_widths_tell_no_moments() -> None:
 
 def test_problems_that_do_not_exist() -> None:
     for options in ({"one_matrix": True}, {"row_bias": True}):
-        with pytest.raises(InternalError, match="are of stacks of products"):
+        with pytest.raises(InternalError, match="only stacks of products"):
             Problem(100, 72, (Source(1, 1, 64),), **options)
     one = Problem(100, 128, (Source(1, 1, 64),), stack=(3, 2), one_matrix=True, row_bias=True, moments=True)
     assert one.bytes == 2 * (100 * 64 + 6 * 64 * 128 + 6 * 100 * 128)
@@ -159,7 +159,7 @@ def test_problems_that_do_not_exist() -> None:
 def test_sums_that_begin_with_a_bias_are_of_whole_tiles() -> None:
     problem = Problem(64, 64, (Source(1, 1, 16384),), stack=(4, 1), row_bias=True)
     config = Config(1, 1, 1, 64, 6, stream=True)
-    assert implicit_gemm.refuse(problem, config) == "sums that begin with a row's bias are of whole tiles"
+    assert implicit_gemm.refuse(problem, config) == "a bias per row needs whole tiles"
 
 
 CONFIGS = (

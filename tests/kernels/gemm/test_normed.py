@@ -154,7 +154,7 @@ def test_the_cost_model_takes_it_and_leaves_the_largest_products() -> None:
     program = lowered(n.done(_perceptron(n, 20000, 512)), no_cubins=True)
     assert tactics(program, "MatMul", "Gemm")[-1] == "gemm_sm90"
     reasons = refusals(program, "*normed*")
-    assert "42 GFLOP run at the power limit, where a norm in front of them costs little" in reasons
+    assert "42 GFLOP run at the power limit, where a norm before the product costs little" in reasons
 
 
 def test_the_cost_model_gives_gated_units_their_norm() -> None:
@@ -272,10 +272,10 @@ PLAIN = {"batch": 64, "channels": 128, "sources": (Source(1, 1, 128),)}
 @pytest.mark.parametrize(
     ("fields", "because"),
     [
-        ({"moments": True, "channels": 72}, "moments are of 64 channels each"),
-        ({"norm": RowNorm(True, 1e-5), "sources": (Source(1, 1, 72),)}, "moments are of 64 channels each"),
-        ({"moments": True, "out": "float32"}, "moments are of rows of 16 bits"),
-        ({"moments": True, "bands": 2}, "moments are of rows of 16 bits"),
+        ({"moments": True, "channels": 72}, "moments cover 64 channels each"),
+        ({"norm": RowNorm(True, 1e-5), "sources": (Source(1, 1, 72),)}, "moments cover 64 channels each"),
+        ({"moments": True, "out": "float32"}, "moments need rows of 16-bit values"),
+        ({"moments": True, "bands": 2}, "moments need rows of 16-bit values"),
         ({"norm": RowNorm(True, 1e-5), "epilogue": (("bias",), ("add",))}, "take no residual"),
     ],
 )
@@ -287,7 +287,7 @@ def test_problems_that_there_are_not(fields: dict[str, object], because: str) ->
 def test_spans_of_k_are_refused() -> None:
     streamed = Config(1, 1, 1, 64, 3, stream=True)
     for problem in (Problem(**PLAIN, moments=True), Problem(**PLAIN, norm=RowNorm(False, 1e-5))):  # type: ignore[arg-type]
-        assert implicit_gemm.refuse(problem, streamed) == "moments of rows are for whole tiles"
+        assert implicit_gemm.refuse(problem, streamed) == "moments of rows need whole tiles"
 
 
 def test_wide_tiles_are_refused_behind_a_norm() -> None:

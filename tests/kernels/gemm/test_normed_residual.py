@@ -219,8 +219,8 @@ def test_the_tuner_counts_the_norm_that_is_dropped() -> None:
 @pytest.mark.parametrize(
     ("fields", "because"),
     [
-        ({"channels": 72}, "moments are of 64 channels each"),
-        ({"out": "float32"}, "moments are of rows of 16 bits"),
+        ({"channels": 72}, "moments cover 64 channels each"),
+        ({"out": "float32"}, "moments need rows of 16-bit values"),
         ({"epilogue": (("bias",),)}, "there is no residual to normalize"),
     ],
 )
@@ -240,7 +240,7 @@ def test_configurations_that_there_are_not() -> None:
     problem = Problem(8192, 768, (Source(1, 1, 3072),), (("bias",), ("add",)), residual_norm=RowNorm(True, 1e-6))
     wide, streamed = Config(1, 1, 2, 144, 3, alternate=True), Config(1, 1, 1, 64, 3, stream=True)
     assert implicit_gemm.refuse(problem, wide) == "rows are normalized after up to 128 accumulators per thread"
-    assert implicit_gemm.refuse(problem, streamed) == "moments of rows are for whole tiles"
+    assert implicit_gemm.refuse(problem, streamed) == "moments of rows need whole tiles"
 
 
 @pytest.mark.nvrtc

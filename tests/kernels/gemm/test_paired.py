@@ -128,7 +128,7 @@ def test_pairs_are_of_rows_of_floats() -> None:
         {"bands": 2},
         {"prologue": (("relu",),)},
     ):
-        with pytest.raises(InternalError, match="pairs of channels are of images or rows of floats"):
+        with pytest.raises(InternalError, match="have pairs of channels"):
             Problem(**{"batch": 64, "channels": 48, "sources": (Source(1, 1, 64),), **stages, **wrong})
 
 

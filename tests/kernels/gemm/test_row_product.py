@@ -99,9 +99,9 @@ REFUSED: dict[str, Callable[[Net], Any]] = {
     "others read the normalized rows": read_twice,
     "its norm follows an addition": after_an_addition,
     "it is for up to 4 rows, not 5": lambda n: product(n, norm(n, rows(n, 5))),
-    "its norm has no constant scale of a row": of_two_axes,
-    "its norm is not only that of rows": over_two_axes,
-    "the rows in front of its norm do not have a constant pitch": between_others,
+    "its norm has no constant scale per channel": of_two_axes,
+    "its norm is not over rows alone": over_two_axes,
+    "the rows before its norm do not have a constant pitch": between_others,
     "the other product MatMul_": by_a_computed_matrix,
 }
 

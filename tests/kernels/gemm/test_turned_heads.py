@@ -135,11 +135,11 @@ def test_tiles_that_hold_no_pairs() -> None:
         Config(1, 1, 1, 64, 2, split=2),
         Config(1, 1, 1, 72, 2, stream=True),
     ):
-        assert implicit_gemm.refuse(PLAIN, config) == "heads are rotated in whole tiles, which wait in shared memory"
+        assert implicit_gemm.refuse(PLAIN, config) == "heads are rotated in whole tiles in shared memory"
     far = replace(PLAIN, turn=replace(TURN, head=128, turned=128))
     assert (
         implicit_gemm.refuse(far, Config(1, 1, 1, 64, 2))
-        == "a warpgroup has one tile of 64 channels, and pairs lie in two"
+        == "a warpgroup has one tile of 64 channels, but pairs span two"
     )
     assert implicit_gemm.refuse(far, Config(1, 1, 2, 64, 2)) is None
 
@@ -149,7 +149,7 @@ def test_tiles_that_hold_no_pairs() -> None:
     [{"moments": True}, {"epilogue": (("bias",), ("add",))}, {"out": "float32"}, {"turn": replace(TURN, turned=24)}],
 )
 def test_problems_that_there_are_not(fields: dict[str, Any]) -> None:
-    with pytest.raises(InternalError, match="heads are those of a product"):
+    with pytest.raises(InternalError, match="rotated heads need a product"):
         replace(PLAIN, **fields)
 
 

@@ -114,14 +114,14 @@ def test_what_is_refused(reason: str) -> None:
 
 def test_problems_that_there_are_not() -> None:
     for fields in ({"dtype": "float16"}, {"dtype": "int8", "out": "int8"}, {"dtype": "int8", "out": "float32"}):
-        with pytest.raises(InternalError, match="a scale each"):
+        with pytest.raises(InternalError, match="have a scale per row"):
             Problem(64, 64, (Source(1, 1, 64),), row_scale=True, **fields)
 
 
 def test_configurations_that_there_are_not() -> None:
     p = Problem(512, 4096, (Source(1, 1, 4096),), dtype="int8", out="float16", row_scale=True)
     split = implicit_gemm.Config(1, 1, 1, 64, 4, split=2)
-    assert implicit_gemm.refuse(p, split) == "sums that are multiplied by their rows' scales are whole"
+    assert implicit_gemm.refuse(p, split) == "scales per row are applied to whole sums: K is not split"
     assert "exceed the registers" in str(implicit_gemm.refuse(p, implicit_gemm.Config(2, 1, 2, 128, 3)))
     assert implicit_gemm.refuse(p, implicit_gemm.Config(1, 1, 1, 128, 4, share=(1, 2))) is None
 

@@ -128,7 +128,7 @@ PROBLEM = conv_problem.Problem(2, 64, (SOURCE,), prologue=(("scale_shift",), ("r
 )
 def test_tiles_without_room_for_it_are_refused(config: hopper.Config) -> None:
     assert hopper.refuse(replace(PROBLEM, prologue=()), config) is None
-    assert str(hopper.refuse(PROBLEM, config)).startswith("a prologue is for blocks of their own")
+    assert str(hopper.refuse(PROBLEM, config)).startswith("a prologue needs a single block")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_tiles_without_room_for_it_are_refused(config: hopper.Config) -> None:
     ],
 )
 def test_a_prologue_is_for_pixels_read_once(problem: dict[str, Any]) -> None:
-    with pytest.raises(InternalError, match="a prologue is for 16-bit pixels that are read once each"):
+    with pytest.raises(InternalError, match="a prologue needs one source of 16-bit pixels, each of which is read once"):
         conv_problem.Problem(2, 64, epilogue=(), prologue=(("relu",),), **problem)
 
 

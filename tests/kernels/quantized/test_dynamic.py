@@ -123,7 +123,7 @@ def test_large_tiles_leave_room_for_what_a_zero_point_takes_away() -> None:
 
 
 def test_only_integers_have_such_scales() -> None:
-    with pytest.raises(InternalError, match="is of 8-bit integers, and of all of them"):
+    with pytest.raises(InternalError, match="only 8-bit integers without scales per row have a computed scale"):
         Problem(8, 256, (Source(14, 14, 256),), (("bias",),), "float16", dynamic=True)
 
 
