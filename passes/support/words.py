@@ -154,6 +154,7 @@ RULES: Mapping[str, str] = {
     "grid_fold": "folds of windows that do not overlap made views",
     "token_product": "products along tokens computed without transposing them",
     "ordered_columns": "columns of joint projections put in the order of their parts",
+    "gate_before_reshape": "gates multiplied in front of Reshapes, by the product that makes them",
     "stage_before_reshape": "activations moved before Reshapes to the product before them",
     "own_products": "products to which several constants are added computed once for each",
     "add_before_reshape": "biases moved before Reshapes",
