@@ -137,6 +137,7 @@ RULES: Mapping[str, str] = {
     "thresholded_softplus": "PyTorch's softplus without its threshold",
     "constant_parts": "constant channels in front of a product multiplied when the network is built",
     "window_sum": "sums of products with shifted images made one sum over windows",
+    "sinkhorn": "rows and columns divided by their sums in turn made one operator",
     "sampled_sum": "weighted sums of sampled images made one operator",
     "deformed_columns": "deformable convolutions made samples and a product with a matrix",
     "product_chains": "products of products made products with one matrix",

@@ -66,7 +66,9 @@ def test_the_product_takes_them_in() -> None:
     assert tactics.count("pointwise") == 2, tactics  # only the casts from and to fp32
 
 
-def gated(*, source: str = "MatMul", used: bool = False, shape: tuple[int, ...] = (6, H * D), one: bool = False) -> Graph:
+def gated(
+    *, source: str = "MatMul", used: bool = False, shape: tuple[int, ...] = (6, H * D), one: bool = False
+) -> Graph:
     """Heads, multiplied by a gate, and a Reshape. ``one``: one factor for each head."""
     n = Net(np.float64)
     x, heads = n.input(6, 8), n.op("Exp", n.input(6, H, D))
