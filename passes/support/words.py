@@ -137,6 +137,8 @@ RULES: Mapping[str, str] = {
     "thresholded_softplus": "PyTorch's softplus without its threshold",
     "constant_parts": "constant channels in front of a product multiplied when the network is built",
     "window_sum": "sums of products with shifted images made one sum over windows",
+    "lerp": "mixtures of a tensor and a linear operator written as a sum, with the factors in the weights",
+    "scaled_residual": "factors of a residual moved behind the sum, which the weights are divided by",
     "sinkhorn": "rows and columns divided by their sums in turn made one operator",
     "sampled_sum": "weighted sums of sampled images made one operator",
     "deformed_columns": "deformable convolutions made samples and a product with a matrix",

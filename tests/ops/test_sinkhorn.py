@@ -51,7 +51,9 @@ def test_integers_are_refused() -> None:
 
 
 def test_cost_counts_a_sum_and_a_quotient_of_each_element() -> None:
-    definition = OPDEFS["Sinkhorn"]
-    call = Call("Sinkhorn", SinkhornAttrs(-1, 5), (TensorType(FP32, (2, 3, 4)),), (None,), 1, None)  # type: ignore[arg-type]
-    assert definition.cost is not None
-    assert definition.cost(call, definition.infer(call)).flops == 2 * 5 * 24
+    n = Net()
+    graph = n.done(n.op("Sinkhorn", n.input(2, 3, 4), attrs=SinkhornAttrs(-1, 5)))
+    (op,) = graph.of_kind("Sinkhorn")
+    call = Call(op.kind, op.attrs, (TensorType(FP32, (2, 3, 4)),), (None,), 1, graph.fresh_symbol)
+    assert op.definition.cost is not None
+    assert op.definition.cost(call, op.definition.infer(call)).flops == 2 * 5 * 24

@@ -110,7 +110,8 @@ class SinkhornKernel(IndexKernel):
         alone = rows * columns <= THREAD_ELEMENTS
         held = rows * columns if alone else rows * len(_ROW_STEPS)
         waves = -(-math.prod(outer) * (1 if alone else WARP) // THREADS_AT_ONCE)
-        return LAUNCH_S + waves * op.attrs.count * (STEP_S + held * ELEMENT_S)
+        divisions: int = op.attrs.count
+        return LAUNCH_S + waves * divisions * (STEP_S + held * ELEMENT_S)
 
 
 TACTIC = SinkhornKernel({"Sinkhorn": _sinkhorn}, _limits)
