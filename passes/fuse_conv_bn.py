@@ -3,7 +3,8 @@
 After a linear op: ``W' = W s``, ``b' = b s + t`` along the output channels. Before one: ``W' = W s`` along the input
 channels, ``b' = b + W t``, which is an Add where the op holds no bias. A whole chain (BatchNormalization, then a Mul and an
 Add, say) is composed in float64 and folded at once, so that weights are rounded once. Convolutions of one value that are added
-become one (:mod:`~optdnn.passes.parallel_convs`). A second pass writes the remaining BatchNormalizations as Mul and Add; a third
+become one (:mod:`~optdnn.passes.parallel_convs`). Sums and differences of a scaled tensor and a linear op take the forms of
+:mod:`~optdnn.passes.rules.scaled_residuals`. A second pass writes the remaining BatchNormalizations as Mul and Add; a third
 one joins these to a BatchNormalization again, for libraries that run both in one kernel.
 """
 
@@ -17,10 +18,10 @@ from optdnn.ops.norm import EpsilonAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.parallel_convs import ParallelConvs
 from optdnn.passes.rules.concats import activation_of_parts, bn_of_parts
-from optdnn.passes.support.affine import IDENTITY, ONE, ZERO, Affine, read, round_to, variable
+from optdnn.passes.rules.scaled_residuals import ScaledResidual, lerp, subtracted_linear
+from optdnn.passes.support.affine import IDENTITY, Affine, read, round_to, variable
 from optdnn.passes.support.facts import RESHAPES, operand, producer, shape_of
 from optdnn.passes.support.linear import LINEAR, Linear
-from optdnn.types import is_float
 
 
 class _FoldChain(Rule):
@@ -125,45 +126,6 @@ def bn_of_rows(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, flat), build)
 
 
-@rule("subtracted_linear", {"Sub"})
-def subtracted_linear(graph: Graph, op: Op) -> Match | Miss | None:
-    """``x - (y W + b)`` is ``x + (-(y W + b))``: the weights absorb the sign, and the sum is one that kernels compute (DnCNN)."""
-    total = op.outputs[0].type
-    if (
-        graph.constant_value(op.inputs[0]) is not None
-        or graph.type(operand(op, 1)) != total
-        or not is_float(total.dtype)
-    ):
-        return None
-    links, end = list[Op](), operand(op, 1)
-    while graph.sole_user(end) is not None and (x := variable(graph, link := graph.op(end))) is not None:
-        links.append(link)
-        end = x
-    linear = None if graph.sole_user(end) is None else Linear.of(graph, graph.op(end))
-    if linear is None:
-        return None
-    affine, dtype = IDENTITY, total.dtype
-    for link in reversed(links):
-        step = read(graph, link, linear.axis, linear.channels)
-        if isinstance(step, Miss):
-            return step
-        affine = affine.then(step)
-    affine = affine.then(Affine(-ONE, ZERO))
-    if (why := linear.refuses_after(Affine(affine.scale, ZERO))) is not None:
-        return Miss(why)
-    shape = (-1,) + (1,) * (len(total.dims) - 1 - linear.axis)
-    scale, shift = (round_to(a.reshape(shape), dtype) for a in (affine.scale, affine.shift))
-    if scale is None or shift is None:
-        return Miss(f"the scale or shift of {op.name} would overflow {dtype}")
-
-    def build(patch: Patch) -> Value:
-        y = patch.add("Mul", [end, patch.constant(scale, "scale")])
-        y = patch.add("Add", [y, patch.constant(shift, "shift")]) if affine.shifts else y
-        return patch.add("Add", [op.inputs[0], y])
-
-    return Match((op, *links), build)
-
-
 class FuseConvBn(RulePass):
     name = "fuse_conv_bn"
     rules = (
@@ -175,6 +137,8 @@ class FuseConvBn(RulePass):
         _FoldChain("scale_shift_conv", after=False, batch_norm=False),
         activation_of_parts,  # when no scale or shift is left in between
         ParallelConvs(),  # here, since scales and shifts around a sum of branches fold into what they merge to
+        lerp,
+        ScaledResidual(),  # behind the former, which may add convolutions of one value
         subtracted_linear,  # behind these, which add and subtract convolutions themselves
     )
 

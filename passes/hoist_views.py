@@ -8,7 +8,8 @@ tensor, also where the Reshape after it makes heads of columns. A Split of a joi
 would copy all of it. A norm of rows, and the addition after it, move in front of a Reshape of transposed rows (Swin V2's
 windows), and read the rows where they lie. Sums of two products and a residual take an order in which each product's kernel
 adds one tensor. A product to which several constants are added is computed once for each, with a bias. Parts of a product's
-columns that alternate follow one another. Activations and arithmetic with numbers move in front of a Reshape to the product.
+columns that alternate follow one another. Activations and arithmetic with numbers move in front of a Reshape to the product,
+and so do gates of heads.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.rules.early_stages import stage_before_reshape
+from optdnn.passes.rules.early_stages import gate_before_reshape, stage_before_reshape
 from optdnn.passes.rules.ordered_columns import ordered_columns
 from optdnn.passes.rules.own_products import own_products
 from optdnn.passes.rules.third_term import third_term
@@ -368,5 +369,5 @@ class HoistViews(RulePass):
     rules = (
         own_products, hoist_view, unflattened_rows, add_before_split, split_before_reshape, add_before_turn, norm_before_reshape,
         turn_before_norm, flat_rows_before_norm, add_before_reshape_of_norm, third_term, ordered_columns,
-        stage_before_reshape,
+        stage_before_reshape, gate_before_reshape,
     )  # fmt: skip

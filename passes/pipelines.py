@@ -36,6 +36,7 @@ from optdnn.passes.fuse_pointwise import FusePointwise
 from optdnn.passes.fuse_prologue import FusePrologue
 from optdnn.passes.fuse_rotary import FuseRotary
 from optdnn.passes.fuse_siblings import FuseSiblings
+from optdnn.passes.fuse_sinkhorn import FuseSinkhorn
 from optdnn.passes.fuse_snake import FuseSnake
 from optdnn.passes.fuse_softmax import FuseSoftmax
 from optdnn.passes.gather_rows import GatherRows
@@ -142,6 +143,7 @@ O2_GPU: tuple[Pass, ...] = (
     *FOLDED,
     MaskedRows(),  # sizes that depend on data: with the operators as they are, before fusions need to know of rows
     PadRows(),  # the sizes that are left
+    FuseSinkhorn(),  # when the softmax in front of it is one; before chains of steps are looked at
     UnrolledScans(),  # before fusions: chains of steps have many small operators
     ProductsOfParts(),  # before scans are rolled: recurrences whose products leave them are pointwise
     RollScans(),  # the chains that are left

@@ -1,11 +1,14 @@
-"""Stages move in front of the Reshape between them and a product or convolution, whose epilogue then takes them in."""
+"""Stages move in front of the Reshape between them and a product or convolution, whose epilogue then takes them in.
+
+So does the multiplication of a gate, which is such a product, with heads: its result is reshaped back.
+"""
 
 from __future__ import annotations
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, rule
-from optdnn.passes.support.facts import RESHAPES, operand, producer, scalar
+from optdnn.passes.support.facts import RESHAPES, in_shape, operand, producer, reshape_target, scalar, shape_of
 from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS, refuses
 
 STAGES = ACTIVATIONS | ADDITIONS | SCALINGS
@@ -21,10 +24,7 @@ def stage_before_reshape(graph: Graph, op: Op) -> Match | None:
     while (view := producer(graph, operand(views[-1]), RESHAPES, alone=True)) is not None:
         views.append(view)
     source = operand(views[-1])
-    made = graph.op(source)
-    while made.kind in STAGES and (before := _before(graph, made, ANCHORS | STAGES)) is not None:
-        made = before
-    if made.kind not in ANCHORS or graph.sole_user(source) != views[-1]:
+    if not _made_by_anchor(graph, source):
         return None
 
     def build(patch: Patch) -> Value:
@@ -34,6 +34,35 @@ def stage_before_reshape(graph: Graph, op: Op) -> Match | None:
         return y
 
     return Match((op, *views), build)
+
+
+@rule("gate_before_reshape", RESHAPES)
+def gate_before_reshape(graph: Graph, op: Op) -> Match | None:
+    """``reshape(reshape(f(x W)) * y)`` of the shape of ``x W`` is ``f(x W) * reshape(y)``: the gate of an attention's heads."""
+    product, shape = producer(graph, operand(op), {"Mul"}, alone=True), op.outputs[0].type.shape
+    if product is None or shape is None:
+        return None
+    for k, value in enumerate(product.inputs):
+        y, view = operand(product, 1 - k), producer(graph, value, RESHAPES, alone=True)
+        heads = product.outputs[0].type.shape
+        if view is None or heads is None or shape_of(graph, y) != heads or reshape_target(heads, shape) is None:
+            continue
+        gate = operand(view)
+        if shape_of(graph, gate) == shape and _made_by_anchor(graph, gate):
+
+            def build(patch: Patch, gate: Value = gate, y: Value = y) -> Value:
+                return patch.add("Mul", [gate, in_shape(patch, y, shape)], src=product.src)
+
+            return Match((op, product, view), build)
+    return None
+
+
+def _made_by_anchor(graph: Graph, value: Value) -> bool:
+    """Whether a product or convolution, and stages behind it, make a value that is read once."""
+    made = graph.op(value)
+    while made.kind in STAGES and (before := _before(graph, made, ANCHORS | STAGES)) is not None:
+        made = before
+    return made.kind in ANCHORS and graph.sole_user(value) is not None
 
 
 def _before(graph: Graph, op: Op, kinds: frozenset[str]) -> Op | None:

@@ -105,7 +105,7 @@ UNIT = frozenset({"HardSigmoid", "Sigmoid"})
 BOUNDS = frozenset(
     {
         *("GroupNormalization", "InstanceNormalization", "LayerNormalization", "LpNormalization"),
-        *("MeanVarianceNormalization", "RMSNormalization", "Softmax", "ArgMax", "ArgMin", "TopK"),
+        *("MeanVarianceNormalization", "RMSNormalization", "Sinkhorn", "Softmax", "ArgMax", "ArgMin", "TopK"),
         *("Atan", "Cos", "Erf", "HardSigmoid", "Sigmoid", "Sign", "Sin", "Softsign", "Tanh"),
     }
 )

@@ -120,6 +120,13 @@ def mean_variance_normalization(x: Array, *, axes: Sequence[int] = (0, 2, 3)) ->
     return (centred / (deviation + x.dtype.type(1e-9)),)
 
 
+def sinkhorn(x: Array, *, axis: int, count: int, epsilon: float = 0.0) -> tuple[Array, ...]:
+    """Matrices (the last two axes) divided ``count`` times by their sums plus ``epsilon``: first along ``axis``, then in turn."""
+    for k in range(count):
+        x = x / (x.sum(axis=axis if k % 2 == 0 else -3 - axis, keepdims=True) + x.dtype.type(epsilon))
+    return (x,)
+
+
 KERNELS: dict[str, Kernel] = {
     "BatchNormalization": batch_normalization,
     "InstanceNormalization": instance_normalization,
@@ -129,4 +136,5 @@ KERNELS: dict[str, Kernel] = {
     "LRN": lrn,
     "LpNormalization": lp_normalization,
     "MeanVarianceNormalization": mean_variance_normalization,
+    "Sinkhorn": sinkhorn,
 }

@@ -1,4 +1,7 @@
-"""stage_before_reshape: activations and arithmetic with numbers move in front of a Reshape, to the product before it."""
+"""stage_before_reshape: activations and arithmetic with numbers move in front of a Reshape, to the product before it.
+
+gate_before_reshape: so does the multiplication of heads by a gate.
+"""
 
 from __future__ import annotations
 
@@ -61,3 +64,31 @@ def test_the_product_takes_them_in() -> None:
     program = check_simulated(n.done(n.op("Softmax", y)))
     tactics = [str(s.params["tactic"]).split()[0] for s in program.steps]
     assert tactics.count("pointwise") == 2, tactics  # only the casts from and to fp32
+
+
+def gated(
+    *, source: str = "MatMul", used: bool = False, shape: tuple[int, ...] = (6, H * D), one: bool = False
+) -> Graph:
+    """Heads, multiplied by a gate, and a Reshape. ``one``: one factor for each head."""
+    n = Net(np.float64)
+    x, heads = n.input(6, 8), n.op("Exp", n.input(6, H, D))
+    made = n.op("Sigmoid", n.matmul(x, H if one else H * D) if source == "MatMul" else n.op(source, x))
+    gate = n.op("Reshape", made, n.ints(6, H, 1 if one else D), attrs=ReshapeAttrs())
+    y = n.op("Reshape", n.op("Mul", heads, gate), n.ints(*shape), attrs=ReshapeAttrs())
+    return n.done(y, *([n.op("Exp", gate)] if used else []))
+
+
+def test_a_gate_moves_to_its_product() -> None:
+    graph, _ = check_pass(HoistViews(), gated(), changes=1, rules={"gate_before_reshape": 1})
+    (product,) = graph.of_kind("Mul")
+    assert {graph.op(v).kind for v in product.inputs if v is not None} == {"Sigmoid", "Reshape"}
+    assert [u.kind for u in graph.users(product.value)] == ["Output"]
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [gated(used=True), gated(source="Sin"), gated(shape=(3, 2, H * D)), gated(one=True)],
+    ids=["the gate is read elsewhere", "no product", "another shape than the product's", "a factor of each head"],
+)
+def test_other_gates_stay(graph: Graph) -> None:
+    check_untouched(HoistViews(), graph)

@@ -15,6 +15,7 @@ from optdnn.ops.gemm import EinsumAttrs
 from optdnn.ops.packed_layout import CODES, PackedGatherAttrs, row_bytes
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.signal import BitCastAttrs
+from optdnn.ops.sinkhorn import SinkhornAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.types import DTYPES, FP32, INT64, NARROW_INTEGERS
 from support.net import Net
@@ -287,8 +288,19 @@ def _column(n: Net, x: Any) -> Any:
     return n.op("Slice", x, n.ints(0), n.ints(1), n.ints(2))
 
 
+def matrices(n: Net) -> list[Any]:
+    """Of each size that a thread or a warp holds, also where they lie transposed."""
+    found = []
+    for k, (rows, columns, axis, count) in enumerate(((4, 4, -2, 7), (3, 5, -1, 4), (16, 16, -1, 5), (7, 32, -2, 6))):
+        x = n.op("Sigmoid", n.input(5, rows, columns, name=f"x{k}"))
+        found.append(n.op("Sinkhorn", x, attrs=SinkhornAttrs(axis, count, 1e-3 * k)))
+    turned = n.op("Transpose", n.op("Sigmoid", n.input(6, 4, 5, name="turned")), attrs=TransposeAttrs((2, 1, 0)))
+    return [*found, n.op("Sinkhorn", turned, attrs=SinkhornAttrs(-1, 3))]
+
+
 FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
     f.__name__: f
     for f in (orders, triangles, sums, scatters, written_updates, choices, grids, quantized, bytes_of_floats, parts_of_bytes,
-              integer_products, integer_convolutions, contractions, spectra, statistics, regions, packed_tables, joined)
+              integer_products, integer_convolutions, contractions, spectra, statistics, regions, packed_tables, joined,
+              matrices)
 }  # fmt: skip
