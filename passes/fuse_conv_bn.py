@@ -138,8 +138,8 @@ class FuseConvBn(RulePass):
         activation_of_parts,  # when no scale or shift is left in between
         ParallelConvs(),  # here, since scales and shifts around a sum of branches fold into what they merge to
         lerp,
-        ScaledResidual(),  # behind the former, which may add convolutions of one value
-        subtracted_linear,  # behind these, which add and subtract convolutions themselves
+        ScaledResidual(),  # after these two, which may add convolutions of one value
+        subtracted_linear,  # last: the rules above also add and subtract convolutions
     )
 
 

@@ -58,7 +58,7 @@ def gate_before_reshape(graph: Graph, op: Op) -> Match | None:
 
 
 def _made_by_anchor(graph: Graph, value: Value) -> bool:
-    """Whether a product or convolution, and stages behind it, make a value that is read once."""
+    """Whether a value has one reader and is the result of a product or convolution and stages after it."""
     made = graph.op(value)
     while made.kind in STAGES and (before := _before(graph, made, ANCHORS | STAGES)) is not None:
         made = before

@@ -24,7 +24,7 @@ LEAST, MOST = 1 / 64, 64.0
 
 @dataclass(frozen=True)
 class _Term:
-    """``linear(…) * scale + shift``, read once, and the operators behind the linear one."""
+    """``linear(…) * scale + shift`` with one reader, and the operators after the linear one."""
 
     linear: Linear
     affine: Affine
@@ -62,7 +62,7 @@ class _Term:
 
 @dataclass(frozen=True)
 class _Factored:
-    """``value * scale + shift``, a Mul and an Add that fold into the weights of what makes ``value``."""
+    """``value * scale + shift``, a Mul and an Add that fold into the weights of the producer of ``value``."""
 
     value: Value
     scale: Array
@@ -117,7 +117,7 @@ def lerp(graph: Graph, op: Op) -> Match | None:
 class ScaledResidual(Rule):
     """``x c + conv(y)`` is ``(x + conv(y) / c) c``, c constant per channel: GPUs' convolutions add a tensor and scale the sum.
 
-    Products leave such a sum to the norm behind it, which reads both terms.
+    Products leave such a sum to the norm after it, which reads both terms.
     """
 
     name = "scaled_residual"
