@@ -13,8 +13,8 @@ from optdnn.ops.table import OPDEFS
 @pytest.mark.parametrize(
     ("kind", "because"),
     [
-        ("ReduceL2", "it adds no squares of int32, which overflow"),
-        ("ReduceLogSumExp", "it takes no exponentials of int32"),
+        ("ReduceL2", "it does not add squares of int32: they overflow"),
+        ("ReduceLogSumExp", "it does not compute exponentials of int32"),
     ],
 )
 def test_sums_of_integers_that_the_kernel_does_not_compute(kind: str, because: str) -> None:
