@@ -1,7 +1,7 @@
 """The cuda program under construction: the place of every value, the steps, the table of kernels.
 
-A value is :class:`TensorView`: a buffer, an offset and a stride per logical axis (in elements). Reshapes, transposes, slices and
-splits are therefore other views of the same memory, and a concatenation is written in place by those that make its parts.
+The place of a value is a :class:`TensorView`: a buffer, an offset and a stride per logical axis (in elements). Reshapes, transposes,
+slices and splits are therefore other views of the same memory, and the producers of a concatenation's parts write it in place.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from optdnn.runtime.steps.attrs import attrs_to_plain
 from optdnn.types import BF16, FP16, FP32, Array, DType, TensorType
 
 EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")
-"""Element types of quantized tensors; their pixels have channels in sixteens."""
+"""Element types of quantized tensors; their pixels have a multiple of 16 channels."""
 CHANNEL_ALIGN = 8
-"""Channels-last tensors of 16-bit floats have this many channels, or a multiple, per pixel: TMA addresses 16 bytes."""
+"""Channels-last tensors of 16-bit floats have a multiple of this many channels per pixel: TMA needs multiples of 16 bytes."""
 
 
 NOWHERE = -1
@@ -40,10 +40,10 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class TensorView:
-    """A tensor in a buffer; ``offset`` and ``strides`` (one per logical axis) count elements.
+    """A tensor in a buffer. ``offset`` and ``strides`` (one per logical axis) are in elements.
 
-    A plan has tensors that do not exist yet: their buffer is :data:`NOWHERE`, and ``make`` adds the launches that fill their
-    buffer, and returns its number.
+    Tensors of a plan may not exist yet: their buffer is :data:`NOWHERE`. Then ``make`` adds the launches that fill a buffer, and returns
+    the buffer's number.
     """
 
     buffer: int
@@ -63,7 +63,7 @@ class TensorView:
         return self.offset * self.dtype.itemsize
 
     def is_like(self, strides: Sequence[int]) -> bool:
-        """Whether it has these strides where they matter (on axes longer than 1)."""
+        """Whether it has these strides on all axes longer than 1."""
         return all(n == 1 or a == b for n, a, b in zip(self.shape, self.strides, strides, strict=True))
 
     @property
@@ -72,7 +72,7 @@ class TensorView:
         return self.is_like(row_major(self.shape))
 
     def view(self, shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> TensorView:
-        """Another view of the same buffer, ``offset`` elements on."""
+        """Another view of the same buffer, ``offset`` elements further."""
         return replace(self, shape=tuple(shape), strides=tuple(strides), offset=self.offset + offset)
 
 
@@ -94,9 +94,9 @@ def channels_last(shape: Sequence[int], pitch: int) -> tuple[int, ...]:
 
 
 def physical_shape(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a buffer for a tensor of these strides.
+    """The shape of a buffer for a tensor with these strides.
 
-    A tensor of padded rows or pixels holds the last one's padding, too, whichever axis is the outermost in memory.
+    The buffer of padded rows or pixels also holds the padding of the last one, whichever axis is outermost in memory.
     """
     if tuple(strides) == row_major(shape):
         return tuple(shape)
@@ -119,7 +119,7 @@ def up(n: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Move:
-    """A copy on behalf of ``op``: a view that has to be written out. Several ``sources`` lie side by side along ``axis`` of ``target``."""
+    """A copy on behalf of ``op``: a view that has to be written out. Several ``sources`` are joined along ``axis`` of ``target``."""
 
     op: Op
     sources: tuple[TensorView, ...]
@@ -129,7 +129,7 @@ class Move:
 
 @dataclass
 class Builder:
-    """Collects buffers, steps, kernels and blobs. ``graph`` gives types; ``place`` gives the place of each value."""
+    """Collects buffers, steps, kernels and blobs. ``graph`` has the types of values, ``place`` their places."""
 
     graph: Graph
     gpu: GpuFacts
@@ -140,44 +140,44 @@ class Builder:
     recipes: list[Recipe] = field(default_factory=list)
     place: dict[Value, TensorView] = field(default_factory=dict)
     padded: bool = False
-    """Whether fp32 tensors have a multiple of CHANNEL_ALIGN channels per pixel, too (where products are of tf32)."""
+    """Whether fp32 tensors also have a multiple of CHANNEL_ALIGN channels per pixel (for tf32 products)."""
     row_invariant: bool = False
     """Whether a row of a batch must have the same bits for any batch size."""
     lanes: bool = True
     """Whether independent steps may run side by side."""
     reserved: dict[Value, TensorView] = field(default_factory=dict)
-    """Values that must be written to a place chosen beforehand: network outputs, and parts of concatenations."""
+    """Values with a place that was chosen beforehand: network outputs, and parts of concatenations."""
     fetch: Callable[[Value], TensorView | None] = field(default=lambda value: None)
-    """Brings a value that the host makes to the GPU (see :mod:`optdnn.lowering.host`)."""
+    """Copies a value that the host computes to the GPU (see :mod:`optdnn.lowering.host`)."""
     _kernel_of: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _blob_of: dict[tuple[str, tuple[int, ...], bytes], int] = field(default_factory=dict)
     _constants: dict[int, TensorView] = field(default_factory=dict)
     _copies: dict[tuple[TensorView, tuple[int, ...]], TensorView] = field(default_factory=dict)
     kept: ConstantCache = field(default_factory=ConstantCache)
-    """Constants, which other builders may share."""
+    """Constants; other builders may share them."""
     retained: list[int] = field(default_factory=list)
-    """Buffers that keep what their step leaves there (:attr:`optdnn.runtime.program.Program.retained`)."""
+    """Buffers that keep their contents from run to run (:attr:`optdnn.runtime.program.Program.retained`)."""
     together: dict[int, Any] = field(default_factory=dict)
-    """What a tactic's ``place`` decided for an operator (by number) beyond the places of its results."""
+    """Operator (by number) -> further decisions of its tactic's ``place``, beyond the places of its results."""
     sums: dict[Value, TensorView] = field(default_factory=dict)
-    """Means that a launch of their own makes of the sums of an image's tiles -> these sums (images, tiles, channels)."""
+    """Means that a separate launch computes from sums over an image's tiles -> these sums (images, tiles, channels)."""
     chosen: dict[int, Any] = field(default_factory=dict)
     """Anchor of a planned site (by number) -> its tactic."""
     joined: dict[int, tuple[Op, ...]] = field(default_factory=dict)
-    """Anchor of a planned site (by number) -> the operators before it that the same launches compute: their results are not stored."""
+    """Anchor of a planned site (by number) -> the operators before it that the same launches compute. Their results are not stored."""
     plan: list[Any] = field(default_factory=list)
-    """What is to be launched, in order: moves, steps of the host, and sites (:mod:`optdnn.lowering.sites`)."""
+    """The entries to launch, in order: moves, steps of the host, and sites (:mod:`optdnn.lowering.sites`)."""
 
     @property
     def arch(self) -> str:
-        """What its kernels are compiled for."""
+        """The architecture that its kernels are compiled for."""
         return self.gpu.arch
 
     def __post_init__(self) -> None:
         self.kept.of(self.graph)
 
     def fork(self) -> Builder:
-        """An independent continuation of this builder: additions to it are not added to this one."""
+        """An independent copy of this builder: additions to the copy do not change this one."""
         made = copy(self)
         made.fetch = lambda value: None
         for name, value in vars(self).items():
@@ -188,11 +188,11 @@ class Builder:
     # ---------------------------------------------------------------- memory
 
     def new(self, name: str, dtype: DType, shape: Sequence[int], strides: Sequence[int] | None = None) -> TensorView:
-        """A new buffer for a tensor of this logical shape; its physical size is what the strides span."""
+        """A tensor of this logical shape in a new buffer. The buffer has the size that the strides span."""
         return self.made(self.later(name, dtype, shape, strides))
 
     def later(self, name: str, dtype: DType, shape: Sequence[int], strides: Sequence[int] | None = None) -> TensorView:
-        """A tensor that is still to be made, in a new buffer."""
+        """:meth:`new`, but the buffer is added only when the tensor is made."""
 
         def make() -> int:
             self.buffers.append(Buffer(name, dtype, physical_shape(x.shape, x.strides)))
@@ -202,11 +202,11 @@ class Builder:
         return x
 
     def made(self, x: TensorView) -> TensorView:
-        """``x`` itself; if it does not exist yet, its launches are added and it gets its buffer."""
+        """``x`` with a buffer: if it does not exist yet, its launches and its buffer are added."""
         if x.buffer != NOWHERE:
             return x
         if x.make is None:
-            raise InternalError("nothing says how a tensor is made")
+            raise InternalError("a tensor without a buffer has no function that makes it")
         return replace(x, buffer=x.make(), make=None)
 
     def blob(self, array: Array) -> int:
@@ -232,7 +232,7 @@ class Builder:
         """A constant's elements with other strides (None: without gaps), and zeros in the gaps."""
         blob = self.buffers[x.buffer].blob
         if blob is None:
-            raise InternalError("only constants are rearranged")
+            raise InternalError("only constants can be rearranged")
         to = row_major(x.shape) if strides is None else tuple(strides)
         flat = self.blobs[blob].reshape(-1)[x.offset :]
         values = as_strided(flat, x.shape, [s * flat.itemsize for s in x.strides])
@@ -241,7 +241,7 @@ class Builder:
         return replace(self.constant(made, name), shape=x.shape, strides=to)
 
     def operand(self, value: Value | None) -> TensorView:
-        """Where a value lies (a Constant is placed on first use). Raises InternalError for an absent operand."""
+        """The place of a value. A constant is placed on first use. Raises InternalError for an absent operand."""
         if value is None:
             raise InternalError("an operand is absent")
         found = self.place.get(value) or self.fetch(value)
@@ -253,14 +253,14 @@ class Builder:
         return found
 
     def source(self, value: Value | None) -> TensorView:
-        """:meth:`operand`, but a constant is placed only when it is made."""
+        """:meth:`operand`, but a constant is placed only when the view is made."""
         array = self.graph.constant_value(value)
         if array is None or value in self.place:
             return self.operand(value)
         return unmade(array.dtype, array.shape, make=lambda: self.operand(value).buffer)
 
     def result(self, value: Value, strides: Sequence[int] | None = None) -> TensorView:
-        """:meth:`target`, but it is placed only when it is made."""
+        """:meth:`target`, but the value is placed only when the view is made."""
         found = self.place.get(value, self.reserved.get(value))
         if found is not None:
             return found
@@ -269,14 +269,14 @@ class Builder:
         return self.later(out.name, t.dtype, t.static_shape, self.strides_for(t) if strides is None else strides)
 
     def weights(self, op: Op) -> Array:
-        """The constant operand 1 of an operator, which its tactic requires."""
+        """The constant operand 1 of an operator. Raises InternalError if it is not constant."""
         array = self.graph.constant_value(op.inputs[1])
         if array is None:
             raise InternalError(f"{op.kind} {op.name}: its weights are not constant")
         return array
 
     def strides_for(self, type: TensorType) -> tuple[int, ...]:
-        """Strides of a fresh tensor of this type in its layout."""
+        """Strides of a new tensor of this type in its layout."""
         shape = type.static_shape
         if not type.layout:
             return row_major(shape)
@@ -286,8 +286,8 @@ class Builder:
         return channels_last(shape, up(shape[1], align))
 
     def target(self, value: Value, strides: Sequence[int] | None = None) -> TensorView:
-        """Where the producer of a value writes it: its place, its reserved place, or a new buffer of these strides (None: in the layout
-        of its type)."""
+        """The place where the producer of a value writes it: its place, its reserved place, or a new buffer with these strides (None: in
+        the layout of its type)."""
         if value not in self.place:
             self.place[value] = self.made(self.result(value, strides))
         return self.place[value]
@@ -326,10 +326,9 @@ class Builder:
         scratch: Sequence[TensorView] = (),
         kept: Sequence[TensorView] = (),
     ) -> None:
-        """Add a launch; ``operands`` places its operands by name. ``kind``, ``attrs`` (as the reference kernel takes them), ``reads``
-        and ``writes`` are its meaning.
+        """Add a launch. ``operands``: name -> view. Its meaning is ``kind``, ``attrs`` (of the reference kernel), ``reads`` and ``writes``.
 
-        ``scratch`` is memory that only it uses; ``kept`` too, which is zeros at first, and later what the last run left."""
+        ``scratch``: memory that only this launch uses. ``kept``: the same, but zeros at first, and kept from run to run."""
         touched = [operands[r.operand] for r in launch.relocations]
         inputs, written = _buffers(reads, touched, [*writes, *scratch, *kept])
         number = {b: i for i, b in enumerate((*inputs, *written))}
@@ -354,7 +353,7 @@ class Builder:
         reads: Sequence[TensorView | None],
         writes: Sequence[TensorView | None],
     ) -> None:
-        """Add a library's call: ``operands`` places those of the operation by name; the rest is as for :meth:`emit`."""
+        """Add a library call. ``operands``: name -> view, for the operation's operands. The rest is as for :meth:`emit`."""
         inputs, written = _buffers(reads, operands.values(), writes)
         number = {b: i for i, b in enumerate((*inputs, *written))}
         places = {name: (number[p.buffer], p.byte_offset) for name, p in operands.items()}
@@ -364,7 +363,7 @@ class Builder:
         self, op: Op, launch: LaunchPlan | LibraryCall, inputs: Sequence[int], written: Sequence[int], kind: str,
         attrs: Mapping[str, Any], reads: Sequence[TensorView | None], writes: Sequence[TensorView | None],
     ) -> None:  # fmt: skip
-        """Add a step on these buffers. What is read and written in one buffer is its operand as an input, and as an output."""
+        """Add a step on these buffers. A buffer that is read and written is an operand twice: as an input, and as an output."""
         read = {b: i for i, b in enumerate(inputs)}
         write = {b: len(inputs) + i for i, b in enumerate(written)}
         meaning = ReferenceOp(
@@ -377,7 +376,7 @@ class Builder:
         self.steps.append(Step("cuda", step.to_params(), tuple(inputs), tuple(written), tuple(sorted(op.src))))
 
     def credit(self, first: int, tactic: str) -> None:
-        """Record which tactic made the steps from number ``first`` on (those without a record)."""
+        """Record ``tactic`` as the origin of the steps from number ``first`` on that have no origin yet."""
         for k in range(first, len(self.steps)):
             step = self.steps[k]
             if step.executor == "cuda" and "tactic" not in step.params:
@@ -394,7 +393,7 @@ class Builder:
 def _buffers(
     reads: Iterable[TensorView | None], touched: Iterable[TensorView], writes: Iterable[TensorView | None]
 ) -> tuple[list[int], list[int]]:
-    """The buffers that a step reads, and those that it writes. A buffer that its meaning does not name counts as read, unless it is written."""
+    """The buffers that a step reads, and the buffers that it writes. A buffer in ``touched`` only counts as read."""
     written = list(dict.fromkeys(w.buffer for w in writes if w is not None))
     read = dict.fromkeys(r.buffer for r in reads if r is not None)
     more = dict.fromkeys(p.buffer for p in touched if p.buffer not in written)
@@ -402,7 +401,7 @@ def _buffers(
 
 
 def products(b: Builder, op: Op) -> str:
-    """The type of the factors of an operator's products, as the kernels name it."""
+    """The kernels' name for the element type of an operator's products."""
     dtype = summed_dtype(b.graph, op)
     return "tfloat32" if dtype == FP32 and has_tf32(op) else map_dtype(dtype)
 

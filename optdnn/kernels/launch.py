@@ -1,7 +1,7 @@
 """A kernel launch that has no addresses yet: plain data that needs no GPU, with operands by name.
 
-A family's ``launch(problem, config, …)`` gives a :class:`Launch`; :meth:`optdnn.kernels.builder.Builder.emit` puts it into a program,
-where its operands are numbers of buffers.
+A family's ``launch(problem, config, …)`` returns a :class:`Launch`. :meth:`optdnn.kernels.builder.Builder.emit` adds it to a program and
+replaces the names of its operands by numbers of buffers.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.launches.plan import CLUSTER, MAP_BYTES, NOTHING, Pointer, TensorMap
 
 GENERAL = ("--std=c++17",)
-"""Compiler options of generated kernels: no fast math, they are the accurate ones."""
+"""Compiler options of generated kernels. They do not use fast math: these kernels are the accurate ones."""
 
 
 def no_room(needed: int, shared: int, blocks: int) -> str | None:
-    """Why ``blocks`` of a multiprocessor do not have ``needed`` bytes of shared memory each, or None. ``shared``: the most of a block."""
+    """Why ``blocks`` blocks with ``needed`` bytes of shared memory each do not fit a multiprocessor, or None. ``shared``: most bytes of a
+    block."""
     if needed > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
-    if blocks > 1 and blocks * (needed + 1024) > shared + 1024:  # the system takes a kilobyte of each block
+    if blocks > 1 and blocks * (needed + 1024) > shared + 1024:  # the system reserves a kilobyte per block
         return "shared memory does not allow that many blocks per multiprocessor"
     return None
 
 
 def template_options(*dtypes: str, exact: bool = False, fast: bool = True, checked: bool = False) -> tuple[str, ...]:
-    """Compiler options of a kernel template on these element types. ``exact``: products are rounded before they are added to;
-    ``fast``: functions are inexact in the last bits of fp32; ``checked``: a wait that never ends traps instead of hanging the GPU."""
+    """Compiler options of a kernel template on these element types. ``exact``: no fused multiply-adds, so products are rounded before
+    an addition. ``fast``: functions are inexact in the last bits of fp32. ``checked``: a wait that never ends traps instead of hanging
+    the GPU."""
     wanted = {
         "--use_fast_math": fast,
         "--fmad=false": exact,
@@ -41,10 +43,11 @@ def template_options(*dtypes: str, exact: bool = False, fast: bool = True, check
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of the kernel ``function`` of what ``recipe`` compiles, with ``block`` threads a block.
+    """One launch of the kernel ``function`` in the module that ``recipe`` compiles, with ``block`` threads per block.
 
-    ``parameters`` is the kernel's one parameter block. Addresses and tensor maps of the named operands belong into it. ``waits``
-    declares what blocks wait for in addition to earlier launches (:data:`optdnn.runtime.cuda.launches.plan.WAITS`).
+    ``parameters`` is the kernel's parameter block. ``pointers`` and ``maps`` are its fields for the addresses and tensor maps of named
+    operands. ``waits`` declares what blocks wait for in addition to earlier launches
+    (:data:`optdnn.runtime.cuda.launches.plan.WAITS`).
     """
 
     recipe: Recipe
@@ -60,7 +63,7 @@ class Launch:
 
     @property
     def relocations(self) -> tuple[Pointer[str] | TensorMap[str], ...]:
-        """What belongs into the parameter block once addresses are known."""
+        """The fields of the parameter block that are filled in once addresses are known."""
         return (*self.pointers, *self.maps)
 
     @property
@@ -74,7 +77,7 @@ def tensor_map(
     operand: str, dtype: str, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int, *,
     offset: int = 0, corners: Sequence[int] = (), steps: Sequence[int] = (),
 ) -> TensorMap[str]:  # fmt: skip
-    """A tensor map that has no place in a parameter block yet: fields as of :class:`TensorMap`."""
+    """A tensor map without a place in a parameter block; the fields are those of :class:`TensorMap`."""
     return TensorMap(
         0, operand, offset, dtype, tuple(shape), tuple(strides), tuple(box), swizzle, tuple(corners), tuple(steps)
     )
@@ -95,8 +98,8 @@ class Parameters:
             self._data.extend(struct.pack(f"<{len(values)}{form}", *values))
         except (struct.error, OverflowError) as error:
             raise UnsupportedError(
-                f"a kernel's parameter would be {max(map(abs, values))}, which {size} bytes do not hold",
-                hint="the kernels of a GPU take smaller sizes: build for --target cpu",
+                f"a kernel's parameter would be {max(map(abs, values))}, which does not fit {size} bytes",
+                hint="GPU kernels only take smaller sizes: build for --target cpu",
             ) from error
         return self
 
@@ -140,7 +143,7 @@ class Parameters:
         self, recipe: Recipe, function: str, grid: int | tuple[int, int, int], block: int, *, shared: int = 0, cluster: int = 1,
         waits: str = "",
     ) -> Launch:  # fmt: skip
-        """The launch with this block, filled up to the size of the kernel's struct. ``grid``: blocks along x, or along all axes.
+        """The launch with this block, padded to the size of the kernel's struct. ``grid``: blocks along x, or along all axes.
 
         ``waits`` "" means the peers of a cluster, if there is one.
         """
@@ -148,7 +151,7 @@ class Parameters:
         return self._launch(recipe, function, grid, block, shared, cluster, waits)
 
     def finished(self) -> tuple[bytes, tuple[Pointer[str], ...]]:
-        """The block so far, and the addresses that belong into it."""
+        """The block so far, and its address fields."""
         return bytes(self._data), tuple(self._pointers)
 
     def generated(

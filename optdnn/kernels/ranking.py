@@ -1,4 +1,4 @@
-"""Which configurations of a kernel are worth timing, of those that a cost model has estimated."""
+"""Selection of the configurations of a kernel that are worth timing, from a cost model's estimates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 MOST = 2
-"""Configurations of one shape."""
+"""Most chosen configurations of one shape."""
 
 C = TypeVar("C", bound=Any)
 
@@ -17,8 +17,8 @@ def varied(found: Iterable[tuple[float, C]], shape: Callable[[C], Hashable], lim
 
 
 def varied_pairs(found: Iterable[tuple[float, C]], shape: Callable[[C], Hashable], limit: int) -> list[tuple[float, C]]:
-    """The first ``limit`` (seconds, configuration) by estimated seconds, at most :data:`MOST` of what ``shape`` calls alike: models err
-    by shape, so that one that was ranked too low is there all the same. Equal estimates: in the order of the configurations."""
+    """The first ``limit`` (seconds, configuration) pairs by estimated seconds, at most :data:`MOST` per ``shape``. Models err by shape, so
+    this keeps shapes that are ranked too low. Equal estimates come in the order of the configurations."""
     chosen: list[tuple[float, C]] = []
     shapes: dict[Hashable, int] = {}
     for seconds, config in sorted(found, key=lambda item: (item[0], item[1])):
@@ -32,7 +32,7 @@ def varied_pairs(found: Iterable[tuple[float, C]], shape: Callable[[C], Hashable
 
 
 def first_reason(reasons: Iterable[str | None]) -> str | None:
-    """The first of the reasons why configurations cannot run a problem, or None where one of them can: the others are not asked."""
+    """The first reason why configurations cannot run a problem, or None if one of them can. Evaluation stops at the first None."""
     first = None
     for why in reasons:
         if why is None:
@@ -42,13 +42,14 @@ def first_reason(reasons: Iterable[str | None]) -> str | None:
 
 
 def two_are_better(one: float, two: float, gain: float) -> str | None:
-    """Why two launches of ``two`` seconds in all are better than one of ``one``, which has to promise at most ``gain`` of that; or None."""
+    """Why two launches with a total of ``two`` seconds are better than one launch of ``one`` seconds, or None if ``one`` is at most
+    ``gain * two``."""
     if one <= gain * two:
         return None
     return f"two launches are predicted to be as fast ({two * 1e6:.2f} us; one: {one * 1e6:.2f} us)"
 
 
 def joint(power: float, *times: float) -> float:
-    """The time of what runs side by side, as a norm of the times: more than the longest, and less than their sum."""
+    """The time of overlapping work, as a norm of its times: more than the longest, less than their sum."""
     top = max(times)
     return float(top * sum((t / top) ** power for t in times) ** (1 / power))

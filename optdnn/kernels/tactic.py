@@ -19,8 +19,8 @@ PROVIDERS = ("own", "cudnn", "cublaslt")
 class Region:
     """Operators that one tactic computes together.
 
-    Its launches are emitted at ``anchor``, the first place in the graph's order with all operands computed. ``before`` and
-    ``after`` are the other operators, in that order.
+    Its launches are emitted at ``anchor``, the first place in the graph's order where all operands are computed. ``before`` and
+    ``after`` are the other operators, in the graph's order.
     """
 
     anchor: Op
@@ -39,7 +39,7 @@ class Region:
 
 
 def readers(graph: Graph, op: Op) -> list[Op]:
-    """The operators that read a result."""
+    """The operators that read a result of ``op``."""
     return [user for port in range(len(op.outputs)) for user in graph.users(Value(op.id, port))]
 
 
@@ -61,7 +61,7 @@ class Offer:
 
 
 MANY = 32
-"""With ``row_invariant``, one configuration serves every batch size: the one that is fastest at this batch size."""
+"""With ``row_invariant``, one configuration serves every batch size: the fastest one at this batch size."""
 
 
 class Tactic(ABC):
@@ -71,8 +71,8 @@ class Tactic(ABC):
     provider: ClassVar[str] = "own"
     """One of :data:`PROVIDERS`."""
     row_invariant: ClassVar[bool] = True
-    """Whether a row's result does not depend on the other rows of the batch or on their number. If that holds for some configurations
-    only, their offers are marked."""
+    """Whether a row's result is independent of the other rows of the batch and of their number. If that holds only for some
+    configurations, :attr:`Offer.row_invariant` marks them."""
 
     conditional: ClassVar[bool] = False
     """Whether it can run an operator only beside certain tactics of operators before it (:attr:`Builder.chosen`)."""
@@ -130,8 +130,8 @@ class Tactic(ABC):
 
 
 def costlier(b: Builder, op: Op, own: Tactic, other: Tactic, margin: float = 1.0, more: float = 0.0) -> str | None:
-    """What is predicted, where ``own`` takes more than ``margin`` times as long as ``other``; else None. ``more``: seconds of other
-    launches that ``own`` needs."""
+    """The reason to defer ``own``: it is predicted to take more than ``margin`` times as long as ``other``; else None. ``more``: seconds
+    of further launches that ``own`` needs."""
     seconds, theirs = (min((o.seconds or 0.0 for o in t.configs(b, op)), default=0.0) for t in (own, other))
     seconds += more
     if seconds <= margin * theirs:
@@ -140,11 +140,11 @@ def costlier(b: Builder, op: Op, own: Tactic, other: Tactic, margin: float = 1.0
 
 
 class ProblemTactic(Tactic):
-    """A tactic whose configurations follow from a problem, which is plain data."""
+    """A tactic with configurations that follow from a problem. The problem is plain data."""
 
     @abstractmethod
     def problem(self, b: Builder, op: Op) -> Any:
-        """What its launch computes: sizes, types, strides and stages."""
+        """The launch's problem: sizes, types, strides and stages."""
 
     @abstractmethod
     def offers(self, problem: Any, gpu: GpuFacts) -> Sequence[Offer]:

@@ -41,13 +41,13 @@ def test_few_blocks_take_longer() -> None:
 @pytest.mark.parametrize(
     ("changes", "tiles", "because"),
     [
-        ({"hidden": 384}, 1, "takes multiples of 256"),
-        ({"hidden": 0}, 1, "takes multiples of 256"),
+        ({"hidden": 384}, 1, "a multiple of 256 is needed"),
+        ({"hidden": 0}, 1, "a multiple of 256 is needed"),
         ({"steps": 0}, 1, "nothing to compute"),
         ({"batch": 65}, 2, "a batch of 65 exceeds 64"),
         ({}, 4, "does not fit its registers"),
-        ({}, 1, "its 256 blocks would not run at once"),
-        ({"steps": 1 << 23, "batch": 8}, 2, "more elements than the kernel addresses"),
+        ({}, 1, "its 256 blocks cannot run at once"),
+        ({"steps": 1 << 23, "batch": 8}, 2, "more elements than the kernel can address"),
     ],
 )
 def test_what_the_kernel_cannot_run(changes: dict[str, Any], tiles: int, because: str) -> None:
@@ -64,12 +64,15 @@ def tried(graph: Graph, target: str = "cuda:sm_90a") -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("graph", "because"),
     [
-        (lambda: recurrent("RNN", hidden=256, lengths=True), "all its sequences have one length"),
-        (lambda: recurrent("RNN", hidden=256, clip=0.5), "it neither clips nor couples gates"),
-        (lambda: recurrent("LSTM", hidden=256, batch=40, input_forget=True), "it neither clips nor couples gates"),
-        (lambda: recurrent("RNN", hidden=256, activations=("Softsign",)), "its activations are the usual ones"),
-        (lambda: recurrent("GRU", hidden=256), "its GRU is linear before the reset gate"),
-        (lambda: recurrent("LSTM", hidden=256, batch=40, peepholes=True), "it has no peepholes"),
+        (lambda: recurrent("RNN", hidden=256, lengths=True), "it does not support sequences of several lengths"),
+        (lambda: recurrent("RNN", hidden=256, clip=0.5), "it does not support clipped or coupled gates"),
+        (
+            lambda: recurrent("LSTM", hidden=256, batch=40, input_forget=True),
+            "it does not support clipped or coupled gates",
+        ),
+        (lambda: recurrent("RNN", hidden=256, activations=("Softsign",)), "it supports the default activations only"),
+        (lambda: recurrent("GRU", hidden=256), "it needs a GRU with linear_before_reset"),
+        (lambda: recurrent("LSTM", hidden=256, batch=40, peepholes=True), "it does not support peepholes"),
         (lambda: recurrent("RNN", hidden=128), "128 hidden units"),
     ],
 )

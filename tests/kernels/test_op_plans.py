@@ -36,12 +36,12 @@ R = rows.Problem("layer_norm", 128, 768)
     [
         (replace(R, operation="hardmax"), rows.Config(32, 3, 8, 128), "no operation"),
         (replace(R, operation="softmax", add=True), rows.Config(32, 3, 8, 128), "adds no residual"),
-        (replace(R, sum=True), rows.Config(32, 3, 8, 128), "without an addend"),
+        (replace(R, sum=True), rows.Config(32, 3, 8, 128), "a sum needs an addend"),
         (replace(R, rows=0), rows.Config(32, 3, 8, 128), "no rows"),
         (replace(R, length=196), rows.Config(32, 3, 8, 128), "not vectors of 8"),
-        (R, rows.Config(24, 4, 8, 96), "no group"),
-        (R, rows.Config(64, 2, 8, 128), "no group"),
-        (R, rows.Config(32, 3, 8, 2048), "no block"),
+        (R, rows.Config(24, 4, 8, 96), "not a valid group"),
+        (R, rows.Config(64, 2, 8, 128), "not a valid group"),
+        (R, rows.Config(32, 3, 8, 2048), "not a valid block"),
         (R, rows.Config(32, 2, 8, 128), "does not fit 32 threads"),
         (R, rows.Config(16, 6, 8, 128), "more than 32 elements"),
         (replace(R, length=32768), rows.Config(1024, 4, 8, 1024), "more than 24 elements"),
@@ -78,7 +78,7 @@ GC = group_norm.Config(40, 2, 256, 8)
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
-        (replace(G, groups=7), GC, "not 7 equal groups"),
+        (replace(G, groups=7), GC, "do not form 7 equal groups"),
         (replace(G, epilogue=(("bias",),)), GC, "no operands"),
         (G, replace(GC, slab=44), "vectors of 8"),
         (G, replace(GC, slab=48), "whole groups"),
@@ -263,7 +263,7 @@ L = rnn.Problem("lstm", 128, 32, 512, 512, 2)
         (replace(L, steps=0), rnn.Config(16), "nothing to compute"),
         (replace(L, batch=33), rnn.Config(16), "a batch of 33"),
         (L, rnn.Config(12), "not a tile"),
-        (L, rnn.Config(8), "10 clusters would not run at once"),
+        (L, rnn.Config(8), "10 clusters cannot run at once"),
         (replace(L, steps=1 << 17), rnn.Config(16), "more elements"),
     ],
 )

@@ -68,7 +68,7 @@ def _graph_and_cast(**options: Any) -> tuple[Graph, Any]:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"other_reader": True}, "no resize is the only reader"),
+        ({"other_reader": True}, "the only reader of its result is not a resize"),
         ({"dtype": np.int32}, "does not convert bytes to floats"),
         ({"channels": 5}, "up to 4 channels"),
         ({"attrs": ResizeAttrs("nearest", axes=(2, 3))}, "does not interpolate"),

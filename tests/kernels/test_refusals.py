@@ -72,7 +72,7 @@ def given_region() -> Graph:
         (
             lambda: recurrent("LSTM", activations=("Sigmoid", "Sigmoid", "Tanh")),
             "rnn_sm90",
-            "its activations are the usual ones, not Sigmoid, Sigmoid, Tanh",
+            "it supports the default activations only, not Sigmoid, Sigmoid, Tanh",
             {},
         ),
     ],

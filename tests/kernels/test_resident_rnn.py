@@ -100,12 +100,12 @@ def test_cells_on_the_processor(name: str, precision: str, tmp_path: Path) -> No
         ({"hidden": 0}, Config(1, 1, 4), "nothing to compute"),
         ({"hidden": 300}, Config(1, 1, 4), "300 hidden units do not fit the registers of 1 blocks"),
         ({"hidden": 120}, Config(1, 1, 1), "120 hidden units do not fit the registers"),
-        ({"batch": 2}, Config(1, 4, 4), "its batch of 2 is no use for 4 entries in a block"),
+        ({"batch": 2}, Config(1, 4, 4), "its batch of 2 does not suit 4 entries per block"),
         ({}, Config(1, 16, 4), None),
-        ({"hidden": 16, "cell": "RNN"}, Config(1, 16, 2), "no use for 16 entries"),
+        ({"hidden": 16, "cell": "RNN"}, Config(1, 16, 2), "does not suit 16 entries"),
         ({"hidden": 8}, Config(5, 1, 4), "one of 5 blocks would have none of 8 hidden units"),
         ({"hidden": 1000, "batch": 64}, Config(125, 64, 32), "64 entries do not fit the shared memory"),
-        ({"hidden": 1064}, Config(133, 1, 32), "its 133 blocks would not run at once"),
+        ({"hidden": 1064}, Config(133, 1, 32), "its 133 blocks cannot run at once"),
     ],
 )
 def test_what_a_configuration_cannot_run(changes: dict[str, Any], config: Config, because: str | None) -> None:

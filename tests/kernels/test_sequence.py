@@ -120,11 +120,11 @@ def test_other_additions_are_pointwise() -> None:
     assert "AddNorm" not in kinds(program)
     reasons = refusals(program, kind="Add")
     assert set(reasons) == {
-        "an operand is broadcast, and not whole rows of it are repeated",
+        "an operand is broadcast, but not by repeating whole rows",
         "an operand is broadcast",
         "no group normalization is the only reader of the sum",
         "it is not the only reader of a normalization of rows",
-        "it is not the sum of a group normalization, which nothing else reads, and an image",
+        "it is not the sum of an image and a group normalization without other readers",
     }
 
 

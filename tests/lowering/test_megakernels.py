@@ -272,10 +272,10 @@ def test_a_kernel_has_six_kinds_of_products(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("because", "kind", "at"),
     [
-        ("it is of 2 rows", replace(PRODUCT, rows=2), 0),
+        ("it has 2 rows (one is needed)", replace(PRODUCT, rows=2), 0),
         ("a depth that is a multiple of 8", replace(PRODUCT, depth=2044), 0),
         ("weights that are aligned", PRODUCT, 8),
-        ("results pass by twos, not 1001", replace(PRODUCT, columns=1001), 0),
+        ("jobs exchange pairs of results, and 1001 is not even", replace(PRODUCT, columns=1001), 0),
         ("bytes of shared memory exceed", replace(PRODUCT, depth=65536), 0),
     ],
 )
@@ -288,7 +288,7 @@ def test_products_that_are_no_jobs(because: str, kind: ProductKind, at: int) -> 
     [
         ("115 heads of keys are more than 114 blocks", replace(ATTENTION, heads=115)),
         ("a slot does not hold 64 keys of 256 features", replace(ATTENTION, features=256)),
-        ("groups of 9 queries need more registers", replace(ATTENTION, group=9)),
+        ("groups of 9 queries do not fit the registers", replace(ATTENTION, group=9)),
     ],
 )
 def test_attention_that_is_no_job(because: str, kind: AttentionKind) -> None:
@@ -322,17 +322,17 @@ def test_launches_that_are_no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
         return found if isinstance(found, str) else "a job"
 
     assert why("RowProduct") == why("CachedAttention") == "a job"
-    assert why("Gather") == "gather is no job of a megakernel"
+    assert why("Gather") == "gather cannot be a job of a megakernel"
     assert why("RowProduct", RESULT_FLOAT="1") == "its results are fp32"
 
     def beside(launch: LaunchPlan) -> LaunchPlan:
         return replace(launch, relocations=tuple(replace(r, offset=4) if r.at == 32 else r for r in launch.relocations))  # type: ignore[arg-type]
 
-    assert why("RowProduct", beside) == "its rows are not aligned to four numbers"
-    assert why("CachedAttention", lambda x: replace(x, grid=(*x.grid[:2], 3))) == "it is of 3 sequences"
+    assert why("RowProduct", beside) == "its rows are not aligned to four elements"
+    assert why("CachedAttention", lambda x: replace(x, grid=(*x.grid[:2], 3))) == "it has 3 sequences (one is needed)"
     apart = struct.pack("<q", 999)
 
     def moved(launch: LaunchPlan) -> LaunchPlan:
         return replace(launch, parameters=launch.parameters[:192] + apart + launch.parameters[200:])
 
-    assert why("CachedAttention", moved) == "positions of its cache do not follow one another"
+    assert why("CachedAttention", moved) == "the positions of its cache are not contiguous"

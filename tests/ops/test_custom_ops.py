@@ -202,7 +202,7 @@ def test_faults_in_the_users_code_are_reported() -> None:
         import_model(MODEL, custom_ops=[shrink(attributes={"lambd": 1.0})])
     strange = shrink(cuda=CudaKernel(SOURCE, "shrink", lambda i, o, a: None))  # type: ignore[arg-type, return-value]
     engine = optdnn.build(MODEL, target="simulate", custom_ops=[strange], shapes={"x": (4, 8)})
-    assert "no CudaLaunch" in engine.meta["host"]["operators"][0]["why"]
+    assert "not a CudaLaunch" in engine.meta["host"]["operators"][0]["why"]
 
 
 @pytest.mark.nvrtc

@@ -99,12 +99,12 @@ def _many(n: Net) -> list[Any]:
 
 
 REFUSED: dict[str, tuple[Callable[[Net], list[Any]], str]] = {
-    "its operand is no result of a pointwise operator": (
+    "its operand is not the result of a pointwise operator": (
         lambda n: [n.op("ReduceSum", n.input(4, 6), n.ints(1))],
         "ReduceSum",
     ),
-    "the operand itself is read elsewhere": (_shared, "ReduceSum"),
-    "its operand holds no floats": (
+    "its operand has other readers": (_shared, "ReduceSum"),
+    "its operand does not hold floats": (
         lambda n: [n.op("ReduceSum", n.op("Add", n.input(4, 6, dtype=INT64), n.input(4, 6, dtype=INT64)), n.ints(1))],
         "ReduceSum",
     ),
@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[Callable[[Net], list[Any]], str]] = {
         ],
         "ReduceL1",
     ),
-    "8 tensors make its operand; 6 are the most": (_many, "ReduceSum"),
+    "its operand is computed from 8 tensors; 6 are the most": (_many, "ReduceSum"),
     "several blocks would share the terms of an output": (
         lambda n: [n.op("ReduceSum", n.op("Mul", n.input(64, 128, 200), n.input(64, 128, 200)), n.ints(0, 1, 2))],
         "ReduceSum",

@@ -1,5 +1,5 @@
-"""Attention of one new position over a cache of fixed capacity, with the write into the cache and the rotary embeddings before it, in one
-launch: what a language model does for each token.
+"""Attention of one new position over a cache of fixed capacity, in one launch with the rotary embeddings before it and the write into
+the cache: the step of a language model for each token.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted, no_kernels
 from optdnn.types import BF16, FP16, FP32, FP64, INT32, INT64, normalize_axis
 
 LENGTHS = 6
-"""The operand of Attention with the number of keys of each sample."""
+"""Slot of the operand of Attention with the number of keys of each sample."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The operators of one position: attention, the writes of its keys and values, and the rotary embeddings of queries and of the
-    new key (both or none)."""
+    """The operators of one position: attention, the writes of its keys and values into the cache, and the rotary embeddings
+    ``turns`` of the queries and the new key (both or none)."""
 
     attention: Op
     keys: Op
@@ -36,12 +36,12 @@ class Step:
 
     @property
     def before(self) -> tuple[Op, ...]:
-        """All but the attention."""
+        """All operators except the attention."""
         return (*self.turns, self.keys, self.values)
 
     @property
     def new(self) -> tuple[Value | None, ...]:
-        """Queries, the new key and the new value, not turned yet."""
+        """Queries, the new key and the new value, before the rotary embeddings."""
         q, k = (t.inputs[0] for t in self.turns) if self.turns else (self.attention.inputs[0], self.keys.inputs[1])
         return q, k, self.values.inputs[1]
 
@@ -63,7 +63,7 @@ def step_of(graph: Graph, op: Op) -> Step | str:
         if write.kind != "TensorScatter" or write.attrs.mode != "linear" or normalize_axis(write.attrs.axis, 4) != 2:
             return f"{write.kind} {write.name} writes no positions of a cache"
         if any(u.kind != "Output" and u.id != op.id for u in graph.users(write.value)):
-            return f"others read the cache that {write.name} writes"
+            return f"the cache that {write.name} writes has other readers"
         writes.append(write)
     keys, values = writes
     if keys.input(2) != values.input(2):
@@ -83,13 +83,13 @@ def step_of(graph: Graph, op: Op) -> Step | str:
 
 @lru_cache(maxsize=1024)
 def _offers(problem: cached.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The number of blocks that share keys decides in which order they are added; the batch size does not."""
+    """The offers, best predicted first. The number of blocks that share keys sets the order of their sums; the batch size does not."""
     gpu = fitted(gpu)
     return tuple(Offer(c, cached.estimate(problem, c, gpu)) for c in cached.candidates(problem, gpu))
 
 
 class CachedAttention(ProblemTactic):
-    """Attention of one position of 16-bit floats over a cache that TensorScatter writes, these writes, and rotary embeddings."""
+    """Attention of one position of 16-bit floats over a cache, with the TensorScatters that write the cache and rotary embeddings."""
 
     name = "attention_cached"
     row_invariant = False
@@ -106,7 +106,7 @@ class CachedAttention(ProblemTactic):
 
     @staticmethod
     def _unsuitable(b: Builder, op: Op, step: Step) -> str | None:
-        """Why types, sizes or places of the operands are not those of the kernel."""
+        """Why the kernel cannot take the operands' types, sizes or values, or None."""
         q, _, v = (b.graph.type(x).static_shape for x in op.inputs[:3] if x is not None)
         if op.outputs[0].type.dtype not in (FP16, BF16):
             return "it is for 16-bit floats"
@@ -122,7 +122,7 @@ class CachedAttention(ProblemTactic):
             return "its softmax is fp32"
         whole = (op.inputs[LENGTHS], step.keys.input(2))
         if any(b.graph.type(x).dtype not in (INT32, INT64) for x in whole if x is not None):
-            return "its positions are no integers of 32 or 64 bits"
+            return "its positions are not 32-bit or 64-bit integers"
         if any(b.graph.constant_value(x) is not None for x in step.new):
             return "its new rows are constant"
         return None
@@ -155,7 +155,7 @@ class CachedAttention(ProblemTactic):
         return Region(op, before=_step(b, op).before)
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result in the order that its reader wants."""
+        """Place the result in the order that its reader wants."""
         b.target(op.value, order_wanted(b, op))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
@@ -168,7 +168,7 @@ class CachedAttention(ProblemTactic):
         caches = []
         for write in (step.keys, step.values):
             cache = b.target(write.value)
-            copy(b, write, b.operand(write.inputs[0]), cache)  # none where a cache is bound as its own successor
+            copy(b, write, b.operand(write.inputs[0]), cache)  # no copy if a cache is bound as its own successor
             caches.append(cache)
         target = b.target(op.value)
         k, v = (_dense(b, op, x, "cache") for x in caches)
@@ -206,17 +206,17 @@ def _step(b: Builder, op: Op) -> Step:
 
 
 def _dense(b: Builder, op: Op, x: TensorView, name: str, unit: int = 8) -> TensorView:
-    """``x``, or a copy, so that rows of the last axis are words or vectors of ``unit`` elements."""
+    """``x``, or a copy of it, with contiguous rows that begin at multiples of ``unit`` elements."""
     outer = [s for n, s in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1]
     fits = x.strides[-1] == 1 and x.offset % unit == 0 and all(s % unit == 0 for s in outer)
     return x if fits else copied(b, op, x, name)
 
 
 def _view(x: TensorView) -> HeadView:
-    """The kernel's view: what lies in ``offset`` stays with the operand; an axis of one element has no stride."""
+    """The kernel's view: ``offset`` stays with the operand; an axis of one element has stride 0."""
     return HeadView(*(s if n > 1 else 0 for n, s in zip(x.shape[:3], x.strides[:3], strict=True)))
 
 
 def _distance(x: TensorView | None) -> int:
-    """Bytes between samples."""
+    """Bytes from a sample to the next (0: all samples share one, or None was given)."""
     return 0 if x is None or x.shape[0] == 1 else x.strides[0] * x.dtype.itemsize

@@ -15,13 +15,13 @@ MEMORY = 4.0e12  # bytes/s
 LATENCY = 1.3e-6
 """Seconds from a load to its use."""
 FIXED = 3.5e-6
-"""Seconds of a launch whose blocks have one tile each and need not add their sums."""
+"""Seconds of a launch with one tile per block and no merge of partial sums."""
 EXCHANGE, SENT = 1.5e-6, 0.2e-6
-"""Seconds in which blocks exchange their sums through memory, and in a cluster."""
+"""Seconds of an exchange of partial sums between blocks: through memory, and in a cluster."""
 CLUSTERS = 2, 4, 8
-"""Blocks of a cluster."""
+"""Possible numbers of blocks in a cluster."""
 EXPECTED = 4
-"""A cache is expected to be filled to one over this number."""
+"""The cost model assumes that 1 / EXPECTED of a cache is filled."""
 MOST_GROUP = 16
 """Most queries that share a head of keys."""
 WIDEST = 256
@@ -32,7 +32,8 @@ WIDEST = 256
 class Problem:
     """``batch`` new positions, each of ``heads`` queries that share ``key_heads`` heads of a cache of ``capacity`` positions.
 
-    The first ``turned`` features of queries and of the new key turn (0: none). ``reach``: keys before the new one that it sees (-1: all).
+    The first ``turned`` features of queries and of the new key get rotary embeddings (0: none). ``reach``: number of keys before the new
+    one that it sees (-1: all).
     """
 
     batch: int
@@ -54,19 +55,19 @@ class Problem:
 
     @property
     def tiles(self) -> int:
-        """Eights of them."""
+        """Tiles of eight queries in a group."""
         return -(-self.group // 8)
 
     def bytes(self, positions: int) -> int:
-        """Bytes of the cache that a launch reads if this many positions are filled."""
+        """Bytes of the cache that a launch reads if ``positions`` positions are filled."""
         seen = positions if self.reach < 0 else min(positions, self.reach + 1)
         return 4 * self.batch * self.key_heads * self.features * seen
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the tensors lie: queries, new keys and values, keys, values and result (strides in elements), and the distances in bytes between
-    the samples' angles, positions and lengths."""
+    """Views of queries, new keys and values, keys, values and result (strides in elements), and the distances in bytes between samples
+    of the angles, positions and lengths."""
 
     q: HeadView
     new_k: HeadView
@@ -82,7 +83,7 @@ class Places:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``warps`` of 16 keys each in a block; ``splits`` blocks share the keys of a head. ``cluster``: they are a cluster."""
+    """A block has ``warps`` warps of 16 keys each; ``splits`` blocks share the keys of a head. ``cluster``: these blocks form a cluster."""
 
     warps: int
     splits: int
@@ -93,7 +94,7 @@ class Config:
 
 
 def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | None:
-    """Why the configuration cannot run the problem, or None. ``shared``: what a block can have (99 KB on sm_86)."""
+    """Why the configuration cannot run the problem, or None. ``shared``: most bytes of shared memory of a block (99 KB on sm_86)."""
     p = problem
     if p.dtype not in ("float16", "bfloat16"):
         return f"it is for 16-bit floats, not {p.dtype}"
@@ -102,7 +103,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | N
     if p.heads % p.key_heads or p.group > MOST_GROUP:
         return f"{p.heads} queries of {p.key_heads} key heads (groups of up to {MOST_GROUP} are needed)"
     if p.turned % 4 or p.turned > p.features:
-        return f"{p.turned} features turn (a multiple of 4 is needed)"
+        return f"{p.turned} features have rotary embeddings (a multiple of 4 is needed)"
     if not p.scale > 0 or math.isinf(p.scale) or p.softcap < 0 or math.isinf(p.softcap):
         return f"a scale of {p.scale} and a softcap of {p.softcap}"
     if p.tiles * p.features > WIDEST:
@@ -112,25 +113,26 @@ def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | N
     if config.warps not in (1, 2, 4, 8) or not 1 <= config.splits <= 64:
         return "not a tile of this kernel"
     if config.cluster and config.splits not in CLUSTERS:
-        return f"{config.splits} blocks are no cluster"
+        return f"{config.splits} blocks do not form a cluster"
     if (needed := shared_bytes(p, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     return None
 
 
 def _found(problem: Problem) -> int:
-    """Floats of what a warp or a block has found."""
+    """Floats of the partial result of a warp or block."""
     return -(-problem.group * (problem.features + 2) // 4) * 4
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: queries and the new rows, what each warp has found, a word, and what a cluster has sent."""
+    """Bytes of dynamic shared memory of a block: queries and the new rows, the partial result of each warp, a word, and the partial
+    results that a cluster sends."""
     sent = 4 * config.splits * problem.group * (problem.features + 4) if config.cluster else 0
     return 2 * (8 * problem.tiles + 2) * (problem.features + 32) + 4 * config.warps * _found(problem) + 16 + sent
 
 
 def workspace(problem: Problem, config: Config) -> tuple[int, int]:
-    """Bytes of the operands ``partial`` and ``arrived`` (zeros at first); both 0 where a head has one block."""
+    """Bytes of the operands ``partial`` and ``arrived`` (zeros at first); both 0 if a head has one block or a cluster."""
     if config.splits == 1 or config.cluster:
         return 0, 0
     pairs = problem.batch * problem.key_heads
@@ -138,7 +140,7 @@ def workspace(problem: Problem, config: Config) -> tuple[int, int]:
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """What to compile. Capacity, strides and counts are parameters."""
+    """The kernel's recipe. Capacity, strides and counts are parameters."""
     defines = {
         "WARPS": config.warps, "SPLITS": config.splits, "CLUSTER": int(config.cluster), "GROUP": problem.group, "HEAD": problem.features, "TURNED": problem.turned,
         "INTERLEAVED": int(problem.interleaved), "WINDOW": int(problem.reach >= 0), "SOFTCAP": int(problem.softcap > 0),
@@ -148,8 +150,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, places: Places, *, starts: bool = True) -> Launch:
-    """The launch. Operands: ``q``, ``new_k``, ``new_v``, ``cosines`` and ``sines`` (where features turn), ``starts`` (where there are any),
-    ``lengths``, ``k``, ``v``, ``out``, and those of :func:`workspace`."""
+    """The launch. Operands: ``q``, ``new_k``, ``new_v``, ``cosines`` and ``sines`` (with rotary embeddings), ``starts`` (if ``starts``),
+    ``lengths``, ``k``, ``v``, ``out``, and the operands of :func:`workspace`."""
     p, turns, splits = problem, problem.turned > 0, config.splits > 1 and not config.cluster
     parameters = Parameters()
     for name, view in (("q", places.q), ("new_k", places.new_k), ("new_v", places.new_v)):
@@ -173,8 +175,8 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, places: Places, *, s
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch, at the part of the cache that is expected to be filled."""
-    # With the new one, which begins a tile of its own where the others fill theirs.
+    """Predicted seconds of one dependent launch, for a cache filled to 1 / :data:`EXPECTED`."""
+    # Includes the new position: it begins a tile of its own if the others fill theirs.
     positions = min(problem.capacity // EXPECTED + 1, problem.capacity)
     seen = positions if problem.reach < 0 else min(positions, problem.reach + 1)
     tiles = -(-seen // (16 * config.warps))
@@ -191,7 +193,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 8) -> list[Config]:
-    """The configurations to time, best predicted first. Blocks are clusters where those of all heads run at once."""
+    """The configurations to time, best predicted first. Blocks form clusters if the clusters of all heads run at once."""
     heads = problem.batch * problem.key_heads
     fitting = {s for s in CLUSTERS if gpu.clusters and gpu.clusters_at_once(s) >= heads}
     found = [Config(w, s, s in fitting) for w in (4, 8) for s in (1, 2, 4, 8, 16, 32)]

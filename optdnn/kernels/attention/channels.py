@@ -1,7 +1,7 @@
 """The tactic of attention between channels (XCiT, EdgeNeXt, DaViT): few channels, contiguous in memory, attend to one another over many
 tokens.
 
-The launch normalizes queries and keys over the tokens as well, where they are, and multiplies the scores with a factor for each head.
+The launch also computes normalizations of queries and keys over the tokens, and multiplies the scores by a factor for each head.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from optdnn.types import BF16, FP16, FP32, FP64, Array, normalize_axis
 
 @lru_cache(maxsize=1024)
 def _offers(problem: channels.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The number of warps, and the tokens that they sum up before others are added, decide in which order tokens are summed."""
+    """The offers. The number of warps and the tokens that each accumulates set the order in which tokens are summed."""
     many = channels.candidates(replace(problem, batch=MANY), gpu)[:1]
     found = channels.candidates(problem, gpu)
     return tuple(
@@ -37,8 +37,8 @@ def _offers(problem: channels.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where queries or keys come from: the value that the launch reads, the ops between, the least norm (None: not normalized), and the
-    factor of each head."""
+    """Source of queries or keys: the value that the launch reads, the ops from there to the attention, the least norm (None: not
+    normalized), and the factor of each head."""
 
     value: Value
     ops: tuple[Op, ...] = ()
@@ -47,7 +47,7 @@ class _Source:
 
 
 def _normalized(graph: Graph, value: Value) -> _Source:
-    """A normalization over the tokens that only the attention reads."""
+    """The source of ``value`` through a normalization over the tokens that has no other reader, if there is one."""
     op = graph.op(value)
     if op.kind != "LpNormalization" or graph.sole_user(value) is None or op.attrs.p != 2:
         return _Source(value)
@@ -57,7 +57,7 @@ def _normalized(graph: Graph, value: Value) -> _Source:
 
 
 def _scaled(graph: Graph, value: Value) -> _Source:
-    """The same, times a constant for each head (a temperature)."""
+    """As :func:`_normalized`, with a constant factor for each head (a temperature)."""
     op = graph.op(value)
     if op.kind != "Mul" or graph.sole_user(value) is None:
         return _normalized(graph, value)
@@ -75,7 +75,7 @@ def _scaled(graph: Graph, value: Value) -> _Source:
 
 
 class ChannelAttention(ProblemTactic):
-    """Attention between channels of 16-bit floats in one launch, of many tokens in two: mma.sync, sums in fp32."""
+    """Attention between channels of 16-bit floats with mma.sync and fp32 accumulators: one launch, or two for many tokens."""
 
     name = "attention_channels"
 
@@ -109,7 +109,7 @@ class ChannelAttention(ProblemTactic):
         return reason
 
     def _sources(self, graph: Graph, op: Op) -> tuple[_Source, _Source]:
-        """The sources of queries and keys: both are normalized, or neither."""
+        """The sources of queries and keys: both normalized, or neither."""
         q, k = op.inputs[:2]
         assert q is not None
         assert k is not None
@@ -124,11 +124,11 @@ class ChannelAttention(ProblemTactic):
         return q.value, k.value, op.inputs[2]
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """Normalizations and a scale before it."""
+        """The normalizations and the scale before it."""
         return [x for source in self._sources(graph, op) for x in source.ops]
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The attention, and normalizations and a scale before it."""
+        """The attention, and the normalizations and the scale before it."""
         own = {x.id for x in self.neighbours(b.graph, op)}
         return Region(op, before=tuple(x for x in b.graph.order() if x.id in own))
 
@@ -136,7 +136,7 @@ class ChannelAttention(ProblemTactic):
         return _offers(problem, gpu)
 
     def _place_of(self, b: Builder, op: Op) -> TensorView:
-        """The result as [batch, token, head, channel], or where it is wanted."""
+        """The result in its reserved place, or as [batch, token, head, channel]."""
         _, heads, size, tokens = op.outputs[0].type.static_shape
         return b.result(op.value, (tokens * heads * size, size, 1, heads * size))
 
@@ -152,7 +152,7 @@ class ChannelAttention(ProblemTactic):
         )  # fmt: skip
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result, the channels of a token together."""
+        """Place the result as [batch, token, head, channel]."""
         _, heads, size, tokens = op.outputs[0].type.static_shape
         b.target(op.value, (tokens * heads * size, size, 1, heads * size))
 
@@ -180,6 +180,6 @@ class ChannelAttention(ProblemTactic):
 
 
 def _view(x: TensorView) -> HeadView:
-    """The kernel's view. What lies in ``offset`` stays with the operand; an axis of one element may have any stride."""
+    """The kernel's view. ``offset`` stays with the operand; an axis of one element may have any stride."""
     batch, head, token = (s if n > 1 else 8 for n, s in ((x.shape[i], x.strides[i]) for i in (0, 1, 3)))
     return HeadView(batch, head, token)

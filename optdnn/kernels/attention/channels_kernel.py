@@ -1,7 +1,8 @@
 """Plans of attention between channels: mma.sync, every GPU from sm_80 on.
 
-In one launch (``attention_channels.cu``) each block sums the scores of its head over all tokens. With many tokens, blocks of one launch
-share them out (``channel_sums.cu``), and those of a second one add up their sums and compute the results (``channel_results.cu``).
+In one launch (``attention_channels.cu``), each block sums the scores of its head over all tokens. With many tokens there are two
+launches: the blocks of the first share out the tokens (``channel_sums.cu``); the blocks of the second add up the partial sums and
+compute the results (``channel_results.cu``).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 MOST_CHANNELS = 64
-"""Most channels of a head: the scores of all of them lie in a warp's registers."""
+"""Most channels of a head: the scores of all of them must fit a warp's registers."""
 RATE = 512
-"""Multiply-adds of 16 bits that mma.sync does per cycle and multiprocessor, at least."""
+"""Least number of 16-bit multiply-adds of mma.sync per cycle and multiprocessor."""
 CLOCK = 1.4e9
 LOADED = 40
 """Bytes that a multiprocessor loads per cycle. An assumption, not measured."""
@@ -28,8 +29,8 @@ LOADED = 40
 class Problem:
     """``batch`` x ``heads`` attentions between ``channels`` over ``tokens``.
 
-    Views: a position is a token, and its channels are contiguous. ``least``: the least norms of queries and keys that are divided by;
-    None: they are not normalized. ``unit``: elements that the operands begin at multiples of.
+    Views: a position is a token, and its channels are contiguous. ``least``: lower bounds of the norms by which queries and keys are
+    divided; None: they are not normalized. ``unit``: the operands begin at multiples of this number of elements.
     """
 
     batch: int
@@ -46,12 +47,12 @@ class Problem:
 
     @property
     def filled(self) -> int:
-        """Channels as the kernel computes them."""
+        """Channels in the kernel: padded to a multiple of 16."""
         return -(-self.channels // 16) * 16
 
     @property
     def width(self) -> int:
-        """Bytes of a copy."""
+        """Bytes of a copy into shared memory."""
         views = (self.q, self.k, self.v, self.out)
         numbers = [n for v in views for n in (v.batch, v.head, v.position, v.offset)]
         common = math.gcd(self.channels, self.unit, *numbers)
@@ -60,9 +61,9 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``warps`` of a block, each with a ring of ``slots`` sixteens of tokens.
+    """A block has ``warps`` warps, each with a ring of ``slots`` tiles of 16 tokens.
 
-    ``depth``: in two launches, sixteens of tokens that a warp of the first one sums up; 0: one launch.
+    ``depth``: with two launches, tiles of 16 tokens that a warp of the first one sums up; 0: one launch.
     """
 
     warps: int
@@ -79,31 +80,31 @@ class Config:
 
 
 def parts(problem: Problem, config: Config) -> int:
-    """Parts of the tokens that two launches sum up separately."""
+    """Number of parts of the tokens that the first of two launches sums up separately."""
     return -(-problem.tokens // config.span)
 
 
 def part_floats(problem: Problem) -> int:
-    """Numbers of a part: squares of queries and keys, and scores, of ``filled`` channels."""
+    """Floats of a part: squares of queries and keys, and scores, of ``filled`` channels."""
     return (2 + problem.filled) * problem.filled
 
 
 def _sums_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory of what sums scores: squares; rings, or the sums in their place."""
+    """Bytes of shared memory to sum scores: squares, and the rings, which the sums overwrite."""
     channels, warps = problem.filled, config.warps
     row = (channels + 8) * 2
     return warps * 2 * channels * 4 + max(warps * config.slots * 2 * 16 * row, warps * channels * row * 2)
 
 
 def _results_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory of what computes results from parts: two sixteens of values of each warp, weights, squares, scores."""
+    """Bytes of shared memory to compute results from parts: two tiles of 16 values per warp, weights, squares and scores."""
     channels = problem.filled
     row = (channels + 8) * 2
     return config.warps * 2 * 16 * row + channels * row + 2 * channels * 4 + channels * row * 2
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block, of two launches the larger one's."""
+    """Bytes of dynamic shared memory of a block (with two launches: the larger need)."""
     if config.depth:
         return max(_sums_bytes(problem, config), _results_bytes(problem, config))
     row = (problem.filled + 8) * 2
@@ -158,8 +159,8 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
 
 
 def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, Launch]:
-    """Both launches. Operands: of the first one ``q``, ``k``, ``sums`` (fp32 [batch][head][part][2 + filled][filled]), of the second one
-    ``sums``, ``v``, ``out``, ``factors`` (fp32 [heads])."""
+    """Both launches. Operands of the first: ``q``, ``k``, ``sums`` (fp32 [batch][head][part][2 + filled][filled]). Operands of the
+    second: ``sums``, ``v``, ``out``, ``factors`` (fp32 [heads])."""
     many, threads = parts(problem, config), 32 * config.warps
     first = Parameters().pointer("q", offset=problem.q.offset * 2).pointer("k", offset=problem.k.offset * 2)
     first.pointer("sums").i32(problem.tokens, problem.channels)
@@ -180,12 +181,12 @@ def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, L
 
 
 def _resident(config: Config, shared: int, gpu: GpuFacts) -> int:
-    """Blocks of a multiprocessor."""
+    """Resident blocks per multiprocessor."""
     return max(1, min(gpu.shared_per_multiprocessor // (shared + 1024), 2048 // (32 * config.warps)))
 
 
 def _summing(problem: Problem, config: Config, gpu: GpuFacts) -> int:
-    """Blocks of a multiprocessor that sum up scores, which lie in registers."""
+    """Resident blocks per multiprocessor in the launch that sums up scores, with the scores in registers."""
     registers = 48 + 3 * problem.filled**2 // 64
     return max(1, min(_resident(config, _sums_bytes(problem, config), gpu), 65536 // (32 * config.warps * registers)))
 
@@ -199,8 +200,8 @@ def _result_blocks(problem: Problem, config: Config, gpu: GpuFacts) -> int:
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch, or of two: it ranks configurations. Within 25 % of 12 steps on an H200, but for many heads
-    of few tokens in one launch (8.4 us where it says 6.0)."""
+    """Predicted seconds of one dependent launch, or of two: it ranks configurations. Within 25 % of 12 steps on an H200, except for many
+    heads of few tokens in one launch (8.4 us measured, 6.0 predicted)."""
     if config.depth:
         return 4e-6 + (_sums_cycles(problem, config, gpu) + _results_cycles(problem, config, gpu)) / CLOCK
     rounds = -(-problem.tokens // (16 * config.warps))
@@ -214,14 +215,15 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 
 def _narrow_copies(problem: Problem) -> int:
-    """Cycles that copies of less than 16 bytes keep a warp waiting for sixteen tokens: eight of 2 bytes at once, or all of 4 bytes."""
+    """Cycles that a warp waits for a tile of 16 tokens if its copies are smaller than 16 bytes. Eight copies of 2 bytes, or all copies
+    of 4 bytes, are in flight at once."""
     if problem.width == 16:
         return 0
     return 1000 * (-(-problem.filled // 16) if problem.width == 2 else 1)
 
 
 def _in_waves(blocks: int, resident: int, gpu: GpuFacts) -> tuple[int, int]:
-    """Waves of blocks, and the blocks that share a multiprocessor."""
+    """Number of waves, and number of blocks that share a multiprocessor."""
     return math.ceil(blocks / (gpu.multiprocessors * resident)), min(resident, -(-blocks // gpu.multiprocessors))
 
 

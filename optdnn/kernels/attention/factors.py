@@ -1,7 +1,8 @@
-"""Attention whose bias is a sum of two factors, in one launch: the bias is never stored (relative positions of images, Li et al., 2022).
+"""Attention with a bias that is the sum of two factors, in one launch: the bias is never stored (relative positions of images, Li
+et al., 2022).
 
-For image transformers as SAM, the bias of query q and key (row, column) is ``rows[q, row] + columns[q, column]``. The sum has an
-element for each pair of positions, the factors have one for each query and row or column.
+In image transformers such as SAM, the bias of query q and key (row, column) is ``rows[q, row] + columns[q, column]``. The sum has
+an element for each pair of positions. The factors have one for each pair of a query and a row or column.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 
 @dataclass(frozen=True)
 class _Bias:
-    """``rows`` (N, query rows, query columns, key rows, 1) plus ``columns`` (N, query rows, query columns, 1, key columns), the sum
-    ``add``, and the ``ops`` from there to the mask."""
+    """A bias as ``rows`` (N, query rows, query columns, key rows, 1) plus ``columns`` (N, query rows, query columns, 1, key columns).
+    ``add``: the operator of the sum. ``ops``: the operators from the sum to the mask."""
 
     rows: Value
     columns: Value
@@ -35,7 +36,7 @@ class _Bias:
 
 
 def _bias(graph: Graph, op: Op) -> _Bias | str:
-    """The bias of an attention as a sum of two factors, or why it is none."""
+    """The bias of an attention as a sum of two factors, or why it is not such a sum."""
     value, ops = op.input(3), list[Op]()
     if value is None:
         return "it has no mask"
@@ -47,21 +48,21 @@ def _bias(graph: Graph, op: Op) -> _Bias | str:
         ops.append(source)
         value = source.inputs[0]
     if source.kind != "Add" or graph.sole_user(value) is None:
-        return "its mask is not a sum that only it reads"
+        return "its mask is not a sum, or has other readers"
     batch, heads, queries, keys = op.outputs[0].type.static_shape[:3] + graph.type(op.inputs[1]).static_shape[2:3]  # type: ignore[arg-type]
     shape = source.outputs[0].type.static_shape
     if len(shape) != 5 or (shape[0], shape[1] * shape[2], shape[3] * shape[4]) != (batch * heads, queries, keys):
-        return "its mask is no sum over rows and columns of queries and keys"
+        return "its mask is not a sum over rows and columns of queries and keys"
     for rows, columns in (source.inputs, source.inputs[::-1]):
         if rows is None or columns is None:
             continue
         if graph.type(rows).shape == (*shape[:4], 1) and graph.type(columns).shape == (*shape[:3], 1, shape[4]):
             return _Bias(rows, columns, source, (source, *reversed(ops)))
-    return "its mask is no sum of a factor of rows and one of columns"
+    return "its mask is not the sum of a factor of rows and a factor of columns"
 
 
 class FactoredAttention(HopperAttention):
-    """Attention on Hopper's fused kernel, which reads both factors of its bias."""
+    """Attention on Hopper's fused kernel. The kernel reads both factors of the bias."""
 
     name = "attention_factors_sm90"
 
@@ -70,11 +71,11 @@ class FactoredAttention(HopperAttention):
         if isinstance(found, str):
             return found
         if any(op.input(slot) is not None for slot in (4, 5, 6)) or any(is_used(b, op, port) for port in (1, 2)):
-            return "its keys have a past or lengths, or are a result"
+            return "its keys have a past or lengths, or its keys or values are results"
         if self._quantizer(b, op) is not None:
             return "its result is stored in 8 bits"
         if any(x.strides[axis] != 1 or x.offset % 2 for x, axis in zip(self._places(b, found), (3, 4), strict=True)):
-            return "the factors do not lie in rows of pairs"
+            return "the factors' last axes are not contiguous, or begin at odd elements"
         if (why := super().refuse(b, _bare(op))) is not None:
             return why
         problem = self.problem(b, op)
@@ -98,7 +99,7 @@ class FactoredAttention(HopperAttention):
         return Region(op, before=(found.add,))
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result in the order that its reader wants."""
+        """Place the result in the order that its reader wants."""
         target_of(b, op)
 
     def problem(self, b: Builder, op: Op) -> Problem:

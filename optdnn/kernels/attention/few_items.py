@@ -1,10 +1,11 @@
-"""The time of a launch of ``attention_sm90.cu`` that gives each multiprocessor one block at most: latency is the bound.
+"""The time of a launch of ``attention_sm90.cu`` with at most one block per multiprocessor: latency is the bound.
 
-Fitted to chains of twelve attentions of 128 to 577 tokens with heads of 64 features on an H200, fp16 (us):
+Fitted to chains of twelve attentions of 128 to 577 tokens with heads of 64 features on an H200, fp16 (us; "share": the
+warpgroups share the keys of 64 queries, in tiles of the bracketed number of keys):
 
-| heads x tokens | one warpgroup | two | that share the keys of 64 queries | three, so | four, so |
+| heads x tokens | one warpgroup | two | two share | three share | four share |
 |---|---|---|---|---|---|
-| 12 x 128 | 2.60 | 3.41 | 2.64 (tiles of 64 keys) | 2.89 (48) | 3.01 (32) |
+| 12 x 128 | 2.60 | 3.41 | 2.64 (64) | 2.89 (48) | 3.01 (32) |
 | 12 x 197 | 3.44 | 4.47 | 3.25 (112) | 3.45 (80) | 3.69 (64) |
 | 12 x 257 | | 4.94 | 3.63 (144) | 3.71 (96) | 4.06 (80) |
 | 12 x 576 | | 7.18 | | 5.42 (96) | 5.89 (80) |
@@ -14,17 +15,18 @@ Fitted to chains of twelve attentions of 128 to 577 tokens with heads of 64 feat
 from __future__ import annotations
 
 START = 1.26e-6
-"""Of a launch that depends on the one before, without its tiles."""
+"""Seconds of a dependent launch without its tiles."""
 SCORE, PRODUCT = 5.9e-9, 4.6e-9
-"""Of each key of a warpgroup's first tile: its scores, and its products with heads of 64 features."""
+"""Seconds per key of a warpgroup's first tile: its scores, and its products with heads of 64 features."""
 NEXT, NEXT_SCORE, NEXT_PRODUCT = 0.45e-6, 2.4e-9, 2.0e-9
-"""Of a further tile, whose products overlap the softmax before it, and of its keys."""
+"""Seconds of a further tile, and per key of it: its scores and products. Its products overlap the softmax of the tile before."""
 WAIT = 1.2e-6
-"""Of a further tile whose place in the ring is free only when the one before has been multiplied."""
+"""Seconds that a further tile waits if its ring stage is free only after the tile before has been multiplied."""
 BESIDE, BESIDE_TILE = 0.4e-6, 0.45e-6
-"""Of a further warpgroup on the multiprocessor, with queries of its own, and of each of its tiles."""
+"""Seconds of a further warpgroup with its own queries on the multiprocessor, and of each of its tiles."""
 SHARED, SHARED_PART, LOADED = 0.25e-6, 0.33e-6, 0.9e-9
-"""Where warpgroups share the keys of 64 queries: of the sum at the end, of each warpgroup's part of it, and of a key that is loaded."""
+"""Seconds if warpgroups share the keys of 64 queries: of the final sum, of each further warpgroup's part of it, and of each loaded
+key."""
 
 
 def seconds(
@@ -32,9 +34,9 @@ def seconds(
 ) -> float:
     """Predicted seconds of a dependent launch.
 
-    ``keys``: of a tile. ``tiles``: of the busiest warpgroup. ``groups``: warpgroups on a multiprocessor that have queries of
-    their own. ``head``: features. ``scores``: the work of a score with its mask, over that of one without. ``split``: warpgroups
-    that share the keys of 64 queries. ``ahead``: a warpgroup's next tile is loaded while it multiplies one."""
+    ``keys``: keys of a tile. ``tiles``: tiles of the busiest warpgroup. ``groups``: warpgroups on a multiprocessor with queries of
+    their own. ``head``: features. ``scores``: work of a score with its mask over the work of one without. ``split``: warpgroups
+    that share the keys of 64 queries. ``ahead``: a warpgroup's next tile is loaded while it multiplies the current one."""
     wide = head / 64
     first = keys * (SCORE * scores + PRODUCT * wide)
     further = NEXT + (0.0 if ahead else WAIT) + keys * (NEXT_SCORE * scores + NEXT_PRODUCT * wide)

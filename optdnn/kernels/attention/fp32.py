@@ -1,4 +1,4 @@
-"""Fused attention of fp32: mma.sync on the parts of each number, every GPU from sm_80 on."""
+"""Fused attention of fp32: mma.sync on the tf32 parts of each value, every GPU from sm_80 on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from optdnn.types import FP32, DType
 
 
 class Fp32Attention(HopperAttention):
-    """Attention of fp32 in one launch, online softmax: three products of tf32 for each, as exact as fp32, or one where tf32 was asked for."""
+    """Attention of fp32 in one launch with online softmax. A product is three tf32 products, as exact as fp32; or one, if tf32 was
+    requested."""
 
     name = "attention_fp32"
     plans: ClassVar[Any] = fp32_kernel

@@ -1,7 +1,8 @@
-"""Plans of the fused attention kernel of fp32 (``attention_fp32.cu``): mma.sync on the parts of each number, or on numbers rounded to tf32.
+"""Plans of the fused attention kernel of fp32 (``attention_fp32.cu``): mma.sync on the tf32 parts of each value, or on values
+rounded to tf32.
 
-Its problems are those of the general kernel (:mod:`optdnn.kernels.attention.general_kernel`) with operands of fp32, for heads of up to 192
-features.
+It runs the problems of the general kernel (:mod:`optdnn.kernels.attention.general_kernel`) with fp32 operands and heads of up to
+192 features.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 WIDEST = 192
-"""Most features of a head: wider results of 16 queries do not fit the registers of a warp."""
+"""Most features of a head: the results of 16 queries must fit the registers of a warp."""
 UNIT = 4
-"""Elements that strides and offsets are multiples of: 16 bytes."""
+"""Strides and offsets are multiples of this number of elements: 16 bytes."""
 _RATES = {(8, 0): (512, 64), (9, 0): (600, 128)}
-"""By compute capability: multiply-adds of tf32 that mma.sync does per cycle and multiprocessor, and fp32 operations (others: 256,
-128)."""
+"""By compute capability, per cycle and multiprocessor: tf32 multiply-adds of mma.sync, and fp32 operations (other capabilities:
+256, 128)."""
 
 FEW_WARPS, SHORT = {1: 1.4, 2: 1.1}, {16: 1.25}
-"""Tiles take longer where few warps copy and share them, and short ones where all wait for each: from 280 timings of 11 problems on an H100."""
+"""Slowdown of a tile by warps that share its copy, and by its number of keys (all warps wait for each tile). Fitted to 280 timings
+of 11 problems on an H100."""
 
 
 def head(problem: Problem) -> int:
-    """Features per head as the kernel computes them: a multiple of 16."""
+    """Features per head in the kernel: a multiple of 16."""
     return -(-problem.widest // 16) * 16
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """What a thread needs, fitted to where the compiler begins to spill."""
+    """Registers that a thread needs, fitted to the point where the compiler begins to spill."""
     keys, wide = config.keys, head(problem)
     needed = keys + 0.9 * wide + 56
     more = 24 if problem.mask is not None or wide > 128 else 10
@@ -45,14 +47,14 @@ def registers(problem: Problem, config: Config) -> int:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: queries, and the ring."""
+    """Bytes of dynamic shared memory of a block: queries and the ring."""
     wide = head(problem)
     pitch = wide + (16 if wide % 32 == 0 else 0)
     return 4 * (config.queries * pitch + config.slots * config.keys * max(pitch, wide + 4))
 
 
 def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | None:
-    """Why the configuration cannot run the problem, or None. ``shared``: what a block can have (99 KB on sm_86)."""
+    """Why the configuration cannot run the problem, or None. ``shared``: most bytes of shared memory of a block (99 KB on sm_86)."""
     if (why := general.unsuitable(problem, UNIT, WIDEST)) is not None:
         return why
     if (
@@ -68,7 +70,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | N
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """What to compile. Lengths, strides and counts are parameters."""
+    """The kernel's recipe. Lengths, strides and counts are parameters."""
     defines = {
         "WARPS": config.warps, "BLOCK_KEYS": config.keys, "SLOTS": config.slots, "HEAD": head(problem),
         "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "WINDOW": int(problem.reach >= 0), "FROM_END": int(problem.from_end),
@@ -80,7 +82,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
-    """The launch. Operands as those of the general kernel, of fp32; there is no ``narrow`` result."""
+    """The launch. Operands are the general kernel's, in fp32; ``narrow`` is ignored: the result is never 8-bit."""
     parameters = general.operands(problem)
     parameters.f32(problem.scale, problem.cap[0], problem.softcap)
     made = recipe(problem, config, gpu.arch)
@@ -98,7 +100,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     blocks = math.prod(general.grid_of(problem, config))
     working = -(-problem.queries // rows) * problem.heads * problem.batch / blocks  # warps of a block that have queries
     resident = general.blocks_at_once(config, device, shared_bytes(problem, config), registers(problem, config))
-    # Of a warp and tile, in cycles of a multiprocessor: products of parts; exponentials, and parts of operands; fragments.
+    # Cycles of a multiprocessor per warp and tile: tf32 products; exponentials and the split into tf32 parts; fragments.
     multiply = (1 if problem.rounded else 3) * 2 * rows * keys * wide / products
     parts = (1 if problem.rounded else 2) * (2 * keys * wide + rows * wide + rows * keys * wide / 32)
     scores = rows * keys * (1 / 16 + (12 + (6 if problem.softcap else 0)) / lanes) + parts / lanes + 45
@@ -118,9 +120,9 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
             continue  # warps without queries
         if keys - 16 >= problem.keys and keys > 16:
             continue
-        own: list[tuple[float, Config]] = []  # of one tile, that with the best ring
+        own: list[tuple[float, Config]] = []  # rings for this tile: the best one is kept
         for slots in (2, 4):
-            for blocks in (4, 3, 2, 1):  # the most that fit: fewer would not change anything
+            for blocks in (4, 3, 2, 1):  # the most that fit: fewer blocks would not change the kernel
                 config = Config(warps, 1, keys, slots, blocks)
                 if refuse(problem, config, shared=device.shared_per_block) is None:
                     own.append((estimate(problem, config, device), config))

@@ -1,7 +1,6 @@
 """Plans of the general fused attention kernel (``attention_sm80.cu``): mma.sync fed by cp.async, every GPU from sm_80 on.
 
-Its problems are those of Hopper's kernel (:mod:`optdnn.kernels.attention.hopper_kernel`), and heads of up to 512 features, values of other
-sizes than keys, windows and softcaps.
+It runs the problems of Hopper's kernel (:mod:`optdnn.kernels.attention.hopper_kernel`), and also heads of up to 512 features.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 WIDEST = 512
 """Most features of a head."""
 ONE_WARP = 256
-"""Most features of a head whose results fit the registers of one warp."""
+"""Most features of a head for which the results fit the registers of one warp."""
 UNIT = 8
-"""Elements that strides and offsets are multiples of: 16 bytes of operands, 8 of a result of 8 bits."""
+"""Strides and offsets are multiples of this number of elements: 16 bytes of an operand, 8 bytes of an 8-bit result."""
 
 CLOCK = 1.4e9
 MEMORY = 1.5e12
 L2_PER_CLOCK = 28.0  # bytes per cycle and multiprocessor
 _RATES = {(8, 0): (1024, 64), (9, 0): (1200, 128)}
-"""By compute capability: multiply-adds of 16 bits that mma.sync does per cycle and multiprocessor, and fp32 operations (others:
-512, 128; CUDA C++ Programming Guide, arithmetic throughput; of Hopper an assumption: 60 % of wgmma's)."""
+"""By compute capability, per cycle and multiprocessor: 16-bit multiply-adds of mma.sync, and fp32 operations (other capabilities:
+512, 128). Source: CUDA C++ Programming Guide, arithmetic throughput. Hopper's rate is an assumption: 60 % of wgmma's."""
 
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``warps`` per block; sets of ``split`` warps of ``tiles`` x 16 queries each share out keys and features; tiles of ``keys`` keys;
-    tiles (of keys, of values) in a ring of ``slots``; ``blocks`` per multiprocessor that registers must allow."""
+    """A block has ``warps`` warps in sets of ``split``. A set computes ``tiles`` x 16 queries; its warps share out keys and features.
+    Tiles of ``keys`` keys or values pass through a ring of ``slots``. Registers must allow ``blocks`` blocks per multiprocessor."""
 
     warps: int
     tiles: int
@@ -63,19 +62,19 @@ class Config:
 
 
 def head(problem: Problem, config: Config) -> int:
-    """Features per head as the kernel computes them: a multiple of 16 for each warp of a set."""
+    """Features per head in the kernel: a multiple of 16 for each warp of a set."""
     unit = 16 * config.split
     return -(-problem.widest // unit) * unit
 
 
 def keeps(problem: Problem, config: Config) -> bool:
-    """Whether a warp keeps its queries in registers: 32 of a thread at most."""
+    """Whether a warp keeps its queries in registers: at most 32 registers per thread."""
     return config.split == 1 and head(problem, config) * config.tiles <= 128
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """What a thread needs: scores, results, queries, what is read of a mask ahead, and the rest; fitted to where the compiler
-    begins to spill."""
+    """Registers that a thread needs for scores, results, queries, prefetched mask elements and the rest. Fitted to the point where
+    the compiler begins to spill."""
     two, kept, wide = config.tiles == 2, keeps(problem, config), head(problem, config)
     if config.split > 1:
         columns = wide // config.split
@@ -86,7 +85,7 @@ def registers(problem: Problem, config: Config) -> int:
     needed = config.tiles * (config.keys * (0.6 if two and not kept else 0.5) + wide / 2 + own) + 40
     if problem.softcap or problem.reach >= 0 or problem.from_end:
         needed += 12
-    if wide % 32:  # chunks of a row that change places in pairs
+    if wide % 32:  # chunks of a row are swapped in pairs
         needed += 30 if two and problem.mask is not None else 6
     if problem.mask is not None:
         needed += (
@@ -100,7 +99,7 @@ def registers(problem: Problem, config: Config) -> int:
 
 
 def register_limit(config: Config) -> int:
-    """Registers a thread may have. A multiprocessor has 512 warp-wide ones for each warp slot of its four partitions."""
+    """Most registers of a thread. Each of a multiprocessor's four partitions has 512 warp-wide registers."""
     return min(255, 512 // -(-config.warps * config.blocks // 4) // 8 * 8)
 
 
@@ -108,12 +107,12 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block."""
     exchanged = (
         config.queries * (2 * config.keys + 4 * config.split) if config.split > 1 else 0
-    )  # weights, numbers of rows
+    )  # weights, and values per row
     return head(problem, config) * 2 * (config.queries + config.slots * config.keys) + exchanged
 
 
 def unsuitable(problem: Problem, unit: int, widest: int) -> str | None:
-    """Why no configuration can run the problem, or None. ``unit``: elements that features, strides and offsets are multiples of;
+    """Why no configuration can run the problem, or None. Features, strides and offsets must be multiples of ``unit`` elements.
     ``widest``: most features of a head."""
     for features in (problem.features, problem.values):
         if features % unit or not unit <= features <= widest:
@@ -126,7 +125,7 @@ def unsuitable(problem: Problem, unit: int, widest: int) -> str | None:
         return f"{problem.heads} heads do not share {problem.key_heads} key heads evenly"
     for name, view in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("out", problem.out)):
         if any(x % unit or x < 0 for x in (view.batch, view.head, view.position, view.offset)):
-            return f"{name}: chunks of {unit} elements are copied: strides and offsets must be multiples of that"
+            return f"{name}: strides and offsets must be multiples of {unit} elements, the size of a copy"
         if view.position >= 1 << 23:
             return f"{name}: positions are {view.position} elements apart"
     if problem.heads > 65535 or problem.batch > 65535:
@@ -135,7 +134,7 @@ def unsuitable(problem: Problem, unit: int, widest: int) -> str | None:
 
 
 def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | None:
-    """Why the configuration cannot run the problem, or None. ``shared``: what a block can have (99 KB on sm_86)."""
+    """Why the configuration cannot run the problem, or None. ``shared``: most bytes of shared memory of a block (99 KB on sm_86)."""
     if (why := unsuitable(problem, UNIT, WIDEST)) is not None:
         return why
     if (
@@ -144,7 +143,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | N
     ):  # fmt: skip
         return "not a tile of this kernel"
     if config.split not in (1, 2, 4) or config.warps % config.split or config.keys % (16 * config.split):
-        return f"{config.warps} warps and {config.keys} keys are not {config.split} equal parts"
+        return f"{config.warps} warps and {config.keys} keys do not split into {config.split} equal parts"
     parts = 2 * -(-problem.keys // config.keys)
     if config.slots > parts:
         return f"{config.slots} slots for {parts} parts"
@@ -156,7 +155,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | N
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """What to compile. Lengths, strides and counts are parameters."""
+    """The kernel's recipe. Lengths, strides and counts are parameters."""
     defines = {
         "WARPS": config.warps, "SPLIT": config.split, "TILES": config.tiles, "BLOCK_KEYS": config.keys, "SLOTS": config.slots, "HEAD": head(problem, config),
         "KEEP": int(keeps(problem, config)), "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal),
@@ -173,7 +172,7 @@ def grid_of(problem: Problem, config: Config) -> tuple[int, int, int]:
 
 
 def operands(problem: Problem) -> Parameters:
-    """The parameters before the scale: where operands lie, and sizes."""
+    """The parameters before the scale: addresses and strides of the operands, and sizes."""
     key_heads = problem.key_heads or problem.heads
     if problem.heads % key_heads:
         raise InternalError("query heads do not share key heads evenly")
@@ -207,7 +206,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
 
 
 def order_of_sums(config: Config) -> tuple[int, ...]:
-    """What decides in which order a row is summed."""
+    """Key of the order in which a row is summed: equal keys, equal order."""
     return config.keys, config.split
 
 
@@ -220,7 +219,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
         -(-problem.queries // rows) * problem.heads * problem.batch / blocks * split
     )  # warps of a block that have queries
     resident = blocks_at_once(config, device, shared_bytes(problem, config), registers(problem, config))
-    # Of a warp and tile, in cycles of a multiprocessor: both products; exponentials and arithmetic of the scores; fragments.
+    # Cycles of a multiprocessor per warp and tile: both products; exponentials and arithmetic of the scores; fragments.
     multiply = 2 * rows * keys * wide / products / split
     own = 8 + (4 if problem.mask is not None else 0) + (6 if problem.softcap else 0)
     scores = rows * keys / split * ((2 if problem.softcap else 1) / 16 + own / lanes) + rows * wide / split / lanes
@@ -236,20 +235,21 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 
 def blocks_at_once(config: Config, device: GpuFacts, shared: int, needed: int) -> int:
-    """Blocks of a multiprocessor, of ``shared`` bytes and ``needed`` registers a thread."""
+    """Resident blocks per multiprocessor: a block has ``shared`` bytes, a thread ``needed`` registers."""
     by_shared = device.shared_per_multiprocessor // (shared + 1024)
     by_registers = 65536 // (config.threads * min(255, -(-needed // 8) * 8))
     return max(1, min(by_shared, max(config.blocks, by_registers), 1536 // config.threads))
 
 
 def tile_cycles(config: Config, units: Sequence[float], alone: float, held: int) -> float:
-    """Cycles of a tile of keys: ``units`` of a multiprocessor that has ``held`` blocks, or those of one warp ``alone``."""
-    late = {2: 500, 3: 150, 4: 0}[config.slots]  # for loads while little is computed
+    """Cycles of a tile of keys. ``units``: cycles of each unit of a multiprocessor with ``held`` blocks. ``alone``: cycles of a warp
+    without others."""
+    late = {2: 500, 3: 150, 4: 0}[config.slots]  # stall on loads that the ring does not hide
     return max(max(units) + 0.25 * sum(units) + late / (4 * held), alone + late)
 
 
 def launch_seconds(problem: Problem, config: Config, device: GpuFacts, tile: float, resident: int, wide: int) -> float:
-    """Seconds of a launch whose tiles of keys take ``tile`` cycles, of heads of ``wide`` features."""
+    """Seconds of a launch with heads of ``wide`` features; a tile of keys takes ``tile`` cycles."""
     keys = config.keys
     tiles, blocks = -(-problem.keys // keys), math.prod(grid_of(problem, config))
     waves = blocks / (device.multiprocessors * resident)
@@ -272,13 +272,13 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
         for keys in (16, 32, 48, 64, 80, 96, 112, 128):
             if keys - 16 >= problem.keys and keys > 16:
                 continue
-            own: list[tuple[float, Config]] = []  # of one tile, that with the best ring
+            own: list[tuple[float, Config]] = []  # rings for this tile: the best one is kept
             for slots in (2, 3, 4):
-                for blocks in (8, 6, 4, 3, 2, 1):  # the most that fit: fewer would not change anything
+                for blocks in (8, 6, 4, 3, 2, 1):  # the most that fit: fewer blocks would not change the kernel
                     config = Config(warps, tiles, keys, slots, blocks, split)
                     if refuse(problem, config, shared=device.shared_per_block) is None:
                         own.append((estimate(problem, config, device), config))
                         break
             found += sorted(own)[:1]
-    shared_out = problem.widest > ONE_WARP // 2  # by sets of warps: there is no good rule for how many are best
+    shared_out = problem.widest > ONE_WARP // 2  # several set sizes are timed: no rule finds the best one
     return varied(found, lambda c: (c.keys, c.split, c.warps) if shared_out else c.keys, limit)

@@ -1,8 +1,8 @@
-"""The tactic of attention on Hopper's fused kernel (that of other GPUs: :mod:`optdnn.kernels.attention.general`; three launches that
-run anything: :mod:`optdnn.kernels.attention.steps`).
+"""The tactic of attention on Hopper's fused kernel. Other GPUs: :mod:`optdnn.kernels.attention.general`. Three launches for any
+attention: :mod:`optdnn.kernels.attention.steps`.
 
-Heads are axes of views: q, k and v may lie in the output of one joint projection in any order of axes, and the result is written
-in the order that its reader wants, so that no transposition of heads is ever copied.
+Heads are axes of views: q, k and v may be parts of one joint projection's output, in any order of axes. The result is written in
+the order that its reader wants. Transpositions of heads are therefore never copied.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ Views = tuple[HeadView, HeadView, HeadView, HeadView]
 
 @lru_cache(maxsize=1024)
 def offers_of(plans: Any, problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The configurations of the kernel that the module ``plans`` plans. The number of keys in a tile and the warps that share
-    them decide in which order a row is summed, and nothing else of a configuration does."""
+    """The configurations of the kernel of module ``plans``. Only the keys per tile and the number of warps that share them set the
+    order in which a row is summed."""
     many = plans.candidates(replace(problem, batch=MANY), gpu, limit=1)
     found = dict.fromkeys((*plans.candidates(problem, gpu), *many))
     orders = {plans.order_of_sums(c) for c in many}
@@ -58,7 +58,7 @@ def offers_of(plans: Any, problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
 @dataclass(frozen=True)
 class Tensors:
-    """What a launch reads and writes; ``past``: keys of it. A copy takes ``out`` to ``target``, if it lies elsewhere."""
+    """Operands and result of a launch. ``past``: number of past keys. If ``out`` is not ``target``, a copy follows."""
 
     problem: Problem
     q: TensorView
@@ -75,7 +75,7 @@ class HopperAttention(ProblemTactic):
 
     name = "attention_sm90"
     plans: ClassVar[Any] = attention
-    """The module that plans its launches."""
+    """The module with the plans of its launches."""
     dtypes: ClassVar[tuple[DType, ...]] = (FP16, BF16)
     takes: ClassVar[str] = "16-bit floats"
     """The element types of its operands, and their name."""
@@ -86,7 +86,7 @@ class HopperAttention(ProblemTactic):
         return self._unsuitable(b, op, attention.Config(1, 16, 1))
 
     def _unsuitable(self, b: Builder, op: Op, least: Any) -> str | None:
-        """Why the kernel does not compute the operator, on whatever architecture; ``least``: its smallest tile."""
+        """Why the kernel cannot compute the operator on any architecture, or None. ``least``: its smallest tile."""
         a: AttentionAttrs = op.attrs
         q, k, v = (b.graph.type(x) for x in op.inputs[:3] if x is not None)
         if q.dtype not in self.dtypes:
@@ -116,14 +116,14 @@ class HopperAttention(ProblemTactic):
         b: Builder, op: Op, past: int, shapes: Sequence[tuple[int, ...]], views: Views,
         mask: tuple[int, int, int] | None = None, period: int = 0,
     ) -> Problem:  # fmt: skip
-        """``shapes``: those of queries, keys and values, without the past."""
+        """The kernel's problem. ``shapes``: shapes of queries, keys and values, without the past."""
         a: AttentionAttrs = op.attrs
         (batch, heads, rows, size), k, v = shapes
         keys = k[2] + past
         if op.input(3) is not None:
             mask = mask or (0, 0, 0)
             keys = min(keys, b.graph.type(op.inputs[3]).static_shape[-1])  # type: ignore[arg-type]
-        # A query sees a number of keys after its position; causal order is none of them.
+        # Number of keys after its own position that a query sees: 0 in causal order.
         ahead = 0 if a.is_causal else a.right_window_size
         lengths = op.input(6) is not None
         return Problem(
@@ -139,7 +139,7 @@ class HopperAttention(ProblemTactic):
         return self._tensors(b, op).problem
 
     def _tensors(self, b: Builder, op: Op) -> Tensors:
-        """What the launch reads and writes, where it lies, or still to be made."""
+        """Operands and result of the launch: placed, or still to be made."""
         q = for_tma(b, op, b.source(op.inputs[0]), "queries")
         k, v, past = keys_and_values(b, op)
         k, v = for_tma(b, op, k, "keys"), for_tma(b, op, v, "values")
@@ -163,7 +163,7 @@ class HopperAttention(ProblemTactic):
         return offers_of(self.plans, problem, gpu)
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """What reads the result: perhaps a quantization."""
+        """The readers of the result: one may be a quantization."""
         return readers(graph, op)
 
     def region(self, b: Builder, op: Op) -> Region:
@@ -172,7 +172,7 @@ class HopperAttention(ProblemTactic):
         return Region(op) if to is None else Region(op, after=(to.op,))
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result in the order that its reader wants; keys and values in that of :func:`place_keys_and_values`."""
+        """Place the result in the order that its reader wants, and keys and values by :func:`place_keys_and_values`."""
         place_keys_and_values(b, op)
         to = self._quantizer(b, op)
         target_of(b, op if to is None else to.op)
@@ -207,14 +207,15 @@ class HopperAttention(ProblemTactic):
 
     @staticmethod
     def _quantizer(b: Builder, op: Op) -> Quantizer | None:
-        """The quantization of the result, where nothing else reads it, TMA can store its rows, and the GPU rounds to its type."""
+        """The quantization of the result, or None. It must be the only reader, TMA must be able to store its rows, and the GPU must
+        convert to its type."""
         size = op.outputs[0].type.static_shape[3]
         to = quantizer_of(b, op.value) if b.graph.sole_user(op.value) is not None and size % 16 == 0 else None
         return None if to is None or no_conversion(to.to.dtype, b.arch) is not None else to
 
     @staticmethod
     def _mask(b: Builder, op: Op, q: TensorView) -> TensorView | None:
-        """The additive mask with rows that the kernel can read, where it lies, or still to be made."""
+        """The additive mask in rows that the kernel can read (placed, or still to be made); None without a mask."""
         value, name = op.input(3), f"{op.outputs[0].name}.mask"
         if value is None:
             return None
@@ -246,7 +247,7 @@ class HopperAttention(ProblemTactic):
 
 
 def _period(mask: Array) -> int:
-    """The least number of masks that repeat along the batch."""
+    """The smallest period of the masks along the batch."""
     batch = len(mask)
     return next(
         n
@@ -256,13 +257,13 @@ def _period(mask: Array) -> int:
 
 
 def _assumed(q: tuple[int, ...], v: tuple[int, ...]) -> Views:
-    """Views as TMA can read them, before it is known where the operands lie: copies are made where they do not."""
+    """Views that TMA can read, assumed before the operands are placed. Operands with other views are copied."""
     keys, values = (bhsd(q[2], q[1], up(shape[3], 8)) for shape in (q, v))
     return (keys, keys, values, values)
 
 
 def _view(x: TensorView) -> HeadView:
-    """The kernel's view. What lies in ``offset`` stays with the operand; an axis of one element may have any stride."""
+    """The kernel's view. ``offset`` stays with the operand; an axis of one element may have any stride."""
     step = up(x.shape[3], 16 // x.dtype.itemsize)
     batch, head, position = (s if n > 1 else step for n, s in zip(x.shape[:3], x.strides[:3], strict=True))
     return HeadView(batch, head, position)

@@ -1,4 +1,4 @@
-"""Configurations of ``attention_sm90.cu``: what a block takes, its registers and shared memory, and which problems it runs."""
+"""Configurations of ``attention_sm90.cu``: the work, registers and shared memory of a block, and the problems that it can run."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from optdnn.kernels.launch import no_room
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 LOADING_REGISTERS = 24
-"""Registers of a thread of a persistent block's loading warpgroup."""
+"""Registers per thread of a persistent block's loading warpgroup."""
 PRODUCT_REGISTERS = 26
-"""Registers of a thread, in addition to the scores, that ptxas needs for a product at the block's initial registers."""
+"""Registers per thread, in addition to the scores, that ptxas needs for a product at the block's initial registers."""
 MERGE_REGISTERS = 60
+"""Registers of a thread that merges the results of warpgroups, in addition to its own results, maxima and sums."""
 SOFTCAP_REGISTERS = 14
-"""Registers of a thread for softcaps."""
-"""Registers of a thread that adds up what warpgroups found, in addition to its results and to maxima and sums."""
+"""Registers per thread for softcaps."""
 _BARRIER_BYTES = 1024
 
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``warpgroups`` x 64 queries per item (``split``: 64), tiles of ``keys`` keys in a ring of ``stages``; ``blocks`` per multiprocessor that
-    registers must allow. ``persistent``: as many blocks as run at a time take items in turn; otherwise a block takes one. ``turns``: a
-    block's warpgroups issue their products in turn. ``split``: a block's warpgroups share 64 queries, and take its tiles of keys in
-    turn."""
+    """An item has ``warpgroups`` x 64 queries (``split``: 64). Tiles of ``keys`` keys pass through a ring of ``stages``. Registers must
+    allow ``blocks`` blocks per multiprocessor. ``persistent``: one wave of blocks takes all items in turn; otherwise a block takes
+    one item. ``turns``: a block's warpgroups issue their products in turn. ``split``: a block's warpgroups share 64 queries and take
+    its tiles of keys in turn."""
 
     warpgroups: int
     keys: int
@@ -41,7 +41,7 @@ class Config:
         return 64 if self.split else 64 * self.warpgroups
 
     def own_tiles(self, tiles: int) -> int:
-        """Tiles of ``tiles`` that the busiest warpgroup multiplies."""
+        """Number of the ``tiles`` tiles that the busiest warpgroup multiplies."""
         return -(-tiles // self.warpgroups) if self.split else tiles
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Config:
 
 
 def loader(problem: Problem, config: Config) -> int:
-    """Number of loading warps: 0 where all tiles of a block have a stage."""
+    """Number of loading warps: 0 if each tile of a block has its own stage."""
     return int(config.persistent or -(-problem.keys // config.keys) > config.stages)
 
 
@@ -60,13 +60,13 @@ def row_items(problem: Problem, config: Config) -> int:
 
 
 def at_once(problem: Problem, config: Config, device: GpuFacts) -> int:
-    """Blocks that a multiprocessor is sure to hold at a time."""
+    """Number of blocks that are certain to be resident on a multiprocessor."""
     by_shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
     return max(1, min(by_shared, config.blocks))
 
 
 def threads(problem: Problem, config: Config) -> int:
-    """Threads of a block. A persistent one's loading warp is one of a warpgroup, since registers move between warpgroups."""
+    """Threads of a block. A persistent block has a whole loading warpgroup, since registers move between warpgroups."""
     return config.warpgroups * 128 + (128 if config.persistent else 32 * loader(problem, config))
 
 
@@ -76,7 +76,7 @@ def start_registers(config: Config) -> int:
 
 
 def register_limit(problem: Problem, config: Config) -> int:
-    """Registers a multiplying thread may have. A multiprocessor has 512 warp-wide ones for each of its four partitions."""
+    """Most registers of a multiplying thread. Each of a multiprocessor's four partitions has 512 warp-wide registers."""
     if config.persistent:
         all_groups = start_registers(config) * (config.warpgroups + 1)
         return min(240, (all_groups - LOADING_REGISTERS) // config.warpgroups // 8 * 8)
@@ -87,7 +87,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block."""
     places = 2 if config.persistent else 1
     ring = problem.head * 4 * config.stages * config.keys
-    if config.split:  # the ring's place takes what the other warpgroups found
+    if config.split:  # the results of the other warpgroups overwrite the ring
         ring = max(ring, (config.warpgroups - 1) * (problem.head // 8 + 1) * 2048)
     return _BARRIER_BYTES + problem.head * 2 * places * config.queries + ring
 
@@ -113,14 +113,14 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "not a tile of this kernel"
     tiles = -(-problem.keys // config.keys)
     if config.turns and (config.warpgroups == 1 or tiles == 1):
-        return "turns of one warpgroup or of one tile"
+        return "turns need several warpgroups and several tiles"
     if config.split and (why := _no_split(config, tiles)) is not None:
         return why
     if config.stages > (8 if config.persistent else min(tiles, 8)):
         return f"{config.stages} stages for {tiles} tiles"
     if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
         return why
-    # Scores, their packed copies (in place of them, of a single tile), results, and the rest: fitted to what the compiler reports.
+    # Scores, their packed copies (in place with a single tile), results and the rest: fitted to the compiler's reports.
     scores, rest = (config.keys * 0.62, 44) if config.own_tiles(tiles) == 1 else (config.keys * 0.75, 28)
     mask = 12 + config.keys / 8 * mask_rows(problem) if problem.mask else 0.0
     bias = (mask, config.keys / 2, 36.0)[factor_form(problem, config)]
@@ -130,16 +130,16 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return f"scores and results of a thread exceed {limit} registers"
     widest = max(config.keys, problem.head)
     if config.persistent and widest // 2 + PRODUCT_REGISTERS > start_registers(config):
-        return f"the compiler takes no product of {widest} columns for threads that start with {start_registers(config)} registers"
+        return f"a product of {widest} columns does not compile for threads that start with {start_registers(config)} registers"
     if problem.heads > 65535 or problem.batch > 65535:
         return "the grid is too large"
     return None
 
 
 def _no_split(config: Config, tiles: int) -> str | None:
-    """Why a block's warpgroups cannot share ``tiles`` tiles of keys; None where they can."""
+    """Why a block's warpgroups cannot share ``tiles`` tiles of keys, or None."""
     if config.warpgroups == 1 or config.persistent or config.turns:
-        return "one warpgroup, several items of a block or turns, and keys that warpgroups share"
+        return "warpgroups that share keys need several warpgroups, one item per block and no turns"
     if tiles < config.warpgroups:
         return f"{tiles} tiles of keys for {config.warpgroups} warpgroups"
     if config.stages < tiles and config.stages % config.warpgroups:
@@ -148,21 +148,22 @@ def _no_split(config: Config, tiles: int) -> str | None:
 
 
 def _no_factors(problem: Problem) -> str | None:
-    """Why the kernel cannot add the factors of a problem; None where it can, or where there are none."""
+    """Why the kernel cannot add the factors of a problem, or None (also without factors)."""
     f = problem.factors
     if f is None:
         return None
     if problem.mask is not None:
         return "a mask in addition to factors"
     if f.key_width % 2 or problem.keys % f.key_width or problem.queries % f.query_width:
-        return f"rows of {f.key_width} keys and {f.query_width} queries, of {problem.keys} and {problem.queries}"
+        whole = f"{problem.keys} keys and {problem.queries} queries are not whole rows"
+        return f"{whole} of {f.key_width} (an even number is needed) and {f.query_width}"
     if any(s % 2 for s in f.columns):
-        return "columns are read in pairs, which begin at odd elements"
+        return "columns are read in pairs, but begin at odd elements"
     return None
 
 
 def factor_form(problem: Problem, config: Config) -> int:
-    """How factors are read: 0: there are none; 1: columns once, where a tile is a row of keys; 2: with each tile."""
+    """How factors are read. 0: there are none. 1: the columns once, if a tile is a row of keys. 2: with each tile."""
     if problem.factors is None:
         return 0
     return 1 if problem.factors.key_width == config.keys else 2

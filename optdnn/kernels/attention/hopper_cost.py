@@ -15,15 +15,15 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 MEMORY = 4.2e12
 CLOCK = 1.75e9
 ENDS, WAVE, BETWEEN = 2200, 4200, 1400
-"""Cycles of a block's first loads and last store; of these in a further wave; of a persistent block between two items, where loads
-run ahead."""
+"""Cycles of a block's first loads and last store; the same in a further wave; of a persistent block between two items (its loads
+run ahead)."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Cycles of a warpgroup's tile: of a score and of a tile of scores, of the products by keys and features, and of a tile of the only
-    warpgroup (of its scores, of its products, and further ones). ``turns``: the share that is left with turns (warpgroups issue
-    their products one after the other), by warpgroups."""
+    """Cycles of a warpgroup's tile. ``score``: per score. ``scores``: per tile of scores. ``product``: of the products, per key and
+    feature. ``alone``: for a single warpgroup, factors of the cycles of scores and of products, and further cycles. ``turns``: by
+    number of warpgroups, the share of cycles that is left with turns (warpgroups issue their products one after the other)."""
 
     score: float
     scores: float
@@ -34,24 +34,24 @@ class Tile:
 
 PLAIN = Tile(0.0833, 150, 0.07, (0.97, 1.55, 580), {2: 0.94, 3: 0.95, 4: 0.86})
 MASKED = Tile(0.1172, 150, 0.125, (2.0, 1.0, 300), {2: 1.0, 3: 1.0, 4: 1.0})
-"""A tile with a mask, which waits for memory."""
+"""A tile with a mask: it waits for memory."""
 IDLE_TURNS = 1.02
-"""A tile's cycles with turns where they do not help, over its cycles without."""
+"""Cycles of a tile with turns over its cycles without, if turns do not help."""
 FEW_SCORE = 1 / 16 + 7 / 128
-"""Cycles of a score of few items, whose own model knows the work of a mask as a ratio."""
+"""Cycles of a score without a mask, for launches of few items: their model takes the work of a mask as a ratio to it."""
 CAPPED = 2 / 16 + 4 / 128
 """Cycles of a score's softcap: an exponential and a reciprocal, and their arithmetic."""
 SAMPLED = 64
-"""Items of a head whose tiles the model counts."""
+"""Number of a head's items for which the model counts tiles."""
 
 
 def has_few_items(problem: Problem, device: GpuFacts) -> bool:
-    """Whether blocks of 64 queries leave multiprocessors idle, or just occupy them."""
+    """Whether there are at most as many blocks of 64 queries as multiprocessors."""
     return row_items(problem, Config(1, 16, 1)) * problem.heads * problem.batch <= device.multiprocessors
 
 
 def tiles_seen(problem: Problem, config: Config) -> float:
-    """Tiles of keys that an item's queries see, on average, where all keys are filled."""
+    """Average number of key tiles that an item's queries see if all keys are filled."""
     tiles = -(-problem.keys // config.keys)
     if problem.reach < 0:
         square = problem.causal and problem.queries == problem.keys
@@ -77,22 +77,22 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     resident = max(1, min(by_shared, max(config.blocks, warps // (threads(problem, config) // 32))))
     if config.persistent:
         resident = at_once(problem, config, device)
-    # Of one warpgroup and tile, in cycles: both products, then the scores' exponentials and their arithmetic.
+    # Cycles per warpgroup and tile: both products, then the exponentials and arithmetic of the scores.
     unit = PLAIN if problem.mask is None else MASKED
     multiply = config.keys * problem.head * unit.product
     added = 0 if problem.mask is None else 10 / 128 if problem.mask[2] else 3 / 128
     added += (0, 2, 36)[factor_form(problem, config)] / 128 + (CAPPED if problem.softcap else 0)
     if has_few_items(problem, device):
-        busiest = math.ceil(seen) if problem.reach >= 0 else tiles  # of one wave, the item with the most tiles decides
+        busiest = math.ceil(seen) if problem.reach >= 0 else tiles  # in one wave, the item with the most tiles decides
         own, work = max(1, config.own_tiles(busiest)), (FEW_SCORE + added) / FEW_SCORE
         groups, split = (1, config.warpgroups) if config.split else (config.warpgroups, 1)
         return few_items.seconds(config.keys, own, groups, problem.head, work, split, ahead=config.stages > split)
     scores = 64 * config.keys * (unit.score + added) + unit.scores
     alone = unit.alone[0] * scores + unit.alone[1] * multiply + unit.alone[2]
-    if config.stages == 1 and tiles > 1:  # nothing is loaded while it multiplies
+    if config.stages == 1 and tiles > 1:  # nothing is loaded while the warpgroup multiplies
         alone += 1000
     slack = 1.03 if config.stages == 2 and tiles > 32 else 1.0
-    if config.stages == 2 < min(tiles, config.warpgroups):  # a stage is free when the last one of many has read it
+    if config.stages == 2 < min(tiles, config.warpgroups):  # a stage is free only when the last warpgroup has read it
         slack = 1.05
     groups = config.warpgroups * min(resident, -(-items // device.multiprocessors))
     tile = max(groups * max(multiply, scores), alone) / groups * _turns(config, resident, unit)
@@ -109,16 +109,16 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 
 def _turns(config: Config, resident: int, unit: Tile) -> float:
-    """A tile's cycles in this configuration, over its cycles without turns.
+    """Cycles of a tile in this configuration over its cycles without turns.
 
-    Turns do not help where other blocks share the multiprocessor."""
+    Turns do not help if other blocks share the multiprocessor."""
     if not config.turns:
         return 1.0
     return unit.turns[config.warpgroups] if resident == 1 else IDLE_TURNS
 
 
 def sector_share(problem: Problem) -> float:
-    """Sectors of L2 (32 bytes) that the rows of keys and values touch, over those that they fill: rows of a subtile that do not begin at
-    one touch one more."""
+    """L2 sectors (32 bytes) that the rows of keys and values touch, over the sectors that they fill. A row of a subtile that does not
+    begin at a sector touches one more."""
     starts = (x for view in (problem.k, problem.v) for x in (view.batch, view.head, view.position, view.offset))
     return 1.0 if all(x % 16 == 0 for x in starts) else 1.0 + 32 / problem.span

@@ -1,7 +1,7 @@
 """Plans of the fused attention kernel (``attention_sm90.cu``): ``softmax(scale * q k^T + mask) v`` per batch and head.
 
-The online softmax is that of FlashAttention (Dao et al., 2022); operands are strided, so q, k and v may lie in the output of one
-joint projection and the result in [batch, position, head, feature] order without a transposition.
+It uses the online softmax of FlashAttention (Dao et al., 2022). Operands are strided: q, k and v may be parts of one joint
+projection's output, and the result may be in [batch, position, head, feature] order, without a transposition.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Config", "Problem", "candidates", "estimate", "launch", "order_of_su
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
-    """What to compile. Lengths, strides and counts are parameters. ``checked``: a wait that never ends traps."""
+    """The kernel's recipe. Lengths, strides and counts are parameters. ``checked``: a wait that never ends traps."""
     defines = {
         "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages,
         "LOADER": loader(problem, config), "ONE_TILE": int(config.own_tiles(-(-problem.keys // config.keys)) == 1),
@@ -98,7 +98,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
 
 
 def order_of_sums(config: Config) -> tuple[int, ...]:
-    """What decides in which order a row is summed."""
+    """Key of the order in which a row is summed: equal keys, equal order."""
     return (config.keys, config.warpgroups if config.split else 1)
 
 
@@ -111,7 +111,12 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
                 continue
             tiles = -(-problem.keys // keys)
             for form in _forms(problem, warpgroups, keys, device):
-                for blocks in (4, 3, 2, 1):  # the most that the registers allow: fewer would not change anything
+                for blocks in (
+                    4,
+                    3,
+                    2,
+                    1,
+                ):  # the most that the registers allow: fewer blocks would not change the kernel
                     config = replace(form, blocks=blocks)
                     if refuse(problem, config, shared=device.shared_per_block) is None:
                         found += [(estimate(problem, c, device), c) for c in (config, *_in_turn(config, tiles))]
@@ -120,7 +125,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
 
 
 def _forms(problem: Problem, warpgroups: int, keys: int, device: GpuFacts) -> list[Config]:
-    """Blocks with rings of several sizes; persistent ones where there are many items, split ones where there are few."""
+    """Configurations with rings of several sizes; persistent ones for many items, split ones for few."""
     tiles, found = -(-problem.keys // keys), []
     if 64 * (warpgroups - 1) < problem.queries:
         found += [Config(warpgroups, keys, n) for n in sorted({1, min(2, tiles), min(3, tiles), min(4, tiles)})]
@@ -132,5 +137,5 @@ def _forms(problem: Problem, warpgroups: int, keys: int, device: GpuFacts) -> li
 
 
 def _in_turn(config: Config, tiles: int) -> list[Config]:
-    """The configuration whose warpgroups issue their products in turn, where there are several of them, and several tiles."""
+    """The configuration whose warpgroups issue their products in turn, if it has several warpgroups and several tiles."""
     return [replace(config, turns=True)] if config.warpgroups > 1 and tiles > 1 and not config.split else []

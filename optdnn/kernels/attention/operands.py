@@ -1,4 +1,4 @@
-"""Operands and results of attention: where keys and values lie, and the order that the reader of the result wants."""
+"""Operands and results of attention: places of keys and values, and the order of axes that the reader of the result wants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optdnn.kernels.layout.views import order_read, settle
 from optdnn.kernels.pointwise.pointwise import copied_later, copy
 
 KEYS, VALUES, WEIGHTS = 1, 2, 3
-"""Numbers of the results besides the first."""
+"""Ports of the results after the first."""
 
 
 def is_used(b: Builder, op: Op, port: int) -> bool:
@@ -20,13 +20,13 @@ def is_used(b: Builder, op: Op, port: int) -> bool:
 
 
 def several_types(b: Builder, op: Op) -> str | None:
-    """Why a kernel of one element type does not run an Attention whose values (or past) have another one than its queries; or None."""
+    """Why a kernel of one element type cannot run an Attention: keys, values or past differ in type from the queries; or None."""
     found = {b.graph.type(x).dtype for slot in (0, 1, 2, 4, 5) if (x := op.input(slot)) is not None}
     return "queries, keys and values are of several types" if len(found) > 1 else None
 
 
 def place_keys_and_values(b: Builder, op: Op) -> None:
-    """Decide where the keys and values that are results lie: where they came from, if there are none of the past."""
+    """Place the keys and values that are results. Without a past, they stay in the place of their operand."""
     for port, slot in ((KEYS, 1), (VALUES, 2)):
         if not is_used(b, op, port):
             continue
@@ -37,14 +37,13 @@ def place_keys_and_values(b: Builder, op: Op) -> None:
 
 
 def keys_and_values(b: Builder, op: Op) -> tuple[TensorView, TensorView, int]:
-    """Where all keys and values lie, or are still to be made; and how many of them are from the past, to which the others are
-    appended."""
+    """All keys and all values (placed, or still to be made), and the number of past ones. The new ones are appended to the past."""
     past = 0 if op.input(4) is None else b.graph.type(op.inputs[4]).static_shape[2]  # type: ignore[arg-type]
     return appended(b, op, KEYS, 1, past), appended(b, op, VALUES, 2, past), past
 
 
 def appended(b: Builder, op: Op, port: int, slot: int, past: int) -> TensorView:
-    """All keys, or all values: operand ``slot``, after those of the past."""
+    """All keys, or all values: those of the past, then operand ``slot``."""
     new, before = b.source(op.inputs[slot]), op.input(slot + 3)
     if before is None:
         return new
@@ -62,26 +61,28 @@ def appended(b: Builder, op: Op, port: int, slot: int, past: int) -> TensorView:
 
 
 def with_four_axes(x: TensorView) -> TensorView:
-    """A mask with axes of 1 in front, up to four."""
+    """A mask with leading axes of length 1, four axes in all."""
     missing = 4 - len(x.shape)
     return x.view((*(1,) * missing, *x.shape), (*(0,) * missing, *x.strides))
 
 
 def fits_tma(x: TensorView) -> bool:
-    """Whether features are contiguous and all else lies at multiples of 16 bytes."""
+    """Whether features are contiguous, and the offset and all other strides are multiples of 16 bytes."""
     outer = [s for n, s in zip(x.shape[:3], x.strides[:3], strict=True) if n > 1]
     unit = 16 // x.dtype.itemsize
     return x.strides[3] == 1 and x.offset % unit == 0 and all(s > 0 and s % unit == 0 for s in outer)
 
 
 def for_tma(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
-    """``x``, or a copy that TMA can read, which is still to be made."""
+    """``x`` if TMA can read it, else a copy that is still to be made."""
     return x if fits_tma(x) else copied_later(b, op, x, name)
 
 
 def order_wanted(b: Builder, op: Op) -> Sequence[int] | None:
-    """Strides of a result that is dense in the order of axes that the Transpose after it makes, or after the convolution that adds it to
-    its own result; None without one. Where Reshapes lie before the Transpose (the windows of Hiera): those with which all are views."""
+    """Strides of the result that make the Transpose after it a view; None if there is no such Transpose.
+
+    The Transpose may follow a convolution that adds the attention's result to its own. If Reshapes come before the Transpose (the
+    windows of Hiera), the strides make all of them views."""
     user, shape = b.graph.sole_user(op.value), op.outputs[0].type.static_shape
     if user is not None and user.kind == "Conv" and op.value in user.inputs[RESIDUAL:]:
         user = b.graph.sole_user(user.value)
@@ -95,10 +96,10 @@ def order_wanted(b: Builder, op: Op) -> Sequence[int] | None:
 
 
 def result_of(b: Builder, op: Op) -> TensorView:
-    """Where the result goes, or will go."""
+    """The result's view: placed, or still to be made."""
     return b.result(op.value, order_wanted(b, op))
 
 
 def target_of(b: Builder, op: Op) -> TensorView:
-    """Where the result goes: dense in the order of axes that its reader wants."""
+    """Place the result, dense in the order of axes that its reader wants."""
     return b.target(op.value, order_wanted(b, op))

@@ -1,4 +1,4 @@
-"""Problems of the fused attention kernels: sizes, masks, and where the operands lie."""
+"""Problems of the fused attention kernels: sizes, masks, and views of the operands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HeadView:
-    """Where a tensor of logical axes (batch, head, position, feature) lies: offset and strides in elements; features are
+    """View of a tensor with logical axes (batch, head, position, feature): offset and strides in elements. Features are
     contiguous."""
 
     batch: int
@@ -32,8 +32,8 @@ def bhsd(positions: int, heads: int, features: int) -> HeadView:
 class Factors:
     """A bias of two factors: key k of a query gets ``rows[k // key_width] + columns[k % key_width]``.
 
-    ``rows`` and ``columns``: strides in elements of both tensors, of (batch, head, row of the query, column of the query); queries lie
-    in rows of ``query_width``. Their last axes are contiguous.
+    ``rows`` and ``columns``: strides of the two tensors in elements, along (batch, head, row of the query, column of the query).
+    Queries form rows of ``query_width``. The last axis of both tensors is contiguous.
     """
 
     rows: tuple[int, int, int, int]
@@ -46,13 +46,14 @@ class Factors:
 class Problem:
     """``batch`` x ``heads`` attentions of ``queries`` over ``keys`` positions of ``features``.
 
-    ``key_heads`` divides ``heads`` (grouped queries). ``mask``: strides (batch, head, query) in elements of an additive mask of the operands' type
-    whose last axis of ``keys`` elements is contiguous; 0 broadcasts; batch entry n has mask n % ``mask_period`` (0: its own), as
-    the windows of a Swin transformer share theirs. ``causal``: query i sees keys up to i + ``causal_offset``.
-    ``lengths``: an int32 per batch entry gives the number of keys. A row that sees no key is zero. ``value_features``: of values and
-    result (0: ``features``). ``reach``: with a window, query i sees keys from i + ``causal_offset`` - reach on (-1: from the first).
-    ``from_end``: positions of queries count from the end of the keys of their batch entry, which ``causal_offset`` is added to.
-    ``softcap``: scores x become softcap * tanh(x / softcap) before the mask is added (0: they stay).
+    ``key_heads`` divides ``heads`` (grouped queries). ``mask``: strides (batch, head, query), in elements, of an additive mask of
+    the operands' type. Its last axis of ``keys`` elements is contiguous; stride 0 broadcasts. Batch entry n uses mask
+    n % ``mask_period`` (0: one mask per entry): the windows of a Swin transformer share masks this way.
+    ``causal``: query i sees keys up to i + ``causal_offset``. ``lengths``: an int32 per batch entry gives the number of keys.
+    A row that sees no key is zero. ``value_features``: features of values and result (0: ``features``).
+    ``reach``: with a window, query i sees keys from i + ``causal_offset`` - reach on (-1: from the first).
+    ``from_end``: query positions count from the end of the keys of their batch entry; ``causal_offset`` is added to them.
+    ``softcap``: scores x become softcap * tanh(x / softcap) before the mask is added (0: no softcap).
     """
 
     batch: int
@@ -80,18 +81,19 @@ class Problem:
     softcap: float = 0.0
     factors: Factors | None = None
     rounded: bool = False
-    """Whether operands of fp32 are rounded to tf32 before they are multiplied."""
+    """Whether fp32 operands are rounded to tf32 before they are multiplied."""
 
     @property
     def cap(self) -> tuple[float, float]:
-        """What scores are multiplied by before the exponential of their softcap, and what the capped ones are measured in."""
+        """Factor of the scores in the base-2 exponential of the softcap's tanh, and factor of the tanh itself (in units of
+        log2); zeros without a softcap."""
         if not self.softcap:
             return 0.0, 0.0
         return 2 * math.log2(math.e) * self.scale / self.softcap, self.softcap * math.log2(math.e)
 
     @property
     def widest(self) -> int:
-        """The larger one of the features of keys and values."""
+        """The features of keys or of values, whichever are more."""
         return max(self.features, self.value_features)
 
     @property
@@ -111,7 +113,7 @@ class Problem:
 
     @property
     def head(self) -> int:
-        """Features per head as the kernel computes them: a multiple of 16. TMA fills what keys or values lack with zeros."""
+        """Features per head in the kernel: a multiple of 16. TMA pads keys and values with zeros."""
         return -(-self.widest // 16) * 16
 
     @property
@@ -121,7 +123,7 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Both matrix products, multiply-adds counted as two; causal ones in full."""
+        """Operations of both matrix products: a multiply-add counts as two, and a causal mask saves none."""
         return 2 * self.batch * self.heads * self.queries * self.keys * (self.features + self.values)
 
     @property
@@ -132,12 +134,12 @@ class Problem:
 
 
 def mask_width(problem: Problem) -> int:
-    """Elements of a mask that are read at a time: pairs where every row of it starts at an even one; 0 where there is none."""
+    """Elements of a mask that a load reads: 2 if every row starts at an even element, else 1; 0 without a mask."""
     if problem.mask is None:
         return 0
     return 2 if problem.keys % 2 == 0 and all(x % 2 == 0 for x in problem.mask) else 1
 
 
 def mask_rows(problem: Problem) -> int:
-    """Rows of a mask that a thread reads for its two queries: one where all queries share it."""
+    """Mask rows that a thread reads for its two queries: one if all queries share a row."""
     return 2 if problem.mask is not None and problem.mask[2] else 1

@@ -1,4 +1,4 @@
-"""Attention of anything in three launches: product, softmax, product."""
+"""Any attention in three launches: product, softmax, product."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from optdnn.types import FP32, FP64
 
 
 class AttentionSteps(Tactic):
-    """Attention of anything: scores with their masks, softmax, weighted sum; scores in fp32 (fp64 for fp64)."""
+    """Any attention: scores with their masks, softmax, weighted sum. Scores are fp32 (fp64 for fp64)."""
 
     name = "attention_steps"
 
@@ -51,7 +51,7 @@ class AttentionSteps(Tactic):
         wide = FP64 if q.dtype == FP64 else FP32
         batch, heads, rows, _ = q.shape
         shared, keys = k.shape[1:3]
-        if keys == 0:  # weights of nothing: as of rows whose keys are all masked
+        if keys == 0:  # no keys: zeros, as for rows whose keys are all masked
             zero = b.constant(np.zeros(1, target.dtype), "zero")
             copy(b, op, zero.view(target.shape, (0, 0, 0, 0)), target)
             return
@@ -96,7 +96,7 @@ class AttentionSteps(Tactic):
 
 
 class _Scores:
-    """What happens to the scores of (batch, shared, repeats, rows, keys): stages, and their operands by slot."""
+    """The stages that the scores (batch, shared, repeats, rows, keys) go through, and the stages' operands by slot."""
 
     def __init__(self, b: Builder, op: Op, past: int, shape: tuple[int, ...], q: TensorView):
         self.b, self.op, self.past, self.shape = b, op, past, shape
@@ -113,7 +113,7 @@ class _Scores:
             cap = self._constant(a.softcap)
             self._at = self._stage("Mul", self._stage("Tanh", self._stage("Div", self._at, cap)), cap)
         self.marks = plain, len(self.stages)
-        """How many stages come before the softcap, and before the masks."""
+        """Number of stages before the softcap, and before the masks."""
         self._hide_by_place()
         if op.input(3) is not None:
             self._mask()
@@ -136,7 +136,7 @@ class _Scores:
         self._at = self._stage("Where", condition, self._at, self._low)
 
     def _hide_by_place(self) -> None:
-        """Keys behind the end of a sequence, after the query, or outside of its window."""
+        """Masks keys after the end of a sequence, after the query, or outside of the query's window."""
         batch, _, _, rows, keys = self.shape
         a: AttentionAttrs = self.op.attrs
         lengths = self.op.input(6)
@@ -147,18 +147,18 @@ class _Scores:
             return
         placed = self.b.operand(lengths)
         count = self._operand(placed.view((batch, 1, 1, 1, 1), (placed.strides[0], 0, 0, 0, 0)))
-        # Plus the length: keys after the query's own position.
-        behind = np.arange(rows)[:, None] - np.arange(keys) - rows
+        # Positions from a key up to the query: this plus the length.
+        before = np.arange(rows)[:, None] - np.arange(keys) - rows
         self._hide(self._stage("Less", self._constant(np.arange(keys), placed.dtype), count))
         if a.is_causal:
-            self._hide(self._stage("LessOrEqual", self._constant(-behind, placed.dtype), count))
+            self._hide(self._stage("LessOrEqual", self._constant(-before, placed.dtype), count))
         if a.left_window_size >= 0:
-            self._hide(self._stage("LessOrEqual", count, self._constant(a.left_window_size - behind, placed.dtype)))
+            self._hide(self._stage("LessOrEqual", count, self._constant(a.left_window_size - before, placed.dtype)))
         if a.right_window_size >= 0:
-            self._hide(self._stage("LessOrEqual", self._constant(-behind - a.right_window_size, placed.dtype), count))
+            self._hide(self._stage("LessOrEqual", self._constant(-before - a.right_window_size, placed.dtype), count))
 
     def _mask(self) -> None:
-        """The operator's own mask."""
+        """Applies the operator's own mask."""
         b, (_, shared, repeats, _, keys) = self.b, self.shape
         mask = with_four_axes(b.operand(self.op.inputs[3]))
         if mask.shape[3] < keys:

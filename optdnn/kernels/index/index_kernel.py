@@ -1,7 +1,7 @@
-"""One generated kernel for operators that a few lines of C++ over coordinates say: a thread per point of a space of indices.
+"""One generated kernel for operators that a few lines of C++ over coordinates can express: a thread per point of an index space.
 
-The lines see the coordinates ``o0``, ``o1``, … of their point; for each tensor ``t`` a pointer ``p.t``, its sizes ``p.n_t[k]`` and
-the offset ``at_t(c0, c1, …)`` of an element. Results must not depend on the order of threads: a point writes elements of its own.
+The lines see the coordinates ``o0``, ``o1``, … of their point, and for each tensor ``t`` a pointer ``p.t``, its sizes ``p.n_t[k]`` and
+the offset ``at_t(c0, c1, …)`` of an element. Results must not depend on the order of threads: no two points write the same element.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from optdnn.types import FP64, DType
 THREADS = 256
 BLOCKS = 65535
 POINTS_LIMIT = 1 << 31
-"""Most points of a space: coordinates are taken from a 32-bit index."""
+"""Bound of the points of a space: coordinates are computed from a 32-bit index."""
 VISITS_LIMIT = 1 << 28
-"""Most (result, candidate) pairs of a kernel whose results look for their inputs: some milliseconds."""
+"""Most (result, candidate) pairs of a kernel in which each result searches for its inputs: some milliseconds."""
 
 
 def emit_index_kernel(
@@ -39,10 +39,10 @@ def emit_index_kernel(
     helpers: str = "",
     meaning: tuple[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Add one launch over ``space``. ``tensors`` are read and ``writes`` written by ``lines``, by name (None: absent, no name).
+    """Add one launch over ``space``. ``lines`` read ``tensors`` and write ``writes`` by name (None: absent).
 
-    The step means the operator itself, of ``reads`` (its operands in their order), or the kind and attributes of ``meaning``. ``results``:
-    what it writes, where ``writes`` are views of other elements.
+    The step's meaning is the operator itself, or the kind and attributes ``meaning``, on ``reads`` (the operands in their order).
+    ``results``: the written tensors of the meaning, if ``writes`` view them with another element type.
     """
     count = math.prod(space)
     if not count:
@@ -56,7 +56,7 @@ def emit_index_kernel(
     for name, t in placed.items():
         rank = max(1, len(t.shape))
         sizes.append(f"i64 n_{name}[{rank}], s_{name}[{rank}];")
-        # Of one element along an axis there is no next: a tensor may be read along an axis that it is broadcast over.
+        # Stride 0 on axes of one element: a tensor may be read along an axis over which it is broadcast.
         strides = [s if n > 1 else 0 for n, s in zip(t.shape, t.strides, strict=True)]
         parameters.i64(*(t.shape or (1,)), *(strides or (0,)))
         given = ", ".join(f"i64 c{k}" for k in range(len(t.shape)))
@@ -87,25 +87,25 @@ extern "C" __global__ void __launch_bounds__({THREADS}) each(const __grid_consta
 
 
 def coordinates(prefix: str, rank: int, replaced: Mapping[int, str] | None = None) -> str:
-    """``o0, o1, …`` as arguments, some of them replaced."""
+    """``o0, o1, …`` (with ``prefix`` for ``o``) as arguments; ``replaced``: axis -> another argument."""
     return ", ".join((replaced or {}).get(k, f"{prefix}{k}") for k in range(rank))
 
 
 def operand_at(b: Builder, op: Op, slot: int) -> TensorView | None:
-    """Where an operand lies; None where it is absent."""
+    """The view of an operand; None if it is absent."""
     value = op.input(slot)
     return None if value is None else b.operand(value)
 
 
 def needed(b: Builder, op: Op, slot: int) -> TensorView:
-    """Where an operand lies that is never absent."""
+    """The view of an operand that is never absent."""
     found = operand_at(b, op, slot)
     assert found is not None
     return found
 
 
 def operands_of(b: Builder, op: Op) -> list[TensorView | None]:
-    """Where all operands lie."""
+    """The views of all operands."""
     return [operand_at(b, op, i) for i in range(len(op.inputs))]
 
 
@@ -117,13 +117,13 @@ def shape_at(b: Builder, op: Op, slot: int) -> tuple[int, ...]:
 
 
 def wide(*dtypes: DType) -> str:
-    """The type to compute in: double where an operand is, else float."""
+    """The C++ type of the arithmetic: double if any type is fp64, else float."""
     return "double" if FP64 in dtypes else "float"
 
 
 class IndexKernel(Tactic):
-    """A few lines of C++ per element, for the operators of a table. ``emitters``: kind -> what emits it. ``limits``: why an operator of
-    known types is not for this tactic, or None."""
+    """A few lines of C++ per element, for a table of operators. ``emitters``: kind -> the function that emits it. ``limits``: a function
+    that returns why the tactic cannot run an operator of known types, or None."""
 
     name = "each"
 

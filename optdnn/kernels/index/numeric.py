@@ -1,6 +1,6 @@
-"""Operators of arithmetic over coordinates (see :mod:`optdnn.kernels.index.index_kernel`): sampling, sums of products, statistics.
+"""Arithmetic operators over coordinates (see :mod:`optdnn.kernels.index.index_kernel`): sampling, sums of products, statistics.
 
-They are the general ways: a thread per result that sums in one order. What is common enough has its own kernels.
+These are the general kernels: one thread per result sums in a fixed order. Common cases have their own kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from optdnn.ops.gemm import einsum_terms
 from optdnn.types import normalize_axis
 
 SUMS_LIMIT = VISITS_LIMIT * 16
-"""Most products of a kernel that sums them in a thread per result."""
+"""Most products of a kernel with one thread per result."""
 
 
 # ---------------------------------------------------------------- sampling
@@ -83,7 +83,7 @@ def _grid_sample(b: Builder, op: Op) -> None:
 
 
 def first_tap(k: int, mode: str, t: str) -> str:
-    """The first tap along axis ``k`` and the taps' weights."""
+    """C++ of the first tap along axis ``k`` and the weights of the taps."""
     if mode == "nearest":
         return f"const i64 f{k} = i64(rint(a{k})); const {t} w{k}[] = {{{t}(1)}};"
     low = f"const {t} l{k} = floor(a{k}), d{k} = a{k} - l{k};"
@@ -158,7 +158,7 @@ def _dft(b: Builder, op: Op) -> None:
     r = len(out.shape)
     axis = _dft_axis(b, op)
     assert axis is not None
-    spectrum = a.inverse and a.onesided  # of a real signal
+    spectrum = a.inverse and a.onesided  # the operand is the one-sided spectrum of a real signal
     length = out.shape[axis] if not a.onesided or spectrum else _dft_length(b, op, x.shape[axis])
     taken = min(x.shape[axis], length // 2 + 1 if spectrum else length)
     at = coordinates("o", r - 1, {axis: "j"})
@@ -214,7 +214,7 @@ def _batch_norm(b: Builder, op: Op) -> None:
 
 
 def _layer_norm(b: Builder, op: Op) -> None:
-    """With its statistics as results: a thread walks a row."""
+    """Emits a LayerNormalization with its statistics as results: a thread per row."""
     x, scale, bias = needed(b, op, 0), needed(b, op, 1), operand_at(b, op, 2)
     results = [b.target(Value(op.id, i)) for i in range(len(op.outputs))]
     r, t = len(x.shape), wide(x.dtype)
@@ -281,7 +281,7 @@ def _rotary(b: Builder, op: Op) -> None:
 
 
 def _work(b: Builder, op: Op) -> float:
-    """Products that the threads sum in all."""
+    """Number of products that all threads sum together."""
     out = math.prod(op.outputs[0].type.static_shape)
     if op.kind == "Einsum":
         return _einsum_products(b, op)
@@ -309,14 +309,14 @@ NUMERIC: dict[str, Callable[[Builder, Op], None]] = {
     "BatchNormalization": _batch_norm,
     "LayerNormalization": _layer_norm, "PackedGather": packed_rows, "RotaryEmbedding": _rotary,
 }  # fmt: skip
-"""Kind -> what emits it."""
+"""Kind -> the function that emits it."""
 
 LAUNCH_S, PRODUCT_S, PRODUCTS_RATE = 1.5e-6, 20e-9, 1e12
-"""Seconds of a launch, and of one of the products that a thread sums one after another; products of all threads in a second."""
+"""Seconds of a launch; seconds per product of a thread, which sums products one after another; products per second of all threads."""
 
 
 class NumericKernel(IndexKernel):
-    """Threads that sum products one by one take as long as these, not as tensor cores would."""
+    """The tactic with a cost model of scalar products: tensor cores would be much faster."""
 
     def seconds(self, b: Builder, op: Op) -> float | None:
         work = _work(b, op)

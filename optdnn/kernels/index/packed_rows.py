@@ -1,4 +1,4 @@
-"""Rows of packed tables as floats: a thread for each number. The layout is that of :mod:`optdnn.ops.packed_layout`."""
+"""Rows of packed tables as floats: a thread per element. The layout is defined in :mod:`optdnn.ops.packed_layout`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from optdnn.types import DTYPES, DType, bits_of, is_float
 
 
 def packed_rows(b: Builder, op: Op) -> None:
-    """Emit a PackedGather. A position outside, which a run refuses, reads the nearest row."""
+    """Emit a PackedGather. An index out of range reads the nearest row; a run refuses such indices."""
     weights, indices, scales, zeros = (*(needed(b, op, i) for i in range(3)), operand_at(b, op, 3))
     out, a = b.target(op.value), op.attrs
     assert weights is not None
@@ -47,7 +47,7 @@ def packed_rows(b: Builder, op: Op) -> None:
 
 
 def _value(code: DType, t: str) -> str:
-    """The expression of a number's value, in the type ``t``."""
+    """C++ of the value of the code ``number``, in the type ``t``."""
     if code != DTYPES["fp4_e2m1"]:
         return f"{t}(number)"
     size = f"(number % 8 < 2 ? {t}(number % 8) / 2 : {t}((2 + number % 2) << (number % 8 / 2)) / 4)"

@@ -1,4 +1,4 @@
-"""Operators of moving, ordering and counting, each a few lines over coordinates (see :mod:`optdnn.kernels.index.index_kernel`).
+"""Operators that move, order or count elements, each a few lines over coordinates (see :mod:`optdnn.kernels.index.index_kernel`).
 
 Scatters are in :mod:`optdnn.kernels.index.scatters`.
 """
@@ -25,11 +25,11 @@ from optdnn.types import is_float, normalize_axis
 
 WARP = 32
 FEW_LINES = 1 << 13
-"""Lines of a running sum that are too few for a thread each: a thread's loads of 128 elements, one after the other, take 9 us on an H200."""
+"""With fewer lines than this, a running sum takes a warp per line: 128 loads of one thread, one after another, take 9 us on an H200."""
 
 
 def _number(name: str, placed: TensorView | None, default: str) -> str:
-    """The one element of a tensor as a 64-bit integer."""
+    """C++ of the single element of a tensor as a 64-bit integer; ``default`` if it is absent."""
     return default if placed is None else f"i64(widen(p.{name}[0]))"
 
 
@@ -46,13 +46,13 @@ def _trilu(b: Builder, op: Op) -> None:
 
 
 def _shared_by_warps(x: TensorView, axis: int) -> bool:
-    """Whether a warp takes each line: where elements of a line follow one another, or few lines leave a GPU idle."""
+    """Whether each line has a warp: if the elements of a line are contiguous, or if few lines would leave the GPU idle."""
     length = x.shape[axis]
     return length >= WARP // 2 and (x.strides[axis] == 1 or math.prod(x.shape) // length < FEW_LINES)
 
 
 def _scanned(op: Op, rank: int, axis: int, number: str, element: str) -> str:
-    """A warp sums up a line, 32 elements at a time: each lane those up to its own, by shuffles."""
+    """C++ of a warp's prefix sum of a line, 32 elements at a time, by shuffles."""
     a, combine, first = op.attrs, *(("+", "0") if op.kind == "CumSum" else ("*", "1"))
     at = coordinates("o", rank, {axis: "j"})
     return f"""const i64 lane = o{rank}, n = p.n_x[{axis}];
@@ -93,7 +93,7 @@ def _cumulate(b: Builder, op: Op) -> None:
             const {t} v = widen(p.x[at_x({at})]);
             {before.format(at)} acc = {combine}; {after.format(at)}
         }}"""
-    else:  # each element sums up those before it
+    else:  # each element sums the elements before it
         space = list(out.shape)
         lines = f"""const i64 c[] = {{{coordinates("o", r)}}};
         i64 a = {_number("axis", axis, "0")};
@@ -184,25 +184,25 @@ def _bit_cast(b: Builder, op: Op) -> None:
 
 
 def _lookups(b: Builder, op: Op) -> float:
-    """(result, candidate) pairs that a kernel visits."""
+    """Number of (result, candidate) pairs that a kernel visits."""
     x = shape_at(b, op, 0)
     if op.kind in ("CumSum", "CumProd"):
         return 0.0 if b.graph.known(op.input(1)) is not None else math.prod(x) * max(x, default=1)
     if op.kind == "TopK":
-        # The compared elements are those of one line: they come from the caches, several at a time.
+        # Only elements of one line are compared: they come from the caches, several at a time.
         return math.prod(x) * x[normalize_axis(op.attrs.axis, len(x))] / 16
     return 0.0
 
 
 def _limits(b: Builder, op: Op) -> str | None:
     visits = _lookups(b, op)
-    return f"its results would look at {visits:.0f} candidates in all" if visits > VISITS_LIMIT else None
+    return f"its results would compare {visits:.0f} candidates in all" if visits > VISITS_LIMIT else None
 
 
 POSITIONS: dict[str, Callable[[Builder, Op], None]] = {
     "Trilu": _trilu, "CumSum": _cumulate, "CumProd": _cumulate, "OneHot": _one_hot, "Hardmax": _hardmax,
     "ReverseSequence": _reverse_sequence, "TopK": _top_k, "BitCast": _bit_cast,
 }  # fmt: skip
-"""Kind -> what emits it."""
+"""Kind -> the function that emits it."""
 
 TACTIC = IndexKernel(POSITIONS, _limits)

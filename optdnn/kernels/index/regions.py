@@ -1,4 +1,4 @@
-"""What detectors and segmenters ask for, over coordinates: regions of interest, deformable convolution, pooling with indices, columns."""
+"""Operators of detectors and segmenters over coordinates: RoiAlign, deformable convolution, pooling with indices, Col2Im."""
 
 from __future__ import annotations
 
@@ -150,9 +150,9 @@ def _col2im(b: Builder, op: Op) -> None:
 
 
 def _limits(b: Builder, op: Op) -> str | None:
-    """Why an operator of known types is not for this tactic, or None."""
+    """Why the tactic cannot run an operator of known types, or None."""
     if op.kind == "MaxPool" and (len(op.outputs) < 2 or op.attrs.auto_pad != "NOTSET"):
-        return "it is for pooling that gives indices, with pads in numbers"
+        return "it is for pooling with indices and explicit pads"
     if op.kind in ("RoiAlign", "DeformConv"):
         dtype = next(b.graph.type(v).dtype for v in op.inputs if v is not None)
         if not is_float(dtype):
@@ -165,6 +165,6 @@ def _limits(b: Builder, op: Op) -> str | None:
 REGIONS: dict[str, Callable[[Builder, Op], None]] = {
     "RoiAlign": _roi_align, "DeformConv": _deform_conv, "MaxPool": _pool_with_indices, "Col2Im": _col2im,
 }  # fmt: skip
-"""Kind -> what emits it."""
+"""Kind -> the function that emits it."""
 
 TACTIC = IndexKernel(REGIONS, _limits)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings in vectors (``rotary.cu``): a thread turns as many pairs as an access of 16 bytes holds features."""
+"""Rotary position embeddings in vectors (``rotary.cu``): a thread rotates as many pairs as an access of 16 bytes holds features."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _VIEWS = frozenset({"Transpose", "Reshape"})
 
 @dataclass(frozen=True)
 class Turn:
-    """What a launch turns: ``x`` to ``out``, both (batch, heads, length, size), by ``cos`` and ``sin`` (batch or 1, length, angles).
+    """A rotation of ``x`` to ``out``, both (batch, heads, length, size), by ``cos`` and ``sin`` (batch or 1, length, angles).
 
-    The first ``turned`` features of a head make pairs, the others are copied. A pair is a feature and the one ``turned / 2``
-    further, or with ``interleaved`` two neighbours.
+    The first ``turned`` features of a head form pairs; the others are copied. A pair consists of features i and i + ``turned / 2``, or
+    with ``interleaved`` of two neighbours.
     """
 
     x: TensorView
@@ -43,7 +43,7 @@ class Turn:
 
     @property
     def lanes(self) -> int:
-        """Features in an access to x and to the result; 1 where they do not come in aligned vectors."""
+        """Features of an access to ``x`` and ``out``; 1 if they are not aligned vectors."""
         lanes = VECTOR_BYTES // self.x.dtype.itemsize
         parts = (self.turned // 2, self.x.shape[-1] - self.turned)
         while lanes > 1 and (any(n % lanes for n in parts) or not all(aligned(t, lanes) for t in (self.x, self.out))):
@@ -52,7 +52,7 @@ class Turn:
 
     @property
     def vectors(self) -> tuple[int, int]:
-        """Threads of a head's row: those that turn a vector of pairs, and those that copy a vector."""
+        """Threads of a head's row: the number that rotate a vector of pairs, and the number that copy a vector."""
         return self.turned // 2 // self.lanes, (self.x.shape[-1] - self.turned) // self.lanes
 
     @property
@@ -63,22 +63,22 @@ class Turn:
     def refuse(self) -> str | None:
         """Why there is no launch for it, or None."""
         if self.x.dtype not in (FP16, BF16, FP32):
-            return "it is for floats of 16 and of 32 bits"
-        if self.out.dtype != self.x.dtype:  # a norm before it has its scale's type
-            return "its operand is of another type than its result"
+            return "it is for 16-bit floats and fp32"
+        if self.out.dtype != self.x.dtype:  # the result of a norm before it has the type of the norm's scale
+            return "its operand and its result have different types"
         if self.lanes == 1:
             return "its features are not aligned vectors"
         return "it has more vectors than a kernel can count" if self.count >= POINTS_LIMIT else None
 
 
 def aligned(t: TensorView, lanes: int) -> bool:
-    """Whether each row of the last axis is made of aligned vectors of ``lanes`` elements."""
+    """Whether each row of the last axis consists of aligned vectors of ``lanes`` elements."""
     rows = (s for n, s in zip(t.shape[:-1], t.strides[:-1], strict=True) if n > 1)
     return t.strides[-1] == 1 and t.offset % lanes == 0 and all(s % lanes == 0 for s in rows)
 
 
 def recipe(turns: Sequence[Turn], rank: int, early: bool, arch: str) -> Recipe:
-    """What to compile for rows of ``rank`` axes. ``early``: the angles are constant. Sizes of rows and strides are parameters."""
+    """The recipe for rows with ``rank`` axes. ``early``: the angles are constant. Sizes of rows and strides are parameters."""
     turn = turns[0]
     turning, copying = turn.vectors
     defines = {
@@ -92,7 +92,8 @@ def recipe(turns: Sequence[Turn], rank: int, early: bool, arch: str) -> Recipe:
 
 
 def launch(turns: Sequence[Turn], early: bool, gpu: GpuFacts) -> Launch:
-    """The launch of one or two turns by the same angles. Operands: ``cosines``, ``sines``, and ``x0``, ``output0``, ``x1``, ``output1``."""
+    """The launch of one or two rotations by the same angles. Operands: ``cosines``, ``sines``, and ``x0``, ``output0``, ``x1``,
+    ``output1``."""
     cos, sin = turns[0].cos, turns[0].sin
     rows = [(t.strides[0] if t.shape[0] > 1 else 0, 0, t.strides[1]) for t in (cos, sin)]
     merged = [merge(t.x.shape[:-1], [t.out.strides[:-1], t.x.strides[:-1], *rows]) for t in turns]
@@ -109,7 +110,7 @@ def launch(turns: Sequence[Turn], early: bool, gpu: GpuFacts) -> Launch:
 
 
 class Rotary(Tactic):
-    """RotaryEmbedding of heads whose features lie in vectors, wherever the heads lie."""
+    """RotaryEmbedding of heads with features in aligned vectors, with any strides between heads."""
 
     name = "rotary"
 
@@ -121,14 +122,14 @@ class Rotary(Tactic):
 
 
 class RotaryPair(Tactic):
-    """Two RotaryEmbeddings by the same angles, of the queries and keys of one attention, in one launch."""
+    """The two RotaryEmbeddings of an attention's queries and keys, by the same angles, in one launch."""
 
     name = "rotary_pair"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         other = partner(b.graph, op)
         if other is None:
-            return "no other heads of the next attention are rotated by the same angles"
+            return "the next attention has no other heads that are rotated by the same angles"
         if other.value not in b.place:
             return "the other heads are rotated after it"
         turns = [turn_of(x, [b.source(v) for v in x.inputs], b.result(x.value)) for x in (other, op)]
@@ -156,8 +157,8 @@ class RotaryPair(Tactic):
 
 
 def partner(graph: Graph, op: Op) -> Op | None:
-    """The other RotaryEmbedding of the attention that is the only reader of the result, by the same angles. Between them and the
-    attention there may be views."""
+    """The other RotaryEmbedding, by the same angles, of the attention that is the only reader of the result; or None. There may be views
+    between the embeddings and the attention."""
     reader = graph.sole_user(op.value)
     while reader is not None and reader.kind in _VIEWS:
         reader = graph.sole_user(reader.value)
@@ -173,7 +174,7 @@ def partner(graph: Graph, op: Op) -> Op | None:
 
 
 def _only_for(graph: Graph, value: Value) -> Op | None:
-    """What makes a value through views, where nothing else reads it or the views."""
+    """The producer of a value through views, if neither the value nor the views have other readers; else None."""
     while graph.sole_user(value) is not None:
         op = graph.op(value)
         if op.kind not in _VIEWS or op.inputs[0] is None:
@@ -183,7 +184,8 @@ def _only_for(graph: Graph, value: Value) -> Op | None:
 
 
 def emit_turns(b: Builder, covers: Op, ops: Sequence[Op], kind: str) -> None:
-    """The launch of RotaryEmbeddings by the same angles. ``covers``: the nodes that it computes; ``kind``: its operator."""
+    """Emits the launch of RotaryEmbeddings by the same angles. ``covers``: the operator with the nodes that it computes. ``kind``: kind
+    of its meaning."""
     turns = [turn_of(op, [b.operand(v) for v in op.inputs], b.target(op.value)) for op in ops]
     if not any(t.count for t in turns):
         return
@@ -197,7 +199,7 @@ def emit_turns(b: Builder, covers: Op, ops: Sequence[Op], kind: str) -> None:
 
 
 def turn_of(op: Op, reads: Sequence[TensorView], out: TensorView) -> Turn:
-    """What the launch of a RotaryEmbedding turns."""
+    """The rotation of a RotaryEmbedding."""
     x, cos, sin = reads
     a = op.attrs
     return Turn(x, cos, sin, out, a.rotary_embedding_dim or x.shape[-1], a.interleaved, a.own_angles)

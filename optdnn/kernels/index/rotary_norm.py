@@ -27,21 +27,21 @@ _MOST_VIEWS = 3
 
 @dataclass(frozen=True)
 class Normed:
-    """A rotary embedding and the norm before it, with the views between them, in order."""
+    """A rotary embedding, the norm before it, and the views between them in order."""
 
     rotary: Op
     norm: Op
     views: tuple[Op, ...]
 
     def seen(self, x: TensorView) -> TensorView | None:
-        """What the norm reads or gives, as the rotary embedding sees it (batch, heads, length, size); None where it would be a copy."""
+        """The norm's operand or result ``x`` in the rotary embedding's shape (batch, heads, length, size); None if that is not a view."""
         view: TensorView | None = x
         for op in self.views:
             view = view and seen_by(op, view)
         return view
 
     def tokens(self) -> bool | None:
-        """Whether a norm is of all heads of a token, not of each head; None where it is neither."""
+        """True for a norm over all heads of a token, False for a norm over each head, None for any other."""
         t = self.norm.outputs[0].type
         seen = self.seen(unmade(t.dtype, t.static_shape))
         if seen is None or normalize_axis(self.norm.attrs.axis, len(t.static_shape)) != len(t.static_shape) - 1:
@@ -56,7 +56,7 @@ class Normed:
 
 
 def normed(graph: Graph, rotary: Op) -> Normed | None:
-    """A rotary embedding with the norm before it, which nothing else reads."""
+    """A rotary embedding with the norm before it, if the norm has no other reader; else None."""
     views: list[Op] = []
     value = rotary.inputs[0]
     for _ in range(_MOST_VIEWS + 1):
@@ -74,7 +74,7 @@ def normed(graph: Graph, rotary: Op) -> Normed | None:
 
 @dataclass(frozen=True)
 class Heads:
-    """One tensor of a launch: what is turned, and the scale and the bias (None: no bias) of its norm."""
+    """One tensor of a launch: its rotation, and scale and bias (None: no bias) of its norm."""
 
     turn: Turn
     scale: TensorView
@@ -83,7 +83,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Norm:
-    """The norms of a launch. ``tokens``: of all heads of a token; ``centered``: layer norms, else RMS norms."""
+    """The norms of a launch. ``tokens``: over all heads of a token, else over each head. ``centered``: layer norms, else RMS norms."""
 
     tokens: bool
     centered: bool
@@ -109,12 +109,12 @@ def refuse(turns: Sequence[Turn], norm: Norm) -> str | None:
     if share(turns[0]) > 32:
         return "a head has more vectors than a warp has lanes"
     if norm.tokens and (threads(turns, norm) % 32 or threads(turns, norm) > MOST_THREADS):
-        return f"{threads(turns, norm)} threads for a token are no block"
+        return f"{threads(turns, norm)} threads for a token are not a valid block"
     return None
 
 
 def recipe(turns: Sequence[Turn], norm: Norm, early: bool, biased: bool, arch: str) -> Recipe:
-    """What to compile. ``early``: the angles are constant; ``biased``: norms add a bias."""
+    """The kernel's recipe. ``early``: the angles are constant. ``biased``: norms add a bias."""
     turn = turns[0]
     turning, copying = turn.vectors
     defines = {
@@ -128,8 +128,8 @@ def recipe(turns: Sequence[Turn], norm: Norm, early: bool, biased: bool, arch: s
 
 
 def launch(heads: Sequence[Heads], norm: Norm, early: bool, gpu: GpuFacts) -> Launch:
-    """The launch of two tensors' norms and turns by the same angles. Operands: ``cosines``, ``sines``, and of each ``x0``, ``output0``,
-    ``scale0``, ``bias0``."""
+    """The launch of the norms of two tensors and their rotations by the same angles. Operands: ``cosines``, ``sines``, and for tensor k
+    ``xk``, ``outputk``, ``scalek``, ``biask``."""
     turns, biased = [h.turn for h in heads], heads[0].bias is not None
     cos, sin = turns[0].cos, turns[0].sin
     parameters = Parameters().pointer("cosines", "sines").i64(cos.strides[-1], sin.strides[-1]).f32(norm.epsilon)
@@ -155,10 +155,10 @@ class RotaryNormPair(Tactic):
     def refuse(self, b: Builder, op: Op) -> str | None:
         found = self._pair(b.graph, op)
         if found is None:
-            return "no other heads of the next attention are rotated by the same angles, or no norms are before both"
+            return "the next attention has no other heads that are rotated by the same angles, or not both have a norm before them"
         first, second = found
         if op.attrs.own_angles:
-            return "each feature of its heads has an angle of its own"
+            return "each feature of its heads has its own angle"
         if first.rotary.value not in b.place:
             return "the other heads are rotated after it"
         a, c = first.norm, second.norm
@@ -174,12 +174,12 @@ class RotaryNormPair(Tactic):
         turns = [self._turn(b, n, b.source(n.norm.inputs[0]), b.result(n.rotary.value)) for n in found]
         known = [t for t in turns if t is not None]
         if len(known) < len(turns):
-            return "its heads would be copied in front of the norm"
+            return "its heads would be copied before the norm"
         return refuse(known, self._norm(first))
 
     @staticmethod
     def _pair(graph: Graph, op: Op) -> tuple[Normed, Normed] | None:
-        """The other heads and these, with their norms."""
+        """The embeddings of the other heads and of these, with their norms; or None."""
         other = partner(graph, op)
         found = [] if other is None else [normed(graph, other), normed(graph, op)]
         return (found[0], found[1]) if found and found[0] is not None and found[1] is not None else None
@@ -190,7 +190,7 @@ class RotaryNormPair(Tactic):
 
     @staticmethod
     def _turn(b: Builder, of: Normed, x: TensorView, out: TensorView) -> Turn | None:
-        """What is turned, where the norm reads it."""
+        """The rotation of ``x``, the operand of the norm; None if that is not a view of it."""
         seen = of.seen(x)
         return None if seen is None else turn_of(of.rotary, [seen, *(b.source(v) for v in of.rotary.inputs[1:])], out)
 

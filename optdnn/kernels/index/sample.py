@@ -1,4 +1,4 @@
-"""The next token from logits (``sample.cu``): one launch, a block for each sequence."""
+"""The next token from logits (``sample.cu``): one launch with a block per sequence."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import BF16, FP16, FP32
 
 VOCABULARY_LIMIT = 1 << 18
-"""Most tokens: the halves of their masses, 14 bits, are summed in 32."""
+"""Most tokens: 14-bit halves of their masses are summed in 32 bits."""
 VECTOR_BYTES = 16
 
 
 def lanes(logits: TensorView) -> int:
-    """Elements of an access: rows are made of whole aligned ones."""
+    """Elements of an access: rows consist of whole, aligned accesses."""
     count = VECTOR_BYTES // logits.dtype.itemsize
     pitch = logits.strides[0] if logits.shape[0] > 1 else 0
     while count > 1 and (logits.shape[1] % count or pitch % count or logits.offset % count):
@@ -28,17 +28,17 @@ def lanes(logits: TensorView) -> int:
 
 
 def threads(vocabulary: int) -> int:
-    """Threads of a block: few tokens keep few busy."""
+    """Threads of a block: a small vocabulary keeps only few threads busy."""
     return 1024 if vocabulary > 8192 else 256
 
 
 def refuse(logits: TensorView) -> str | None:
     """Why there is no launch for these logits, or None."""
     if logits.dtype not in (FP16, BF16, FP32):
-        return "it is for logits of 16 and of 32 bits"
+        return "it is for 16-bit and 32-bit logits"
     if logits.shape[1] > VOCABULARY_LIMIT:
         return f"it is for at most {VOCABULARY_LIMIT} tokens"
-    return "the logits of a sequence do not lie side by side" if logits.strides[1] != 1 else None
+    return "the logits of a sequence are not contiguous" if logits.strides[1] != 1 else None
 
 
 def launch(logits: TensorView, settings: list[TensorView], token: TensorView, arch: str) -> Launch:
@@ -55,7 +55,7 @@ def launch(logits: TensorView, settings: list[TensorView], token: TensorView, ar
 
 
 class Sample(Tactic):
-    """SampleToken of logits that lie in rows."""
+    """SampleToken of logits in contiguous rows."""
 
     name = "sample"
 

@@ -1,7 +1,7 @@
-"""Images sampled between their pixels, a thread for some neighbouring channels of a result: GridSample and SampledSum.
+"""Images sampled between their pixels, with a thread for some neighbouring channels of a result: GridSample and SampledSum.
 
-The places, and the taps' weights, are computed once for all channels of a thread. Where channels lie side by side in memory, a tap
-is one load of up to 16 bytes, and a warp reads whole rows of channels.
+The places and the weights of the taps are computed once for all channels of a thread. If channels are contiguous in memory, a tap is
+one load of up to 16 bytes, and a warp reads whole rows of channels.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ from optdnn.kernels.tactic import Tactic
 ACCESS = 16
 """Bytes of a thread's widest load."""
 LAUNCH, CACHE, PLACES = 1.2e-6, 4e12, 1.5e11
-"""Predicted: seconds of a launch, bytes of taps per second, and places per second that all threads compute together."""
+"""Cost model: seconds of a launch, bytes of taps per second, and places per second of all threads together."""
 MOST_UNROLLED = 32
-"""Taps of an image's points whose loads are all under way at once: a place and its taps are two reads that depend on each other."""
+"""Most taps of an image's points for which the loop is unrolled, so that all loads are in flight at once: the loads of the taps depend on
+the load of their place."""
 UNROLLED = "\n        #pragma unroll\n        "
 TAPS = {"nearest": 1, "linear": 2, "cubic": 4}
-"""Mode -> pixels along an axis that a sample reads."""
+"""Mode -> number of pixels along an axis that a sample reads."""
 
 
 class SampledChannels(Tactic):
-    """GridSample of images of two axes, and SampledSum, whose channels lie side by side."""
+    """GridSample of images with two spatial axes, and SampledSum, if the channels are contiguous in memory."""
 
     name = "sampled_channels"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         images, _, _ = _parts(b, op)
         if any(len(x.shape) != 4 for x in images):
-            return "it is for images of two axes"
+            return "it is for images with two spatial axes"
         if any(0 in x.shape for x in images) or not 0 < math.prod(op.outputs[0].type.static_shape) < POINTS_LIMIT:
             return "no elements, or more than the kernel can count"
         return self.lacks(b, op, images)
 
     def lacks(self, b: Builder, op: Op, images: Sequence[TensorView]) -> str | None:
-        """Why these images are not for this form of the kernel."""
-        return "its channels do not lie side by side" if _vector(op, images) == 1 else None
+        """Why this form of the kernel cannot read the images, or None."""
+        return "its channels are not contiguous and aligned" if _vector(op, images) == 1 else None
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result, in the order in which it is read."""
+        """Place the result in the order in which it is read."""
         b.target(op.value, order_read(b, op.value))
 
     def seconds(self, b: Builder, op: Op) -> float | None:
@@ -70,7 +71,7 @@ class SampledChannels(Tactic):
 
 
 class SampledPixels(SampledChannels):
-    """The same of any strides, a thread for each channel."""
+    """The same for any strides, with a thread per channel."""
 
     name = "sampled_pixels"
 
@@ -79,14 +80,14 @@ class SampledPixels(SampledChannels):
 
 
 def _parts(b: Builder, op: Op) -> tuple[list[TensorView], list[TensorView], TensorView | None]:
-    """Images, places and weights."""
+    """Images, places and weights (None: there are no weights)."""
     given = [b.operand(v) for v in op.inputs]
     even = len(given) // 2 * 2
     return given[0:even:2], given[1:even:2], given[even] if len(given) > even else None
 
 
 def _vector(op: Op, images: Sequence[TensorView]) -> int:
-    """How many neighbouring channels a thread takes: up to 16 bytes of each image, aligned."""
+    """Number of neighbouring channels per thread: up to 16 aligned bytes of each image."""
     channels = op.outputs[0].type.static_shape[1]
     best, item = 1, images[0].dtype.itemsize
     for count in (2, 4, 8):
@@ -103,7 +104,7 @@ def _text(
     out: TensorView,
     vec: int,
 ) -> str:
-    """What a thread does: the samples of each image in turn, and the store."""
+    """C++ of a thread: the samples of each image in turn, then the store."""
     rank, number, element = len(out.shape), arithmetic(out.dtype), CPP[out.dtype]
     summed, groups = op.kind == "SampledSum", op.attrs.groups if op.kind == "SampledSum" else 1
     lines = [
@@ -134,14 +135,14 @@ def _text(
 
 
 def _together(x: TensorView, count: int) -> bool:
-    """Whether so many neighbouring channels are one aligned access."""
+    """Whether ``count`` neighbouring channels are one aligned access."""
     apart = [s for k, s in enumerate(x.strides) if k != 1 and x.shape[k] > 1]
     return x.strides[1] == 1 and all(n % count == 0 for n in (x.offset, *apart))
 
 
 def _sample(op: Op, k: int, x: TensorView, where: str, number: str, element: str, vec: int, factor: str) -> str:
-    """The taps of one place in image ``k``, added to ``acc``. A tap outside of the image is read at its edge, without a branch before
-    the load, and not added."""
+    """C++ that adds the taps of one place in image ``k`` to ``acc``. A tap outside of the image is read at the image's edge, so that no
+    branch precedes the load, and is not added."""
     a, lines, loops = op.attrs, [], []
     for axis in range(2):
         size = x.shape[2 + axis]
@@ -183,5 +184,5 @@ def _sample(op: Op, k: int, x: TensorView, where: str, number: str, element: str
 
 
 def each(vec: int) -> str:
-    """A loop over a thread's channels."""
+    """C++ head of a loop over a thread's channels."""
     return f"{UNROLLED}for (int j = 0; j < {vec}; j++)"

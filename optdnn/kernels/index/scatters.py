@@ -2,7 +2,7 @@
 
 Each result searches for its updates, in their order. In a reduction of many updates, a warp searches: each lane reduces the
 updates that it finds, and shuffles reduce the lanes. If the search would take long, each update is written to its place instead (ONNX
-does not define two updates of one place), or added there (:func:`_adds`).
+does not define the result of two updates of one place), or added there (:func:`_adds`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ SCATTER_LIMIT = 1 << 31
 WARP = 32
 
 SHARED_SEARCH = 128
-"""Updates from which on a warp searches for those of a result. A thread takes 57 ns for each on an H200: 12,288 took 700 us,
-and 240 with warps; 13,264 for the 2,708 x 80 results of a GCN 15 ms, and 0.4 with warps."""
+"""From this number of updates on, a warp searches for the updates of a result. On an H200, a thread takes 57 ns per update: 12,288
+updates took 700 us, and 240 us with warps; 13,264 updates for the 2,708 x 80 results of a GCN took 15 ms, and 0.4 ms with warps."""
 FEW_RESULTS = 1 << 15
-"""Results up to which a warp searches also where its lanes read indices that are apart."""
+"""Up to this number of results, a warp searches even if its lanes do not read contiguous indices."""
 
 DIRECT = 1 << 20
-"""Places that the results of a scatter would look at in all, from which on each update is written directly. Of 2^21, the search takes
-35 us on an H200 and the writes 3.3; it grows with the places, the writes hardly do."""
+"""If the search visits more (result, update) pairs than this, each update is written directly. On an H200 with 2^21 pairs, the search takes
+35 us and the writes 3.3 us; the search grows with the number of pairs, the writes hardly do."""
 
 
 def _rows(b: Builder, op: Op, x: TensorView, shape: tuple[int, ...]) -> TensorView:
@@ -59,8 +59,8 @@ _REDUCE = {"none": "u", "add": "v + u", "mul": "v * u", "max": "max_nan(v, u)", 
 
 @dataclass(frozen=True)
 class _Search:
-    """How a result of a scatter looks for its updates among ``count``: one thread, or the lanes of a warp, as C++. ``rank``: axes of the
-    space of results; ``number``: the type of the sums."""
+    """C++ of a result's search for its updates among ``count``, by one thread or by the lanes of a warp. ``rank``: number of axes of the
+    result space. ``number``: C++ type of the accumulators."""
 
     op: Op
     count: int
@@ -69,7 +69,7 @@ class _Search:
 
     @property
     def shared(self) -> bool:
-        """Whether the lanes of a warp share it."""
+        """Whether the lanes of a warp share the search."""
         return self.op.attrs.reduction != "none" and self.count >= SHARED_SEARCH
 
     @property
@@ -84,14 +84,14 @@ class _Search:
         return (*results, WARP) if self.shared else tuple(results)
 
     def begin(self, name: str, given: str) -> str:
-        """The sum of a lane begins with operand 0 once, where that counts."""
+        """C++ that initializes a lane's accumulator. In sums and products, only the first lane starts with operand 0."""
         if self.shared and self.op.attrs.reduction in ("add", "mul"):
             neutral = 0 if self.op.attrs.reduction == "add" else 1
             return f"{self.number} {name} = {self.number}({neutral}); if (o{self.rank} == 0) {name} = {given};"
         return f"{self.number} {name} = {given};"
 
     def end(self, names: Sequence[str], stores: str) -> str:
-        """The lanes' sums become one, which the first lane stores."""
+        """C++ that merges the lanes' accumulators; the first lane stores the result."""
         if not self.shared:
             return stores
         merge = " ".join(
@@ -131,7 +131,7 @@ def _scatter_elements(b: Builder, op: Op) -> None:
 
 
 def _scatter_nd(b: Builder, op: Op) -> None:
-    """A point is as many results of a row as one search serves (:func:`_together`)."""
+    """Emits a ScatterND. A point of the space is a group of results that share one search (:func:`_together`)."""
     x, index, updates, out = needed(b, op, 0), needed(b, op, 1), needed(b, op, 2), b.target(op.value)
     r, t, depth = len(out.shape), arithmetic(x.dtype), index.shape[-1]
     count, each = math.prod(index.shape[:-1]), _together(out.shape, depth)
@@ -170,7 +170,7 @@ def _scatter_nd(b: Builder, op: Op) -> None:
 
 
 def _direct(b: Builder, op: Op) -> bool:
-    """Whether updates are written to their places: many that replace what is there, and that are not known to meet."""
+    """Whether updates are written directly: many updates without a reduction, with places that are unknown, or known to be distinct."""
     if op.attrs.reduction != "none" or _lookups(b, op) <= DIRECT:
         return False
     known = b.graph.constant_value(op.inputs[1])
@@ -185,10 +185,10 @@ def _direct(b: Builder, op: Op) -> bool:
 
 
 def _adds(b: Builder, op: Op) -> bool:
-    """Whether updates are added where they belong, by atomic additions in float64.
+    """Whether updates are added in place, by atomic additions in float64.
 
-    Numbers of fp16 are multiples of 2^-24, so that float64 adds them exactly up to 2^29, and the order does not matter. Sums of other
-    types would depend on it.
+    fp16 values are multiples of 2^-24. float64 adds them exactly up to 2^29, so the order does not matter. Sums of other types would
+    depend on the order.
     """
     return op.attrs.reduction == "add" and op.outputs[0].type.dtype == FP16 and _lookups(b, op) > DIRECT
 
@@ -196,8 +196,8 @@ def _adds(b: Builder, op: Op) -> bool:
 def _write_updates(
     b: Builder, op: Op, index: TensorView, updates: TensorView, places: Sequence[tuple[str, int]], at: Sequence[str]
 ) -> None:
-    """A copy of operand 0, and a launch that writes the updates into it, or adds them. ``places``: an index as text, and its axis of the
-    result; ``at``: the coordinates of the result, where ``to0``, … are these."""
+    """Emits a copy of operand 0, and a launch that writes the updates into it, or adds them. ``places``: C++ of an index, and its axis of
+    the result. ``at``: C++ coordinates of the result; they name these indices ``to0``, …."""
     x, result = needed(b, op, 0), b.target(op.value)
     adds = _adds(b, op)
     out = b.new(f"{op.outputs[0].name}.sums", FP64, result.shape) if adds else result
@@ -215,7 +215,7 @@ def _write_updates(
 
 
 def _together(shape: tuple[int, ...], depth: int) -> int:
-    """Results along the last axis that a search for their inputs serves: all of them lie in one row."""
+    """Number of results along the last axis that share one search: all of them are in one row."""
     fits = (n for n in (8, 4, 2) if shape[-1] % n == 0) if len(shape) > depth else ()
     return next(iter(fits), 1)
 
@@ -224,7 +224,7 @@ def _tensor_scatter(b: Builder, op: Op) -> None:
     x, updates, start, out = needed(b, op, 0), needed(b, op, 1), operand_at(b, op, 2), b.target(op.value)
     r = len(out.shape)
     axis = normalize_axis(op.attrs.axis, r)
-    copy(b, op, x, out)  # a separate launch: none where a cache is bound as its own successor
+    copy(b, op, x, out)  # no launch if a cache is bound as its own successor
     first = "0" if start is None else "i64(p.w[at_w(o0)])"
     size = f"p.n_y[{axis}]"
     wrap = f"at = (at % {size} + {size}) % {size};" if op.attrs.mode == "circular" else ""
@@ -237,7 +237,7 @@ def _tensor_scatter(b: Builder, op: Op) -> None:
 
 
 def _words(*tensors: TensorView) -> tuple[TensorView, ...]:
-    """Views of what is only moved: in words of eight bytes, where rows of all tensors are such words."""
+    """Views of the tensors in 8-byte words, if all rows consist of such words; else the tensors. For data that is only moved."""
     count = 8 // tensors[0].dtype.itemsize
 
     def whole(t: TensorView) -> bool:
@@ -259,7 +259,7 @@ def _words(*tensors: TensorView) -> tuple[TensorView, ...]:
 
 
 def _lookups(b: Builder, op: Op) -> float:
-    """(result, update) pairs that a search visits."""
+    """Number of (result, update) pairs that a search visits."""
     x, index = shape_at(b, op, 0), shape_at(b, op, 1)
     if op.kind == "ScatterElements":
         return math.prod(x) * index[normalize_axis(op.attrs.axis, len(x))]
@@ -270,12 +270,12 @@ def _limits(b: Builder, op: Op) -> str | None:
     if op.kind == "TensorScatter" or _direct(b, op) or _adds(b, op):
         return None
     visits = _lookups(b, op)
-    return f"its results would look at {visits:.0f} updates in all" if visits > SCATTER_LIMIT else None
+    return f"its results would compare {visits:.0f} updates in all" if visits > SCATTER_LIMIT else None
 
 
 SCATTERS: dict[str, Callable[[Builder, Op], None]] = {
     "ScatterElements": _scatter_elements, "ScatterND": _scatter_nd, "TensorScatter": _tensor_scatter,
 }  # fmt: skip
-"""Kind -> what emits it."""
+"""Kind -> the function that emits it."""
 
 TACTIC = IndexKernel(SCATTERS, _limits)

@@ -1,4 +1,4 @@
-"""TopK along an axis of many elements (``top_rows.cu``): one launch; a line has a warp or several."""
+"""TopK along an axis of many elements (``top_rows.cu``): one launch with one or several warps per line."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import normalize_axis
 
 TYPES = ("f16", "bf16", "f32", "f64", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "boolean")
-"""Element types by their number in the kernel, as :data:`CPP` names them."""
+"""Element types in the order of their numbers in the kernel; the names are those of :data:`CPP`."""
 SHORT = 64
-"""Elements of a line up to which comparing each with all others is faster."""
+"""For lines of up to this many elements, comparing all pairs is faster."""
 HELD_BYTES, FEW_BYTES = 128, 32
-"""Keys that a thread holds, at most; and where there are few lines, which are shared by more warps."""
+"""Most bytes of keys that a thread holds; and the same for few lines, which more warps share."""
 WARPS, ITEMS_OF_WARP = 32, 128
-"""Of a line, at most; kept elements that a warp sorts."""
+"""Most warps of a line; kept elements that a warp sorts."""
 LINES = 4
-"""Lines of a block, if each has one warp."""
+"""Lines of a block if each line has one warp."""
 ITEMS_BYTES = 32 << 10
 """Shared memory for the kept elements."""
 
 
 def item_bytes(x: TensorView) -> int:
-    """A key and an index."""
+    """Bytes of a key and an index."""
     return 16 if x.dtype.itemsize == 8 else 8
 
 
 def capacity(kept: int) -> int:
-    """Places for the kept elements: the sort takes a power of two."""
+    """Number of places for the kept elements: the sort needs a power of two."""
     return 1 << max(0, kept - 1).bit_length()
 
 
@@ -55,12 +55,12 @@ def refuse(x: TensorView, axis: int, kept: int) -> str | None:
 
 
 def key_bytes(x: TensorView) -> int:
-    """Of an element that is ordered as an integer."""
+    """Bytes of a key: an element in a form that is ordered as an integer."""
     return 8 if x.dtype.itemsize == 8 else 4
 
 
 def shared_by(x: TensorView, axis: int, kept: int, gpu: GpuFacts) -> tuple[int, int]:
-    """Warps of a line, and the keys that a thread holds: 0 where a line is too long for registers."""
+    """Warps of a line, and keys that a thread holds (0: the line is too long for registers)."""
     size, lines = x.shape[axis], math.prod(x.shape) // x.shape[axis]
     most = HELD_BYTES // key_bytes(x)
     if size > WARPS * 32 * most:
@@ -74,7 +74,7 @@ def shared_by(x: TensorView, axis: int, kept: int, gpu: GpuFacts) -> tuple[int, 
 
 
 def launch(x: TensorView, y: TensorView, index: TensorView | None, axis: int, largest: bool, gpu: GpuFacts) -> Launch:
-    """The launch. Operands: ``x``, ``y``, and ``index`` where it is given."""
+    """The launch. Operands: ``x``, ``y``, and ``index`` if it is given."""
     others = [k for k in range(len(x.shape)) if k != axis]
     size, kept = x.shape[axis], y.shape[axis]
     warps, keys = shared_by(x, axis, kept, gpu)
@@ -94,14 +94,14 @@ def launch(x: TensorView, y: TensorView, index: TensorView | None, axis: int, la
 
 
 class TopRows(Tactic):
-    """TopK of lines of many elements."""
+    """TopK along an axis of many elements."""
 
     name = "top_rows"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         kept = ints(b, op, 1)
         if kept is None:
-            return "how many is not known when the engine is built"
+            return "its K is not known when the engine is built"
         x = b.source(op.inputs[0])
         return refuse(x, normalize_axis(op.attrs.axis, len(x.shape)), kept[0])
 

@@ -1,4 +1,4 @@
-"""Concatenations and outputs without a launch: what makes their parts writes them in place."""
+"""Concatenations and outputs without a launch: the producers of their parts write them in place."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from optdnn.types import normalize_axis
 _TURNS = frozenset({"Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 """Views of a whole tensor."""
 _ROWS = frozenset({"MatMul", "Gemm", "Attention"})
-"""Kinds whose results are rows that may lie at any distance."""
+"""Kinds that write rows with any pitch."""
 _NORMS = frozenset({"LayerNormalization", "LpNormalization", "RMSNormalization"})
-"""Kinds of norms of rows, which also write rows at any distance."""
+"""Kinds of norms of rows; they also write rows with any pitch."""
 _PRODUCTS = frozenset({"MatMul", "Gemm"})
 _REDUCED = frozenset({"ReduceMax", "ReduceMean", "ReduceSum"})
 
 
 def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
-    """Reserve joint buffers: parts of a concatenation along channels are written in place by the kernels that make them.
+    """Reserve joint buffers of concatenations. Producers of the parts then write them in place.
 
-    The last concatenation chooses first, so that chains of growing ones (DenseNet) share one buffer, also where each is a part of
-    the next. Another part must come from an operator of ``kernels`` (kinds that can write to any place), and lie at a multiple of
-    8 channels for TMA's sake. Where channels are the last axis (rows), only repetitions, and convolutions whose result is transposed, write
-    in place. Products and attention write rows in place, of images and in between other rows, where views lead from all of a tensor
-    to the part. Gathered rows of tables, and sums of them, are written in place along both axes. Rows that only products read
-    (:func:`pitched`) are also written by products and pointwise operators.
+    The last concatenation chooses first. Chains of growing concatenations (DenseNet) therefore share one buffer, even if each is a
+    part of the next. Along channels, another part must come from an operator of ``kernels`` (kinds that can write to any place), and
+    begin at a multiple of 8 channels for TMA. If channels are the last axis (rows), only repetitions, and convolutions with a transposed
+    result, write in place. Products and attention write rows in place (of images, and between other rows) if the part is a view of their
+    whole result. Gathered rows of tables, and sums of them, are written in place along both axes. If only products read the rows
+    (:func:`pitched`), products and pointwise operators also write them in place.
     """
     for op in reversed(b.graph.order()):
         if op.kind != "Concat" or any(v is not None and not b.graph.type(v).is_static for v in (*op.inputs, op.value)):
@@ -42,7 +42,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
         last = bool(out.layout) and axis == 1
         volume = len(out.static_shape) == 5 and axis == 1
         rows = not (out.layout or outer or volume) and axis == len(out.static_shape) - 1
-        made = [v for v in values if b.graph.constant_value(v) is None]  # constants are copied from any order
+        made = [v for v in values if b.graph.constant_value(v) is None]  # constants can be copied from any layout
         inner = not (out.layout or outer or volume or rows)
         if any(b.graph.type(v).layout != out.layout for v in made):
             continue
@@ -55,7 +55,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
         joint = b.reserved.get(op.value)
         sizes = [b.graph.type(v).static_shape[axis] for v in values]
         pitch = pitched(b, op)
-        apart = any(n % 8 for n in sizes[:-1])  # a part begins between vectors, so it is copied
+        apart = any(n % 8 for n in sizes[:-1])  # a part that begins inside of a vector is copied
         if (last or (rows and pitch is None)) and apart:
             continue
         free = [
@@ -68,10 +68,10 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
             )
             for v in values
         ]
-        if apart and rows and math.prod(out.static_shape) <= MOST_ELEMENTS:  # one launch moves all of them
+        if apart and rows and math.prod(out.static_shape) <= MOST_ELEMENTS:  # one launch joins all parts
             free = [False] * len(free)
         if inner and not all(free):
-            free = [may and _adds_rows(b, _behind_alone(b, v)) for v, may in zip(values, free, strict=True)]
+            free = [may and _adds_rows(b, _sole_producer(b, v)) for v, may in zip(values, free, strict=True)]
         if (not any(free) and (pitch is None or out.static_shape[-1] % 8 == 0)) or (
             inner and math.prod(out.static_shape[axis + 1 :]) % 8
         ):
@@ -91,8 +91,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
 
 
 def pitched(b: Builder, op: Op) -> tuple[int, ...] | None:
-    """Strides of joined rows that nothing but products with constant matrices reads: each begins at a multiple of 16 bytes. None for
-    others."""
+    """Strides of joined rows at multiples of 16 bytes, if only products with constant matrices read them; else None."""
     t, users = op.outputs[0].type, list(b.graph.users(op.value))
     axis = normalize_axis(op.attrs.axis, len(t.static_shape))
     if t.layout or axis != len(t.static_shape) - 1 or t.dtype.itemsize != 2 or not users:
@@ -105,21 +104,21 @@ def pitched(b: Builder, op: Op) -> tuple[int, ...] | None:
 
 
 def _makes_rows(b: Builder, value: Value) -> bool:
-    """Whether a product or a pointwise operator makes it, and no output of the network."""
+    """Whether the producer of the value is a product or a pointwise operator."""
     op = b.graph.op(value)
     return op.kind in _PRODUCTS or op.definition.traits.pointwise
 
 
 def plan_outputs(b: Builder, kernels: frozenset[str]) -> None:
-    """Reserve places before views: what computes a network's output through views of the whole tensor writes it in place.
+    """Reserve places through views: if a network's output is a view of a whole tensor, the producer of that tensor writes it in place.
 
-    ``kernels``: kinds that can write to any place. Rows and pixels of 16 bits come in eights, as TMA stores them.
+    ``kernels``: kinds that can write to any place. Rows and pixels of 16-bit elements must have a multiple of 8 elements, for TMA stores.
     """
     for i in b.graph.outputs:
         value = b.graph.op(i).inputs[0]
         if value is None or value not in b.reserved or b.reserved[value].dtype != b.graph.type(value).dtype:
             continue
-        made = _behind_alone(b, value)
+        made = _sole_producer(b, value)
         t = made.outputs[0].type
         if made.value == value or made.kind not in kernels | {"Concat"} or not t.is_static or not t.static_shape:
             continue
@@ -130,24 +129,25 @@ def plan_outputs(b: Builder, kernels: frozenset[str]) -> None:
 def _is_made_in_place(
     b: Builder, value: Value, kernels: frozenset[str], *, last: bool, volume: bool, rows: bool, inner: bool
 ) -> bool:
-    """Whether what computes a part can write it into the joint buffer."""
+    """Whether the producer of a part can write it into the joint buffer."""
     op = b.graph.op(value)
     if op.kind == "Tile":  # a copy to any place
         return True
     if rows:
-        return _behind_views(b, value).kind == "Conv" or _adds_rows(b, _behind_alone(b, value))
+        return _producer_of_view(b, value).kind == "Conv" or _adds_rows(b, _sole_producer(b, value))
     if inner:
-        behind = _behind_alone(b, value)
-        return behind.kind in _ROWS | _NORMS or _adds_rows(b, behind)
-    if last and (_joins_channels(op) or (op.kind == "Transpose" and _behind_alone(b, value).kind in _ROWS)):
+        producer = _sole_producer(b, value)
+        return producer.kind in _ROWS | _NORMS or _adds_rows(b, producer)
+    if last and (_joins_channels(op) or (op.kind == "Transpose" and _sole_producer(b, value).kind in _ROWS)):
         return True
     if of_one_channel(op) and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
         return b.graph.op(op.inputs[0]).kind in kernels
-    return op.kind in kernels or (volume and _behind_views(b, value).kind in {*kernels, "Concat"})
+    return op.kind in kernels or (volume and _producer_of_view(b, value).kind in {*kernels, "Concat"})
 
 
 def _adds_rows(b: Builder, op: Op) -> bool:
-    """Whether it gathers rows of a table, or adds them (embeddings, bags, edges of a graph). Rows at equal distances are a view."""
+    """Whether the operator gathers rows of a table, or sums them (embeddings, bags, edges of a graph). A Gather of rows with one stride
+    is a view instead."""
     if op.kind != "Gather":
         return op.kind in _REDUCED or op.kind in ("GatherND", "SegmentSum")
     index = b.graph.constant_value(op.inputs[1])
@@ -155,20 +155,20 @@ def _adds_rows(b: Builder, op: Op) -> bool:
 
 
 def _joins_channels(op: Op) -> bool:
-    """A concatenation along channels, whose own parts can then lie in the joint buffer."""
+    """Whether it is a concatenation along channels: its own parts can then be in the joint buffer."""
     return op.kind == "Concat" and normalize_axis(op.attrs.axis, len(op.outputs[0].type.static_shape)) == 1
 
 
-def _behind_views(b: Builder, value: Value) -> Op:
-    """The operator that computes the tensor that a value is a view into."""
+def _producer_of_view(b: Builder, value: Value) -> Op:
+    """The producer of the tensor that a value views."""
     op = b.graph.op(value)
     while op.kind in ("Transpose", "Reshape") and op.inputs[0] is not None:
         op = b.graph.op(op.inputs[0])
     return op
 
 
-def _behind_alone(b: Builder, value: Value) -> Op:
-    """The same, through views whose tensors have no other readers."""
+def _sole_producer(b: Builder, value: Value) -> Op:
+    """The same, but only through views of tensors without other readers."""
     op = b.graph.op(value)
     while op.kind in _TURNS and op.inputs[0] is not None and b.graph.use_count(op.inputs[0]) == 1:
         op = b.graph.op(op.inputs[0])
@@ -176,7 +176,7 @@ def _behind_alone(b: Builder, value: Value) -> Op:
 
 
 def _reserve_before(b: Builder, value: Value) -> None:
-    """Reserve the place of a view for its tensor, as far as strides can express it."""
+    """Reserve the place of a view for the tensor that it views, if strides can express that."""
     op, x = b.graph.op(value), b.reserved[value]
     while op.kind in _TURNS or of_one_channel(op):
         source = op.inputs[0]

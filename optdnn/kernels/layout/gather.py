@@ -1,4 +1,4 @@
-"""Gathers, generated: by tables known at build time (Resize, Pad), and by indices in a tensor (Gather and its relatives)."""
+"""Generated gathers: by tables that are known at build time (Resize, Pad), and by indices in a tensor (Gather and its relatives)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Resize(Tactic):
 
 
 class Pad(Tactic):
-    """Every mode of Pad, of any axes; negative pads crop."""
+    """Every mode of Pad over any axes; negative pads crop."""
 
     name = "taps"
 
@@ -88,7 +88,7 @@ class Pad(Tactic):
 
 
 def _pad_index(n: int, before: int, after: int, mode: str) -> Array:
-    """Which element of an axis of ``n`` each element of the padded axis is; -1 for the constant."""
+    """For each element of the padded axis, its element of the axis of ``n`` elements; -1 for the constant."""
     at = np.arange(-before, n + after)
     if mode == "constant":
         return np.where((at < 0) | (at >= n), -1, at)
@@ -102,17 +102,17 @@ def _pad_index(n: int, before: int, after: int, mode: str) -> Array:
 
 
 class GatherView(Tactic):
-    """Gather of one index, or of indices at equal distances along each of their axes (windows, say), known when the engine is built:
-    another view."""
+    """Gather as a view: of one index, or of indices with a constant step along each of their axes (for example windows), if they are known
+    when the engine is built."""
 
     name = "gather_view"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        return None if self._progression(b, op) is not None else "its indices are not known, or not at equal distances"
+        return None if self._progression(b, op) is not None else "its indices are not known, or have no constant step"
 
     @staticmethod
     def _progression(b: Builder, op: Op) -> tuple[int, int, tuple[int, ...], tuple[int, ...]] | None:
-        """(axis, first index, distances, shape of the indices)."""
+        """(axis, first index, steps, shape of the indices); None if the indices are not known or have no constant step."""
         index, data = b.graph.constant_value(op.inputs[1]), b.graph.type(op.inputs[0])  # type: ignore[arg-type]
         if index is None or not index.size:
             return None
@@ -127,7 +127,7 @@ class GatherView(Tactic):
         return axis, first, steps, at.shape
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result is a view of the operand."""
+        """Place the result as a view of the operand."""
         found = self._progression(b, op)
         assert found is not None
         axis, first, steps, shape = found
@@ -154,7 +154,7 @@ class GatherBy(Tactic):
         return "it is a view" if op.kind == "Gather" and GatherView().refuse(b, op) is None else None
 
     def place(self, b: Builder, op: Op) -> None:
-        """Rows padded for products, unless the place is reserved."""
+        """Place the result in rows padded for products, unless its place is reserved."""
         b.target(op.value, result_strides(b, op.value))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:

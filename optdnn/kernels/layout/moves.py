@@ -1,4 +1,4 @@
-"""Launches of moves: a copy of one tensor, or one launch for small tensors that lie side by side in another."""
+"""Launches of moves: a copy of one tensor, or one launch that joins small tensors in another."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from optdnn.kernels.index.index_kernel import coordinates, emit_index_kernel
 from optdnn.kernels.pointwise.pointwise import CPP, copy
 
 MOST_ELEMENTS = 1 << 16
-"""Elements of tensors that one launch puts side by side: a block or two for each multiprocessor, each thread with an element."""
+"""Most elements that one launch joins: one or two blocks per multiprocessor, with one element per thread."""
 MOST_PARTS = 16
-"""Tensors of such a launch: their sizes and strides are its parameters."""
+"""Most tensors that one launch joins: their sizes and strides are its parameters."""
 
 
 def joinable(parts: Sequence[TensorView]) -> bool:
-    """Whether one launch may move all of these."""
+    """Whether one launch may join all of these tensors."""
     same = all(x.dtype == parts[0].dtype for x in parts) and parts[0].dtype in CPP
     return same and len(parts) <= MOST_PARTS and sum(math.prod(x.shape) for x in parts) <= MOST_ELEMENTS
 

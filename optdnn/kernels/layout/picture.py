@@ -1,8 +1,8 @@
 """A picture's conversion to floats, its resize, its crop and the subtraction of its mean in one launch. Pixels outside of the crop
 are never computed.
 
-The launch is emitted at the conversion; the operators after it find their results placed. A thread computes all channels of
-a pixel, so that it reads the bytes of the pixels under its taps once.
+The launch is emitted at the conversion. A thread computes all channels of a pixel, so that it reads the bytes of the pixels under its
+taps once.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ THREADS = 256
 CHANNELS = 4
 """Most channels of a picture."""
 IN_REGISTERS = 12
-"""Most taps along a row whose places and weights a thread keeps in registers."""
+"""Most taps along a row for which a thread keeps places and weights in registers."""
 _FROM, _TO = frozenset({UINT8, np.dtype(np.uint16)}), frozenset({FP16, BF16, FP32})
 
 
-class _Behind(NamedTuple):
-    """The operators after a conversion: the resize, then, where there are any, the crop and the addition of a constant per
-    channel."""
+class _Following(NamedTuple):
+    """The operators after a conversion: the resize, then optionally the crop and the addition of a constant per channel."""
 
     resize: Op
     crop: Op | None
@@ -49,8 +48,8 @@ class _Behind(NamedTuple):
         return self.ops[-1].value
 
 
-def _behind(graph: Graph, op: Op) -> _Behind | None:
-    """The resize that is the only reader of the result, and the operators after it that are the only readers of theirs."""
+def _following(graph: Graph, op: Op) -> _Following | None:
+    """The operators after a conversion, each the only reader of the one before; None if the first one is not a resize."""
     found = graph.sole_user(op.value)
     if found is None or found.kind != "Resize" or found.inputs[0] != op.value:
         return None
@@ -58,7 +57,7 @@ def _behind(graph: Graph, op: Op) -> _Behind | None:
     crop = crop if crop is not None and crop.kind == "Slice" else None
     last = (crop or found).value
     shift = graph.sole_user(last)
-    return _Behind(found, crop, shift if shift is not None and _shift_of(graph, shift, last) is not None else None)
+    return _Following(found, crop, shift if shift is not None and _shift_of(graph, shift, last) is not None else None)
 
 
 def _shift_of(graph: Graph, op: Op, x: Value) -> Array | None:
@@ -77,59 +76,62 @@ def _shift_of(graph: Graph, op: Op, x: Value) -> Array | None:
 
 
 class ResizedPicture(Tactic):
-    """Cast of bytes, Resize along height and width by a filter, and Slice."""
+    """Cast of bytes, Resize along height and width by a filter, Slice, and Add of a constant per channel."""
 
     name = "picture"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        behind = _behind(b.graph, op)
-        if behind is None:
-            return "no resize is the only reader of the result"
-        x, a = b.graph.type(_operand(op)), behind.resize.attrs
+        following = _following(b.graph, op)
+        if following is None:
+            return "the only reader of its result is not a resize"
+        x, a = b.graph.type(_operand(op)), following.resize.attrs
         if x.dtype not in _FROM or op.outputs[0].type.dtype not in _TO:
             return "it does not convert bytes to floats"
         if len(x.static_shape) != 4 or x.static_shape[1] > CHANNELS:
             return f"it is for images of up to {CHANNELS} channels"
         if any(
-            v is not None and b.graph.known(v) is None for o in behind.ops[:2] for v in o.inputs[1:] if o.kind != "Add"
+            v is not None and b.graph.known(v) is None
+            for o in following.ops[:2]
+            for v in o.inputs[1:]
+            if o.kind != "Add"
         ):
             return "sizes of the resize or the crop are not known when the engine is built"
         if a.mode == "nearest" or a.coordinate_transformation_mode == "tf_crop_and_resize":
             return "the resize does not interpolate, or takes a region"
-        if 0 in behind.resize.outputs[0].type.static_shape:
+        if 0 in following.resize.outputs[0].type.static_shape:
             return "the resize gives no pixels"
-        if any(p.axis < 2 and p.out != p.size for p in _plans(b, behind.resize, x.static_shape)):
+        if any(p.axis < 2 and p.out != p.size for p in _plans(b, following.resize, x.static_shape)):
             return "another axis than height and width is resized"
-        return None if _window(b, behind) is not None else "the crop takes every other pixel, or cuts off channels"
+        return None if _window(b, following) is not None else "the crop takes every other pixel, or cuts off channels"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The resize, the crop and the addition."""
-        behind = _behind(graph, op)
-        return () if behind is None else behind.ops
+        following = _following(graph, op)
+        return () if following is None else following.ops
 
     def region(self, b: Builder, op: Op) -> Region:
         """The conversion and the operators after it."""
-        behind = _behind(b.graph, op)
-        assert behind is not None
-        return Region(op, after=behind.ops)
+        following = _following(b.graph, op)
+        assert following is not None
+        return Region(op, after=following.ops)
 
     def place(self, b: Builder, op: Op) -> None:
-        """The last result; the others are not stored. A convolution reads few channels best as planes, whatever order the graph
-        has: the stem's kernel loads rows of them."""
-        behind = _behind(b.graph, op)
-        assert behind is not None
-        reader = b.graph.sole_user(behind.value)
+        """Place the last result; the other results are not stored. If a convolution reads it, it is placed as planes in any layout of the
+        graph: the stem kernel loads rows of planes, which suits few channels best."""
+        following = _following(b.graph, op)
+        assert following is not None
+        reader = b.graph.sole_user(following.value)
         planes = reader is not None and reader.kind == "Conv"
-        b.target(behind.value, row_major(b.graph.type(behind.value).static_shape) if planes else None)
+        b.target(following.value, row_major(b.graph.type(following.value).static_shape) if planes else None)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        behind = _behind(b.graph, op)
-        assert behind is not None
-        window = _window(b, behind)
+        following = _following(b.graph, op)
+        assert following is not None
+        window = _window(b, following)
         assert window is not None
-        x, out, a = b.operand(op.inputs[0]), b.target(behind.value), behind.resize.attrs
+        x, out, a = b.operand(op.inputs[0]), b.target(following.value), following.resize.attrs
         placed, taps = {"x": x, "y": out}, {}
-        for p in _plans(b, behind.resize, x.shape):
+        for p in _plans(b, following.resize, x.shape):
             if p.axis < 2:
                 continue
             at = resize.coordinates(p, a.coordinate_transformation_mode)
@@ -141,7 +143,11 @@ class ResizedPicture(Tactic):
             label = op.outputs[0].name
             placed[f"{name}_index"] = b.constant(index.astype(np.int32), f"{label}.index{p.axis}")
             placed[f"{name}_weight"] = b.constant(weight.astype(np.float32), f"{label}.weight{p.axis}")
-        shift = None if behind.shift is None else _shift_of(b.graph, behind.shift, (behind.crop or behind.resize).value)
+        shift = (
+            None
+            if following.shift is None
+            else _shift_of(b.graph, following.shift, (following.crop or following.resize).value)
+        )
         reads = [x]
         if shift is not None:
             placed["shift"] = b.constant(np.ascontiguousarray(shift), f"{op.outputs[0].name}.shift")
@@ -150,14 +156,14 @@ class ResizedPicture(Tactic):
         count = out.shape[0] * out.shape[2] * out.shape[3]
         parameters = Parameters().pointer(*placed).u32(count).i64(*x.strides, *out.strides)
         launch = parameters.generated(b.arch, text, "picture", -(-count // THREADS), THREADS)
-        sizes = tuple(behind.resize.outputs[0].type.static_shape[2:])
+        sizes = tuple(following.resize.outputs[0].type.static_shape[2:])
         own = {
             k: v
             for k, v in attrs_dict(a).items()
             if k not in ("axes", "keep_aspect_ratio_policy", "extrapolation_value")
         }
         attrs = {**own, "sizes": sizes, "starts": (window[2][0], window[3][0]), "lengths": (window[2][1], window[3][1])}
-        covered = op.src.union(*(o.src for o in behind.ops))
+        covered = op.src.union(*(o.src for o in following.ops))
         b.emit(replace(op, src=covered), launch, placed, "ResizedPicture", attrs, reads, [out])
 
 
@@ -167,7 +173,7 @@ def _operand(op: Op) -> Value:
 
 
 def _plans(b: Builder, op: Op, shape: Sequence[int]) -> list[resize.AxisPlan]:
-    """How each axis is resized."""
+    """The resize plan of each axis."""
     a = op.attrs
     scales, sizes = (None if op.input(i) is None else np.asarray(b.graph.known(op.input(i))) for i in (2, 3))
     found = resize.plan(tuple(shape), None, scales, sizes, a.axes, a.keep_aspect_ratio_policy)
@@ -175,13 +181,13 @@ def _plans(b: Builder, op: Op, shape: Sequence[int]) -> list[resize.AxisPlan]:
     return [whole.get(k, resize.AxisPlan(k, n, n, 1.0, n)) for k, n in enumerate(shape)]
 
 
-def _window(b: Builder, behind: _Behind) -> list[tuple[int, int]] | None:
-    """First place and length of what the crop keeps of each axis; None where that is not one piece of height and width."""
-    shape = behind.resize.outputs[0].type.static_shape
+def _window(b: Builder, following: _Following) -> list[tuple[int, int]] | None:
+    """First place and length of the crop along each axis; None unless it is a contiguous window of height and width."""
+    shape = following.resize.outputs[0].type.static_shape
     window = [(0, n) for n in shape]
-    if behind.crop is None:
+    if following.crop is None:
         return window
-    starts, ends, axes, steps = (ints(b, behind.crop, i) for i in range(1, 5))
+    starts, ends, axes, steps = (ints(b, following.crop, i) for i in range(1, 5))
     if starts is None or ends is None:
         return None
     axes = list(range(len(starts))) if axes is None else axes
@@ -196,14 +202,14 @@ def _window(b: Builder, behind: _Behind) -> list[tuple[int, int]] | None:
 
 
 def _narrow(index: Array, weight: Array) -> tuple[Array, Array]:
-    """The taps without those at the ends that have no weight anywhere."""
+    """The taps without leading and trailing taps that have weight 0 everywhere."""
     used = np.flatnonzero(weight.any(axis=0))
     kept = slice(used[0], used[-1] + 1)
     return np.ascontiguousarray(index[:, kept]), np.ascontiguousarray(weight[:, kept])
 
 
 def _text(source: str, result: str, shape: Sequence[int], high: int, wide: int, *, shifted: bool) -> str:
-    """The kernel's source. ``high`` and ``wide`` are its taps along a column and along a row."""
+    """The kernel's source. ``high`` and ``wide``: number of taps along a column and along a row."""
     _, channels, rows, columns = shape
     held = wide <= IN_REGISTERS
     load = f"""int at[{wide}];

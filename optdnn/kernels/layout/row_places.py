@@ -1,4 +1,4 @@
-"""Where rows of floats may lie: at one pitch, or spread over a few axes."""
+"""Views of rows of floats: rows with one pitch, or rows over a few axes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from optdnn.kernels.pointwise.strides import merge
 from optdnn.types import DType
 
 ACCESS = 16
-"""Bytes of an access. Rows that lie apart begin at multiples of them."""
+"""Bytes of an access. Rows that are not contiguous begin at multiples of it."""
 PRODUCTS = frozenset({"MatMul", "Gemm", "Conv"})
 """Kinds that read rows by TMA: rows begin at multiples of 16 bytes, or are copied first."""
 MOST_AXES = 4
-"""Axes over which the rows that a norm reads may be spread."""
+"""Most axes of the rows that a norm reads, after merging."""
 VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"})
 DEPTH = 6
-"""Views between rows and a product at most."""
+"""Most views between rows and a product."""
 
 
 def walked(x: TensorView) -> tuple[tuple[int, int], ...] | None:
-    """Sizes and strides of the axes over which rows are spread, as few as possible; None where there are too many, or where the
-    elements of a row are no neighbours."""
+    """(size, stride) of the axes of the rows, merged; None if there are too many, or if the elements of a row are not contiguous."""
     if x.strides[-1] != 1 and x.shape[-1] != 1:
         return None
     in_order = [math.prod(x.shape[i + 1 : -1]) for i in range(len(x.shape) - 1)]
@@ -36,7 +35,7 @@ def access(dtype: DType) -> int:
 
 
 def aligned(x: TensorView) -> bool:
-    """Whether rows have no gaps, or lie where :func:`walked` finds them and begin at multiples of :data:`ACCESS`."""
+    """Whether rows begin at multiples of :data:`ACCESS` bytes, and are contiguous or have a walk (:func:`walked`)."""
     unit = access(x.dtype)
     if x.dense:
         return x.offset % unit == 0
@@ -45,7 +44,7 @@ def aligned(x: TensorView) -> bool:
 
 
 def row_pitch(x: TensorView) -> int | None:
-    """Elements from a row to the next one (0: rows have no gaps); None where that differs, or is no multiple of 16 bytes."""
+    """Elements from a row to the next one (0: rows have no gaps); None if that is not constant, or rows are not :func:`aligned`."""
     if not aligned(x):
         return None
     walk = () if x.dense else walked(x) or ()
@@ -53,8 +52,8 @@ def row_pitch(x: TensorView) -> int | None:
 
 
 def result_strides(b: Builder, *results: Value) -> tuple[int, ...] | None:
-    """Strides of results of one shape: rows padded to 16 bytes where a product reads them, so that it copies nothing first. None:
-    without gaps, or in a place that is given."""
+    """Strides of results of one shape: rows are padded to 16 bytes if a product reads them, so that the product needs no copy. None:
+    without gaps, or in a reserved place."""
     t = b.graph.type(results[0])
     shape = t.static_shape
     if (
@@ -71,7 +70,7 @@ def result_strides(b: Builder, *results: Value) -> tuple[int, ...] | None:
 
 
 def _multiplied(graph: Graph, value: Value, axis: int, depth: int) -> bool:
-    """Whether a product or convolution reads the value, perhaps through views in which the features of ``axis`` stay together."""
+    """Whether a product or convolution reads the value, directly or through views that keep the features of ``axis`` together."""
     for user in graph.users(value) if depth else ():
         if user.kind in PRODUCTS and user.inputs[0] == value:
             return True
@@ -82,11 +81,11 @@ def _multiplied(graph: Graph, value: Value, axis: int, depth: int) -> bool:
 
 
 def _axis_after(graph: Graph, view: Op, axis: int) -> int | None:
-    """The axis of a view's result that holds the features of ``axis``; None where it splits or merges them."""
+    """The axis of a view's result with the features of ``axis``; None if the view splits or merges them."""
     before, after = (graph.type(v).static_shape for v in (view.inputs[0] or view.value, view.value))
     if view.kind == "Transpose":
         perm = tuple(view.attrs.perm or reversed(range(len(before))))
         return perm.index(axis)
-    behind = math.prod(before[axis + 1 :])
-    found = [i for i, n in enumerate(after) if n == before[axis] and math.prod(after[i + 1 :]) == behind]
+    inner = math.prod(before[axis + 1 :])
+    found = [i for i, n in enumerate(after) if n == before[axis] and math.prod(after[i + 1 :]) == inner]
     return found[-1] if found else None

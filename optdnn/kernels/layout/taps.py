@@ -1,7 +1,7 @@
-"""Resize and Pad as one generated kernel: each axis by a table of places and weights that is known when the engine is built.
+"""Resize and Pad as one generated kernel: each axis has a table of places and weights that is known when the engine is built.
 
-A thread makes several results. The kernel has four forms. They differ in how a thread's results lie together: neighbours in both
-tensors, channels of a pixel that are neighbours only in the operand, pixels of a row, and pixels of a column.
+A thread computes several results. The kernel has four forms, by the results of a thread: neighbours in both tensors, channels of a
+pixel that are neighbours only in the operand, pixels of a row, or pixels of a column.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from optdnn.types import Array
 
 THREADS = 256
 ROWS = 8
-"""Rows of a resized image in which a thread makes one pixel each."""
+"""Rows of a resized image for which a thread computes one pixel each."""
 FEW_TAPS = 4
-"""Most taps of an axis whose places and weights a thread keeps in registers."""
+"""Most taps of an axis for which a thread keeps places and weights in registers."""
 PIXELS = 8
-"""Most neighbours of a row that a thread makes where the row is resized."""
+"""Most neighbours of a resized row that a thread computes."""
 FEW_COLUMNS = 8
-"""Most elements of a row that the neighbours which a thread makes may read together."""
+"""Most elements of a row that a thread reads for all of its neighbours together."""
 
 
 @dataclass(frozen=True)
 class AxisTable:
-    """How one axis of the result is made: ``index[o, t]`` (negative: the fill value), and ``weight[o, t]`` (None: copy)."""
+    """The taps t of result o along an axis: ``index[o, t]`` (negative: the fill value) and ``weight[o, t]`` (None: a copy)."""
 
     axis: int
     index: Array
@@ -46,7 +46,7 @@ class AxisTable:
 
 @dataclass(frozen=True)
 class Taps:
-    """The sum over taps of the product of weights * ``x[indices]``, and the C++ that all forms of its kernel share."""
+    """The sum over taps of (product of weights) * ``x[indices]``, and the C++ that all forms of its kernel share."""
 
     x: TensorView
     out: TensorView
@@ -71,7 +71,7 @@ class Taps:
 
     @property
     def outside(self) -> str:
-        """C++: whether the fill value is read."""
+        """C++ condition: the tap reads the fill value."""
         return " || ".join(f"k{i} < 0" for i in self.tables) or "false"
 
     def weights(self, but: int | None = None) -> str:
@@ -80,7 +80,7 @@ class Taps:
         return " * ".join(factors) or "1"
 
     def operand_offset(self) -> list[str]:
-        """C++: the terms of the element's offset in ``x``, an axis each; in 32 bits where all offsets fit."""
+        """C++: the terms of the element's offset in ``x``, one per axis; in 32 bits if all offsets fit."""
         strides = zip(self.x.strides, self.x.shape, strict=True)
         small = self.blends and sum(abs(s) * (n - 1) for s, n in strides) < 1 << 31
         places = [f"{'k' if i in self.tables else 'o'}{i}" for i in range(len(self.out.shape))]
@@ -112,9 +112,9 @@ class Taps:
 
 @dataclass(frozen=True)
 class ThreadWork:
-    """What a thread does: it makes ``wide`` results along ``axis``, sums them (C++), and stores them (C++).
+    """Work of a thread: it computes ``wide`` results along ``axis``. ``sums`` and ``stores`` are C++.
 
-    ``table``: what the kernel reads as the table of ``axis``; None: the table itself.
+    ``table``: a table of ``axis`` that replaces the axis's own (None: its own).
     """
 
     axis: int
@@ -128,7 +128,7 @@ def emit_taps(
     b: Builder, op: Op, x: TensorView, out: TensorView, tables: Sequence[AxisTable], fill: float, *, kind: str, attrs: dict[str, Any],
     reads: Sequence[TensorView | None],
 ) -> None:  # fmt: skip
-    """``out[o] = sum over taps of the product of weights * x[indices]``, over the axes of ``tables``; the others are copied."""
+    """Emits ``out[o] = sum over taps of (product of weights) * x[indices]`` over the axes of ``tables``; the other axes are copied."""
     if not out.size:
         return
     taps = Taps(x, out, {table.axis: table for table in tables}, fill)
@@ -143,7 +143,7 @@ def emit_taps(
 
 
 def _work(b: Builder, taps: Taps) -> ThreadWork:
-    """The form of the kernel: neighbours, channels of a pixel, or pixels of a column; else one result a thread."""
+    """The form of the kernel: neighbours, channels of a pixel, pixels of a row or of a column; else one result per thread."""
     x, out, tables = taps.x, taps.out, taps.tables
     order = taps.order
     row = order[0] if order else -1
@@ -163,22 +163,22 @@ def _work(b: Builder, taps: Taps) -> ThreadWork:
 
 
 def _neighbours(taps: Taps, axis: int, wide: int) -> ThreadWork:
-    """``wide`` elements that are neighbours in both tensors: one load, one store."""
+    """``wide`` elements that are neighbours in both tensors: one load and one store."""
     return ThreadWork(axis, wide, _packed_sums(taps, wide), _stores(CPP[taps.out.dtype], wide, taps.result_offset()))
 
 
 def _channels(taps: Taps, axis: int) -> ThreadWork:
-    """Channels of a pixel that are neighbours only in ``x``: one load of 16 bytes, a store each."""
+    """Channels of a pixel that are neighbours only in ``x``: one load of 16 bytes, and a store per channel."""
     wide = 16 // taps.x.dtype.itemsize
     return ThreadWork(axis, wide, _packed_sums(taps, wide), _stores_apart(taps, wide, axis))
 
 
 @dataclass(frozen=True)
 class Strip:
-    """Neighbours of a resized row as products of a small matrix and the ``columns`` elements that they read together.
+    """Neighbours of a resized row as the product of a small matrix and the ``columns`` elements that they read together.
 
     ``table``: the first element that each strip reads (``index``), and all matrices (``weight``) in the order [column, block of
-    ``lanes`` neighbours, strip, lane]: neighbouring threads read theirs together.
+    ``lanes`` neighbours, strip, lane], so that the loads of neighbouring threads coalesce.
     """
 
     table: AxisTable
@@ -188,7 +188,7 @@ class Strip:
 
 
 def _strip(x: TensorView, out: TensorView, table: AxisTable, accumulator: str) -> Strip | None:
-    """The strips of a row; None where its results do not lie together, read the fill value, or read too many elements."""
+    """The strips of a row; None if its results are not contiguous and aligned, read the fill value, or read too many elements."""
     wide = min(PIXELS, 16 // out.dtype.itemsize)
     steps = [s for i, s in enumerate(out.strides) if i != table.axis and out.shape[i] > 1]
     n, count = x.shape[table.axis], out.shape[table.axis]
@@ -206,14 +206,14 @@ def _strip(x: TensorView, out: TensorView, table: AxisTable, accumulator: str) -
     matrix = np.zeros((len(first), columns, wide))
     groups, pixels, _ = np.nonzero(read)
     np.add.at(matrix, (groups, (index - first[:, None, None])[read], pixels), weight[read])
-    first = np.minimum(first, n - 1)  # of a strip that reads nothing
+    first = np.minimum(first, n - 1)  # for a strip that reads nothing
     lanes = min(wide, 2 if accumulator == "double" else 4)
     blocks = matrix.reshape(len(first), columns, wide // lanes, lanes).transpose(1, 2, 0, 3)
     return Strip(AxisTable(table.axis, first[:, None], blocks), columns, wide, lanes)
 
 
 def _pixels_of_a_row(taps: Taps, strip: Strip) -> ThreadWork:
-    """Neighbours of a row: each element that they read is read once, and blended over the other axes before they share it."""
+    """Neighbours of a row: each element is read once, and blended over the other axes before the neighbours share it."""
     t, axis, wide, columns = taps.accumulator, strip.table.axis, strip.wide, strip.columns
     last = taps.x.shape[axis] - 1
     step = f"""
@@ -240,7 +240,7 @@ def _pixels_of_a_row(taps: Taps, strip: Strip) -> ThreadWork:
 
 
 def _pixels_of_a_column(taps: Taps, axis: int) -> ThreadWork:
-    """Pixels below one another: the places and weights of the column are in registers, and the other axes' taps are read once."""
+    """Pixels of a column: the places and weights of the column are in registers, and the taps of the other axes are read once."""
     t, per_pixel = taps.accumulator, taps.tables[axis].taps
     count = ROWS * per_pixel
     kept = f"""int places[{count}];
@@ -268,7 +268,7 @@ def _packed_sums(taps: Taps, wide: int) -> str:
 
 
 def _constants(b: Builder, op: Op, taps: Taps, others: Mapping[int, AxisTable]) -> tuple[list[str], list[TensorView]]:
-    """The kernel's parameters that hold the tables, and the constants after them. ``others`` go before the tables of their axes."""
+    """The kernel's parameter fields of the tables, and their constants. ``others``: tables that replace those of their axes."""
     fields, arguments = [], []
     name, t = op.outputs[0].name, taps.accumulator
     for i, table in sorted({**taps.tables, **others}.items()):
@@ -282,7 +282,7 @@ def _constants(b: Builder, op: Op, taps: Taps, others: Mapping[int, AxisTable]) 
 
 
 def _source(taps: Taps, work: ThreadWork, fields: Sequence[str]) -> str:
-    """The kernel: a thread finds its place in the result, sums, and stores."""
+    """The kernel's text: a thread computes its place in the result, sums, and stores."""
     x, out, t = CPP[taps.x.dtype], CPP[taps.out.dtype], taps.accumulator
     rank = max(len(taps.out.shape), 1)
     split = ["u32 rest = index;"]
@@ -314,7 +314,7 @@ def _stores(dtype: str, wide: int, to: str) -> str:
 
 
 def _stores_apart(taps: Taps, wide: int, axis: int) -> str:
-    """C++ that stores results along an axis on which they lie apart: those of a warp's threads are neighbours."""
+    """C++ that stores the results of a thread one by one along ``axis``: the results of a warp's threads are neighbours."""
     dtype = CPP[taps.out.dtype]
     return f"""for (int v = 0; v < {wide}; v++) {{
         Pack<{dtype}, 1> result;
@@ -324,9 +324,9 @@ def _stores_apart(taps: Taps, wide: int, axis: int) -> str:
 
 
 def _channels_apart(b: Builder, x: TensorView, out: TensorView, tables: Collection[int]) -> int | None:
-    """The axis along which elements are neighbours in ``x``, 16 bytes of them aligned, and lie apart in ``out``; None where there is none.
+    """The axis along which elements are contiguous and aligned to 16 bytes in ``x``, but not contiguous in ``out``; or None.
 
-    The last 16 bytes are read as a whole, so that all of them must lie in the buffer.
+    The last 16 bytes are read as a whole. All of them must therefore be inside of the buffer.
     """
     vector = 16 // x.dtype.itemsize
     found = [i for i, n in enumerate(x.shape) if i not in tables and n > 1 and (x.strides[i], out.shape[i]) == (1, n)]
@@ -342,7 +342,7 @@ def _channels_apart(b: Builder, x: TensorView, out: TensorView, tables: Collecti
 
 
 def _runs(out: TensorView, table: AxisTable | None) -> bool:
-    """Whether a thread makes several results along an axis, by a table of few taps that a warp reads together."""
+    """Whether a thread computes several results along an axis: its table has few taps, and its size is a multiple of :data:`ROWS`."""
     if table is None or table.weight is None or table.index.shape[1] > FEW_TAPS:
         return False
     return out.shape[table.axis] % ROWS == 0

@@ -1,4 +1,4 @@
-"""Operators that only rearrange memory: a view where strides can express it, otherwise a copy."""
+"""Operators that only rearrange memory: a view if strides can express it, otherwise a copy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optdnn.types import normalize_axis
 
 
 def ints(b: Builder, op: Op, slot: int) -> list[int] | None:
-    """The known integers of an operand; None if it is absent. Raises UnsupportedError where they are not known."""
+    """The known integers of an operand; None if it is absent. Raises UnsupportedError if they are not known."""
     value = op.input(slot)
     if value is None:
         return None
@@ -30,14 +30,14 @@ def ints(b: Builder, op: Op, slot: int) -> list[int] | None:
 
 
 def reshaped(x: TensorView, shape: Sequence[int]) -> TensorView | None:
-    """``x`` with another shape over the same memory, or None where strides cannot express it."""
+    """``x`` with another shape over the same memory, or None if strides cannot express it."""
     if x.size == 0:
         return x.view(shape, row_major(shape))
     old = [(n, s) for n, s in zip(x.shape, x.strides, strict=True) if n != 1]
     strides = [0] * len(shape)
     i = j = 0
     while i < len(old):
-        # Grow a group of old axes and one of new axes until both hold the same number of elements.
+        # Grow a group of old axes and a group of new axes until both have the same number of elements.
         first, have, want, start = i, old[i][0], 1, j
         i += 1
         while have != want or j == start:
@@ -58,8 +58,8 @@ def reshaped(x: TensorView, shape: Sequence[int]) -> TensorView | None:
 
 
 def order_read(b: Builder, value: Value) -> tuple[int, ...] | None:
-    """Strides of a result with which the Reshapes and Transposes after it are views, the last of them dense; None where they are views
-    anyway, or where there are no such strides."""
+    """Strides of a result that make the Reshapes and Transposes after it views, with a dense last view; None if they are views of a dense
+    result, or if there are no such strides."""
     chain: list[Op] = []
     user = b.graph.sole_user(value)
     while user is not None and user.kind in {"Transpose", "Reshape"} and user.outputs[0].type.is_static:
@@ -92,12 +92,12 @@ def _permutation(op: Op) -> Sequence[int]:
 
 
 def seen_by(op: Op, x: TensorView) -> TensorView | None:
-    """What a Transpose or a kind of Reshape makes of ``x``; None where it would be a copy."""
+    """``x`` after a Transpose or a kind of Reshape; None if that is not a view."""
     return transposed(x, _permutation(op)) if op.kind == "Transpose" else reshaped(x, op.outputs[0].type.static_shape)
 
 
 def settle(b: Builder, op: Op, port: int, found: TensorView) -> None:
-    """A value lies at ``found``, unless it must be written elsewhere."""
+    """Place a result at ``found``, or record a copy from ``found`` to its reserved place."""
     value = Value(op.id, port)
     if value in b.reserved:
         target = b.target(value)
@@ -108,8 +108,7 @@ def settle(b: Builder, op: Op, port: int, found: TensorView) -> None:
 
 
 def _rows_for_products(b: Builder, op: Op) -> tuple[int, ...] | None:
-    """Strides of a copy that only products read: rows at multiples of 16 bytes, as TMA and wide loads need them. None: without
-    gaps."""
+    """Strides of a copy that only products read: rows at multiples of 16 bytes, for TMA and wide loads. None: without gaps."""
     t = op.outputs[0].type
     shape = t.static_shape
     if t.dtype.itemsize != 2 or len(shape) < 2 or shape[-1] % 8 == 0:
@@ -124,7 +123,7 @@ def _reshape(b: Builder, op: Op) -> None:
     shape = op.outputs[0].type.static_shape
     if math.prod(shape) != x.size:
         raise ShapeError(
-            f"{op.kind} {op.name!r} of {x.shape} is declared as {shape}, which are other numbers of elements"
+            f"{op.kind} {op.name!r} of {x.shape} is declared as {shape}, which has another number of elements"
         )
     found = reshaped(x, shape)
     if found is not None:
@@ -150,7 +149,7 @@ def _identity(b: Builder, op: Op) -> None:
 
 
 def cast_source(b: Builder, value: Value | None) -> Value:
-    """Where the elements of ``value`` come from: through changes of order and casts to a narrower floating type."""
+    """The source of ``value`` through changes of layout and casts to a narrower floating type."""
     while True:
         assert value is not None
         op = b.graph.op(value)
@@ -163,9 +162,9 @@ def cast_source(b: Builder, value: Value | None) -> Value:
 
 def _layout(b: Builder, op: Op) -> None:
     x, t = b.operand(op.inputs[0]), op.outputs[0].type
-    # Images of one pixel are rows in either order; what fills their channels up lies between rows.
+    # Images of one pixel are rows in either layout; the padding of their channels is between rows.
     rows = all(n == 1 for n in x.shape[2:]) and (x.shape[1] == 1 or x.strides[1] == 1)
-    if t.layout:  # its pixels begin at whole vectors
+    if t.layout:  # its pixels have to begin at whole vectors
         rows = rows and x.shape[1] % 8 == 0 and (x.shape[0] == 1 or x.strides[0] % 8 == 0)
     if (rows or x.is_like(b.strides_for(t))) and op.value not in b.reserved and x.offset % 8 == 0:
         b.place[op.value] = x
@@ -177,19 +176,19 @@ def _layout(b: Builder, op: Op) -> None:
 
 
 def _reads_gaps(user: Op, *, plain: bool) -> bool:
-    """Whether a reader takes pixels of one channel as they lie, with gaps or without: the kernels of rows take rows without gaps."""
+    """Whether a reader takes one-channel pixels with or without gaps. Kernels of rows need rows without gaps."""
     if user.kind in STRUCTURAL:
         return False
     return user.definition.traits.pointwise or (plain and user.kind in ("Concat", "Resize"))
 
 
 def of_one_channel(op: Op) -> bool:
-    """Whether a change of order moves nothing but the gaps that fill channels up: only convolutions need these."""
+    """Whether a change of layout only changes the padding of channels: only convolutions need that padding."""
     return op.kind == "Layout" and len(op.outputs[0].type.static_shape) > 2 and op.outputs[0].type.static_shape[1] == 1
 
 
 def consecutive(parts: Sequence[TensorView | None], axis: int) -> bool:
-    """Whether the parts lie one after the other along an axis of one buffer."""
+    """Whether the parts follow one another without gaps along an axis of one buffer."""
     first = parts[0]
     assert first is not None
     at = first.offset
@@ -278,7 +277,7 @@ def _concat(b: Builder, op: Op) -> None:
         parts = [b.operand(v) for v in op.inputs if v is not None]
         along = normalize_axis(op.attrs.axis, len(parts[0].shape))
         first = parts[0]
-        if len(parts) > 1 and consecutive(parts, along):  # as the states of stacked recurrent layers are
+        if len(parts) > 1 and consecutive(parts, along):  # for example the states of stacked recurrent layers
             b.place[op.value] = first.view(op.outputs[0].type.static_shape, first.strides)
             return
     out = b.target(op.value)
@@ -304,11 +303,11 @@ def _concat(b: Builder, op: Op) -> None:
 
 
 Pair: TypeAlias = tuple[TensorView, TensorView]
-"""A part of a concatenation: where it lies, and where it belongs."""
+"""A part of a concatenation: its source, and its place in the result."""
 
 
 def _joins(pairs: Sequence[Pair], axis: int) -> list[list[Pair]]:
-    """Neighbors that one launch moves; all others alone."""
+    """The pairs in groups of neighbours that one launch moves; a pair without such neighbours is a group of its own."""
     found: list[list[Pair]] = []
     for pair in pairs:
         last = found[-1][-1][1] if found else None
@@ -321,7 +320,8 @@ def _joins(pairs: Sequence[Pair], axis: int) -> list[list[Pair]]:
 
 
 def _joined(pairs: list[Pair], axis: int) -> list[Pair]:
-    """The pairs with each run of them as one, and runs of such runs: four quarters of the pixels of an image are two by two."""
+    """The pairs, with each run of pairs merged into one, and also runs of such runs. For example, four quarters of an image's pixels are
+    two by two."""
     while True:
         joined: list[Pair] = []
         for run in _runs(pairs):
@@ -333,16 +333,16 @@ def _joined(pairs: list[Pair], axis: int) -> list[Pair]:
 
 
 def _repeated_pair(run: Sequence[Pair], axis: int) -> Pair:
-    """A run as one pair, with a separate axis for its number."""
+    """A run as one pair, with an additional axis for the number of the pair in the run."""
     source, target = (_repeated(p, len(run), d, axis) for p, d in zip(run[0], _distances(*run[:2]), strict=True))
     return source, target
 
 
 def _runs(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """Neighbors of one form whose sources lie at equal distances, and whose destinations do: one copy moves a run of them.
+    """The pairs in runs that one copy can move: equal shapes and strides, and constant distances of sources and of destinations.
 
     Frames under the taps of a filter are such a run. A part between two others that is in place already has no pair. The
-    destinations around it then lie further apart, and end the run.
+    distance of the destinations around it is then larger, and ends the run.
     """
     found: list[list[Pair]] = []
     for pair in pairs:
@@ -360,12 +360,12 @@ def _runs(pairs: Sequence[Pair]) -> list[list[Pair]]:
 
 
 def _distances(a: Pair, b: Pair) -> tuple[int, int]:
-    """How many elements the source and the destination of ``b`` lie after those of ``a``."""
+    """Elements from the source and from the destination of ``a`` to those of ``b``."""
     return b[0].offset - a[0].offset, b[1].offset - a[1].offset
 
 
 def _repeated(x: TensorView, count: int, distance: int, axis: int) -> TensorView:
-    """``count`` such views at a distance, along a separate axis before ``axis``."""
+    """``count`` views like ``x``, ``distance`` elements apart, along an additional axis before ``axis``."""
     shape = (*x.shape[:axis], count, *x.shape[axis:])
     return x.view(shape, (*x.strides[:axis], distance, *x.strides[axis:]))
 
@@ -379,7 +379,7 @@ def _constant_of_shape(b: Builder, op: Op) -> None:
 
 
 EYE_LIMIT = 1 << 24
-"""Most elements of an EyeLike, which is stored."""
+"""Most elements of an EyeLike: it is stored as a constant."""
 
 
 def _eye_like(b: Builder, op: Op) -> None:
@@ -395,4 +395,4 @@ VIEWS: dict[str, Callable[[Builder, Op], None]] = {
     "Identity": _identity, "Layout": _layout, "Expand": _expand, "Slice": _slice, "Split": _split, "Concat": _concat,
     "ConstantOfShape": _constant_of_shape, "EyeLike": _eye_like, "DepthToSpace": _depth_to_space, "SpaceToDepth": _space_to_depth, "Tile": _tile,
 }  # fmt: skip
-"""Kind -> how it is placed."""
+"""Kind -> the function that places it."""

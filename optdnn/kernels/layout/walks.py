@@ -1,4 +1,4 @@
-"""How generated kernels walk over tensors: C++ that adds up offsets, and how many elements a thread moves at once."""
+"""Walks of generated kernels over tensors: C++ that computes offsets, and the number of elements that a thread moves at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from optdnn.kernels.builder import TensorView
 
 
 def walk(name: str, index: str, dims: str, rank: int, offsets: Sequence[tuple[str, str]]) -> str:
-    """C++ that splits ``index`` over ``dims`` and adds up offsets: (variable, strides array) pairs."""
+    """C++ that splits ``index`` into coordinates over ``dims`` and adds them to offsets. ``offsets``: (variable, strides array) pairs."""
     lines = [f"u32 {name} = {index};"]
     for d in reversed(range(rank)):
         part = f"{name} % p.{dims}[{d}]" if d else name
@@ -20,8 +20,8 @@ def walk(name: str, index: str, dims: str, rank: int, offsets: Sequence[tuple[st
 def batched(
     first: str, stop: str, stride: int, count: int, load: Callable[[str, int], str], use: Callable[[int], str]
 ) -> str:
-    """C++ that goes from ``first`` to ``stop`` in steps of ``stride``. ``count`` elements are loaded before the first of them is used; beyond
-    the end, the last one is read again. ``load(index, k)`` and ``use(k)``: of element k of a batch."""
+    """C++ of a loop from ``first`` to ``stop`` in steps of ``stride``. ``count`` elements are loaded before the first of them is used;
+    beyond the end, the last element is loaded again. ``load(index, k)`` and ``use(k)`` give the C++ for element k of a batch."""
     loads, uses = [], []
     for k in range(count):
         at = f"(i + {k * stride}u < {stop} ? i + {k * stride}u : {stop} - 1u)" if k else "i + 0u"
@@ -40,7 +40,7 @@ def pieces(
     si: Sequence[int],
     steps: Sequence[int],
 ) -> int:
-    """Consecutive elements that one thread moves at once: up to 16 bytes that share an index and lie aligned in both tensors."""
+    """Consecutive elements that one thread moves at once: up to 16 bytes that share an index and are aligned in both tensors."""
     best = 1
     for count in (2, 4, 8, 16):
         if count * x.dtype.itemsize > 16 or dims[-1] % count or (sy[-1], sx[-1], si[-1]) != (1, 1, 0):

@@ -1,4 +1,4 @@
-"""The tactic of collectives: one call, which NCCL runs, or a kernel of ours where that is measured to be faster.
+"""The tactic of collectives: one call that NCCL runs, or one of our own kernels if it is measured to be faster.
 
 The GPUs choose between them when an engine is loaded (:mod:`optdnn.runtime.cuda.collectives.communicator`).
 """
@@ -16,16 +16,16 @@ from optdnn.runtime.cuda.libraries.calls import Collective
 from optdnn.types import BF16, FP16, FP32
 
 START, LINK = 7e-6, 250e9
-"""Seconds of a small sum by NCCL, and bytes per second of a large one: two H200s over NVLink, 25 MB in 100 us."""
+"""Seconds of a small sum by NCCL, and bytes per second of a large one (two H200s over NVLink: 25 MB in 100 us)."""
 FLAGGED_START, FLAGGED_RATE = 2.2e-6, 140e9
-"""The same of packets over peer memory: a sum of 64 KB in 2.8 us on two GPUs, in 3.9 on four."""
+"""The same for packets over peer memory: a sum of 64 KB takes 2.8 us on two GPUs, 3.9 us on four."""
 ONE_SHOT_START, ONE_SHOT_RATE = 4.2e-6, 120e9
-"""The same of the kernel with fences: 64 KB in 4.7 us on two GPUs, in 5.2 on four."""
+"""The same for the kernel with fences: 64 KB take 4.7 us on two GPUs, 5.2 us on four."""
 
 
 def predicted_seconds(kind: str, nbytes: float, world: int) -> float:
-    """The time of an AllReduce or AllGather whose result has ``nbytes``, by the faster way. The constants are measured on H200s;
-    GPUs without NVLink are slower."""
+    """Predicted seconds of an AllReduce or AllGather with a result of ``nbytes`` bytes, by the fastest kernel. The constants were measured
+    on H200s; GPUs without NVLink are slower."""
     gather = kind == "AllGather"
     moved, part = (world - 1) / world * nbytes, nbytes / world if gather else nbytes
     found = [START + (1 if gather else 2) * moved / LINK]
@@ -37,7 +37,7 @@ def predicted_seconds(kind: str, nbytes: float, world: int) -> float:
 
 
 class Collect(Tactic):
-    """AllReduce and AllGather of floats. A gather along another axis than the first is copied into its order."""
+    """AllReduce and AllGather of floats. A copy follows a gather along an axis other than the first."""
 
     name = "collective"
 
@@ -71,6 +71,6 @@ class Collect(Tactic):
 
     @staticmethod
     def _result(b: Builder, op: Op, target: TensorView, gather: bool) -> TensorView:
-        """Where the call writes: the place of the result, where the ranks' parts lie there one after the other."""
+        """The tensor that the call writes: the result itself if the ranks' parts follow one another in it, else a new buffer."""
         first = not gather or all(n == 1 for n in target.shape[: op.attrs.axis])
         return target if target.dense and first else b.new(f"{op.outputs[0].name}.parts", target.dtype, target.shape)

@@ -16,7 +16,7 @@ from optdnn.types import BF16, FP16
 
 
 class CudnnAttention(Called):
-    """Attention without a past, lengths, windows or softcap, whose weights nobody reads."""
+    """Attention without a past, lengths, windows or softcap, and without readers of its weights."""
 
     name = "attention_cudnn"
     provider = "cudnn"
@@ -30,9 +30,9 @@ class CudnnAttention(Called):
         if (why := operands.several_types(b, op)) is not None:
             return why
         if a.softcap or a.left_window_size >= 0 or a.right_window_size >= 0:
-            return "it has no softcap and no windows"
+            return "it does not support a softcap or windows"
         if any(op.input(i) is not None for i in (4, 5, 6)):
-            return "it has no past, and no lengths of samples"
+            return "it does not support a past or lengths of samples"
         if any(operands.is_used(b, op, port) for port in (operands.KEYS, operands.VALUES, operands.WEIGHTS)):
             return "keys, values or weights are also outputs"
         size = q.static_shape[3]
@@ -45,7 +45,7 @@ class CudnnAttention(Called):
         return None
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result in the order that its reader wants."""
+        """Place the result in the order that its reader wants."""
         operands.target_of(b, op)
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
@@ -75,7 +75,7 @@ class CudnnAttention(Called):
 
 
 def _strides(x: TensorView) -> tuple[int, ...]:
-    """Strides with those of the dense order on axes of one element: libraries want none of 0."""
+    """Strides of ``x``, with dense strides on axes of one element: libraries do not accept stride 0."""
     dense, step = [], 1
     for n in reversed(x.shape):
         dense.append(step)

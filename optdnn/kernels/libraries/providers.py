@@ -1,4 +1,4 @@
-"""Whose kernels a build may use: this project's own always, a library's where it is."""
+"""Providers of kernels that a build may use: this project always, a library if it is installed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from optdnn.runtime.cuda.usable import why_not
 
 @cache
 def providers_here(*, sure: bool = False) -> frozenset[str]:
-    """The providers whose kernels run on this machine; all of them where it has no GPU, since engines are then for another.
+    """The providers with kernels that run on this machine; all of them if it has no GPU, since engines are then for another machine.
 
-    ``sure``: libraries are loaded whole, which may take seconds, and one that is broken does not count.
+    ``sure``: load the libraries whole (this may take seconds), and leave out a broken one.
     """
     if why_not() is not None:
         return frozenset(PROVIDERS)

@@ -1,7 +1,7 @@
-"""Tactics on vendors' libraries: convolutions by cuDNN, matrix products by cuBLASLt, with the epilogues that these can do.
+"""Tactics on vendors' libraries: convolutions by cuDNN, matrix products by cuBLASLt, with the epilogues that the libraries support.
 
-They come after our own in every list, so the cost model never chooses them: they are measured or requested (``--tactics``). Without
-the library there is no such tactic; with a GPU, the library itself decides whether it can run an operation.
+They come after our own in every list, so the cost model never chooses them: only timings or a request (``--tactics``) do. Without
+the library there is no such tactic. With a GPU, the library itself decides whether it can run an operation.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from optdnn.runtime.cuda.libraries.handles import ranked
 from optdnn.types import BF16, FP16, FP32, Array, normalize_axis
 
 MOST = 6
-"""How many algorithms of a library's own ranking are offered."""
+"""Number of algorithms from a library's own ranking that are offered."""
 _TYPES = (FP16, BF16, FP32)
 _ACTIVATIONS: dict[tuple[object, ...], str] = {
     ("relu",): "relu", ("sigmoid",): "sigmoid", ("tanh",): "tanh", ("silu",): "swish", ("gelu",): "gelu",
     ("gelu_tanh",): "gelu_tanh",
 }  # fmt: skip
-"""Our rendering of a stage -> cuDNN's. (Its clipped ReLU has two plans, which take 2 to 100 times as long, so we clip in
+"""Our rendering of a stage -> cuDNN's name. (cuDNN's clipped ReLU has two plans, and both take 2 to 100 times as long; we clip in
 another launch.)"""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """The place in a library's own ranking."""
+    """A place in a library's own ranking."""
 
     place: int
 
@@ -51,14 +51,14 @@ class Rank:
 
 
 class Called(Tactic):
-    """What the tactics of both libraries share: ``operation`` makes the call's facts, and says where its operands are."""
+    """Shared parts of the tactics of both libraries. :meth:`_add` adds the call and returns its operation."""
 
     row_invariant: ClassVar[bool] = False
     most: ClassVar[int] = MOST
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        """The first of the library's ranking. If it ranks fewer, the others fail when they are tried; asking first would be as
-        slow."""
+        """The first places of the library's ranking. If the library ranks fewer, the other configurations fail when they are timed;
+        asking beforehand would be as slow."""
         return tuple(Offer(Rank(i), row_invariant=False) for i in range(self.most))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
@@ -66,7 +66,7 @@ class Called(Tactic):
         self._add(b, op, config.place)
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Whether the library has an algorithm for the operation, where it can be asked."""
+        """The reason if the library has no algorithm for the operation, as far as it can be asked."""
         tried = b.fork()
         self.place(tried, op)
         operation = self._add(tried, op, 0)
@@ -77,13 +77,13 @@ class Called(Tactic):
 
 
 def _accepts(stages: Sequence[render.Stage], activations: Sequence[tuple[object, ...]]) -> bool:
-    """At most one addition of a tensor, then at most one activation."""
+    """Whether the stages are at most one addition of a tensor, then at most one activation."""
     rest = list(stages[1:] if stages[:1] == [("add",)] else stages)
     return not rest or (len(rest) == 1 and tuple(rest[0]) in activations)
 
 
 class CudnnConv(Called):
-    """Convolutions over one or two spatial axes of channels-last floats: bias, addition of a tensor, one activation."""
+    """Convolutions over one or two spatial axes of channels-last floats, with a bias, the addition of a tensor and one activation."""
 
     name = "conv_cudnn"
     provider = "cudnn"
@@ -99,12 +99,12 @@ class CudnnConv(Called):
         if 0 in t.static_shape or 0 in weight.shape:
             return "it is empty"
         if t.dtype != FP32 and t.static_shape[1] % 8:
-            return "its channels are no multiple of 8"
+            return "its number of channels is not a multiple of 8"
         return None
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
         a, weight = op.attrs, b.weights(op)
-        # Only the plain form of grouped convolutions has a fast kernel, so the rest is one of our kernels.
+        # cuDNN only has a fast kernel for grouped convolutions without an epilogue: one of our kernels computes the rest.
         whole = a.group == 1
         known = tuple(_ACTIVATIONS) if whole else ()
         ep = plan_epilogue(
@@ -145,7 +145,7 @@ class CudnnConv(Called):
 
 
 def _after(b: Builder, op: Op, ep: Epilogue, bias: Array, between: TensorView, target: TensorView) -> None:
-    """The work that the convolution left: its bias, then the rest of the epilogue."""
+    """Emits the stages that the convolution did not compute: the bias, then the rest of the epilogue."""
     column = (1, len(bias), *(1,) * (len(target.shape) - 2))
     placed = b.constant(bias.astype(target.dtype).reshape(column), f"{op.outputs[0].name}.bias")
     operands = [between, *map(b.operand, ep.rest_operands), placed]
@@ -154,7 +154,7 @@ def _after(b: Builder, op: Op, ep: Epilogue, bias: Array, between: TensorView, t
 
 
 class CublasLtGemm(Called):
-    """MatMul and Gemm of rows with a constant matrix: bias, addition of a tensor, ReLU or GELU (tanh)."""
+    """MatMul and Gemm of rows with a constant matrix, with a bias, the addition of a tensor, and ReLU or GELU (tanh)."""
 
     name = "gemm_cublaslt"
     provider = "cublaslt"
@@ -211,7 +211,7 @@ class CublasLtGemm(Called):
 
 
 class CublasLtBatched(Called):
-    """MatMul of two computed stacks of matrices whose batches lie at one distance."""
+    """MatMul of two computed stacks of matrices with a constant stride between matrices."""
 
     name = "matmul_cublaslt"
     provider = "cublaslt"
@@ -219,9 +219,9 @@ class CublasLtBatched(Called):
     def refuse(self, b: Builder, op: Op) -> str | None:
         t = op.outputs[0].type
         if op.kind != "MatMul" or None in op.inputs[:2]:
-            return "it is no plain product"
+            return "it is not a plain product"
         if t.dtype not in _TYPES or 0 in t.static_shape or len(t.static_shape) < 2:
-            return "its type is not fp16, bf16 or fp32, or it is no matrix"
+            return "its type is not fp16, bf16 or fp32, or it is not a matrix"
         if op.attrs.prologue:
             return "it has a prologue"
         if self._operands(b, op) is None:
@@ -230,7 +230,7 @@ class CublasLtBatched(Called):
 
     @staticmethod
     def _operands(b: Builder, op: Op) -> tuple[TensorView, TensorView, bool] | None:
-        """Both stacks as [batch, rows, columns], and whether the second lies transposed; None where they do not fit."""
+        """Both stacks as [batch, rows, columns], and whether the second one is transposed in memory; None if they do not fit."""
         left, right = (b.operand(v) for v in op.inputs[:2] if v is not None)
         if left.dtype != op.outputs[0].type.dtype or right.dtype != left.dtype:
             return None
@@ -295,7 +295,7 @@ class CudnnNorm(Called):
                 return "its scale and bias are not constant rows"
         x = b.operand(op.inputs[0])
         if x.dtype != t.dtype or not x.dense or (op.value in b.reserved and not b.reserved[op.value].dense):
-            return "its rows do not lie one after the other"
+            return "its rows are not contiguous"
         return None
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
@@ -318,13 +318,13 @@ class CudnnNorm(Called):
 
 
 def _strides(x: TensorView) -> tuple[int, ...]:
-    """Strides that are positive on axes of one element too, as libraries want them: those of the dense channels-last order."""
+    """Strides of ``x``, with those of the dense channels-last order on axes of one element: libraries need positive strides."""
     dense = channels_last(x.shape, x.shape[1])
     return tuple(d if n == 1 else s for n, s, d in zip(x.shape, x.strides, dense, strict=True))
 
 
 def _packed(b: Builder, op: Op, x: TensorView) -> TensorView:
-    """``x`` (logical NCHW) channels last without padding: itself, or a copy (shared by all readers) that is still to be made."""
+    """``x`` (logical NCHW) in channels-last order without padding: itself, or a copy that is still to be made and that all readers share."""
     wanted = channels_last(x.shape, x.shape[1])
     pixels = all(n == 1 or s == d or d == 0 for n, s, d in zip(x.shape, x.strides, wanted, strict=True))
     if pixels and x.byte_offset % 16 == 0:
@@ -333,7 +333,7 @@ def _packed(b: Builder, op: Op, x: TensorView) -> TensorView:
 
 
 def _matrix(x: TensorView) -> TensorView | None:
-    """A tensor as a matrix of rows, if they have one pitch and no gaps inside."""
+    """A tensor as a matrix of rows, if the rows have one pitch and no gaps inside; else None."""
     flat = reshaped(x, (math.prod(x.shape[:-1]), x.shape[-1]))
     if flat is None or (flat.shape[1] > 1 and flat.strides[1] != 1) or flat.byte_offset % 16:
         return None

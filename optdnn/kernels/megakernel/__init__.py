@@ -1,1 +1,1 @@
-"""The family of megakernels: products of a few rows and attention over a cache, job after job, in one persistent launch."""
+"""The family of megakernels: products of a few rows and attention over a cache, as a sequence of jobs in one persistent launch."""

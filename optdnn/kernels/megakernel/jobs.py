@@ -1,4 +1,4 @@
-"""Jobs of a megakernel, from the launches of ``gemv.cu`` and ``attention_cached.cu`` that they take the place of."""
+"""Jobs of a megakernel, from the launches of ``gemv.cu`` and ``attention_cached.cu`` that they replace."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from optdnn.runtime.program import Kernel, Program, Step
 
 GEMV, ATTENTION = "gemv", "attention_cached"
 EXCHANGE = "exchange"
-"""The name of the operand through which rows pass."""
+"""The name of the operand through which jobs exchange rows."""
 SCALES = "scale_log2", "cap_in", "cap_out"
-"""Of attention, as both kernels name them: 0 where there is no softcap."""
+"""Names of attention's scales in both kernels; the caps are 0 without a softcap."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor in a program's buffer: ``nbytes`` bytes from byte ``at`` on (0: not known). ``pitch``: elements between its rows (of attention:
-    its heads)."""
+    """A tensor in a program's buffer: ``nbytes`` bytes (0: not known) from byte ``at`` on. ``pitch``: elements from a row to the next (in
+    attention: from a head to the next)."""
 
     operand: int
     buffer: int
@@ -30,14 +30,14 @@ class Place:
     nbytes: int = 0
 
     def holds(self, other: Place) -> bool:
-        """Whether the other one is a part of it."""
+        """Whether ``other`` is a part of this place."""
         return self.buffer == other.buffer and self.at <= other.at and other.at + other.nbytes <= self.at + self.nbytes
 
 
 @dataclass(frozen=True)
 class Job:
-    """A step as a job. ``rows``: names of the rows that it reads -> their places; ``out``: of its result. ``constants``: the other operands by
-    the names of the kernel's fields. ``numbers``: the rest of its parameters."""
+    """A step as a job. ``rows``: name -> place of the rows that it reads. ``out``: place of its result. ``constants``: field of the
+    kernel -> place of another operand. ``numbers``: its other parameters by name."""
 
     kind: ProductKind | AttentionKind
     dtype: str
@@ -48,10 +48,10 @@ class Job:
 
 
 def job_of(step: Step, launch: LaunchPlan, program: Program) -> Job | str:
-    """The step as a job, or why it is none."""
+    """The step as a job, or why it cannot be one."""
     kernel = program.kernels[launch.kernel]
     if kernel.function not in (GEMV, ATTENTION):
-        return f"{kernel.function} is no job of a megakernel"
+        return f"{kernel.function} cannot be a job of a megakernel"
     fields = _fields(kernel)
     at = {r.at: r for r in launch.relocations if isinstance(r, Pointer)}
     if len(at) != len(launch.relocations):
@@ -62,7 +62,7 @@ def job_of(step: Step, launch: LaunchPlan, program: Program) -> Job | str:
     else:
         job = _attention(step, launch, fields, at, dtype)
     if isinstance(job, Job) and any(place.at % 8 for place in (job.out, *job.rows.values())):
-        return "its rows are not aligned to four numbers"
+        return "its rows are not aligned to four elements"
     return job
 
 
@@ -72,7 +72,8 @@ def _fields(kernel: Kernel) -> dict[str, int]:
 
 
 def _place(step: Step, at: Mapping[int, Pointer[int]], where: int, pitch: int = 0, elements: int = 0) -> Place | None:
-    """``elements``: of the tensor, 16 bits each."""
+    """The place of the operand with its pointer at byte ``where`` of the parameters, or None. ``elements``: number of the tensor's 16-bit
+    elements."""
     r = at.get(where)
     if r is None:
         return None
@@ -82,7 +83,7 @@ def _place(step: Step, at: Mapping[int, Pointer[int]], where: int, pitch: int = 
 def _product(
     step: Step, launch: LaunchPlan, fields: Mapping[str, int], at: Mapping[int, Pointer[int]], dtype: str, kernel: Kernel,
 ) -> Job | str:  # fmt: skip
-    """The parameters are those of ``gemv.cu``: eight addresses, four integers and an epsilon."""
+    """A launch of ``gemv.cu`` as a job. Its parameters are eight addresses, four integers and an epsilon."""
     if fields["RESULT_FLOAT"]:
         return "its results are fp32"
     columns, depth, x_pitch, out_pitch = struct.unpack_from("<4i", launch.parameters, 64)
@@ -108,16 +109,16 @@ def _product(
 def _attention(
     step: Step, launch: LaunchPlan, fields: Mapping[str, int], at: Mapping[int, Pointer[int]], dtype: str,
 ) -> Job | str:  # fmt: skip
-    """The parameters are those of ``attention_cached.cu``: twelve addresses, strides, two integers and three floats."""
+    """A launch of ``attention_cached.cu`` as a job. Its parameters are twelve addresses, strides, two integers and three floats."""
     _, heads, batch = launch.grid
     if batch != 1:
-        return f"it is of {batch} sequences"
+        return f"it has {batch} sequences (one is needed)"
     strides = struct.unpack_from("<18q", launch.parameters, 96)
     capacity, reach, *scales = struct.unpack_from("<2i3f", launch.parameters, 240)
     queries, new_keys, new_values, keys, values, out = strides[1:12:2]
     size, group = fields["HEAD"], fields["GROUP"]
     if strides[12:14] != (size, size):
-        return "positions of its cache do not follow one another"
+        return "the positions of its cache are not contiguous"
     kind = AttentionKind(heads, group, size, fields["TURNED"], bool(fields["INTERLEAVED"]), bool(fields["SOFTCAP"]))
     names = {"cosines": 24, "sines": 32, "starts": 40, "lengths": 48, "keys": 56, "values": 64}
     places = {name: _place(step, at, where) for name, where in names.items()}
@@ -140,8 +141,8 @@ def _present(places: Mapping[str, Place | None]) -> dict[str, Place]:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a job finds a row besides in its buffer: among the packets of the run, from byte ``packets`` of the exchange on, which job ``job``
-    writes (-1: none does)."""
+    """A second source of a row, besides its buffer: the packets that job ``job`` writes (-1: no job does), from byte ``packets`` of the
+    exchange on."""
 
     packets: int = 0
     job: int = -1
@@ -150,8 +151,8 @@ class Source:
 def parameters(
     job: Job, kinds: Kinds, number: int, sources: Mapping[str, Source], packets: int, partial: int
 ) -> tuple[bytes, Sequence[Pointer[str]]]:
-    """The parameters of the job as a launch of its own, and what belongs into them. ``packets``, ``partial``: bytes of the exchange before the
-    job's own packets, and before those of a head's blocks. Operands are named by their number, and :data:`EXCHANGE`."""
+    """The parameters of the job as a separate launch, and their address fields. ``packets``, ``partial``: offsets in bytes, in the exchange,
+    of the job's own packets and of the packets of a head's blocks. Names of operands are their numbers, and :data:`EXCHANGE`."""
     p = Parameters().pointer(EXCHANGE).i32(number, 1)
     p.i32(kinds.number(job.kind), 0, 0, 0)
 

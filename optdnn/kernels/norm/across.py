@@ -1,7 +1,7 @@
-"""Norms of tokens between products over tokens. They read or write transposed tensors, so that no launch of its own turns these.
+"""Norms of tokens between products over tokens. The norms read or write transposed tensors, so that no launch has to transpose them.
 
-A network that mixes tokens multiplies transposed rows by a matrix. The norm in front writes its result as that product reads it, and
-the following norm reads the product's result in place, adds it to the residual stream, and normalizes the sum.
+A network that mixes tokens multiplies transposed rows by a matrix. The norm before the product writes its result transposed, as the
+product reads it. The norm after the product reads the transposed result in place, adds it to the residual stream and normalizes the sum.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _PRODUCTS = frozenset({"MatMul", "Gemm"})
 
 @lru_cache(maxsize=1024)
 def _offers(problem: across.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """A warp adds up a row, in an order that its length decides."""
+    """The offers. A warp sums a row in an order that depends on the row's length only."""
     return tuple(Offer(c, across.estimate(problem, c, gpu)) for c in across.candidates(problem, gpu))
 
 
 def lying_across(x: TensorView) -> tuple[int, int] | None:
-    """The strides of images and columns of a stack of matrices whose columns have no gaps; None for any other tensor."""
+    """Strides of images and of columns of a stack of transposed matrices with contiguous columns; None for any other tensor."""
     if len(x.shape) < 2 or (x.shape[-2] > 1 and x.strides[-2] != 1) or x.offset % across.LANES:
         return None
     column = x.strides[-1]
@@ -41,13 +41,13 @@ def lying_across(x: TensorView) -> tuple[int, int] | None:
         if n == 1:
             continue
         if step and stride != expected:
-            return None  # images do not lie at one distance
+            return None  # images have no common stride
         step, expected = step or stride, stride * n
     return step or column * x.shape[-1], column
 
 
 def turned_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a stack of matrices that lie transposed, columns at multiples of 16 bytes."""
+    """Strides of a stack of transposed matrices, with columns at multiples of 16 bytes."""
     pitch = up(shape[-2], across.LANES)
     strides, step = [1, pitch], pitch * shape[-1]
     for n in reversed(shape[:-2]):
@@ -59,7 +59,8 @@ def turned_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _problem(
     norm: Op, add: tuple[int, int] | None, out: tuple[int, int] | None, *, turned: bool = False
 ) -> across.Problem:
-    """The norm's, with an addend (``turned``: an input) or a result that lies across, by strides of images and columns."""
+    """The norm's problem. ``add``: strides of images and columns of a transposed addend (``turned``: of the transposed input).
+    ``out``: strides of a transposed result."""
     t = norm.outputs[0].type
     shape = t.static_shape
     return across.Problem(
@@ -69,7 +70,7 @@ def _problem(
 
 
 class NormAcross(Tactic):
-    """LayerNorm or RMSNorm whose result a product over rows reads transposed: it is written so."""
+    """LayerNorm or RMSNorm with a result that a product over rows reads transposed: the launch writes the result transposed."""
 
     name = "norm_across"
 
@@ -82,17 +83,17 @@ class NormAcross(Tactic):
         if turned is None or turned.kind != "Transpose" or tuple(turned.attrs.perm or ()) != exchange:
             return "no transposition is the only reader of its result"
         if any(u.kind not in _PRODUCTS or u.inputs[0] != turned.value for u in b.graph.users(turned.value)):
-            return "what reads its transposed result is not a product of rows"
+            return "a reader of its transposed result is not a product of rows"
         if not b.operand(op.inputs[0]).dense or b.operand(op.inputs[0]).offset % across.LANES:
-            return "its rows do not lie one after the other"
+            return "its rows are not contiguous and aligned"
         return None if self.configs(b, op) else "its rows do not fit the registers of a warp"
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result, transposed."""
+        """Place the result, transposed."""
         b.target(op.value, turned_strides(op.outputs[0].type.static_shape))
 
     def problem(self, b: Builder, op: Op) -> across.Problem:
-        """What the launch computes."""
+        """The kernel's problem."""
         shape = op.outputs[0].type.static_shape
         pitch = up(shape[-2], across.LANES)
         return _problem(op, None, (pitch * shape[-1], pitch))
@@ -107,7 +108,7 @@ class NormAcross(Tactic):
 
 
 class NormOfAcross(NormAcross):
-    """LayerNorm or RMSNorm of rows that lie transposed, as a product over another axis leaves them; its result lies in rows."""
+    """LayerNorm or RMSNorm of a transposed tensor, the result of a product over another axis. Its own result is in rows."""
 
     name = "norm_of_across"
 
@@ -116,13 +117,13 @@ class NormOfAcross(NormAcross):
             return why
         x = b.operand(op.inputs[0])
         if x.dense or lying_across(x) is None:
-            return "its operand is no stack of transposed matrices"
+            return "its operand is not a stack of transposed matrices"
         if op.value in b.reserved and not b.reserved[op.value].dense:
-            return "its result does not lie in rows"
+            return "its result is not in contiguous rows"
         return None if self.configs(b, op) else "its rows do not fit the registers of a warp"
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result, in rows without gaps."""
+        """Place the result in contiguous rows."""
         b.target(op.value, row_major(op.outputs[0].type.static_shape))
 
     def problem(self, b: Builder, op: Op) -> across.Problem:
@@ -130,7 +131,7 @@ class NormOfAcross(NormAcross):
 
 
 class AddNormAcross(AddsAndNormalizes):
-    """Add of rows and of a tensor that lies across, then LayerNorm or RMSNorm of the sum's rows."""
+    """Add of rows and a transposed tensor, then LayerNorm or RMSNorm of the sum's rows."""
 
     name = "add_norm_across"
 
@@ -143,14 +144,14 @@ class AddNormAcross(AddsAndNormalizes):
         if any(v is None or b.graph.type(v).shape != t.shape or b.graph.type(v).dtype != t.dtype for v in op.inputs):
             return "an operand is broadcast"
         if t.layout or any(not b.reserved[v].dense for v in (op.value, norm.value) if v in b.reserved):
-            return "its results do not lie in rows"
+            return "its results are not in contiguous rows"
         if self._operands(b, op) is None:
             return "it is not the sum of an operand in rows and a transposed one"
         return None if self.configs(b, op) else "its rows do not fit the registers of a warp"
 
     @staticmethod
     def _operands(b: Builder, op: Op) -> tuple[TensorView, TensorView] | None:
-        """The operand in rows, and the one across."""
+        """The operand in rows and the transposed one; None if the operands are not such a pair."""
         first, second = (b.operand(v) for v in op.inputs)
         for rows, turned in ((first, second), (second, first)):
             if rows.dense and rows.offset % across.LANES == 0 and not turned.dense and lying_across(turned) is not None:

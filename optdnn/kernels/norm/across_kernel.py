@@ -1,4 +1,4 @@
-"""Plans of norms of rows some of whose tensors lie transposed (``rows_across.cu``): LayerNorm and RMSNorm of [images, rows, length]."""
+"""Plans of norms of rows with transposed tensors (``rows_across.cu``): LayerNorm and RMSNorm of [images, rows, length]."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ OPERATIONS = ("layer_norm", "rms_norm")
 LANES = 8
 """Elements of an access, 16 bytes."""
 MOST_VECTORS = 6
-"""Accesses of a lane that a row takes: bounds its registers, and the tile in shared memory."""
+"""Most accesses of a lane per row: bounds the lane's registers and the tile in shared memory."""
 LAUNCH_S, ROUND_S = 1.6e-6, 0.5e-6
-"""Seconds of a launch after another one, and of a row that a warp takes after another one."""
+"""Seconds of a dependent launch, and of each further row of a warp."""
 NEAR = 3.5e12
-"""Bytes per second of what the last launch left in L2, in pieces of 32 bytes."""
+"""Bytes per second from L2, in pieces of 32 bytes, of data that the last launch left there."""
 
 
 @dataclass(frozen=True)
 class Problem:
     """``images`` times ``rows`` rows of ``length`` 16-bit elements.
 
-    ``add``: an addend that lies across is added first, and the sum is also an output, in rows. ``turned``: the input itself lies across,
-    and there is no addend. ``across``: the normalized result lies across. The strides are elements from an image, and from a column, to
-    the next, of what is read across and of the result.
+    ``add``: a transposed addend is added first, and the sum is also an output, in rows. ``turned``: the input itself is transposed, and
+    there is no addend. ``across``: the normalized result is transposed. ``addend_at`` (addend or transposed input) and ``output_at``:
+    elements from an image to the next, and from a column to the next.
     """
 
     operation: str
@@ -52,7 +52,7 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``rows`` of an image for a block of ``threads``."""
+    """A block of ``threads`` threads normalizes ``rows`` rows of an image."""
 
     rows: int
     threads: int
@@ -69,7 +69,7 @@ class Config:
         return problem.images * self.tiles(problem)
 
     def shared_bytes(self, problem: Problem) -> int:
-        """The tile, whose rows have a gap against bank conflicts."""
+        """Bytes of the tile. Its rows are padded against bank conflicts."""
         return 2 * self.rows * (problem.length + LANES)
 
 
@@ -82,7 +82,7 @@ def refuse(problem: Problem, config: Config, shared: int) -> str | None:
     if min(problem.images, problem.rows, problem.length) < 1 or problem.images * problem.rows >= 1 << 31:
         return "no rows, or more rows than the kernel can count"
     if problem.length % LANES or problem.length > MOST_VECTORS * 32 * LANES:
-        return f"rows of {problem.length} elements are not up to {MOST_VECTORS * 32} vectors of {LANES}"
+        return f"rows of {problem.length} elements are not 1 to {MOST_VECTORS * 32} vectors of {LANES}"
     reads = problem.add or problem.turned
     used = [at for at, there in ((problem.addend_at, reads), (problem.output_at, problem.across)) if there]
     if any(step % LANES or step < 1 for at in used for step in at):
@@ -95,7 +95,7 @@ def refuse(problem: Problem, config: Config, shared: int) -> str | None:
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """What to compile. The sizes are parameters."""
+    """The kernel's recipe. The sizes are parameters."""
     defines = {
         "OPERATION": OPERATIONS.index(problem.operation), "VECTORS": -(-problem.length // (32 * LANES)), "ROWS": config.rows,
         "THREADS": config.threads, "HAS_ADD": int(problem.add), "INPUT_ACROSS": int(problem.turned), "OUTPUT_ACROSS": int(problem.across),
@@ -123,9 +123,9 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     room = min(2048 // config.threads, gpu.shared_per_multiprocessor // (config.shared_bytes(problem) + 1024))
     waves = -(-config.blocks(problem) // (max(1, room) * gpu.multiprocessors))
     rounds = config.rows * 32 // config.threads
-    turned = config.rows * problem.length / config.threads * 2e-10  # a thread's way through shared memory
+    turned = config.rows * problem.length / config.threads * 2e-10  # the transposition through shared memory
     latency = waves * (rounds * ROUND_S + turned + (0.8e-6 if problem.add or problem.turned else 0.0))
-    pieces = min(1.0, 2 * config.rows / 32)  # less than a sector of 32 bytes is read or written as one
+    pieces = min(1.0, 2 * config.rows / 32)  # an access of less than a 32-byte sector costs a whole sector
     memory = problem.bytes / pieces / (NEAR if problem.bytes < gpu.l2_bytes else MEMORY)
     return LAUNCH_S + max(latency, memory) + 0.3 * min(latency, memory)
 

@@ -1,4 +1,4 @@
-"""The activation, or the conversion to fp32, after a normalization, which the normalization's own kernel can take along."""
+"""The activation, or the conversion to fp32, after a normalization: the normalization's kernel can compute it, too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from optdnn.types import BF16, FP16, FP32
 
 @dataclass(frozen=True)
 class NormOutput:
-    """A normalization and what follows in the same launch: ``last`` gives the result, after the stages of ``epilogue``."""
+    """A normalization and its epilogue in the same launch: ``last`` is the operator that gives the result, after the stages of
+    ``epilogue``."""
 
     norm: Op
     last: Op
@@ -37,11 +38,11 @@ class NormOutput:
 
     @property
     def covers(self) -> Op:
-        """The normalization, with the nodes of what follows."""
+        """The normalization, with the nodes of all operators of the launch."""
         return replace(self.norm, src=self.region.src)
 
     def meaning(self, prologue: Sequence[Stage] = ()) -> tuple[str, dict[str, Any]]:
-        """The kind and the attributes of one launch that computes all of it, after the stages of ``prologue``."""
+        """Kind and attributes of one launch that computes ``prologue``, the normalization and the epilogue."""
         own = attrs_dict(self.norm.attrs)
         if not self.epilogue.stages and not prologue:
             return self.norm.kind, own
@@ -49,18 +50,18 @@ class NormOutput:
         return "ActivatedNorm", {"norm": self.norm.kind, **own, **before, "epilogue": self.plain_stages(), "arity": 3}
 
     def plain_stages(self) -> tuple[Any, ...]:
-        """The stages as a step holds them."""
+        """The epilogue's stages as plain data of a step."""
         return plain_stages(self.epilogue.stages)
 
     def operands(self, b: Builder, moments: TensorView | None = None) -> list[TensorView | None]:
-        """The operands of a step after input, scale and bias."""
+        """The operands of a step after its input, scale and bias."""
         return stage_operands(b, self.epilogue, moments)
 
 
 def output_of(b: Builder, norm: Op, *, wide: bool = False) -> NormOutput:
-    """The normalization, and the one pointwise operator that reads its result, where that has no tensor operands of its own.
+    """The normalization, and the pointwise operator after it if that is the only reader and has no tensor operands of its own.
 
-    ``wide``: that operator may make fp32 of 16-bit floats."""
+    ``wide``: that operator may convert 16-bit floats to fp32."""
     alone = NormOutput(norm, norm, Epilogue())
     t, user = norm.outputs[0].type, b.graph.sole_user(norm.value)
     if user is None or norm.value in b.reserved or t.dtype not in (FP16, BF16, FP32):
@@ -83,9 +84,9 @@ class ActivatedNorm(ProblemTactic):
         return output_of(b, op).region
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result of the activation; without one, that of the normalization."""
+        """Place the result of the activation; without one, the result of the normalization."""
         b.target(output_of(b, op).value)
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """What reads the result: perhaps an activation."""
+        """The readers of the result: one may be an activation."""
         return readers(graph, op)

@@ -1,6 +1,7 @@
 """An addition of one vector of channels per image and the group normalization of the sum, in the normalization's launches.
 
-Diffusion networks add the embedding of the time step to images so. The sum is not stored. The launches are emitted at the addition.
+Diffusion networks add the embedding of the time step to images this way. The sum is not stored. The launches are emitted at the
+addition.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ def _addition(b: Builder, op: Op) -> NormAddition:
 
 
 def _pitch(x: TensorView) -> int | None:
-    """Elements between the vectors (N or 1, C, 1, …); None where they are not whole vectors of neighbouring channels."""
+    """Elements from a vector (N or 1, C, 1, …) to the next; None if the vectors are not contiguous and aligned."""
     pitch = x.strides[0] if x.shape[0] > 1 else 0
     return pitch if x.strides[1] == 1 and x.offset % 8 == pitch % 8 == 0 else None
 
 
 class AddGroupNorm(ProblemTactic):
-    """Add, then GroupNorm or InstanceNorm of channels-last images, then perhaps an activation."""
+    """Add, then GroupNorm or InstanceNorm of channels-last images, then an optional activation."""
 
     name = "add_group_norm"
 
@@ -44,11 +45,11 @@ class AddGroupNorm(ProblemTactic):
         if (why := refuse_images(b, found.norm, found.images)) is not None:
             return f"the normalization after it: {why}"
         if _pitch(b.operand(found.vectors)) is None:
-            return "its addend is not made of aligned vectors of channels"
+            return "its addend does not consist of aligned vectors of channels"
         return None
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """What reads the sum, perhaps a normalization, and the readers of its result."""
+        """The readers of the sum (one may be a normalization), and their readers."""
         near = readers(graph, op)
         return [*near, *(user for one in near for user in readers(graph, one))]
 
@@ -57,7 +58,7 @@ class AddGroupNorm(ProblemTactic):
         return Region(op, after=self._output(b, op).region.ops)
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result of the last operator."""
+        """Place the result of the last operator."""
         b.target(self._output(b, op).value)
 
     @staticmethod

@@ -1,6 +1,6 @@
 """An addition and the normalization of its sum in one launch, each operand read once: the residual stream of a transformer.
 
-For additions that no product takes into its epilogue. The launch is emitted at the addition; the normalization finds its result placed.
+It serves additions that no product takes into its epilogue. The launch is emitted at the addition.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROWS = RowsOnce()
 
 
 def norm_of(b: Builder, op: Op) -> Op | None:
-    """The one normalization that reads the sum."""
+    """The normalization that reads the sum; None unless there is exactly one."""
     found = [u for u in b.graph.users(op.value) if u.kind in NORMS and u.inputs[0] == op.value]
     return found[0] if len(found) == 1 else None
 
@@ -34,7 +34,7 @@ class AddsAndNormalizes(Tactic):
     """An addition and the normalization after it: one region, with both results."""
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """What reads the result: perhaps a normalization."""
+        """The readers of the sum: one may be a normalization."""
         return readers(graph, op)
 
     def region(self, b: Builder, op: Op) -> Region:
@@ -44,7 +44,7 @@ class AddsAndNormalizes(Tactic):
         return Region(op, after=(norm,))
 
     def place(self, b: Builder, op: Op) -> None:
-        """The sum and its normalization."""
+        """Place the sum and the normalized sum."""
         norm = norm_of(b, op)
         assert norm is not None
         strides = result_strides(b, op.value, norm.value)
@@ -53,7 +53,7 @@ class AddsAndNormalizes(Tactic):
 
     @abstractmethod
     def sources(self, b: Builder, op: Op) -> tuple[TensorView, TensorView]:
-        """The operand in rows, and the one that is added to them."""
+        """The operand in rows, and its addend."""
 
     @abstractmethod
     def launch(self, b: Builder, op: Op, config: Any) -> Launch:
@@ -68,7 +68,7 @@ class AddsAndNormalizes(Tactic):
 
 
 class AddNorm(AddsAndNormalizes):
-    """Add of two tensors of one shape, or of rows and rows that repeat, then LayerNorm or RMSNorm of the sum's rows."""
+    """Add of two tensors of one shape, or of rows and repeated rows, then LayerNorm or RMSNorm of the sum's rows."""
 
     name = "add_norm"
 
@@ -80,19 +80,19 @@ class AddNorm(AddsAndNormalizes):
         if why is not None:
             return f"the normalization after it: {why}"
         if self._operands(b, op) is None:
-            return "an operand is broadcast, and not whole rows of it are repeated"
+            return "an operand is broadcast, but not by repeating whole rows"
         if b.row_invariant and any(b.graph.constant_value(v) is not None for v in op.inputs):
             return "its constant is broadcast over a larger batch, and the sum is rounded before it is normalized"
         (x, other), given = self.sources(b, op), [b.reserved[v] for v in (op.value, norm.value) if v in b.reserved]
         if t.layout or not aligned(x) or row_pitch(other) is None:
             return "its rows do not have a constant pitch"
         if any(not p.dense or p.offset % 8 for p in given) or any(p.dtype != t.dtype for p in (x, other, *given)):
-            return "its results do not lie one after the other"
+            return "its results are not contiguous and aligned, or types differ"
         return None if self.configs(b, op) else "its rows do not fit the registers of a block"
 
     @staticmethod
     def _operands(b: Builder, op: Op) -> tuple[Value, Value, int] | None:
-        """The operand of the result's shape, the other one, and after how many rows that one repeats (0: it has all rows)."""
+        """The operand of the result's shape, the other operand, and the number of rows after which the other one repeats (0: never)."""
         shape = op.outputs[0].type.static_shape
         for value, other in (op.inputs, op.inputs[::-1]):
             if value is None or other is None or b.graph.type(value).static_shape != shape:
@@ -107,7 +107,7 @@ class AddNorm(AddsAndNormalizes):
         return None
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
-        """What the launch computes."""
+        """The kernel's problem."""
         norm, operands = norm_of(b, op), self._operands(b, op)
         assert norm is not None
         assert operands is not None

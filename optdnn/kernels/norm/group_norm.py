@@ -24,12 +24,12 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, FP32, INT32
 
 Config = clustered.Config | gridded.Config | tiled.Config
-"""A configuration of one of three kernels: a cluster keeps an image in shared memory, the whole grid keeps a part of it, or two
-launches read tiles."""
+"""A configuration of one of three kernels: a cluster keeps an image in shared memory, the whole grid keeps a part of the images, or
+two launches read tiles."""
 
 
 def _kernel(config: Config) -> Any:
-    """The module of the kernel that a configuration is of."""
+    """The module with the kernel of a configuration."""
     return tiled if isinstance(config, tiled.Config) else gridded if isinstance(config, gridded.Config) else clustered
 
 
@@ -41,8 +41,8 @@ def _ranked(problem: clustered.Problem, gpu: GpuFacts) -> list[tuple[float, Conf
 
 @lru_cache(maxsize=1024)
 def group_norm_offers(problem: clustered.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The kernels' configurations, the best predicted first. The order of an image's sums follows from the configuration. The one for
-    many images serves all batches: not a grid that runs at once, whose tiles are fewer where images are more."""
+    """The kernels' configurations, best predicted first. A configuration sets the order of an image's sums. The best one for many images
+    serves every batch size; it is not a cooperative grid, since its number of tiles depends on the batch size."""
     ranked = _ranked(replace(problem, batch=MANY), gpu)
     many = next(c for _, c in ranked if not isinstance(c, gridded.Config))
     found = _ranked(problem, gpu)
@@ -52,8 +52,8 @@ def group_norm_offers(problem: clustered.Problem, gpu: GpuFacts) -> tuple[Offer,
 
 
 class GroupNorm(ActivatedNorm):
-    """Statistics in fp32. A cluster (before Hopper, a block) keeps a slab of channels in shared memory; images of any size, and of
-    fp32, are read twice."""
+    """GroupNorm and InstanceNorm with statistics in fp32. A cluster (before Hopper, a block) keeps a slab of channels in shared memory;
+    larger images are read twice."""
 
     name = "group_norm"
 
@@ -71,7 +71,7 @@ class GroupNorm(ActivatedNorm):
 
 
 def refuse_images(b: Builder, norm: Op, source: Value | None) -> str | None:
-    """Why the kernels cannot normalize the images ``source`` as ``norm`` does, or None."""
+    """Why the kernels cannot compute ``norm`` of the images ``source``, or None."""
     t = norm.outputs[0].type
     shape = t.static_shape
     if (why := no_kernels(b.arch) or no_plain_norm(b, norm)) is not None:
@@ -83,20 +83,20 @@ def refuse_images(b: Builder, norm: Op, source: Value | None) -> str | None:
     if result not in b.reserved and not t.layout:
         return "its result is not channels-last"
     if shape[1] % 8 or any(pitch_of_images(p) is None for p in places):
-        return "its images are not made of aligned vectors of channels"
+        return "its images do not consist of aligned vectors of channels"
     return None
 
 
 def pitch_of_images(x: TensorView) -> int | None:
-    """Elements from a pixel to the next of channels-last images, perhaps parts of wider ones, whose pixels begin at whole vectors;
-    None for all other tensors."""
+    """Elements from a pixel to the next of channels-last images (or of parts of wider ones) with pixels at multiples of 8 elements;
+    None for any other tensor."""
     pixels = [(n, stride) for n, stride in zip(x.shape, x.strides, strict=True) if n > 1]
     pitch = min((stride for n, stride in pixels if stride > 1), default=x.shape[1])
     return pitch if x.is_like(channels_last(x.shape, pitch)) and x.offset % 8 == pitch % 8 == 0 else None
 
 
 def image_problem(b: Builder, norm: Op, source: Value | None) -> clustered.Problem:
-    """What the kernels compute of images that they do not refuse."""
+    """The kernels' problem, for images that they do not refuse."""
     to = output_of(b, norm)
     n, c, *spatial = norm.outputs[0].type.static_shape
     pitches = [
@@ -112,7 +112,7 @@ def image_problem(b: Builder, norm: Op, source: Value | None) -> clustered.Probl
 def emit_images(
     b: Builder, to: NormOutput, problem: clustered.Problem, config: Any, sources: dict[str, TensorView]
 ) -> None:
-    """The launches of a problem in a configuration. ``sources``: the images ("input"), and what is added to them ("added")."""
+    """Emits the launches of a problem in a configuration. ``sources``: the images ("input"), and their addend ("added"), if there is one."""
     operands = {**sources, **norm_operands(b, to.norm, to, problem.channels)}
     if isinstance(config, tiled.Config):
         made = tiled.launches(problem, config, b.gpu)
@@ -128,7 +128,7 @@ def emit_images(
 
 
 def no_plain_norm(b: Builder, op: Op) -> str | None:
-    """Why the kernels of group norms have no form of the operator, wherever its operands lie; None where they have one."""
+    """Why the group norm kernels cannot compute the operator for any place of its operands, or None."""
     t = op.outputs[0].type
     if t.dtype not in (FP16, BF16, FP32):
         return "it is for 16-bit floats and fp32"
@@ -145,7 +145,7 @@ def groups_of(op: Op) -> int:
 
 
 def norm_operands(b: Builder, op: Op, to: NormOutput, size: int) -> dict[str, TensorView]:
-    """The launches' operands besides the input: output, and scale and bias as fp32 constants of ``size`` numbers."""
+    """The launches' operands besides the input: the output, and scale and bias as fp32 constants of ``size`` elements."""
     operands = {"output": b.target(to.value)}
     for name, slot, default in (("scale", 1, 1.0), ("bias", 2, 0.0)):
         array = None if op.input(slot) is None else b.graph.constant_value(op.inputs[slot])
@@ -158,8 +158,8 @@ def emit_one_launch(
     b: Builder, to: NormOutput, made: Launch, operands: dict[str, TensorView], shape: Sequence[int] | None = None,
     scratch: Sequence[TensorView] = (), kept: Sequence[TensorView] = (),
 ) -> None:  # fmt: skip
-    """The launch of a norm. ``shape``: that of scale and bias in its meaning (None: as they lie); ``scratch``, ``kept``: of its
-    operands, those that the launch has for itself."""
+    """Emits the launch of a norm. ``shape``: shape of scale and bias in its meaning (None: their own). ``scratch``, ``kept``: the
+    operands that only this launch uses, as for :meth:`Builder.emit`."""
     parameters = [
         p if shape is None else p.view(shape, row_major(shape)) for p in (operands["scale"], operands["bias"])
     ]
@@ -170,8 +170,8 @@ def emit_one_launch(
 
 
 def _with_added(operands: dict[str, TensorView], reads: list[TensorView | None], arity: int) -> Sequence[Stage]:
-    """The prologue of a meaning that reads ``reads`` (the first ``arity`` are its own): the addition of the launch's addend to its input.
-    The addend becomes the last of ``reads``."""
+    """The prologue of a meaning: the launch's addend is added to its input. The addend is appended to ``reads``, after the operator's own
+    ``arity`` operands and any others."""
     if "added" not in operands:
         return ()
     reads.extend([None] * (arity - len(reads)))
@@ -183,8 +183,8 @@ def emit_two_reads(
     b: Builder, to: NormOutput, made: Sequence[Launch], operands: dict[str, TensorView], source: tuple[TensorView, int, int],
     items: int, whole: Sequence[TensorView] | None = None,
 ) -> None:  # fmt: skip
-    """Both launches of a norm in tiles. ``source``: the view whose groups' moments are taken, their number, and that of tiles, which
-    share out ``items``. ``whole``: input and output as the second launch's meaning sees them (None: as they are)."""
+    """Emits both launches of a norm in tiles. ``source``: the view of the input for the moments, the number of groups and the number of
+    tiles. The tiles share out ``items``. ``whole``: views of input and output in the second launch's meaning (None: the operands)."""
     x, groups, tiles = source
     name = to.norm.outputs[0].name
     moments = b.new(f"{name}.moments", FP32, (x.shape[0], groups, tiles, 2))

@@ -1,4 +1,4 @@
-"""Group normalization and the addition of another image to its result, with the activation after it, in one launch: the end of a residual
+"""Group normalization, the addition of another image to its result and the activation after it, in one launch: the end of a residual
 block. The launch is emitted at the addition.
 """
 
@@ -20,24 +20,24 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 NORMS = frozenset({"GroupNormalization", "InstanceNormalization"})
 SEPARATE_S, RATE = 1.4e-6, 3.2e12
-"""Seconds of a launch that adds, after another one, and the bytes that it moves in a second."""
+"""A separate launch for the addition: its seconds as a dependent launch, and its bytes per second."""
 
 
 @dataclass(frozen=True)
 class _Sum:
-    """The normalization, the image that is added to its result, and the stages: the addition, and what follows."""
+    """The normalization, the image that is added to its result, and the epilogue: the addition and the stages after it."""
 
     norm: Op
     image: Value
     epilogue: Epilogue
 
     def output(self, op: Op) -> NormOutput:
-        """As the launches of norms see it."""
+        """The same as a :class:`NormOutput`."""
         return NormOutput(self.norm, op, self.epilogue)
 
 
 def _sum(graph: Graph, op: Op) -> _Sum | None:
-    """The sum of a normalization, which ``op`` alone reads, and an image; None where it is none."""
+    """``op`` as the sum of an image and a normalization without other readers; None if it is not such a sum."""
     for slot, value in enumerate(op.inputs):
         norm = None if value is None else graph.op(value)
         if norm is None or value is None or norm.kind not in NORMS or value.port or graph.sole_user(value) != op:
@@ -45,7 +45,7 @@ def _sum(graph: Graph, op: Op) -> _Sum | None:
         stages = op.attrs.epilogue if op.kind == "Pointwise" else tuple(single(op))
         if slot and (not stages or stages[0].kind != "Add" or set(stages[0].args) != {~0, slot}):
             continue
-        # An addition may begin with either operand: the normalization is the value that the stages go through.
+        # Either operand of the addition may be the normalization: the stages start from it.
         inputs = list(op.inputs)
         inputs[0], inputs[slot] = inputs[slot], inputs[0]
         given = replace(op, inputs=tuple(inputs), attrs=PointwiseAttrs(epilogue=stages))
@@ -56,25 +56,25 @@ def _sum(graph: Graph, op: Op) -> _Sum | None:
 
 
 class GroupNormAdd(ProblemTactic):
-    """GroupNorm or InstanceNorm of channels-last images that a cluster holds, then Add of an image, and perhaps an activation."""
+    """GroupNorm or InstanceNorm of channels-last images that fit a cluster, then Add of an image, then an optional activation."""
 
     name = "group_norm_add"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         found = _sum(b.graph, op)
         if found is None:
-            return "it is not the sum of a group normalization, which nothing else reads, and an image"
+            return "it is not the sum of an image and a group normalization without other readers"
         if b.graph.type(found.norm.value) != op.outputs[0].type:
             return "the normalized images are repeated"
         if (why := refuse_images(b, found.norm, found.norm.inputs[0])) is not None:
             return f"the normalization before it: {why}"
         images = [b.operand(found.image), *(b.reserved[v] for v in [op.value] if v in b.reserved)]
         if any(pitch_of_images(x) is None or x.dtype != op.outputs[0].type.dtype for x in images):
-            return "its images are not made of aligned vectors of channels"
+            return "its images do not consist of aligned vectors of channels"
         return None if self.configs(b, op) else "no cluster holds its images"
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Unmeasured, the cost model decides."""
+        """Without timings, the cost model decides."""
         problem = self.problem(b, op)
         alone = replace(problem, epilogue=(), residual_pitch=0)
         one, two = (min(self._seconds(p, b.gpu), default=1.0) for p in (problem, alone))

@@ -1,7 +1,7 @@
 """Plans of GroupNorm and InstanceNorm of large images in one cooperative launch (``group_norm_grid.cu``): NHWC, fp32 statistics.
 
-Each block has a multiprocessor for itself. It keeps a part of its pixels in shared memory and in registers while all blocks add up
-the statistics. Only the rest is read again. All blocks must run at once, also on a GPU that the engine was not planned for: the grid
+Each block occupies one multiprocessor. It keeps a part of its pixels in shared memory and in registers while all blocks sum the
+statistics. Only the rest is read again. All blocks must run at once, also on a GPU that the engine was not planned for: the grid
 has at most as many blocks as the smallest named GPU of the architecture has multiprocessors.
 """
 
@@ -23,11 +23,11 @@ AHEAD = 6
 THREADS = 512
 """Threads of a block: 256 took a quarter longer."""
 LAUNCH_S, MEET_S = 4.0e-6, 3.0e-6
-"""Seconds of a cooperative launch after another one, and of the blocks' meeting with the statistics around it."""
+"""Seconds of a dependent cooperative launch, and of the grid barrier with the statistics around it."""
 STREAM = 0.85
-"""Share of a GPU's memory bandwidth that it reaches."""
+"""Share of a GPU's memory bandwidth that the kernel reaches."""
 FROM_L2 = 0.4
-"""Share of L2 that still holds what was read or written last."""
+"""Share of L2 that still holds the bytes that were read or written last."""
 L2_RATE = 5e12
 """Bytes per second from L2."""
 WHOLE_PIECE = 128
@@ -36,8 +36,8 @@ WHOLE_PIECE = 128
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``slab`` channels of one of ``tiles`` parts of an image per block of ``threads``; accesses of ``lanes`` channels; ``held`` pixels of
-    each thread stay in shared memory."""
+    """A block of ``threads`` threads takes ``slab`` channels of one of the ``tiles`` tiles of an image, in accesses of ``lanes``
+    channels; ``held`` pixels of each thread stay in shared memory."""
 
     slab: int
     tiles: int
@@ -50,7 +50,7 @@ class Config:
 
     @property
     def lines(self) -> int:
-        """Pixels that a block takes at once."""
+        """Pixels that a block reads at once."""
         return self.threads // (self.slab // self.lanes)
 
 
@@ -59,7 +59,7 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     if reason := refuse_slabs(problem, config.slab, config.lanes, config.threads, 512):
         return reason
     if not 1 <= config.tiles <= problem.pixels or blocks(problem, config) > (room := on_every_gpu(gpu)):
-        return f"{blocks(problem, config)} blocks of a multiprocessor each do not run at once on {room}"
+        return f"{blocks(problem, config)} blocks cannot run at once on {room} multiprocessors"
     if (needed := shared_bytes(problem, config)) > gpu.shared_per_block:
         return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
     if problem.pixels * max(problem.pitches) >= 1 << 31:
@@ -68,7 +68,7 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
 
 
 def blocks(problem: Problem, config: Config) -> int:
-    """Blocks of the grid, which all run at once."""
+    """Blocks of the grid; all of them run at once."""
     return problem.channels // config.slab * config.tiles * problem.batch
 
 
@@ -79,7 +79,7 @@ def _head(problem: Problem, config: Config) -> int:
 
 
 def _line_bytes(problem: Problem, config: Config) -> int:
-    """Bytes of the pixels that a block takes at once."""
+    """Bytes of the pixels that a block reads at once."""
     return config.lines * config.slab * problem.itemsize
 
 
@@ -89,7 +89,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """What to compile. The sizes are parameters."""
+    """The kernel's recipe. The sizes are parameters."""
     defines = {"LANES": config.lanes, "THREADS": config.threads, "WIDE": int(problem.itemsize == 4)}
     defines |= {"ADDED": int(problem.added_pitch is not None)}
     defines |= group_sums.defines(config.slab, problem.group, config.lanes, config.threads)
@@ -97,8 +97,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
-    """The launch. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels]), ``added`` where the problem has it, ``moments``
-    (fp32 [batch, groups, tiles, 2]) and ``rounds`` (two 32-bit words, zeros at first and kept from run to run)."""
+    """The launch. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels]), ``added`` if the problem has an addend,
+    ``moments`` (fp32 [batch, groups, tiles, 2]) and ``rounds`` (two 32-bit words, zeros at first and kept from run to run)."""
     pitch, output_pitch = problem.pitches
     added = None if problem.added_pitch is None else "added"
     parameters = Parameters().pointer("input", added, "output", "scale", "bias", "moments", "rounds")
@@ -125,7 +125,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 4) -> list[Config]:
-    """The configurations to time, the best predicted first."""
+    """The configurations to time, best predicted first."""
     lanes = next(n for n in (8, 4, 2, 1) if problem.channels % n == 0 and n * problem.itemsize <= 16)
     least = math.lcm(problem.group, lanes)
     found: set[Config] = set()

@@ -1,7 +1,7 @@
 """Plans of GroupNorm and InstanceNorm (``group_norm.cu``): NHWC, fp32 statistics, one read of the input.
 
-A cluster keeps a slab of whole groups of one image in its registers or its shared memory, so an image may have up to 16 x 200 KB per slab. Before
-Hopper, which brought clusters, a block does (99 to 163 KB).
+A cluster keeps a slab of whole groups of one image in its registers or its shared memory: a slab may have up to 16 x 200 KB. Before
+Hopper there are no clusters: one block keeps the slab (99 to 163 KB).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 HELD = (1, 2, 4, 8)
-"""Numbers of vectors that a thread may keep in registers."""
+"""Possible numbers of vectors that a thread keeps in registers."""
 LAUNCH_S, CLUSTER_S, SIXTEEN_S, WAVE_S = 2.4e-6, 0.5e-6, 0.15e-6, 1.2e-6
-"""Seconds of a launch after a convolution, seconds that clusters add, and clusters of sixteen blocks, and each further wave of clusters."""
+"""Seconds of a launch after a convolution; additional seconds with clusters, with clusters of 16 blocks, and of each further wave."""
 START_S = 0.4e-6
-"""Seconds that blocks of 512 threads start late, since blocks of the launch before still run. Smaller blocks: by the square."""
+"""Delay in seconds of blocks of 512 threads, while blocks of the previous launch run. It scales with the square of the threads."""
 VECTOR_S = 0.048e-6
-"""Seconds in which a multiprocessor sums and normalizes a vector of each of 128 threads."""
+"""Seconds in which a multiprocessor reduces and normalizes one vector per thread, for each 128 threads."""
 AHEAD, SHARED_S, BATCH_S = 4, 1.4e-6, 0.24e-6
-"""Loads of a thread in flight where registers do not hold its pixels; seconds that shared memory costs then, and each batch of loads."""
+"""Loads of a thread in flight if shared memory holds its pixels; additional seconds then, once and for each batch of loads."""
 L2_RATE = 6.4e12
-"""Bytes per second that all of them read and write."""
+"""Bytes per second that all multiprocessors read and write."""
 REGISTERS = 100
 """Registers of a thread."""
 WHOLE_PIECE = 64
@@ -36,12 +36,12 @@ WHOLE_PIECE = 64
 
 @dataclass(frozen=True)
 class Problem(FloatElements):
-    """``batch`` images of ``pixels`` positions x ``channels``, normalized over ``groups`` groups of channels (as many as channels:
-    InstanceNorm), times scale plus bias, then pointwise stages without operands.
+    """``batch`` images of ``pixels`` positions x ``channels``, normalized over ``groups`` groups of channels (``groups`` = ``channels``:
+    InstanceNorm), times scale plus bias, then pointwise stages. The stages may add an image, and have no other operands.
 
-    Images may be parts of wider ones: ``input_pitch`` and ``output_pitch`` are the elements from a pixel to the next (0: ``channels``).
-    ``residual_pitch``: as these, of the image that the stages add. ``added_pitch``: elements between the vectors of channels that are added to the pixels of each image (0: one serves all images; None:
-    nothing is added)."""
+    Images may be parts of wider ones: ``input_pitch``, ``output_pitch`` and ``residual_pitch`` (the image that the stages add) are the
+    elements from a pixel to the next (0: ``channels``). ``added_pitch``: a vector of channels is added to all pixels of an image, and
+    this is the number of elements from the vector of an image to the next one (0: one vector for all images; None: no addend)."""
 
     batch: int
     pixels: int
@@ -79,7 +79,7 @@ class Problem(FloatElements):
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``slab`` channels per cluster of ``cluster`` blocks of ``threads``; accesses of ``lanes`` channels."""
+    """A cluster of ``cluster`` blocks of ``threads`` threads takes ``slab`` channels, in accesses of ``lanes`` channels."""
 
     slab: int
     cluster: int
@@ -91,18 +91,18 @@ class Config:
 
 
 def _lines(config: Config) -> int:
-    """Pixels that a block takes at once."""
+    """Pixels that a block reads at once."""
     return config.threads // (config.slab // config.lanes)
 
 
 def held(problem: Problem, config: Config) -> int:
-    """Vectors of its pixels that a thread keeps in registers; 0: a block keeps its pixels in shared memory."""
+    """Vectors that a thread keeps in registers; 0: the block keeps its pixels in shared memory."""
     pixels = math.ceil(problem.pixels / config.cluster)
     return next((n for n in HELD if n * _lines(config) >= pixels), 0)
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: sums of threads and pivots, totals, moments, and the pixels that registers do not hold."""
+    """Bytes of dynamic shared memory of a block: sums of threads, pivots, totals, moments, and pixels that are not in registers."""
     groups = config.slab // problem.group
     head = (
         group_sums.table_bytes(config.slab, problem.group, config.lanes, _lines(config))
@@ -118,17 +118,17 @@ def refuse_slabs(
     """Why blocks of ``threads`` cannot take slabs of ``slab`` channels in vectors of ``lanes``, or None. ``residual``: whether the
     kernel's epilogue can read an image."""
     if problem.groups < 1 or problem.channels % problem.groups:
-        return f"{problem.channels} channels are not {problem.groups} equal groups"
+        return f"{problem.channels} channels do not form {problem.groups} equal groups"
     if (problem.residual and not residual) or ("bias",) in problem.epilogue:
         return "the stages after a group norm have no operands"
     if lanes not in (1, 2, 4, 8) or slab % lanes or problem.channels % lanes:
-        return f"channels do not come in vectors of {lanes}"
+        return f"channels are not whole vectors of {lanes}"
     if lanes * problem.itemsize > 16:
         return f"{lanes} channels exceed an access of 16 bytes"
     if slab % problem.group or problem.channels % slab:
-        return f"a slab of {slab} channels is not made of whole groups"
+        return f"a slab of {slab} channels does not consist of whole groups"
     if not 32 <= threads <= most_threads or threads % 32 or slab // lanes > threads:
-        return f"{threads} threads are too few for {slab} channels, or no block"
+        return f"{threads} threads are too few for {slab} channels, or not a valid block"
     return None
 
 
@@ -150,7 +150,7 @@ def refuse(
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """What to compile. Most sizes are parameters."""
+    """The kernel's recipe. Most sizes are parameters."""
     defines = {
         "LANES": config.lanes,
         "THREADS": config.threads,
@@ -163,7 +163,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
-    """The launch. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels]), and ``added`` and ``residual`` where the
+    """The launch. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels]), and ``added`` and ``residual`` if the
     problem has them."""
     added = None if problem.added_pitch is None else "added"
     parameters = Parameters().pointer("input", "output", "scale", "bias", added)

@@ -1,7 +1,7 @@
 """Plans of GroupNorm and InstanceNorm of images of any size (``group_norm_tiles.cu``): NHWC, fp32 statistics.
 
-Two launches read the input: the first stores the mean and the sum of squared deviations of each tile of an image, the second adds
-them up and normalizes. Images that fit the shared memory of a cluster may be read once: :mod:`.group_norm_kernel`.
+Two launches read the input. The first stores the mean and the sum of squared deviations of each tile of an image. The second merges
+these moments and normalizes. Images that fit the shared memory of a cluster may be read once: :mod:`.group_norm_kernel`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 BETWEEN_S = 0.4e-6
-"""What the second launch costs in a network, and did not in the chains of norms that were timed."""
+"""Additional seconds of the second launch in a network, compared to the timed chains of norms."""
 BOTH_S, THREAD_S, CROWD_S = 2.6e-6, 6.2e-9, 0.7e-6
-"""Seconds of both launches, of each thread of their blocks (larger ones do not start while those of the launch before run), and
-of each block of a multiprocessor beyond the first."""
+"""Seconds of both launches, of each thread of a block (large blocks do not start while the blocks of the launch before run), and of
+each block of a multiprocessor after the first."""
 L2_RATE = 5e12
-"""Bytes per second that are read and written where L2 holds them."""
+"""Bytes per second of reads and writes that hit L2."""
 ONE_RATE = 60e9
 """Bytes per second that one multiprocessor reads."""
 LATENCY_S, REGISTERS = 0.6e-6, 84
-"""Seconds from a load to its bytes; registers of a thread."""
+"""Latency of a load in seconds; registers of a thread."""
 HELD_IN_L2, BEYOND = 0.4, 1.6
-"""The share of L2 whose contents the next launch finds, and accesses to memory for each byte beyond."""
+"""Share of L2 with contents that the next launch still finds, and accesses to memory for each byte beyond it."""
 WHOLE_PIECE = 128
 """Bytes of neighbouring channels that are read at full speed."""
 
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``slab`` channels of one of ``tiles`` parts of an image per block of ``threads``; accesses of ``lanes`` channels."""
+    """A block of ``threads`` threads takes ``slab`` channels of one of the ``tiles`` tiles of an image, in accesses of ``lanes`` channels."""
 
     slab: int
     tiles: int
@@ -48,12 +48,12 @@ class Config:
 
     @property
     def lines(self) -> int:
-        """Pixels that a block takes at once."""
+        """Pixels that a block reads at once."""
         return self.threads // (self.slab // self.lanes)
 
 
 def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
-    """Why the configuration cannot run the problem, or None. ``shared``: bytes that a block may have."""
+    """Why the configuration cannot run the problem, or None. ``shared``: most bytes of shared memory of a block."""
     if reason := refuse_slabs(problem, config.slab, config.lanes, config.threads, 1024):
         return reason
     if not 1 <= config.tiles <= min(problem.pixels, MOST_TILES):
@@ -87,7 +87,7 @@ def _work(problem: Problem, config: Config) -> TwoReads:
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """What to compile for both launches. The sizes are parameters."""
+    """The recipe of both launches. The sizes are parameters."""
     defines = {"LANES": config.lanes, "THREADS": config.threads, "WIDE": int(problem.itemsize == 4)}
     defines |= {"ADDED": int(problem.added_pitch is not None)}
     defines |= group_sums.defines(config.slab, problem.group, config.lanes, config.threads)
@@ -96,7 +96,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, Launch]:
     """Both launches. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels]), ``moments`` (fp32 [batch, groups,
-    tiles, 2]), which the first writes, and ``added`` where the problem has it."""
+    tiles, 2], written by the first launch), and ``added`` if the problem has an addend."""
     made, shared = recipe(problem, config, gpu.arch), shared_bytes(problem, config)
     kept = _work(problem, config).kept(gpu)
     pitch, output_pitch = problem.pitches
@@ -118,7 +118,7 @@ def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, L
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of both launches, after others, fitted to 143 timings on an H200."""
+    """Predicted seconds of both launches, dependent on earlier ones; fitted to 143 timings on an H200."""
     blocks = _blocks(problem, config)
     tensor = problem.batch * problem.pixels * problem.channels * problem.itemsize
     pieces = 0.5 + 0.5 * WHOLE_PIECE / min(WHOLE_PIECE, config.slab * problem.itemsize)
@@ -127,15 +127,15 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     launches = BOTH_S + BETWEEN_S + THREAD_S * config.threads + CROWD_S * crowd
     resident = min(crowd + 1, max(1, 65536 // (REGISTERS * config.threads)))
     running = min(blocks, gpu.multiprocessors * resident)
-    under_way = running * config.threads * config.lanes * problem.itemsize * AHEAD
+    in_flight = running * config.threads * config.lanes * problem.itemsize * AHEAD
     alone = 1 / (ONE_RATE * min(blocks, gpu.multiprocessors))
-    read = 2 * tensor * pieces * max(1 / L2_RATE, LATENCY_S / under_way, alone)
+    read = 2 * tensor * pieces * max(1 / L2_RATE, LATENCY_S / in_flight, alone)
     beyond = max(0, tensor - HELD_IN_L2 * gpu.l2_bytes)
     return launches + read + (tensor * pieces + moments) / L2_RATE + BEYOND * beyond / gpu.bandwidth
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 4) -> list[Config]:
-    """The configurations to time, the best predicted first."""
+    """The configurations to time, best predicted first."""
     lanes = next(n for n in (8, 4, 2, 1) if problem.channels % n == 0 and n * problem.itemsize <= 16)
     least = math.lcm(problem.group, lanes)
     found: set[Config] = set()

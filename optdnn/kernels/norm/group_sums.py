@@ -1,4 +1,4 @@
-"""Sums of groups of channels over a block, as ``group_sums.cuh`` takes them."""
+"""Constants and shared memory of ``group_sums.cuh``: sums of groups of channels over a block."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 
 
 def span(group: int, lanes: int) -> int:
-    """The most groups of ``group`` channels that a vector of ``lanes`` channels touches. Vectors begin at multiples of ``lanes``."""
+    """Largest number of groups of ``group`` channels that a vector of ``lanes`` channels touches. Vectors begin at multiples of ``lanes``."""
     return (group - math.gcd(group, lanes) + lanes - 1) // group + 1
 
 
 def share(groups: int, threads: int) -> int:
-    """Neighbouring threads that add up one of the ``groups`` of a block: a power of two, at most a warp."""
+    """Number of neighbouring threads that add up one of a block's ``groups`` groups: a power of two, at most a warp."""
     fitting = max(8, min(32, threads // groups))
     return 1 << (fitting.bit_length() - 1)
 
@@ -22,5 +22,5 @@ def defines(slab: int, group: int, lanes: int, threads: int) -> dict[str, int]:
 
 
 def table_bytes(slab: int, group: int, lanes: int, lines: int) -> int:
-    """Shared memory of the sums of all threads and of the pivots."""
+    """Bytes of shared memory of the sums of all threads and of the pivots."""
     return 8 * (slab // lanes) * span(group, lanes) * (lines | 1) + 4 * (slab // group)

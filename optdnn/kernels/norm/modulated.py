@@ -1,4 +1,4 @@
-"""The normalization of rows and a factor and a shift of each image's features after it, in one launch (adaptive layer norm: DiT).
+"""The normalization of rows, then a factor and a shift for each image and feature, in one launch (adaptive layer norm: DiT).
 
 The launch is emitted at the pointwise operator.
 """
@@ -22,7 +22,7 @@ from optdnn.ops.fused import plain_stages
 
 _ROWS = RowsOnce()
 _SLOTS = 3
-"""Operands of a norm's meaning in front of those that stages read: input, scale and bias."""
+"""Number of operands of a norm's meaning before the operands of its stages: input, scale and bias."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Modulation:
 
 
 def modulation(graph: Graph, op: Op) -> Modulation | None:
-    """What a pointwise operator does to the result of a norm that only it reads."""
+    """The modulation that a pointwise operator applies to a norm without other readers; None if it is not a modulation."""
     value = op.inputs[0]
     norm = None if value is None else graph.op(value)
     if norm is None or value is None or norm.kind not in NORMS or value.port or graph.sole_user(value) is None:
@@ -77,7 +77,7 @@ class ModulatedRows(FollowsNorm):
     def refuse(self, b: Builder, op: Op) -> str | None:
         found, t = modulation(b.graph, op), op.outputs[0].type
         if found is None:
-            return "it is no factor and shift of a norm's result, which only it reads"
+            return "it is not a factor and shift of a norm without other readers"
         norm, vectors = found.norm, [found.factor, *([] if found.shift is None else [found.shift])]
         if (source := b.graph.op(norm.inputs[0] or norm.value)).kind == "Add":
             return f"the normalization belongs to the launch of {source.name}"
@@ -89,7 +89,7 @@ class ModulatedRows(FollowsNorm):
         if t.layout or not aligned(x) or any(row_pitch(p) is None for p in places):
             return "its rows do not have a constant pitch"
         if any(_pitch(b.operand(v), t.static_shape) is None for v in vectors):
-            return "its factor and shift are not rows of each image, at multiples of 16 bytes"
+            return "its factor and shift are not one row per image, at multiples of 16 bytes"
         return None if self.configs(b, op) else "its rows do not fit the registers of a block"
 
     def before(self, graph: Graph, op: Op) -> Op | None:
@@ -128,12 +128,12 @@ class ModulatedRows(FollowsNorm):
 
 
 def _moved(slot: int | None) -> int | None:
-    """The slot of a pointwise operator's operand in the meaning of the launch."""
+    """The slot of a pointwise operator's operand ``slot`` in the launch's meaning."""
     return slot if slot is None or slot < 1 else slot + _SLOTS - 1
 
 
 def _pitch(x: TensorView, shape: Sequence[int]) -> int | None:
-    """Elements from the row of an image to the next image's, of a tensor (images or 1, 1, …, features); None where it lies otherwise."""
+    """Elements from an image's row to the next image's row in a tensor (images or 1, 1, …, features); None for other shapes or strides."""
     own = (1,) * (len(shape) - len(x.shape)) + tuple(x.shape)
     strides = (0,) * (len(shape) - len(x.shape)) + tuple(x.strides)
     if (

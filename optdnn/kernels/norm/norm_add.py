@@ -1,4 +1,4 @@
-"""The normalization of rows and the addition of its result to other rows in one launch: the residual stream of Swin V2.
+"""The normalization of rows and the addition of other rows to its result in one launch: the residual stream of Swin V2.
 
 The launch is emitted at the addition.
 """
@@ -25,7 +25,7 @@ _ROWS = RowsOnce()
 
 
 def normalized_operand(graph: Graph, op: Op) -> tuple[Op, Value] | None:
-    """The normalization whose result only ``op`` reads, and the addend."""
+    """The normalization with ``op`` as its only reader, and the addend; None if there is no such normalization."""
     for value, other in (op.inputs, op.inputs[::-1]):
         norm = None if value is None else graph.op(value)
         if norm is None or value is None or other is None or norm.kind not in NORMS or value.port:
@@ -36,7 +36,7 @@ def normalized_operand(graph: Graph, op: Op) -> tuple[Op, Value] | None:
 
 
 def of_another_launch(graph: Graph, norm: Op) -> str | None:
-    """Why the normalization before an addition runs elsewhere."""
+    """Why another launch computes the normalization before an addition, or None."""
     source = None if norm.inputs[0] is None else graph.op(norm.inputs[0])
     return (
         None if source is None or source.kind != "Add" else f"the normalization belongs to the launch of {source.name}"
@@ -44,11 +44,11 @@ def of_another_launch(graph: Graph, norm: Op) -> str | None:
 
 
 class FollowsNorm(ProblemTactic):
-    """An operator that the launch of the normalization before it takes along."""
+    """An operator that the launch of the normalization before it also computes."""
 
     @abstractmethod
     def before(self, graph: Graph, op: Op) -> Op | None:
-        """The normalization."""
+        """The normalization before the operator, or None."""
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The normalization before it."""
@@ -60,7 +60,7 @@ class FollowsNorm(ProblemTactic):
         return Region(op, before=tuple(self.neighbours(b.graph, op)))
 
     def place(self, b: Builder, op: Op) -> None:
-        """Rows padded for products, unless the place is reserved."""
+        """Place the result in rows padded for products, unless its place is reserved."""
         b.target(op.value, result_strides(b, op.value))
 
     def offers(self, problem: rows.Problem, gpu: GpuFacts) -> Sequence[Offer]:

@@ -1,4 +1,4 @@
-"""Rows that are normalized, added to others and normalized again, in one launch: the sandwich norms of Gemma 2 and GLM-4.
+"""Rows that are normalized, added to other rows and normalized again, in one launch: the sandwich norms of Gemma 2 and GLM-4.
 
 The launch is emitted at the addition.
 """
@@ -40,7 +40,7 @@ class NormAddNorm(AddNorm):
         return super().refuse(b, op)
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The normalization before it, and what reads the sum."""
+        """The normalization before it, and the readers of the sum."""
         found = normalized_operand(graph, op)
         return [*([] if found is None else found[:1]), *super().neighbours(graph, op)]
 
@@ -56,7 +56,7 @@ class NormAddNorm(AddNorm):
 
     @staticmethod
     def _operands(b: Builder, op: Op) -> tuple[Value, Value, int] | None:
-        """The rows that are normalized first, and those that they are added to."""
+        """The rows that are normalized first, and their addend."""
         found = normalized_operand(b.graph, op)
         if found is None or found[0].inputs[0] is None:
             return None

@@ -1,5 +1,5 @@
-"""Rows that are normalized twice in one launch, which gives both results: the last norm of a Conformer's layer and the first one of the
-next, a norm of embeddings and the first layer's (CLIP, BLOOM).
+"""Rows that are normalized twice in one launch with both results: the last norm of a Conformer layer and the first norm of the next
+layer, or a norm of embeddings and the first norm of the first layer (CLIP, BLOOM).
 
 The launch is emitted at the first norm.
 """
@@ -40,11 +40,11 @@ class NormNorm(ProblemTactic):
                 return f"the result of {norm.name} is quantized"
         places = [b.reserved[v] for v in (op.value, second.value) if v in b.reserved]
         if not aligned(b.operand(op.inputs[0])) or any(not p.dense or p.offset % 8 for p in places):
-            return "its rows and results do not lie one after the other"
+            return "its rows or its results are not contiguous and aligned"
         return None if self.configs(b, op) else "its rows do not fit the registers of a block"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """What reads the result: perhaps a normalization."""
+        """The readers of the result: one may be a normalization."""
         return readers(graph, op)
 
     @staticmethod
@@ -61,7 +61,7 @@ class NormNorm(ProblemTactic):
         return op.value, self._second(b, op).value
 
     def place(self, b: Builder, op: Op) -> None:
-        """Both results, in rows of one pitch."""
+        """Place both results in rows of one pitch."""
         values = self._values(b, op)
         for value in values:
             b.target(value, result_strides(b, *values))

@@ -1,6 +1,6 @@
 """Plans of norms of rows of any length (``row_norm_tiles.cu``): LayerNorm, and GroupNorm and InstanceNorm of NCHW images.
 
-Rows of one tile take one launch. Longer ones take two, as in :mod:`.group_norm_tiles`.
+Rows of one tile take one launch. Longer rows take two, as in :mod:`.group_norm_tiles`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 ONE_TILE = 1 << 17
 """Bytes of the longest row that one block reads twice."""
 BLOCK_S, BLOCKS = 1.0e-6, 32
-"""Seconds of a block whose row is shorter than one load of all threads (32 rows of 4 elements take 3.2 us, of 49 ones 3.4, on an H200), and
-the most blocks of a multiprocessor."""
+"""Seconds of a block with a row shorter than one load of all its threads, and the most blocks of a multiprocessor. On an H200, 32 rows
+of 4 elements take 3.2 us, rows of 49 elements 3.4 us."""
 
 
 @dataclass(frozen=True)
 class Problem(FloatElements):
     """``rows`` rows of ``length`` elements, normalized, times scale plus bias, then pointwise stages without operands.
 
-    ``run`` neighbours in a row share a scale and a bias, and those of ``period`` rows follow one another; then they repeat.
+    ``run`` neighbouring elements of a row share a scale and a bias. Scales and biases repeat after ``period`` rows.
     """
 
     rows: int
@@ -44,7 +44,7 @@ class Problem(FloatElements):
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """One of ``tiles`` parts of a row per block of ``threads``; accesses of ``lanes`` elements."""
+    """A block of ``threads`` threads takes one of the ``tiles`` tiles of a row, in accesses of ``lanes`` elements."""
 
     tiles: int
     threads: int
@@ -59,14 +59,14 @@ def refuse(problem: Problem, config: Config) -> str | None:
     if render.uses_residual(problem.epilogue) or ("bias",) in problem.epilogue:
         return "the stages after a norm have no operands"
     if problem.run < 1 or problem.length % problem.run or problem.rows % problem.period:
-        return "its scales do not repeat"
+        return "its rows are not whole runs and periods of scales"
     unit = problem.length if problem.run == 1 else problem.run
     if config.lanes not in (1, 2, 4, 8) or unit % config.lanes:
-        return f"elements that share a scale do not come in vectors of {config.lanes}"
+        return f"elements that share a scale are not whole vectors of {config.lanes}"
     if config.lanes * problem.itemsize > 16:
         return f"{config.lanes} elements exceed an access of 16 bytes"
     if not 32 <= config.threads <= 1024 or config.threads % 32:
-        return f"{config.threads} threads are no block"
+        return f"{config.threads} threads are not a valid block"
     if not 1 <= config.tiles <= min(problem.length // config.lanes, MOST_TILES):
         return f"{problem.length} elements in {config.tiles} tiles"
     if problem.rows * config.tiles >= 1 << 31 or problem.length >= 1 << 31:
@@ -81,7 +81,7 @@ def _work(problem: Problem, config: Config) -> TwoReads:
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """What to compile for all launches. The sizes are parameters."""
+    """The recipe of all launches. The sizes are parameters."""
     defines = {
         "LANES": config.lanes, "THREADS": config.threads, "WIDE": int(problem.itemsize == 4), "EACH": int(problem.run == 1),
     }  # fmt: skip
@@ -89,8 +89,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 
 def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, ...]:
-    """One launch, or two where a row has several tiles. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [period * length /
-    run]), and ``moments`` (fp32 [rows, tiles, 2]), which the first of two writes."""
+    """One launch, or two if a row has several tiles. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [period * length /
+    run]), and ``moments`` (fp32 [rows, tiles, 2], written by the first of two launches)."""
     made, blocks = recipe(problem, config, gpu.arch), problem.rows * config.tiles
     single = config.tiles == 1
     tiling = (problem.length // config.lanes, config.tiles, 0 if single else _work(problem, config).kept(gpu))
@@ -107,24 +107,22 @@ def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, .
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of all launches, after others."""
+    """Predicted seconds of all launches, dependent on earlier ones."""
     two = _work(problem, config).seconds(gpu)
     if config.tiles > 1:
         return two
     vectors = problem.length / config.lanes
     turns = -(-vectors // (config.threads * AHEAD))
-    used = vectors / (turns * config.threads * AHEAD)  # of the loads that threads could have under way
+    used = vectors / (turns * config.threads * AHEAD)  # share of the loads that threads can have in flight
     once = 2.0 * problem.rows * problem.length * problem.itemsize / gpu.bandwidth
     slowed = (two - 2 * LAUNCH_S) / min(1.0, 2 * used)
-    if (
-        vectors < config.threads
-    ):  # idle threads do not slow the others down: a wave of blocks takes what one block takes
+    if vectors < config.threads:  # idle threads do not slow the others down: a wave takes the time of one block
         slowed = min(slowed, BLOCK_S * -(-problem.rows // (gpu.multiprocessors * min(BLOCKS, 2048 // config.threads))))
     return LAUNCH_S + max(1.2 * once, slowed) + turns * 0.3e-6
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 4) -> list[Config]:
-    """The configurations to time, the best predicted first."""
+    """The configurations to time, best predicted first."""
     unit = problem.length if problem.run == 1 else problem.run
     lanes = next(n for n in (8, 4, 2, 1) if unit % n == 0 and n * problem.itemsize <= 16)
     counts = tile_counts(problem.rows, problem.length // lanes, gpu)

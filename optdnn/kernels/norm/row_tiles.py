@@ -1,4 +1,4 @@
-"""Tactic of norms of rows that lie one after the other: LayerNorm, and GroupNorm and InstanceNorm in plain order."""
+"""Tactic of norms of contiguous rows: LayerNorm, and GroupNorm and InstanceNorm in plain order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _ROWS = RowsOnce()
 
 @lru_cache(maxsize=1024)
 def row_tile_offers(problem: tiles.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The order of a row's sums follows from the configuration: the same for all counts of rows is the one that many ask for."""
+    """The offers, best predicted first. The configuration sets the order of a row's sums; the best one for many rows serves every number
+    of rows."""
     rows = MANY * problem.period if problem.period > 1 else 4096
     found, many = tiles.candidates(problem, gpu), tiles.candidates(replace(problem, rows=rows), gpu, limit=1)
     offers = [Offer(c, tiles.estimate(problem, c, gpu), c in many) for c in dict.fromkeys((*found, *many))]
@@ -31,8 +32,8 @@ def row_tile_offers(problem: tiles.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
 
 class RowTiles(ActivatedNorm):
-    """Rows of any length, in 16-bit floats or fp32, with statistics in fp32. Long rows are read twice, a tile per block; the others
-    by a block each."""
+    """Rows of any length, in 16-bit floats or fp32, with statistics in fp32. Long rows are read twice, one tile per block; each short
+    row has one block."""
 
     name = "row_tiles"
 
@@ -46,13 +47,13 @@ class RowTiles(ActivatedNorm):
         if op.kind == "LayerNormalization":
             own = shape[normalize_axis(op.attrs.axis, len(shape)) :]
             if any(v is not None and b.graph.type(v).static_shape != own for v in op.inputs[1:3]):
-                return "its scale and bias are not those of a row"
+                return "its scale and bias do not have the shape of a row"
             if _ROWS.refuse(b, op) is None:
                 return "its rows fit the registers of a block, which reads them once"
         result = output_of(b, op).value
         places = [b.operand(op.inputs[0]), *([b.reserved[result]] if result in b.reserved else [])]
         if t.layout or any(not p.dense or p.offset % 8 for p in places):
-            return "its rows do not lie one after the other"
+            return "its rows are not contiguous and aligned"
         return None
 
     def problem(self, b: Builder, op: Op) -> tiles.Problem:

@@ -1,4 +1,4 @@
-"""Softmax and normalizations, generated: statistics of each row in fp32, in a fixed order, then a pointwise result."""
+"""Generated kernels of softmax and normalizations: statistics of each row in fp32, in a fixed order, then a pointwise result."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ from optdnn.types import FP64, is_float, normalize_axis
 
 THREADS = 256
 LAUNCH_S, ELEMENT_S = 2.5e-6, 0.26e-6
-"""Seconds of a launch after another one, and of each element of a thread in each of its passes. On an H200, one row of 16384, 49152 and
-131072 elements in three passes took 54, 172 and 404 us."""
+"""Seconds of a dependent launch, and per element of a thread and pass. On an H200, one row of 16384, 49152 and 131072 elements in three
+passes took 54, 172 and 404 us."""
 RESIDENT = 4
 """Blocks of long rows that run on a multiprocessor at once."""
 LONG = 16
-"""Elements of a thread from which on they, and not the work of all blocks, set the time."""
+"""From this number of elements per thread on, the length of a row sets the time, and not the work of all blocks."""
 
 
 def whole_rows_seconds(rows: int, length: int, statistics: int, gpu: GpuFacts) -> float:
-    """Predicted seconds where a block takes each row."""
+    """Predicted seconds of a launch with one block per row."""
     waves = math.ceil(rows / (gpu.multiprocessors * RESIDENT))
     return LAUNCH_S + waves * (statistics + 1) * math.ceil(length / THREADS) * ELEMENT_S
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """One reduction over a row: ``term`` of each element ``v`` (earlier results are ``t0``, …), combined, then ``post`` of ``s``.
+    """One reduction over a row, in C++ expressions: from ``start`` on, ``combine`` folds in the ``term`` of each element ``v``; ``post`` is
+    applied to the result ``s``. Earlier statistics are ``t0``, ….
 
-    ``merged``: the term of a part of the row whose ``n`` elements gave ``u0``, ``u1``, … before ``post``."""
+    ``merged``: the term of a part of a row, where ``u0``, ``u1``, … are the statistics of its ``n`` elements before ``post``."""
 
     start: str
     term: str
@@ -56,7 +57,7 @@ def emit_rows(
     b: Builder, op: Op, x: TensorView, axes: Sequence[int], out: TensorView, statistics: Sequence[Statistic], result: str,
     extras: Sequence[TensorView] = (), *, kind: str, attrs: dict[str, Any], reads: Sequence[TensorView | None], writes: TensorView,
 ) -> None:  # fmt: skip
-    """``out = result(v, t0, …, e0, …)``; ``extras`` (``e0``, …) have the shape of ``x``. ``{N}`` is a row's length."""
+    """Emits ``out = result(v, t0, …, e0, …)``. ``extras`` (``e0``, …) have the shape of ``x``. ``{N}`` is the length of a row."""
     if not out.size:
         return
     kept = [i for i in range(len(x.shape)) if i not in axes]
@@ -116,7 +117,7 @@ MEAN = Statistic("{T}(0)", "v", post="s / {T}({N})")
 
 
 def _squares(post: str) -> Statistic:
-    """Squares of differences from the mean, which is the statistic before it."""
+    """Sum of squared differences from the mean ``t0``."""
     return Statistic("{T}(0)", "(v - t0) * (v - t0)", post=post, merged="(u1 + n * (u0 / n - t0) * (u0 / n - t0))")
 
 
@@ -126,8 +127,8 @@ def _variance(epsilon: float) -> Statistic:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """``target = result(v, t0, …, e0, …)`` of the rows of ``source`` over ``axes``; ``extras`` (``e0``, …) have its shape, by their strides.
-    ``reads`` and ``writes`` are the operands of the operator's meaning."""
+    """``target = result(v, t0, …, e0, …)`` of the rows of ``source`` over ``axes``; ``extras`` (``e0``, …) are broadcast to its shape by
+    their strides. ``reads`` and ``writes`` are the operands of the operator's meaning."""
 
     source: TensorView
     target: TensorView
@@ -139,7 +140,7 @@ class RowPlan:
     writes: TensorView
 
     def strides(self, axes: Sequence[int]) -> list[list[int]]:
-        """Those of the target, the source and the extras along some axes."""
+        """Strides of the target, the source and the extras along ``axes``."""
         return [[t.strides[i] for i in axes] for t in (self.target, self.source, *self.extras)]
 
     @property
@@ -149,12 +150,12 @@ class RowPlan:
 
     @property
     def kept(self) -> list[int]:
-        """The axes over which the rows lie."""
+        """The axes that are not reduced."""
         return [i for i in range(len(self.source.shape)) if i not in self.axes]
 
 
 class Rows(Tactic):
-    """Softmax, LogSoftmax, and every normalization whose statistics are those of a row."""
+    """Softmax, LogSoftmax, and every normalization with statistics per row."""
 
     name = "rows"
 
@@ -180,7 +181,7 @@ class Rows(Tactic):
 
 
 def row_plan(b: Builder, op: Op, out: TensorView) -> RowPlan:
-    """What the kernels of rows compute for an operator whose result lies at ``out``."""
+    """The row kernels' plan of an operator with its result at ``out``."""
     operands = tuple(None if v is None else b.operand(v) for v in op.inputs)
     x = operands[0]
     assert x is not None
@@ -232,7 +233,7 @@ def _groups(
 
 
 class BatchNorm(Tactic):
-    """A BatchNormalization that nothing took in: a scale and a shift per channel, in fp32."""
+    """A BatchNormalization that no other operator absorbed: a scale and a shift per channel, in fp32."""
 
     name = "pointwise"
 
@@ -285,7 +286,7 @@ class LocalResponse(Tactic):
 
     @staticmethod
     def _uniform(b: Builder, op: Op, x: TensorView) -> TensorView:
-        """``x`` with all its pixels at one distance."""
+        """``x`` with one stride between pixels: a copy if necessary."""
         if reshaped(x, (x.shape[0], x.shape[1], math.prod(x.shape[2:]))) is not None:
             return x
         return copied(b, op, x, "dense")

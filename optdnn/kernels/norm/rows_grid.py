@@ -1,7 +1,7 @@
-"""Few, long rows of any strides in one cooperative launch: the rows of :mod:`.rows`, each in parts that many blocks take.
+"""Few, long rows of any strides in one cooperative launch: the operators of :mod:`.rows`, with each row split into parts for many blocks.
 
-A block takes the statistics of its parts. When all blocks have, each merges those of its rows in a fixed order and writes its parts of
-the result. The statistics are read in the order of the input's memory, the result is written in the order of its own.
+Each block computes the statistics of its parts. After a grid barrier, it merges the statistics of its rows in a fixed order and writes
+its parts of the result. The statistics are computed in the order of the input's memory, the result in the order of its own memory.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from optdnn.types import FP32, FP64, INT32
 
 THREADS = 512
 AHEAD = 4
-"""Loads of a thread that are under way at once."""
+"""Loads of a thread that are in flight at once."""
 LAUNCH_S, MEET_S = 4.0e-6, 3.0e-6
-"""Seconds of a cooperative launch after another one, and of the blocks' meeting with the statistics around it."""
+"""Seconds of a dependent cooperative launch, and of the grid barrier with the statistics around it."""
 BATCH_S, SUM_S = 0.9e-6, 0.4e-6
 """Seconds of a batch of loads and of a sum over a block."""
 L2_RATE = 4e12
-"""Bytes per second where elements are read and written in the order of memory."""
+"""Bytes per second if elements are read and written in memory order."""
 SECTOR = 32
-"""Bytes that a single element costs where its neighbours in the other tensor lie elsewhere."""
+"""Bytes of traffic for a single element whose neighbours are not contiguous in the other tensor."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``rows`` rows of ``length`` elements of ``itemsize`` bytes, with ``statistics`` statistics. ``lanes``: elements of an access in both passes."""
+    """``rows`` rows of ``length`` elements of ``itemsize`` bytes, with ``statistics`` statistics. ``lanes``: elements of an access in each of
+    the two passes."""
 
     rows: int
     length: int
@@ -52,7 +53,7 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``parts`` of a row."""
+    """A row has ``parts`` parts."""
 
     parts: int
 
@@ -61,7 +62,7 @@ class Config:
 
 
 def blocks(problem: Problem, config: Config, gpu: GpuFacts) -> int:
-    """Blocks of the grid, which all run at once, with a multiprocessor each."""
+    """Blocks of the grid: all run at once, each on its own multiprocessor."""
     return min(problem.rows * config.parts, on_every_gpu(gpu))
 
 
@@ -78,13 +79,13 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 
 def _fitting(problem: Problem, parts: int) -> int:
-    """The largest number of parts, up to ``parts``, that leaves none empty."""
+    """The largest number of parts, up to ``parts``, that leaves no part empty."""
     vectors = problem.length // problem.lanes[0]
     return -(-vectors // -(-vectors // max(1, min(parts, vectors))))
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 4) -> list[Config]:
-    """The configurations to time, the best predicted first."""
+    """The configurations to time, best predicted first."""
     room = on_every_gpu(gpu)
     asked = {max(1, turns * room // problem.rows) for turns in (1, 2, 4)} | {1}
     found = {Config(_fitting(problem, parts)) for parts in asked}
@@ -92,7 +93,7 @@ def candidates(problem: Problem, gpu: GpuFacts, limit: int = 4) -> list[Config]:
 
 
 def _lanes(plan: RowPlan) -> tuple[int, int]:
-    """The elements of an access in the pass over the input and in the one that writes the result."""
+    """Elements of an access in the pass over the input, and in the pass that writes the result."""
     kept, axes, shape = plan.kept, plan.axes, plan.source.shape
     outer = plan.strides(kept)
     sums, (steps,) = merge([shape[i] for i in axes], [plan.strides(axes)[1]])
@@ -103,7 +104,7 @@ def _lanes(plan: RowPlan) -> tuple[int, int]:
 
 
 class RowsGrid(ProblemTactic):
-    """Rows whose blocks, one for each, would leave most of the GPU idle."""
+    """Few, long rows: one block per row would leave most of the GPU idle."""
 
     name = "rows_grid"
     row_invariant: ClassVar[bool] = False
@@ -117,7 +118,7 @@ class RowsGrid(ProblemTactic):
         one = whole_rows_seconds(problem.rows, problem.length, problem.statistics, b.gpu)
         best = self.offers(problem, b.gpu)[0]
         if best.seconds is None or one <= best.seconds:
-            return "a block for each row is predicted to be as fast"
+            return "one block per row is predicted to be as fast"
         return None
 
     def problem(self, b: Builder, op: Op) -> Problem:
@@ -131,7 +132,7 @@ class RowsGrid(ProblemTactic):
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         plan = row_plan(b, op, b.target(op.value))
         problem = self.problem(b, op)
-        config = Config(_fitting(problem, config.parts))  # accesses may be wider than a recorded choice knew
+        config = Config(_fitting(problem, config.parts))  # a recorded choice may assume narrower accesses
         t = arithmetic(plan.source.dtype)
         shape = (problem.rows, config.parts, problem.statistics)
         name = op.outputs[0].name
@@ -161,7 +162,7 @@ def _kernel(plan: RowPlan, problem: Problem, config: Config) -> tuple[str, Param
     rows, outer = merge([shape[i] for i in kept], plan.strides(kept))
     sums, (steps,) = merge([shape[i] for i in axes], [plan.strides(axes)[1]])
     inner, every = merge([shape[i] for i in axes], plan.strides(axes))
-    step = [s[-1] for s in every]  # between the elements of an access
+    step = [s[-1] for s in every]  # stride between the elements of an access
     sums, steps = _in_vectors(sums, [steps], problem.lanes[0])[0], _in_vectors(sums, [steps], problem.lanes[0])[1][0]
     inner, every = _in_vectors(inner, every, problem.lanes[1])
     t = arithmetic(plan.source.dtype)
@@ -204,12 +205,12 @@ def _in_vectors(dims: Sequence[int], strides: Sequence[Sequence[int]], lanes: in
 
 
 def _span(chunk: int, count: int) -> str:
-    """The accesses of a part."""
+    """C++ that defines the range of a part's accesses."""
     return f"const u32 begin = part * {chunk}u, end = begin + {chunk}u < {count}u ? begin + {chunk}u : {count}u;"
 
 
 def _sum(t: str, combine: str) -> str:
-    """``s`` of all threads, combined."""
+    """C++ that combines ``s`` over all threads."""
     return (
         f"__syncthreads(); partial[lane] = s; __syncthreads();\n"
         f"        for (int half = {THREADS // 2}; half; half /= 2) {{ if (lane < half) {{ const {t} a = partial[lane], "
@@ -250,16 +251,16 @@ def _statistics(plan: RowPlan, problem: Problem, rank: int) -> str:
 
 
 def _merged(plan: RowPlan, problem: Problem, config: Config, chunk: int, count: int) -> str:
-    """The statistics of a row, from those of its parts."""
+    """C++ that merges the statistics of a row's parts."""
     t, lines = arithmetic(plan.source.dtype), []
     for k, s in enumerate(plan.statistics):
         start, term, combine, post = (
             z.format(T=t, N=problem.length, LOW=limits(t)[0]) for z in (s.start, s.merged, s.combine, s.post)
         )  # fmt: skip
-        told = " ".join(f"const {t} u{i} = p.parts[at + {i}u];" for i in range(k + 1))
+        loads = " ".join(f"const {t} u{i} = p.parts[at + {i}u];" for i in range(k + 1))
         lines.append(
             f"{t} t{k}; {{ {t} s = {start};\n        for (u32 k = lane; k < {config.parts}u; k += {THREADS}) {{ "
-            f"const u32 at = (item_row * {config.parts}u + k) * {len(plan.statistics)}u; {told} "
+            f"const u32 at = (item_row * {config.parts}u + k) * {len(plan.statistics)}u; {loads} "
             f"const {t} n = {t}((k + 1 < {config.parts}u ? {chunk}u : {count}u - k * {chunk}u) * {problem.lanes[0]}u); "
             f"const {t} a = s, b = {t}({term}); s = {combine}; }}\n"
             f"        {_sum(t, combine)}\n        t{k} = {post}; }}"
@@ -268,7 +269,7 @@ def _merged(plan: RowPlan, problem: Problem, config: Config, chunk: int, count: 
 
 
 def _applied(plan: RowPlan, problem: Problem, rank: int, step: Sequence[int]) -> str:
-    """The loop over the elements of a part that writes the result. ``step``: from an element of an access to the next one, in each tensor."""
+    """C++ of the loop over a part's elements that writes the result. ``step``: stride between elements of an access, for each tensor."""
     t, lanes, names = arithmetic(plan.source.dtype), problem.lanes[1], _names(plan)
     to = CPP[plan.target.dtype]
     result = plan.result.format(T=t, N=problem.length)

@@ -1,7 +1,7 @@
 """Plans of the row kernels (``rows.cu``): LayerNorm, RMSNorm, Softmax and LogSoftmax over the last, contiguous axis.
 
-Statistics are fp32 and taken from registers: each row is read once. Norms may add a residual first, and give that sum as a second
-output (the residual stream of a transformer).
+Statistics are fp32 and computed from registers: each row is read once. Norms may add a residual first, and store that sum as a
+second output (the residual stream of a transformer).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_ROWS_ELEMENTS = 96
 
 @dataclass(frozen=True)
 class FirstNorm:
-    """A norm of the input before the addend is added: one of the first two :data:`OPERATIONS`, and which parameters it has."""
+    """A norm of the input before the addition: one of the first two :data:`OPERATIONS`, and its parameters."""
 
     operation: str
     scale: bool
@@ -39,8 +39,8 @@ class FirstNorm:
 
 @dataclass(frozen=True)
 class Modulated:
-    """After a norm: ``rows`` rows share a factor, to which ``plus`` is added, and a shift for each feature. ``factor``, ``shift``: elements from
-    those of some rows to those of the next ones (None: there is no shift)."""
+    """After a norm: each feature is multiplied by a factor plus ``plus``, and a shift is added. ``rows`` rows share their factors and
+    shifts. ``factor``, ``shift``: elements from the vector of these rows to the vector of the next rows (None: no shift)."""
 
     rows: int
     factor: int
@@ -52,8 +52,8 @@ class Modulated:
 class Problem(FloatElements):
     """``rows`` rows of ``length`` elements of ``dtype``: 16-bit floats or fp32.
 
-    ``add``: a second input is added first, or to the result (``last``); ``sum``: what is normalized is also an output. ``scale``, ``bias``: the norm's fp32 parameters of
-    ``length`` elements. ``factor`` multiplies softmax's input.
+    ``add``: a second input is added first, or to the result (``last``). ``sum``: the operand of the norm is also an output. ``scale``,
+    ``bias``: the norm has these fp32 parameters of ``length`` elements. ``factor`` multiplies softmax's input.
     """
 
     operation: str
@@ -67,23 +67,23 @@ class Problem(FloatElements):
     epsilon: float = 1e-5
     factor: float = 1.0
     period: int = 0
-    """Rows of the addend, which repeat; 0: it has one for each row."""
+    """Number of rows of an addend that repeats; 0: it has a row for each row."""
     narrow: str = ""
-    """8-bit element type that the result goes out in; "": none."""
+    """8-bit element type of the quantized result; "": there is none."""
     wide: bool = True
-    """Whether it goes out in ``dtype``."""
+    """Whether the result is stored in ``dtype``."""
     widened: bool = False
-    """Whether it goes out in fp32, of 16-bit rows."""
+    """Whether the result of 16-bit rows is stored in fp32."""
     last: bool = False
     walk: tuple[tuple[int, int], ...] = ()
-    """Where the input's rows lie: sizes of up to :data:`MOST_AXES` axes and their strides in elements, the slowest first; (): one after
-    the other."""
+    """Iteration over the input's rows: (size, stride in elements) of up to :data:`MOST_AXES` axes, the slowest first; (): contiguous
+    rows."""
     pitches: tuple[int, int] = (0, 0)
-    """Elements from a row of the addend, and of the results of ``dtype``, to the next one; 0: ``length``."""
+    """Elements from a row to the next, of the addend and of the results of ``dtype``; 0: ``length``."""
     epilogue: tuple[render.Stage, ...] = ()
-    """Stages without operands, through which the result of a norm goes."""
+    """Stages without operands after the norm."""
     first: FirstNorm | None = None
-    """What normalizes the input before the addend is added, or before the norm if there is none."""
+    """A norm of the input before the addition, or before the norm if there is no addend."""
     modulated: Modulated | None = None
 
     @property
@@ -97,7 +97,8 @@ class Problem(FloatElements):
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``group`` threads per row, ``vectors`` accesses of ``lanes`` elements each; ``threads`` of a block; ``rows`` of a group."""
+    """``group`` threads share a row; each takes ``vectors`` accesses of ``lanes`` elements. A block has ``threads`` threads, a group
+    ``rows`` rows."""
 
     group: int
     vectors: int
@@ -121,23 +122,23 @@ def refuse(problem: Problem, config: Config) -> str | None:
     if problem.operation not in OPERATIONS[:2] and (problem.add or problem.sum):
         return "softmax adds no residual"
     if problem.period and not problem.add:
-        return "there is no addend whose rows repeat"
+        return "a period needs an addend"
     if problem.last and (not problem.add or problem.sum or problem.narrow):
-        return "the last addition has an addend, and the sum is the one result"
+        return "a last addition needs an addend, and its sum must be the only result"
     if problem.first is not None and (not problem.sum or problem.operation not in OPERATIONS[:2]):
-        return "a norm before the addition is for sums that are normalized, and stored"
+        return "a norm before the addition needs a norm of the sum, and the sum must be stored"
     if problem.epilogue and (problem.narrow or problem.add or problem.operation not in OPERATIONS[:2]):
-        return "stages follow a norm that adds nothing, and whose result is not quantized"
+        return "stages after the norm allow no addend and no quantization"
     if render.uses_residual(problem.epilogue) or ("bias",) in problem.epilogue:
         return "the stages after a norm have no operands"
     if problem.modulated is not None and (
         problem.operation not in OPERATIONS[:2] or problem.narrow or problem.add or problem.epilogue
     ):
-        return "factors follow a norm that adds nothing, and whose result is not quantized"
+        return "factors after the norm allow no addend, no stages and no quantization"
     if problem.widened and (problem.itemsize != 2 or problem.narrow or problem.sum or not problem.wide):
-        return "what goes out in fp32 is the one result of 16-bit rows"
+        return "an fp32 result must be the only result, of 16-bit rows"
     if problem.sum and not problem.add and problem.first is None:
-        return "there is no sum without an addend"
+        return "a sum needs an addend"
     if not problem.wide and not problem.narrow:
         return "there is no result"
     if problem.walk and (len(problem.walk) > MOST_AXES or math.prod(n for n, _ in problem.walk) != problem.rows):
@@ -151,32 +152,32 @@ def refuse(problem: Problem, config: Config) -> str | None:
     if config.lanes * problem.itemsize > ACCESS:
         return f"{config.lanes} elements exceed an access of {ACCESS} bytes"
     if problem.narrow and problem.itemsize != 2:
-        return "what is quantized was rounded to 16 bits"
+        return "only results of 16-bit rows are quantized"
     if config.group & (config.group - 1) if config.group <= 32 else config.group % 32 or config.group != config.threads:
-        return f"{config.group} threads are no group of a block of {config.threads}"
+        return f"{config.group} threads are not a valid group of a block of {config.threads}"
     if not 32 <= config.threads <= 1024 or config.threads % 32:
-        return f"{config.threads} threads are no block"
+        return f"{config.threads} threads are not a valid block"
     if config.group * config.vectors * config.lanes < problem.length:
         return f"a row of {problem.length} elements does not fit {config.group} threads"
     if config.vectors * config.lanes > (most := MAX_ELEMENTS if config.threads <= 512 else 24):
         return f"more than {most} elements a thread"
     if problem.last and config.threads > 512 and config.vectors * config.lanes > 16:
-        return "the addend exceeds a thread's registers in addition to the row"
+        return "row and addend exceed a thread's registers"
     if config.rows not in (1, 2, 4) or (config.rows > 1 and config.group > 32):
-        return "several rows are for a group within a warp"
+        return "only a group within a warp takes several rows"
     if config.rows * config.vectors * config.lanes > MAX_ROWS_ELEMENTS or (config.rows > 1 and config.threads > 256):
         return "several rows exceed a thread's registers"
     return None
 
 
 def _vectors(problem: Problem) -> tuple[int, ...]:
-    """Elements from factors to the next ones, and from shifts."""
+    """Strides of factors and of shifts, in elements."""
     m = problem.modulated
     return () if m is None else (m.factor, m.shift or 0)
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """What to compile. The sizes are parameters."""
+    """The kernel's recipe. The sizes are parameters."""
     norm, wide = problem.operation in OPERATIONS[:2], problem.itemsize == 4
     defines = {
         "OPERATION": OPERATIONS.index(problem.operation), "WIDE": int(wide), "LANES": config.lanes, "VECTORS": config.vectors,
@@ -195,8 +196,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
-    """The launch. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``, ``narrow``; ``first_scale`` and
-    ``first_bias`` of the norm before the addition; ``factor`` and ``shift`` of :class:`Modulated`."""
+    """The launch. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``, ``narrow``; ``first_scale``
+    and ``first_bias`` of the norm before the addition; ``factor`` and ``shift`` of :class:`Modulated`."""
     norm = problem.operation in OPERATIONS[:2]
     present = {
         "input": True, "addend": problem.add, "scale": norm and problem.scale, "bias": norm and problem.bias,
@@ -223,7 +224,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     blocks = config.blocks(problem)
     registers = 32 + elements * (0.75, 1.0, 1.25)[config.rows.bit_length() - 1]
     resident = max(1, min(2048 // config.threads, int(65536 / (registers * config.threads)), 32))
-    near = problem.bytes < device.l2_bytes  # rows that the last kernel left in L2
+    near = problem.bytes < device.l2_bytes  # the last kernel left the rows in L2
     busy = min(blocks, resident * device.multiprocessors)
     in_flight = busy * config.threads * elements * problem.itemsize * (1 + problem.add)
     bandwidth = min(5.5e12 if near else MEMORY, in_flight / 0.8e-6)
@@ -232,7 +233,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     latency = 0.8e-6 + (0.1e-6 if config.group > 32 else 0.0) + elements * 10 / CLOCK
     latency += 0.3e-6 + elements * 6 / CLOCK if problem.first is not None else 0.0
     tail = 1.0 + 0.5 * resident * device.multiprocessors / max(blocks, resident * device.multiprocessors)
-    if near and problem.operation in OPERATIONS[:2]:  # the parameters, from L1, once for the rows of a group
+    if near and problem.operation in OPERATIONS[:2]:  # a group reads the parameters from L1 once for its rows
         latency += 0.3 * 8 * problem.length * problem.rows / config.rows / (device.multiprocessors * 64 * CLOCK)
     started = BLOCK_START * blocks / device.multiprocessors
     return latency + max(problem.bytes / bandwidth * (tail if blocks > busy else 1.0), compute, started)
@@ -251,5 +252,5 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
                     found.append((estimate(problem, config, device), config))
     found.sort(
         key=lambda item: (round(item[0] * 5e7), abs(item[1].threads - 160), item[1])
-    )  # near-equals: blocks of 128 to 192
+    )  # among near-equal estimates: blocks of 128 to 192
     return [config for _, config in found[:limit]]

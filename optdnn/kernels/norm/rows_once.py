@@ -1,4 +1,4 @@
-"""Tactics of normalizations and softmax of rows that are read once: each fits the registers of the threads that take it."""
+"""Tactics of normalizations and softmax that read each row once: a row fits the registers of the threads that share it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, FP32, normalize_axis
 
 SHORT = tuple(1 << k for k in range(6))
-"""Accesses of rows that a power of two of lanes share."""
+"""Row lengths, in accesses of 16 bytes, that a power of two of lanes can share."""
 
 
 @lru_cache(maxsize=1024)
 def rows_offers(problem: rows.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The order of a row's sum follows from the configuration: the same for all counts of rows is the one that many ask for."""
+    """The offers. The configuration sets the order of a row's sum; the best one for many rows serves every number of rows."""
     found, many = rows.candidates(problem, gpu), rows.candidates(replace(problem, rows=4096), gpu, limit=1)
     return tuple(Offer(c, rows.estimate(problem, c, gpu), c in many) for c in dict.fromkeys((*found, *many)))
 
@@ -40,7 +40,7 @@ OPERATIONS = {
 
 
 class RowsOnce(Tactic):
-    """LayerNorm, RMSNorm, Softmax and LogSoftmax of rows of 16-bit floats or fp32. The rows of the result lie at one pitch."""
+    """LayerNorm, RMSNorm, Softmax and LogSoftmax of rows of 16-bit floats or fp32. The rows of the result have a constant pitch."""
 
     name = "rows_once"
 
@@ -58,14 +58,14 @@ class RowsOnce(Tactic):
         return op.value
 
     def refuse_rows(self, b: Builder, op: Op) -> str | None:
-        """Why it cannot run the operator wherever its rows lie."""
+        """Why it cannot run the operator for any place of its rows, or None."""
         t = op.outputs[0].type
         if (why := no_kernels(b.arch)) is not None:
             return why
         if t.dtype not in (FP16, BF16, FP32) or not t.static_shape:
             return "it is for rows of 16-bit floats or fp32"
         if b.graph.type(op.inputs[0]).dtype != t.dtype:  # type: ignore[arg-type]
-            return "its operand is of another type than its result"
+            return "its operand and its result have different types"
         if normalize_axis(op.attrs.axis, len(t.static_shape)) != len(t.static_shape) - 1:
             return "its rows are not along the last axis"
         if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
@@ -74,24 +74,24 @@ class RowsOnce(Tactic):
             return "its scale and bias are not constant"
         shape = t.static_shape
         if any(v is not None and b.graph.type(v).static_shape != shape[-1:] for v in op.inputs[1:]):
-            return "its scale and bias are not those of a row"
+            return "its scale and bias do not have the shape of a row"
         if not rows_offers(row_problem(op), b.gpu):
             return f"rows of {shape[-1]} elements do not fit the registers of a block"
         return None
 
     def refuse_narrow_rows(self, b: Builder, op: Op) -> str | None:
-        """Why a launch for rows of 16-bit floats alone cannot run the operator."""
+        """Why a launch that only takes rows of 16-bit floats cannot run the operator, or None."""
         if op.outputs[0].type.dtype.itemsize != 2:
             return "it is for rows of 16-bit floats"
         return self.refuse_rows(b, op)
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
-        """What the launch computes."""
+        """The kernel's problem."""
         out = b.result(self.result(b, op), result_strides(b, self.result(b, op)))
         return placed(row_problem(op), b.operand(op.inputs[0]), out)
 
     def place(self, b: Builder, op: Op) -> None:
-        """Rows padded for products, unless the place is reserved."""
+        """Place the result in rows padded for products, unless its place is reserved."""
         b.target(self.result(b, op), result_strides(b, self.result(b, op)))
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
@@ -104,26 +104,26 @@ class RowsOnce(Tactic):
 
 
 def placed(problem: rows.Problem, x: TensorView, out: TensorView, addend: TensorView | None = None) -> rows.Problem:
-    """The problem with its rows where they lie."""
+    """The problem with the strides of its rows."""
     pitches = ((row_pitch(addend) or 0) if addend is not None else 0, row_pitch(out) or 0)
     return replace(problem, walk=() if x.dense else walked(x) or (), pitches=pitches)
 
 
 def _refuse_apart(op: Op, x: TensorView) -> str | None:
-    """Why rows that do not lie one after the other are not read where they lie."""
+    """Why the kernel cannot read the non-contiguous rows ``x`` in place, or None."""
     walk = walked(x)
     if walk is None:
-        return "its rows have gaps inside, or lie over too many axes"
+        return "the elements of a row are not contiguous, or its rows have too many axes"
     unit = access(x.dtype)
     if x.offset % unit or any(stride % unit for _, stride in walk):
         return "its rows do not begin at multiples of 16 bytes"
     if "Normalization" in op.kind and x.shape[-1] in [unit * n for n in SHORT]:
-        return "short rows that lie apart have a kernel of their own"
+        return "short rows that are not contiguous have a kernel of their own"
     return None
 
 
 def row_problem(op: Op) -> rows.Problem:
-    """A normalization or softmax alone."""
+    """The problem of a normalization or softmax alone, with contiguous rows."""
     t = op.outputs[0].type
     shape = t.static_shape
     count = int(np.prod(shape[:-1], dtype=np.int64))
@@ -135,7 +135,7 @@ def row_problem(op: Op) -> rows.Problem:
 
 
 def parameters(b: Builder, norm: Op, names: Sequence[str] = ("scale", "bias")) -> dict[str, TensorView]:
-    """The constant scale and bias of a norm in fp32, as far as it has them."""
+    """The constant scale and bias of a norm in fp32, those that it has."""
     found = {name: b.graph.constant_value(value) for name, value in zip(names, norm.inputs[1:], strict=False)}
     given = {name: array.astype(np.float32) for name, array in found.items() if array is not None}
     return {name: b.constant(array, f"{norm.outputs[0].name}.{name}") for name, array in given.items()}
@@ -145,9 +145,9 @@ def emit_norm(
     b: Builder, covers: Op, norm: Op, made: Launch, operands: dict[str, TensorView], kind: str, attrs: dict[str, Any],
     *, last: bool = False, after: Sequence[TensorView | None] = (),
 ) -> None:  # fmt: skip
-    """Add the launch of a normalization (or softmax), whose constant scale and bias come to the ``operands``. ``covers`` says which
-    nodes it computes. ``last``: its meaning has the addend after the parameters, which may be absent.
-    ``after``: what the stages after the norm read in its meaning, whose parameters may be absent, too."""
+    """Add the launch of a normalization (or softmax). Its constant scale and bias are added to the ``operands``. ``covers``: the operator
+    with the nodes that the launch computes. ``last``: in its meaning, the addend follows the parameters. ``after``: operands that the
+    stages after the norm read in its meaning. In both cases, an absent scale or bias keeps its slot."""
     operands |= parameters(b, norm)
     reads: list[TensorView | None] = [operands[n] for n in ("input", "addend", "scale", "bias") if n in operands]
     writes = [operands[n] for n in ("sum", "output", "narrow") if n in operands]
@@ -159,13 +159,13 @@ def emit_norm(
 
 
 class ActivatedRows(RowsOnce):
-    """A norm with the activation after it, or stored as fp32."""
+    """A norm with the activation, or the conversion to fp32, after it."""
 
     name = "rows_activated"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if self._output(b, op).last is op:
-            return "no activation and no conversion to fp32 is the only reader of its result"
+            return "the only reader of its result is not an activation or a conversion to fp32"
         return super().refuse(b, op)
 
     @staticmethod
@@ -176,15 +176,15 @@ class ActivatedRows(RowsOnce):
         return self._output(b, op).value
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """What reads the result: perhaps an activation."""
+        """The readers of the result: one may be an activation."""
         return readers(graph, op)
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The norm and what follows."""
+        """The norm and the operator after it."""
         return self._output(b, op).region
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
-        """With the stages of the activation, and the type of the result."""
+        """The norm's problem with the stages of the activation and the type of the result."""
         to, problem = self._output(b, op), super().problem(b, op)
         widened = to.last.outputs[0].type.dtype != op.outputs[0].type.dtype
         return replace(problem, epilogue=tuple(to.epilogue.rendered), widened=widened)
@@ -197,7 +197,7 @@ class ActivatedRows(RowsOnce):
 
 
 class QuantizedRows(RowsOnce):
-    """A norm of 16-bit rows with the quantization of its result, which goes out in 16 bits only where something else reads it."""
+    """A norm of 16-bit rows with the quantization of its result. The 16-bit result is stored only if it has other readers."""
 
     name = "rows_quantized"
 
@@ -210,7 +210,7 @@ class QuantizedRows(RowsOnce):
         return self.refuse_narrow_rows(b, op) or super().refuse(b, op)
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """What reads the result: perhaps a quantization."""
+        """The readers of the result: one may be a quantization."""
         return readers(graph, op)
 
     def region(self, b: Builder, op: Op) -> Region:
@@ -221,11 +221,11 @@ class QuantizedRows(RowsOnce):
 
     @staticmethod
     def _is_stored(b: Builder, op: Op) -> bool:
-        """Whether the 16-bit result has another reader."""
+        """Whether the 16-bit result has other readers, or a reserved place."""
         return op.value in b.reserved or len(b.graph.uses(op.value)) > 1
 
     def place(self, b: Builder, op: Op) -> None:
-        """The 8-bit result, and the 16-bit one where something reads it."""
+        """Place the 8-bit result, and the 16-bit result if it is stored."""
         to = quantizer_of(b, op.value)
         assert to is not None
         b.target(to.op.value)
@@ -233,7 +233,7 @@ class QuantizedRows(RowsOnce):
             super().place(b, op)
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
-        """With both results."""
+        """The norm's problem with both results."""
         to = quantizer_of(b, op.value)
         assert to is not None
         return replace(super().problem(b, op), narrow=to.to.dtype, wide=self._is_stored(b, op))

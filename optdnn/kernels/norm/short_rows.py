@@ -1,4 +1,5 @@
-"""The tactic of norms of many short rows, generated: a few lanes of a warp share a row, which is read once, wherever it lies."""
+"""The tactic of norms of many short rows, with generated kernels: a few lanes of a warp share a row and read it once, with any strides
+between rows."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from optdnn.types import BF16, FP16, FP32, TensorType, normalize_axis
 
 THREADS = 256
 ACCESS = 16
-"""Bytes that a thread takes of a row."""
+"""Bytes of a row per thread."""
 SLOTS = 3
-"""Operands of a norm's meaning in front of those that stages read: input, scale and bias."""
+"""Number of operands of a norm's meaning before the operands of its stages: input, scale and bias."""
 
 
 class ShortRows(Tactic):
-    """L2, layer and RMS norms over rows of 16 bytes to 512, with a pointwise operator on constants after it (cosine attention
+    """L2, layer and RMS norms over rows of 16 to 512 bytes, with a pointwise operator on constants after the norm (cosine attention
     multiplies the queries or keys of each head by its temperature)."""
 
     name = "short_rows"
@@ -41,7 +42,7 @@ class ShortRows(Tactic):
         if t.dtype not in (FP16, BF16, FP32) or (op.kind == "LpNormalization" and op.attrs.p != 2):
             return "it is for norms (L2, not L1) of floats of 16 or 32 bits"
         if b.graph.type(op.inputs[0]).dtype != t.dtype:  # type: ignore[arg-type]
-            return "its operand is of another type than its result"
+            return "its operand and its result have different types"
         parameters = [v for v in op.inputs[1:] if v is not None]
         if any(b.graph.constant_value(v) is None or b.graph.type(v).static_shape != shape[-1:] for v in parameters):
             return "its scale and bias are not constant rows"
@@ -51,19 +52,20 @@ class ShortRows(Tactic):
             return "its rows are not along the last axis"
         lanes = shape[-1] * item // ACCESS
         if shape[-1] * item % ACCESS or lanes & (lanes - 1) or not 1 <= lanes <= 32:
-            return f"rows of {shape[-1]} elements are not shared by a power of two of lanes"
+            return f"a power of two of lanes cannot share rows of {shape[-1]} elements"
         if not 0 < math.prod(shape) < 1 << 32:
             return "no rows, or more elements than the kernel can count"
         last = self._last(b, op)[0].value
         places = [b.operand(op.inputs[0]), b.result(last, order_read(b, last))]
         units = [(x.offset, *x.strides[:-1]) for x in places]
         if any(x.strides[-1] != 1 for x in places) or any(n * item % ACCESS for unit in units for n in unit):
-            return "its rows are not made of aligned accesses of 16 bytes"
+            return "its rows do not consist of aligned accesses of 16 bytes"
         return None
 
     @staticmethod
     def _last(b: Builder, op: Op) -> tuple[Op, list[Stage]]:
-        """The operator that gives the result, and its stages: a pointwise one that reads the norm and constants, or the norm itself."""
+        """The operator that gives the result, and its stages: a pointwise operator that reads the norm and constants, or the norm
+        itself (no stages)."""
         user, t = b.graph.sole_user(op.value), op.outputs[0].type
         if user is None or op.value in b.reserved or not user.definition.traits.pointwise or user.inputs[0] != op.value:
             return op, []
@@ -78,11 +80,11 @@ class ShortRows(Tactic):
         return Region(op) if last is op else Region(op, after=(last,))
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """What reads the result: perhaps a pointwise operator."""
+        """The readers of the result: one may be a pointwise operator."""
         return readers(graph, op)
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result of the last operator, in the order in which it is read."""
+        """Place the result of the last operator in the order in which it is read."""
         last = self._last(b, op)[0].value
         b.target(last, order_read(b, last))
 
@@ -90,7 +92,7 @@ class ShortRows(Tactic):
         emit_sides(b, op, [self._side(b, op)])
 
     def _side(self, b: Builder, op: Op) -> Side:
-        """What the launch reads and writes of a norm."""
+        """The operands and the result of a norm of the launch."""
         last, stages = self._last(b, op)
         given: list[TensorView | None] = [None, None]
         for k, value in enumerate(op.inputs[1:3]):
@@ -101,14 +103,14 @@ class ShortRows(Tactic):
 
 
 class ShortRowsPair(ShortRows):
-    """Two such norms of views of one tensor, as those of queries and keys are."""
+    """Two such norms of views of one tensor: for example, the norms of queries and of keys."""
 
     name = "short_rows_pair"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         other = twin(b.graph, op)
         if other is None:
-            return "no norm of the same rows of another part of its tensor is beside it"
+            return "no other norm of the same form reads another part of its tensor"
         mate, _ = self._last(b, other)
         if mate.value not in b.place:
             return "the other norm comes after it"
@@ -123,7 +125,7 @@ class ShortRowsPair(ShortRows):
         return replace(own, before=super().region(b, other).ops)
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """What reads both results, and the other norm."""
+        """The other norm, and the readers of both results."""
         other = twin(graph, op)
         return readers(graph, op) if other is None else [*readers(graph, op), other, *readers(graph, other)]
 
@@ -134,7 +136,7 @@ class ShortRowsPair(ShortRows):
 
 
 def twin(graph: Graph, op: Op) -> Op | None:
-    """The norm with the same attributes and length of rows with which ``op`` shares a launch: both read views of one tensor."""
+    """The norm that shares a launch with ``op``, or None. Both read views of one tensor, with equal attributes and row lengths."""
     source = op.inputs[0]
     while source is not None and _takes_part(graph, graph.op(source)):
         source = graph.op(source).inputs[0]
@@ -153,12 +155,12 @@ def twin(graph: Graph, op: Op) -> Op | None:
 
 
 def _takes_part(graph: Graph, op: Op) -> bool:
-    """Whether its result is a view of a tensor, or of a part of it."""
+    """Whether the result of ``op`` is a view of its operand or of a part of it."""
     return op.kind in VIEWS or (op.kind == "Gather" and graph.constant_value(op.inputs[1]) is not None)
 
 
 def _is_read(b: Builder, norm: Op, result: TensorView) -> bool:
-    """Whether something that is planned after the norm reads the buffer of its result."""
+    """Whether an entry of the plan after the norm reads the buffer of its result."""
     for entry in reversed(b.plan):
         if isinstance(entry, Move | Step):
             if result.buffer in ([x.buffer for x in entry.sources] if isinstance(entry, Move) else entry.inputs):
@@ -178,7 +180,7 @@ def _is_read(b: Builder, norm: Op, result: TensorView) -> bool:
 
 @dataclass(frozen=True)
 class Side:
-    """A norm of a launch, and the pointwise operator after it: what it reads (scale and bias in ``given``) and writes."""
+    """A norm of a launch and the pointwise operator after it, with their operands (``given``: scale and bias) and result."""
 
     op: Op
     last: Op
@@ -190,17 +192,17 @@ class Side:
 
     @property
     def tensors(self) -> list[TensorView]:
-        """Result, input, and what stages read."""
+        """Result, input, and operands of the stages."""
         return [self.out, self.x, *self.extras]
 
     @property
     def names(self) -> list[str]:
-        """Of :attr:`tensors`, as the stages number them."""
+        """Names of :attr:`tensors`, as the stages number them."""
         return ["y", "x", *(f"e{i}" for i in range(1, len(self.extras) + 1))]
 
     @property
     def parts(self) -> dict[str, TensorView]:
-        """The scale and the bias that there are."""
+        """Scale and bias, those that the norm has."""
         return {name: p for name, p in zip(("scale", "bias"), self.given, strict=True) if p is not None}
 
     @property
@@ -210,7 +212,7 @@ class Side:
 
 
 def emit_sides(b: Builder, op: Op, sides: Sequence[Side]) -> None:
-    """The launch of one norm, or of two of the same form."""
+    """Emits the launch of one norm, or of two norms of the same form."""
     parameters, operands, texts, first = Parameters(), dict[str, TensorView](), list[tuple[str, str]](), 0
     for k, side in enumerate(sides):
         mark = str(k) if len(sides) > 1 else ""
@@ -246,7 +248,7 @@ def emit_sides(b: Builder, op: Op, sides: Sequence[Side]) -> None:
 
 
 def _moved(stages: Sequence[Stage]) -> Any:
-    """Stages that read operands behind those of the norm."""
+    """The stages, with their operands after the norm's in the meaning."""
     return plain_stages(
         [replace(s, args=tuple(a if a is None or a < 1 else a + SLOTS - 1 for a in s.args)) for s in stages]
     )
@@ -262,7 +264,7 @@ def _total(name: str, term: str, width: int, lanes: int) -> str:
 
 
 def _statistics(op: Op, width: int, lanes: int, parts: Sequence[str], mark: str) -> tuple[str, str]:
-    """C++ that computes the statistics of a row from ``v``, and that of a result from ``v[j]``."""
+    """C++ code for the statistics of a row from ``v``, and the C++ expression of a result from ``v[j]``."""
     squares, length = _total("squares", "v[j] * v[j]", width, lanes), width * lanes
     scale = f" * p.scale{mark}[first + j]" if "scale" in parts else ""
     shift = f" + p.bias{mark}[first + j]" if "bias" in parts else ""
@@ -281,8 +283,8 @@ def _statistics(op: Op, width: int, lanes: int, parts: Sequence[str], mark: str)
 
 
 def _side_text(side: Side, rank: int, mark: str, first: int) -> tuple[str, str]:
-    """The parameters and the code of a norm: 16 bytes of a row for each thread, sums over the lanes of the row, and the stages. ``mark``: the
-    end of its parameters' names; ``first``: its first block."""
+    """The parameters and the code of a norm: each thread takes 16 bytes of a row; sums go over the lanes of the row; then the stages.
+    ``mark``: suffix of the parameters' names. ``first``: number of the norm's first block."""
     dtype, names, lanes = side.x.dtype, side.names, side.lanes
     c, width = CPP[dtype], ACCESS // dtype.itemsize
     lines, result, _ = body(side.stages, [TensorType(p.dtype, p.shape) for p in side.tensors[1:]])
@@ -319,7 +321,7 @@ def _side_text(side: Side, rank: int, mark: str, first: int) -> tuple[str, str]:
 
 
 def _source(sides: Sequence[tuple[str, str]], blocks: int) -> str:
-    """The kernel of one norm, or of two; ``blocks``: those of the first."""
+    """The kernel of one norm, or of two. ``blocks``: number of blocks of the first norm."""
     text = sides[0][1]
     if len(sides) > 1:
         text = f"if (blockIdx.x < {blocks}u) {{\n    {text}\n    }} else {{\n    {sides[1][1]}\n    }}"

@@ -1,4 +1,4 @@
-"""What problems of normalizations have in common: the size of their elements, and the recipe of a kernel that ends with an epilogue."""
+"""Shared parts of normalization problems: the size of an element, and the recipe of a kernel that ends with an epilogue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 
 
 class FloatElements:
-    """A problem whose tensors are of one type: 16-bit floats or fp32."""
+    """A problem with tensors of one type: 16-bit floats or fp32."""
 
     dtype: str
 
@@ -23,7 +23,7 @@ class FloatElements:
 def norm_recipe(
     template: str, arch: str, defines: Mapping[str, int], dtype: str, epilogue: tuple[render.Stage, ...]
 ) -> Recipe:
-    """The recipe of a ``template`` with these constants. Functions are exact at fp32 alone."""
+    """The recipe of a ``template`` with the constants ``defines``. Functions are exact for fp32 only."""
     wide = dtype == "float32"
     text = "\n".join([render.constants(defines), render.epilogue(epilogue, exact=wide), ""])
     return Recipe(template, arch, {"generated.cuh": text}, template_options(dtype, fast=not wide))

@@ -1,4 +1,4 @@
-"""Plans of the kernel that unpacks weights (``packed_dense.cu``), for products of many rows: to 16-bit floats, or to int8."""
+"""Plans of the kernel that unpacks weights to 16-bit floats or int8 (``packed_dense.cu``), for products of many rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 WARPS, DEPTH = 4, 2
-"""Warps of a block, and chunks of a warp, which are in flight together."""
+"""Warps of a block, and chunks that a warp has in flight together."""
 K_STEP = 32
-"""Rows are filled up to whole K steps of the general kernel."""
+"""Rows are padded to whole K steps of the general kernel."""
 
 
 def pitch(problem: Problem) -> int:
@@ -21,14 +21,14 @@ def pitch(problem: Problem) -> int:
 
 
 def recipe(problem: Problem, arch: str, *, eight_bits: bool = False) -> Recipe:
-    """What to compile."""
+    """The kernel's recipe."""
     text = render.constants({"WARPS": WARPS, "DEPTH": DEPTH, "EIGHT_BITS": int(eight_bits), **defines(problem)})
     return Recipe("packed_dense.cu", arch, {"generated.cuh": f"{text}\n"}, template_options(problem.dtype))
 
 
 def launch(problem: Problem, gpu: GpuFacts, eight_bits: int = 0) -> Launch:
-    """The launch. Operands: those of :func:`put_weights`, ``output`` ``[columns, pitch]``. ``eight_bits``: the pitch of int8 numbers,
-    for which there is the operand ``inverse``, fp32 for columns in sixteens; 0: 16-bit floats."""
+    """The launch. Operands: the operands of :func:`put_weights`, and ``output`` ``[columns, pitch]``. ``eight_bits``: pitch of an int8
+    output (0: 16-bit floats). An int8 output also needs the operand ``inverse``: fp32, padded to a multiple of 16 columns."""
     item = 1 if eight_bits else 2
     parameters = put_weights(Parameters(), problem).pointer("output")
     parameters.i32(problem.columns, eight_bits or 2 * pitch(problem)).pointer("inverse" if eight_bits else None)
@@ -39,5 +39,5 @@ def launch(problem: Problem, gpu: GpuFacts, eight_bits: int = 0) -> Launch:
 
 
 def estimate(problem: Problem, item: int = 2) -> float:
-    """Predicted seconds: loads come from memory, stores (of ``item`` bytes a number) mostly stay in L2."""
+    """Predicted seconds: loads come from memory; stores (``item`` bytes per element) mostly stay in L2."""
     return 1.5e-6 + problem.nbytes / BANDWIDTH + problem.columns * problem.depth * item / (1.5 * BANDWIDTH)

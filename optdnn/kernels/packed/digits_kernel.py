@@ -1,4 +1,5 @@
-"""Plans of the product of a few rows with packed weights in integers (``packed_digits.cu``): bound by reading the weights once."""
+"""Plans of the product of a few rows with packed weights in integer arithmetic (``packed_digits.cu``): bound by one read of the
+weights."""
 
 from __future__ import annotations
 
@@ -14,19 +15,19 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 MAX_ROWS = 8
-"""Rows of four pairs: the columns of mma.sync hold the digits of two."""
+"""Most rows: four pairs. The columns of mma.sync hold the digits of two rows."""
 MOST_TILES = 32
-"""Tiles of a block, of both matrices: their sums lie in shared memory."""
+"""Most tiles of a block, of both matrices: their accumulators are in shared memory."""
 PRODUCT = 32
-"""Numbers of K of a product."""
+"""Elements of K per mma.sync."""
 DIGITS = 3
 COUNT_BYTES = 8
-"""Bytes of what digits of a row of a chunk count, and of their sums in a group."""
+"""Bytes of the digits' weight for a row and chunk, and of the digits' sums for a group."""
 REGISTERS = 65536
 ADDRESSES = 12
-"""Registers that threads need besides before Hopper."""
+"""Additional registers per thread before Hopper."""
 OWN_REGISTERS = 44
-"""Registers of a thread, about, beside its chunks in flight and what further rows take."""
+"""Approximate registers of a thread without its chunks in flight and without further rows."""
 
 
 @dataclass(frozen=True, order=True)
@@ -43,7 +44,7 @@ class Config:
 CONFIGS = tuple(Config(w, a) for w in (2, 4, 8, 16) for a in (2, 4, 8))
 MOST_WARPS, LEAST_AHEAD = 16, 2
 NEXT = 32
-"""Chunks of a block, beside those in flight, that cost no time of their own: fitted."""
+"""Chunks of a block, in addition to the chunks in flight, that cost no time of their own (fitted)."""
 
 
 def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
@@ -53,13 +54,13 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     if problem.code not in ("uint4", "uint8"):
         return f"its weights are {problem.code}, not integers of 4 or 8 bits"
     if problem.block < PRODUCT:
-        return f"its blocks are {problem.block} numbers, not at least {PRODUCT}"
+        return f"its blocks have {problem.block} weights (at least {PRODUCT} are needed)"
     if problem.norm and problem.depth % 8:
         return f"normalized rows need a multiple of 8 elements, not {problem.depth}"
     if config not in CONFIGS:
         return "not a tile of this kernel"
     if problem.chunks < config.warps:
-        return f"{problem.chunks} chunks are not shared by {config.warps} warps"
+        return f"{problem.chunks} chunks are too few for {config.warps} warps"
     more = 0 if gpu.hopper else ADDRESSES
     if (registers(problem, config) + more) * config.warps * 32 > REGISTERS:
         return "its chunks in flight do not fit the registers"
@@ -69,24 +70,24 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
 
 
 def unfit(problem: Problem, gpu: GpuFacts) -> str | None:
-    """Why no configuration runs the problem, or None."""
+    """Why no configuration can run the problem, or None."""
     return first_reason(refuse(problem, c, gpu) for c in CONFIGS)
 
 
 def groups(problem: Problem, gpu: GpuFacts) -> int:
-    """Blocks of the grid: as many as multiprocessors, or a multiple where their sums would not fit."""
+    """Blocks of the grid: the number of multiprocessors, or a multiple of it if accumulators would not fit."""
     many = gpu.multiprocessors
     turns = -(-problem.tiles * problem.matrices // (many * MOST_TILES))
     return min(problem.tiles, many * turns)
 
 
 def tiles_of(problem: Problem, gpu: GpuFacts) -> int:
-    """Tiles of a block, at most."""
+    """Most tiles of a block."""
     return -(-problem.tiles // groups(problem, gpu))
 
 
 def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
-    """Dynamic shared memory of a block: sums of warps, sums of squares, digits and sums of rows."""
+    """Bytes of dynamic shared memory of a block: accumulators of warps, sums of squares, digits and sums of rows."""
     sums = tiles_of(problem, gpu) * problem.matrices * config.warps * problem.rows * tiles.CHANNELS * 4
     squares = -(-config.warps * problem.rows // 4) * 16 if problem.norm else 0
     groups = tiles.groups_of(problem.bits, problem.block)
@@ -95,20 +96,20 @@ def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """Registers of a thread, about."""
+    """Approximate registers of a thread."""
     each = tiles.groups_of(problem.bits, problem.block)
     words = -(-each * problem.scale_bytes // 4) + -(-each * problem.zero_bytes // 4)
     return OWN_REGISTERS + 8 * (problem.rows - 1) + 10 * problem.norm + config.ahead * (8 + 2 * words)
 
 
 def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
-    """Blocks that a multiprocessor has room for: those of the next kernel begin beside this one's."""
+    """Blocks per multiprocessor, at most two: with two, blocks of the next kernel start beside this kernel's."""
     beside = gpu.shared_per_multiprocessor // (shared_bytes(problem, config, gpu) + 1024)
     return max(1, min(2, beside, REGISTERS // (registers(problem, config) * config.warps * 32)))
 
 
 def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
-    """What to compile."""
+    """The kernel's recipe."""
     found = {
         "ROWS": problem.rows, "BLOCKS": groups(problem, gpu), "WARPS": config.warps, "AHEAD": config.ahead, "SHARE": -(-problem.chunks // config.warps),
         "EVEN": int(problem.depth % (problem.chunk * config.warps) == 0), "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "TILES": tiles_of(problem, gpu),
@@ -124,7 +125,8 @@ def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
 def launch(
     problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int, *, epsilon: float = 0.0
 ) -> Launch:
-    """The launch. Operands: those of :func:`product_parameters`; of a norm its ``scale`` (fp32 ``[depth]``). Raises InternalError."""
+    """The launch. Operands: the operands of :func:`product_parameters`; with a norm, its ``scale`` (fp32 ``[depth]``). Raises
+    InternalError."""
     if reason := refuse(problem, config, gpu):
         raise InternalError(f"packed_digits: {reason}")
     parameters = product_parameters(problem, pairs=True)
@@ -136,8 +138,8 @@ def launch(
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch, as an H200 took them: the weights at memory's rate, or their products by the warps that
-    are there, whichever takes longer; digits of rows; latency of the launch, and what is not in flight then."""
+    """Predicted seconds of one dependent launch, fitted on an H200: the longer of reading the weights from memory and their products on
+    the resident warps; the digits of the rows; the latency of the launch, and the loads that are not in flight then."""
     chunks = tiles_of(problem, gpu) * problem.matrices * problem.chunks
     blocks = groups(problem, gpu)
     beside = max(1, blocks // gpu.multiprocessors)

@@ -1,5 +1,5 @@
-"""Products of many rows with packed weights in 8 bits: rows become int8 numbers with a scale each, weights with a scale a column, by
-launches before the product's own. Only where the operator lets its rows be rounded."""
+"""Products of many rows with packed weights in int8. Launches before the product round the rows to int8 with one scale per row, and the
+weights with one scale per column. Only operators that allow rounded rows are computed this way."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from optdnn.runtime.reference.quantized import STAGES
 from optdnn.types import DTYPES, FP32, FP64, INT8, Array, bits_of, is_float
 
 UNIT = 16
-"""Numbers in 16 bytes."""
+"""int8 values in 16 bytes."""
 _NUMBERS, _SCALES = (-8,), (-32,)
-"""What stands in the place of strides, among the builder's copies, for the numbers and for the scales of rows."""
+"""Keys among the builder's copies, in the place of strides: for the int8 values, and for the scales of rows."""
 
 
 @dataclass(frozen=True)
 class BytesProblem:
-    """The weights, and the product with them as int8."""
+    """The packed weights, and the product with the weights as int8."""
 
     packed: Problem
     product: conv_problem.Problem
@@ -47,14 +47,14 @@ class BytesProblem:
 
 @lru_cache(maxsize=1024)
 def _offers(problem: BytesProblem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The product's configurations, with the time of all three launches. Sums have one value in any order."""
+    """The product's configurations, with the time of all three launches. Integer sums do not depend on their order."""
     packed = problem.packed
     first = dense.estimate(packed, 1) + row_bytes.estimate(packed.rows, packed.depth)
     return tuple(replace(o, seconds=first + (o.seconds or 0.0)) for o in hopper_launch.ranked(problem.product, gpu))
 
 
 def column_magnitudes(weights: Array, scales: Array, zeros: Array | None, attrs: Any) -> Array:
-    """The largest magnitude of each column's weights, fp32 [N]; operands and attributes of a PackedMatMul."""
+    """The largest magnitude of each column's weights, fp32 [N]. Arguments: operands and attributes of a PackedMatMul."""
     numbers = numbers_of(weights, attrs.code, attrs.K, attrs.block_size)
     dtype = DTYPES[attrs.code]
     numbers = numbers.astype(FP32) if is_float(dtype) else numbers.view(np.uint8)
@@ -71,12 +71,12 @@ def column_magnitudes(weights: Array, scales: Array, zeros: Array | None, attrs:
 
 
 def inverted(magnitudes: Array) -> Array:
-    """What makes the largest magnitude of each column 127; 0 for columns of zeros."""
+    """The factor that makes the largest magnitude of each column 127; 0 for columns of zeros."""
     return np.divide(np.float32(127), magnitudes, out=np.zeros_like(magnitudes), where=magnitudes > 0)
 
 
 class PackedBytes(MatrixProduct):
-    """PackedMatMul of rows that may be rounded to int8, on the tensor cores' integers."""
+    """PackedMatMul of rows that may be rounded to int8, on integer tensor cores."""
 
     name = "packed_8bit"
 
@@ -90,10 +90,10 @@ class PackedBytes(MatrixProduct):
         if row_count(op) < LEAST_ROWS:
             return f"it is for {LEAST_ROWS} rows and more, not {row_count(op)}"
         if op.attrs.K > row_bytes.DEEPEST:
-            return f"its rows have {op.attrs.K} numbers; {row_bytes.DEEPEST} are the most"
+            return f"its rows have {op.attrs.K} elements; {row_bytes.DEEPEST} are the most"
         zeros = b.graph.constant_value(op.input(3))
         if zeros is not None and zeros.dtype != np.uint8:
-            return "its zero points are floats, whose differences from numbers are rounded"
+            return "its zero points are floats: their differences from codes would be rounded"
         stages = self.rows(b, op).ep.rendered
         if unknown := sorted({str(s[0]) for s in stages} - {"add", "mul", *STAGES}):
             return f"8-bit products have no stage {', '.join(unknown)}"
@@ -102,7 +102,7 @@ class PackedBytes(MatrixProduct):
         return None
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """The cost model decides, unmeasured."""
+        """Without timings, the cost model decides."""
         return costlier(b, op, self, PackedWgmma())
 
     def problem(self, b: Builder, op: Op) -> BytesProblem:
@@ -153,7 +153,8 @@ class PackedBytes(MatrixProduct):
 
     @staticmethod
     def _unpacked(b: Builder, op: Op, problem: BytesProblem, inverse: Array, x: TensorView) -> TensorView:
-        """The weights ``[columns, depth]`` as int8, by a launch of their own, which is ordered behind the rows."""
+        """Emits the launch that unpacks the weights to int8 ``[columns, depth]``. Its meaning reads the rows, so that it runs after
+        them."""
         packed, name = problem.packed, op.outputs[0].name
         pitch = problem.product.k_steps * problem.product.block
         made = b.new(f"{name}.unpacked", INT8, (packed.columns, packed.depth), (pitch, 1))
@@ -173,7 +174,7 @@ class PackedBytes(MatrixProduct):
         b: Builder, op: Op, problem: BytesProblem, rows: Rows, weights: TensorView, scales: TensorView, magnitudes: Array,
         config: Any,
     ) -> None:  # fmt: skip
-        """The product's launch. ``rows``: whose x is int8, and whose tensors are made."""
+        """Emits the product's launch. ``rows``: views with buffers, with an int8 ``x``."""
         product, columns = problem.product, problem.packed.columns
         channel = np.zeros((columns, 2), np.float32)
         channel[:, 0] = magnitudes / np.float32(127)
@@ -204,7 +205,7 @@ class PackedBytes(MatrixProduct):
 
 
 def _rounded(b: Builder, op: Op, x: TensorView) -> tuple[TensorView, TensorView]:
-    """Rows of ``x`` as int8 and their scales (an even number of them), by one launch for all products that read them."""
+    """The rows of ``x`` as int8, and their scales (padded to an even number). One launch serves all products that read ``x``."""
     kept = [b._copies.get((x, what)) for what in (_NUMBERS, _SCALES)]
     if kept[0] is not None and kept[1] is not None:
         return kept[0], kept[1]

@@ -1,4 +1,4 @@
-"""Products of many rows with packed weights: these are unpacked to 16-bit floats, by a launch before the product's own."""
+"""Products of many rows with packed weights: a separate launch before the product unpacks the weights to 16-bit floats."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNIT = 8
 
 @dataclass(frozen=True)
 class UnpackedProblem:
-    """The weights, and the product with them as 16-bit floats."""
+    """The packed weights, and the product with the weights as 16-bit floats."""
 
     packed: Problem
     product: conv_problem.Problem
@@ -38,7 +38,7 @@ class UnpackedProblem:
 
 @lru_cache(maxsize=1024)
 def _offers(problem: UnpackedProblem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The product's configurations. The general kernel's that share K need memory that nothing here gives them."""
+    """The product's configurations, without split-K of the general kernel: that needs a workspace, which this tactic does not have."""
     if gpu.hopper:
         found: Sequence[Offer] = hopper_launch.ranked(problem.product, gpu)
     else:
@@ -56,7 +56,7 @@ class PackedGemm(MatrixProduct):
         return refusal(b, op)
 
     def stored(self, b: Builder, x: TensorView) -> bool:
-        """TMA walks rows at multiples of 16 bytes; the general kernel stores any."""
+        """Whether the launch can write ``x``: TMA needs rows at multiples of 16 bytes; the general kernel needs one pitch."""
         return walkable(matrix(x)) if b.gpu.hopper else conv_maps.pitch_of(x) is not None
 
     def problem(self, b: Builder, op: Op) -> UnpackedProblem:
@@ -93,8 +93,8 @@ class PackedGemm(MatrixProduct):
 
     @staticmethod
     def _unpacked(b: Builder, op: Op, packed: Problem, x: TensorView) -> TensorView:
-        """The weights ``[columns, depth]``, by a launch of their own. It depends on the rows, so that no plan unpacks the weights of
-        many products before it needs them."""
+        """Emits the launch that unpacks the weights to ``[columns, depth]``. Its meaning reads the rows, so that no plan unpacks the
+        weights of many products before they are needed."""
         shape = (packed.columns, packed.depth)
         made = b.new(f"{op.outputs[0].name}.unpacked", op.outputs[0].type.dtype, shape, (dense.pitch(packed), 1))
         operands = packed_operands(b, op, packed)

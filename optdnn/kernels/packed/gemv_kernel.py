@@ -1,4 +1,4 @@
-"""Plans of the product of a few rows with packed weights (``packed_gemv.cu``): bound by reading the weights once."""
+"""Plans of the product of a few rows with packed weights (``packed_gemv.cu``): bound by one read of the weights."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 MAX_ROWS = 8
-"""Columns of mma.sync."""
+"""Most rows: the columns of mma.sync."""
 SHARED = 49152
-"""Bytes of shared memory of a block: no GPU from sm_80 on has less room for two of them."""
+"""Most bytes of shared memory of a block: every GPU from sm_80 on has room for two such blocks."""
 REGISTERS = 65536
 MANY_WARPS, MANY_TILES = 8, 4
-"""Fewer warps, and so many tiles or more, were hardly ever the fastest."""
+"""Configurations with fewer than MANY_WARPS warps, or with MANY_TILES tiles or more, were hardly ever the fastest."""
 
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``tiles`` tiles of 16 columns of a block, whose depth ``warps`` warps share; ``ahead``: chunks of each tile that a warp has in
-    flight."""
+    """A block has ``tiles`` tiles of 16 columns; its ``warps`` warps share K. ``ahead``: chunks of each tile that a warp has in flight."""
 
     tiles: int
     warps: int
@@ -40,12 +39,12 @@ CONFIGS = tuple(Config(t, w, a) for t in (1, 2, 4) for w in (2, 4, 8, 16) for a 
 
 
 def pitch(problem: Problem, part: int) -> int:
-    """Bytes of a row in shared memory, and of the sums of its groups."""
+    """Bytes of shared memory of a row of ``part`` chunks and the sums of its groups."""
     return tiles.row_bytes(part, problem.bits, problem.block)
 
 
 def part_of(problem: Problem, config: Config) -> int:
-    """Chunks whose rows lie in shared memory at a time: whole turns of the ring; 0 where not even one fits."""
+    """Number of chunks for which rows are in shared memory at a time: whole turns of the ring; 0 if not even one turn fits."""
     turn = config.warps * config.ahead
     turns = -(-problem.chunks // turn)
     while turns and problem.rows * pitch(problem, turns * turn) > SHARED:
@@ -65,11 +64,11 @@ def refuse(problem: Problem, config: Config) -> str | None:
     if registers(problem, config) * config.warps * 32 > REGISTERS:
         return "its chunks in flight do not fit the registers"
     sums = config.warps * config.tiles * tiles.CHANNELS * 4
-    return "its sums do not fit the place of its rows" if sums > pitch(problem, part) else None
+    return "its accumulators do not fit the memory of its rows" if sums > pitch(problem, part) else None
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """What to compile."""
+    """The kernel's recipe."""
     found = {
         "ROWS": problem.rows, "TILES": config.tiles, "WARPS": config.warps, "DEPTH": config.ahead,
         "PART": part_of(problem, config), "HAS_RESIDUAL": int(problem.residual), **defines(problem),
@@ -79,7 +78,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
-    """The launch. Operands: those of :func:`product_parameters`. Raises InternalError."""
+    """The launch. Operands: the operands of :func:`product_parameters`. Raises InternalError."""
     if reason := refuse(problem, config):
         raise InternalError(f"packed_gemv: {reason}")
     parameters = product_parameters(problem)
@@ -90,7 +89,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pi
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """Registers of a thread, about: chunks in flight, sums and operands."""
+    """Approximate registers of a thread: chunks in flight, accumulators and operands."""
     groups = tiles.groups_of(problem.bits, problem.block)
     scales = -(-groups * problem.scale_bytes // 4)
     zeros = -(-groups * problem.zero_bytes // 4)
@@ -99,7 +98,7 @@ def registers(problem: Problem, config: Config) -> int:
 
 
 def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
-    """Blocks that a multiprocessor runs side by side."""
+    """Resident blocks per multiprocessor."""
     shared = problem.rows * pitch(problem, part_of(problem, config)) + 1024
     threads = config.warps * 32
     of_registers = REGISTERS // (registers(problem, config) * threads)
@@ -107,8 +106,8 @@ def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch, fitted to 82 timings of an H200 (16 % off on average): the weights at the bandwidth
-    that the loads in flight allow, or their products by the warps that are there, then rows and blocks."""
+    """Predicted seconds of one dependent launch, fitted to 82 timings of an H200 (16 % off on average): the longer of reading the weights
+    at the bandwidth that the loads in flight allow and their products on the resident warps; then rows and blocks."""
     blocks, many = -(-problem.tiles // config.tiles), gpu.multiprocessors
     together, rounds = resident(problem, config, gpu), -(-blocks // many)
     beside, turns = min(together, rounds), -(-problem.chunks // config.warps)
@@ -122,7 +121,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     memory = problem.nbytes / min(BANDWIDTH, in_flight / 1.04e-6)
     idle = turns * config.warps / problem.chunks
     rows = blocks / many * problem.rows * problem.depth * 2 / 16e9
-    # Measured: the other terms do not explain it.
+    # A measured factor that the other terms do not explain.
     small = 1.0 if config.warps >= MANY_WARPS and config.tiles < MANY_TILES else 1.15
     return (1.1e-6 + max(memory, products) * (0.25 + 0.75 * idle) + rows + 0.25e-6 * rounds / beside) * small
 

@@ -1,4 +1,4 @@
-"""Plans of the product of some rows with packed weights on mma.sync (``packed_mma.cu``): up to 64 rows in a block."""
+"""Plans of the product of up to 256 rows with packed weights on mma.sync (``packed_mma.cu``): up to 64 rows in a block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 MAX_ROWS = 256
 BLOCK_ROWS = 64
-"""Rows of a block."""
+"""Most rows of a block."""
 SHARED = 101376
 """Bytes of shared memory that a block can have on every GPU from sm_80 on."""
 REGISTERS = 65536
@@ -24,8 +24,8 @@ REGISTERS = 65536
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``across`` warps of ``tiles`` tiles of 16 columns each, ``along`` groups of them that take chunks of K in turn; ``ahead``
-    chunks of each tile in flight, ``stages`` stages of rows; K shared by ``split`` blocks."""
+    """A block has ``along`` groups of ``across`` warps; the groups take chunks of K in turn, and each warp has ``tiles`` tiles of 16
+    columns. ``ahead`` chunks of each tile are in flight. Rows have a ring of ``stages``. ``split`` blocks share K."""
 
     tiles: int
     across: int
@@ -59,7 +59,7 @@ CONFIGS = tuple(
 
 
 def row_tiles(problem: Problem) -> int:
-    """Tiles of eight rows of a block."""
+    """Tiles of eight rows in a block."""
     return -(-min(problem.rows, BLOCK_ROWS) // 8)
 
 
@@ -69,14 +69,14 @@ def row_blocks(problem: Problem) -> int:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: the ring, and in its place the sums."""
+    """Bytes of dynamic shared memory of a block: the ring, or the accumulators in its place."""
     rows = row_tiles(problem) * 8
     ring = config.stages * rows * (config.along * problem.chunk * 2 + 16)
     return max(ring, rows * (config.columns + 4) * 4)
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """Registers of a thread, about: sums, operands, and chunks in flight."""
+    """Approximate registers of a thread: accumulators, operands, and chunks in flight."""
     groups = tiles.groups_of(problem.bits, problem.block)
     scales = -(-groups * problem.scale_bytes // 4)
     zeros = -(-groups * problem.zero_bytes // 4)
@@ -93,19 +93,19 @@ def refuse(problem: Problem, config: Config) -> str | None:
     if (needed := shared_bytes(problem, config)) > SHARED:
         return f"{needed} bytes of shared memory exceed {SHARED}"
     if registers(problem, config) > min(248, REGISTERS // config.threads):
-        return "its sums and chunks in flight do not fit the registers"
+        return "its accumulators and chunks in flight do not fit the registers"
     if config.split > 1 and problem.chunks < config.split * config.along:
-        return f"{problem.chunks} chunks are not shared {config.split} ways"
+        return f"{problem.chunks} chunks are too few for {config.split} blocks"
     return None
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """Blocks: tiles of columns, parts of K, blocks of rows."""
+    """The grid: blocks of columns, parts of K, blocks of rows."""
     return -(-problem.columns // config.columns), config.split, row_blocks(problem)
 
 
 def workspace(problem: Problem, config: Config) -> tuple[int, int]:
-    """Bytes of the partial sums, and of their counts, which are zero at first. Both 0 where K is not shared."""
+    """Bytes of the partial sums, and of their counters (zeros at first). Both are 0 if K is not shared."""
     if config.split == 1:
         return 0, 0
     columns, split, rows = grid(problem, config)
@@ -113,7 +113,7 @@ def workspace(problem: Problem, config: Config) -> tuple[int, int]:
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """What to compile."""
+    """The kernel's recipe."""
     found = {
         "ROW_TILES": row_tiles(problem), "TILES": config.tiles, "WN": config.across, "WK": config.along, "DEPTH": config.ahead,
         "STAGES": config.stages, "SPLIT": config.split, "HAS_RESIDUAL": int(problem.residual), **defines(problem),
@@ -123,7 +123,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
-    """The launch. Operands: those of :func:`product_parameters`, and where K is shared ``partial`` and ``arrived``
+    """The launch. Operands: the operands of :func:`product_parameters`, and if K is shared ``partial`` and ``arrived``
     (:func:`workspace`). Raises InternalError."""
     if reason := refuse(problem, config):
         raise InternalError(f"packed_mma: {reason}")
@@ -137,7 +137,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pi
 
 
 def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
-    """Blocks that a multiprocessor runs side by side."""
+    """Resident blocks per multiprocessor."""
     room = gpu.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
     return max(1, min(2048 // config.threads, REGISTERS // (registers(problem, config) * config.threads), room))
 
@@ -147,7 +147,7 @@ LEVEL_2 = 5.5e12
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch: memory, L2 and tensor cores overlap; latency and the sums of parts come on top."""
+    """Predicted seconds of one dependent launch. Memory, L2 and tensor cores overlap; latency and the sum of split-K parts are added."""
     columns, split, rows = grid(problem, config)
     blocks, many, together = columns * split * rows, gpu.multiprocessors, resident(problem, config, gpu)
     rounds = -(-blocks // many)

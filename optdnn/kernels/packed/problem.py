@@ -1,4 +1,4 @@
-"""A product of rows with packed weights, as plain data, and what its kernels have in common."""
+"""A product of rows with packed weights as plain data, and the shared parts of its kernels' launches."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from optdnn.runtime.cuda.gpu_facts import capability_of, no_kernels
 
 FLOAT8 = "fp8_e4m3"
 CODES = ("uint2", "uint4", "uint8", FLOAT8)
-"""Types of numbers that the kernels read."""
+"""Types of weight codes that the kernels read."""
 BANDWIDTH = 4.3e12
-"""Bytes per second of an H200's memory that reads reach."""
+"""Bytes per second that reads reach from an H200's memory."""
 PASSING = 32 << 20
-"""Bytes of weights from which on they would fill half of L2: they make way there for what fits."""
+"""Weights of at least this many bytes would fill half of L2: they are evicted first, and leave L2 to tensors that fit."""
 
 
 @dataclass(frozen=True)
 class Problem:
     """``rows`` rows of ``depth`` elements times packed weights of ``columns`` channels.
 
-    ``bits`` of a number, in blocks of ``block`` (``depth``: one block for each channel). ``scale`` and ``zeros`` are names of element
-    types; ``zeros`` "" stands for half of an integer's range. ``norm``: the rows are normalized first (RMSNormalization). ``beside``: stages
-    of a second product with weights of the same form, which the epilogue then reads.
+    A code has ``bits`` bits; ``block`` codes share a scale (``depth``: one block per channel). ``scale`` and ``zeros`` are names of
+    element types; with ``zeros`` "", the zero point is half of the integer's range. ``norm``: the rows are normalized first
+    (RMSNormalization). ``beside``: stages of a second product with weights of the same form; the epilogue reads its result.
     """
 
     rows: int
@@ -42,7 +42,7 @@ class Problem:
 
     @property
     def matrices(self) -> int:
-        """Matrices that are read."""
+        """Number of weight matrices."""
         return 1 if self.beside is None else 2
 
     @property
@@ -52,12 +52,12 @@ class Problem:
 
     @property
     def chunks(self) -> int:
-        """Chunks of K of a tile."""
+        """Chunks of K in a tile."""
         return tiles.chunks_of(self.depth, self.bits)
 
     @property
     def chunk(self) -> int:
-        """Numbers of K in a chunk."""
+        """Codes along K in a chunk."""
         return tiles.chunk_depth(self.bits)
 
     @property
@@ -67,12 +67,12 @@ class Problem:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the numbers."""
+        """Bytes of the codes."""
         return self.tiles * self.chunks * tiles.CHUNK_BYTES
 
     @property
     def nbytes(self) -> int:
-        """Bytes of numbers, scales and zero points."""
+        """Bytes of codes, scales and zero points."""
         blocks = self.columns * -(-self.depth // self.block)
         return self.weight_bytes + blocks * (self.scale_bytes + self.zero_bytes)
 
@@ -83,7 +83,7 @@ class Problem:
 
     @property
     def zero_bytes(self) -> int:
-        """Bytes of a zero point; 0 where there are none."""
+        """Bytes of a zero point; 0 without zero points."""
         return {"": 0, "uint8": 1}.get(self.zeros, self.scale_bytes)
 
 
@@ -94,16 +94,16 @@ def refuse(problem: Problem, arch: str) -> str | None:
     if problem.code not in CODES:
         return f"its weights are {problem.code}, not {', '.join(CODES)}"
     if problem.code == FLOAT8 and capability_of(arch) < (8, 9):
-        return f"{arch} has no conversion of 8-bit floats"
+        return f"{arch} has no instruction that converts 8-bit floats"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"its rows are 16-bit floats, not {problem.dtype}"
     if problem.block < 16:
-        return f"its blocks are {problem.block} numbers, not at least 16"
+        return f"its blocks have {problem.block} weights (at least 16 are needed)"
     return None
 
 
 def defines(problem: Problem) -> dict[str, int]:
-    """What ``packed.cuh`` leaves open."""
+    """The constants of ``packed.cuh``."""
     zeros = {"": 0, "uint8": 1}.get(problem.zeros, 2)
     return {
         "BITS": problem.bits, "FLOAT_CODES": int(problem.code == FLOAT8), "GROUPS": tiles.groups_of(problem.bits, problem.block),
@@ -113,7 +113,7 @@ def defines(problem: Problem) -> dict[str, int]:
 
 
 def put_weights(parameters: Parameters, problem: Problem, prefix: str = "") -> Parameters:
-    """The fields of ``PackedWeights``. Operands, behind ``prefix``: ``tiles``, ``scales``, and ``zeros`` where there are any."""
+    """Appends the fields of ``PackedWeights``. Operands, each with ``prefix``: ``tiles``, ``scales``, and ``zeros`` with zero points."""
     parameters.pointer(f"{prefix}tiles", f"{prefix}scales", f"{prefix}zeros" if problem.zeros else None)
     sets = tiles.sets_of(problem.depth, problem.bits, problem.block)
     shift = tiles.set_shift(problem.depth, problem.bits, problem.block)
@@ -122,9 +122,9 @@ def put_weights(parameters: Parameters, problem: Problem, prefix: str = "") -> P
 
 
 def product_parameters(problem: Problem, *, pairs: bool = False) -> Parameters:
-    """The first fields of a product's launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32, columns in fours),
-    ``residual``, ``output``. ``pairs``: the kernel also takes a second product's weights, behind ``beside_``, and ``beside_bias``;
-    they are absent where there is one product."""
+    """The first fields of a product's launch. Operands: ``x``, the operands of :func:`put_weights`, ``bias`` (fp32, padded to a multiple
+    of four columns), ``residual``, ``output``. ``pairs``: the kernel also takes a second product's weights (prefix ``beside_``) and
+    ``beside_bias``, null pointers if there is only one product."""
     parameters = put_weights(Parameters().pointer("x"), problem)
     parameters.pointer("bias", "residual" if problem.residual else None, "output")
     if pairs and problem.matrices > 1:

@@ -1,4 +1,4 @@
-"""PackedMatMul as the tactics of this family see it: operands, their tiles, and the meaning of a launch."""
+"""Shared parts of the tactics of PackedMatMul: its problem, the tiled operands, and the meaning of a launch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import DTYPES, FP32, FP64, INT32, Array, bits_of
 
 ARITY = 4
-"""Operands of the product: rows, weights, scales, zero points."""
+"""Number of operands of the product: rows, weights, scales, zero points."""
 OPERANDS = ("tiles", "scales", "zeros")
 
 
@@ -40,7 +40,7 @@ def refusal(b: Builder, op: Op) -> str | None:
         return "it has a prologue"
     zeros = b.graph.constant_value(op.input(3))
     if zeros is not None and zeros.dtype == np.uint8 and zeros.size and int(zeros.max()) >> bits_of(DTYPES[a.code]):
-        return f"its zero points are no numbers of type {a.code}"
+        return f"its zero points exceed the range of {a.code}"
     return refuse(described(b, op), b.arch)
 
 
@@ -50,7 +50,7 @@ def row_count(op: Op) -> int:
 
 
 def described(b: Builder, op: Op, rows: Rows | None = None) -> Problem:
-    """The product as plain data. ``rows``: where its operands lie, and with that its epilogue."""
+    """The product as plain data. ``rows``: views of its operands and its epilogue (None: an epilogue of the bias alone)."""
     a, shape = op.attrs, op.outputs[0].type.static_shape
     scales, zeros = _parameters(b, op)
     stages = (("bias",),) if rows is None else (("bias",), *rows.ep.rendered)
@@ -61,7 +61,7 @@ def described(b: Builder, op: Op, rows: Rows | None = None) -> Problem:
 
 
 def _parameters(b: Builder, op: Op) -> tuple[Array, Array | None]:
-    """Scales and zero points; fp64 as fp32."""
+    """Scales and zero points (None: there are none); fp64 becomes fp32."""
     scales, zeros = (b.graph.constant_value(op.input(i)) for i in (2, 3))
     assert scales is not None
     if scales.dtype == FP64:
@@ -72,7 +72,7 @@ def _parameters(b: Builder, op: Op) -> tuple[Array, Array | None]:
 
 
 def packed_operands(b: Builder, op: Op, problem: Problem) -> dict[str, TensorView]:
-    """The constants ``tiles``, ``scales`` and ``zeros`` (where there are any) of an operator; equal for all its plans."""
+    """The constants ``tiles``, ``scales`` and ``zeros`` (with zero points) of an operator; all its plans share them."""
     weights, name = b.weights(op), op.outputs[0].name
     scales, zeros = _parameters(b, op)
     sizes = (problem.columns, problem.depth, problem.bits, problem.block, op.attrs.block_rows)
@@ -99,10 +99,11 @@ def _estimated(kernel: ModuleType, problem: Problem, gpu: GpuFacts) -> tuple[tup
 
 
 class PackedProduct(MatrixProduct):
-    """A tactic that makes a PackedMatMul one launch, and leaves the rest of the epilogue to a launch behind it."""
+    """A tactic that runs a PackedMatMul in one launch. Stages that its epilogue cannot take run in a launch after it."""
 
     kernel: ClassVar[ModuleType]
-    """What plans the launch: ``candidates``, ``estimate`` and ``launch``; ``MAX_ROWS``, ``workspace`` and ``unfit`` where it has them."""
+    """The module with the launch's plans: ``candidates``, ``estimate`` and ``launch``; ``MAX_ROWS``, ``workspace`` and ``unfit`` are
+    optional."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := refusal(b, op)) is not None:
@@ -113,11 +114,11 @@ class PackedProduct(MatrixProduct):
         return self.kernel.unfit(described(b, op), b.gpu) if hasattr(self.kernel, "unfit") else None
 
     def one_order(self, config: Any) -> bool:
-        """Whether a row's sums have one order in a configuration, whatever the number of rows."""
+        """Whether a configuration sums a row in the same order for any number of rows."""
         return True
 
     def stored(self, b: Builder, x: TensorView) -> bool:
-        """Kernels write element by element."""
+        """Always: kernels write element by element."""
         return True
 
     def problem(self, b: Builder, op: Op) -> Problem:
@@ -127,11 +128,11 @@ class PackedProduct(MatrixProduct):
         return [Offer(c, seconds, self.one_order(c)) for c, seconds in _estimated(self.kernel, problem, gpu)]
 
     def workspace(self, problem: Problem, config: Any, gpu: GpuFacts) -> tuple[int, int]:
-        """Bytes of the launch's operands ``partial`` and ``arrived`` (zeros at first); both 0 where it has none."""
+        """Bytes of the launch's operands ``partial`` and ``arrived`` (zeros at first); both 0 if it has none."""
         return self.kernel.workspace(problem, config) if hasattr(self.kernel, "workspace") else (0, 0)
 
     def shared_sums(self, b: Builder, op: Op, problem: Problem, config: Any) -> dict[str, TensorView]:
-        """These operands, where blocks share K."""
+        """The operands ``partial`` and ``arrived`` if blocks share K; else none."""
         partial, arrived = self.workspace(problem, config, b.gpu)
         if not partial:
             return {}
@@ -177,11 +178,11 @@ class PackedProduct(MatrixProduct):
 
 
 def matrix(x: TensorView) -> TensorView:
-    """Rows as an NCHW tensor of 1 x 1 images -> as a matrix."""
+    """Rows in the form of an NCHW tensor of 1 x 1 images -> a matrix."""
     return x.view(x.shape[:2], x.strides[:2])
 
 
 def _stages(stages: list[Stage]) -> list[Stage]:
-    """The addition of the bias, operand 4, and the stages. They read operands 3, 4, … as 5, 6, …, and registers count from the product."""
+    """The addition of the bias (operand 4), then the stages. Their operands 3, 4, … become 5, 6, …; registers count from the product."""
     after = [replace(s, args=tuple(None if a is None else a + 2 if a >= 0 else a - 1 for a in s.args)) for s in stages]
     return [Stage("Add", (-1, ARITY)), *after]

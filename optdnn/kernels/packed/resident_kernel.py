@@ -1,4 +1,4 @@
-"""Plans of the product of some rows with packed weights whose rows stay in shared memory (``packed_resident.cu``): 9 to 16 rows."""
+"""Plans of the product of 9 to 16 rows with packed weights (``packed_resident.cu``): the rows stay in shared memory."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 LEAST_ROWS, MAX_ROWS = 9, 16
-"""Fewer rows are the columns of one mma.sync; of more, ``packed_sm90.cu`` took less time."""
+"""Up to eight rows fit the columns of one mma.sync; with more than 16 rows, ``packed_sm90.cu`` took less time."""
 ROWS = 16
 """Rows that a block has room for."""
 LEAST_WARPS, WARPS = 6, 24
-"""Of a block: fewer do not hide the latency of products, more have too few registers."""
+"""Bounds of a block's warps: fewer do not hide the latency of products, more have too few registers."""
 REGISTERS = 65536
 CLUSTERS = (2, 4, 8)
-"""Blocks of a cluster."""
+"""Possible numbers of blocks in a cluster."""
 
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``teams`` teams of ``sharers`` warps, which share K, take groups of ``tiles`` tiles of 16 columns (of both matrices, where there are
-    two) in turn; each warp has ``ahead`` chunks of a group in flight. ``split`` blocks share K; ``cluster``: they are one."""
+    """A block has ``teams`` teams of ``sharers`` warps. The warps of a team share K. Teams take groups of ``tiles`` tiles of 16 columns (of
+    both matrices, if there are two) in turn; each warp has ``ahead`` chunks of a group in flight. ``split`` blocks share K;
+    ``cluster``: they form a cluster."""
 
     tiles: int
     teams: int
@@ -64,27 +65,27 @@ KNOWN = frozenset(CONFIGS)
 
 
 def parts(problem: Problem, config: Config, gpu: GpuFacts) -> int:
-    """Parts of the columns: each multiprocessor has one block."""
+    """Number of parts of the columns: each multiprocessor has one block."""
     if config.cluster:
         return min(problem.tiles, gpu.clusters_at_once(config.split))
     return min(problem.tiles, max(1, gpu.multiprocessors // config.split))
 
 
 def groups_here(problem: Problem, config: Config, gpu: GpuFacts) -> int:
-    """Groups of tiles of a block, at most."""
+    """Most groups of tiles of a block."""
     each = config.tiles // problem.matrices
     most = -(-problem.tiles // parts(problem, config, gpu))
     return -(-most // each)
 
 
 def chunks_here(problem: Problem, config: Config) -> int:
-    """Chunks of K of a block, at most."""
+    """Most chunks of K of a block."""
     return -(-problem.chunks // config.split)
 
 
 def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
-    """Dynamic shared memory of a block: barriers, rows, sums of a chunk's rows, and of each warp a ring and sums, which take the
-    ring's place where nothing more comes to it; and what the blocks of a cluster send."""
+    """Bytes of dynamic shared memory of a block: barriers, rows, sums of each chunk's rows, a ring and accumulators per warp, and the
+    partial sums that the blocks of a cluster send. The accumulators overwrite the ring if a team has one group only."""
     chunks, groups = chunks_here(problem, config), tiles.groups_of(problem.bits, problem.block)
     barriers = -(-(1 + config.warps * (2 + config.ahead)) // 16) * 128
     rows = -(-ROWS * (chunks * problem.chunk * 2 + 16 + chunks * 8) // 128) * 128
@@ -108,40 +109,41 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     if config not in KNOWN:
         return "not a tile of this kernel"
     if config.tiles % problem.matrices:
-        return "tiles of two matrices come in pairs"
+        return "two matrices need an even number of tiles"
     if (needed := shared_bytes(problem, config, gpu)) > gpu.shared_per_block:
         return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
     if registers(problem, config) > most_registers(config):
-        return "its sums do not fit the registers"
+        return "its accumulators do not fit the registers"
     groups = groups_here(problem, config, gpu)
     if config.teams > groups:
         return f"its blocks have fewer than {config.teams} groups of tiles"
     if config.cluster and groups > config.teams:
-        return "the blocks of a cluster add the sums of one group for each team"
+        return "in a cluster, each team can have only one group"
     if problem.chunks // config.split < config.sharers:
-        return f"{problem.chunks} chunks are not shared by {config.split * config.sharers} warps"
+        return f"{problem.chunks} chunks are too few for {config.split * config.sharers} warps"
     return None
 
 
 def most_registers(config: Config) -> int:
-    """Registers that a thread may have: warps come in fours, since a multiprocessor has four parts."""
+    """Most registers of a thread. Warps count in multiples of four, since a multiprocessor has four partitions."""
     return int(REGISTERS // (-(-config.warps // 4) * 128))
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """Registers of a thread, about."""
+    """Approximate registers of a thread."""
     groups = tiles.groups_of(problem.bits, problem.block)
     chunk = 8 + 2 * (-(-groups * problem.scale_bytes // 4) + -(-groups * problem.zero_bytes // 4))
     return 26 + config.tiles * (8 + 8 * (groups == 1) + chunk)
 
 
 def resident(problem: Problem, config: Config) -> int:
-    """Blocks of a multiprocessor: those of the next kernel begin beside this one's where there is room."""
+    """Blocks per multiprocessor, at most two: with two, blocks of the next kernel start beside this kernel's."""
     return max(1, min(2, most_registers(config) // registers(problem, config)))
 
 
 def workspace(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[int, int]:
-    """Bytes of the partial sums, and of their counts, which are zero at first. Both 0 where K is not shared by blocks."""
+    """Bytes of the partial sums, and of their counters (zeros at first). Both are 0 if blocks do not share K, or share it in a
+    cluster."""
     if config.split == 1 or config.cluster:
         return 0, 0
     blocks, fours = parts(problem, config, gpu), groups_here(problem, config, gpu) * ROWS * config.tiles * 4
@@ -149,7 +151,7 @@ def workspace(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[int, int
 
 
 def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
-    """What to compile."""
+    """The kernel's recipe."""
     found = {
         "TILES": config.tiles, "TEAMS": config.teams, "SHARERS": config.sharers, "DEPTH": config.ahead, "SPLIT": config.split, "CLUSTERED": int(config.cluster),
         "CHUNKS": chunks_here(problem, config), "GROUPS_HERE": groups_here(problem, config, gpu), "RESIDENT": resident(problem, config),
@@ -162,7 +164,7 @@ def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
-    """The launch. Operands: those of :func:`product_parameters`; where blocks share K ``partial`` and ``arrived`` (:func:`workspace`).
+    """The launch. Operands: the operands of :func:`product_parameters`, and those of :func:`workspace` (``partial`` and ``arrived``).
     Raises InternalError."""
     if reason := refuse(problem, config, gpu):
         raise InternalError(f"packed_resident: {reason}")
@@ -178,24 +180,25 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pi
 LEVEL_2 = 7.2e12
 """Bytes per second from L2 to the multiprocessors."""
 CYCLES = 98.0, 125.0
-"""Of a quarter of a multiprocessor, for a step of a warp, and for each tile of it (128 of K)."""
+"""Cycles of a partition of a multiprocessor: per step of a warp, and per tile of the step (128 elements of K)."""
 LATENCY = 437.0, 354.0
-"""Cycles of a step of a warp that is alone, and of each tile of it."""
+"""Latency in cycles of a single warp: per step, and per tile of the step."""
 SEVERAL = 1.7
-"""Times as many, where a chunk has several scales."""
+"""Factor of the cycles per tile if a chunk has several scales."""
 START, ROW_BYTE = 1.8e-6, 14.9e-12
-"""Seconds until products begin, and for each byte of a block's rows."""
+"""Seconds until products begin, and per byte of a block's rows."""
 FLIGHT = 0.52e-6
-"""Seconds that memory takes for what a block has in flight, at least."""
+"""Least seconds in which memory delivers a block's loads in flight."""
 SUMS, CLUSTER, SHARER = 1.7e-6, 0.7e-6, 0.023e-6
-"""Seconds of adding the sums of blocks, through memory and in a cluster, and of a team: for each of its warps and tiles."""
+"""Seconds to add the partial sums of blocks: through memory, and in a cluster; and of a team, per warp and tile."""
 REST = 0.14
-"""Part that whatever is hidden takes all the same."""
+"""Share of the shorter terms that the longest term does not hide."""
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch, fitted to 98 timings of an H200 at 16 rows (of nine shapes, the one predicted to be fastest was within
-    6 % of the fastest): memory, L2, or the steps of warps, whichever takes longest, and a part of the others; the rows before and the sums behind them."""
+    """Predicted seconds of one dependent launch, fitted to 98 timings of an H200 at 16 rows (for nine shapes, the configuration predicted
+    to be fastest was within 6 % of the fastest). The longest of memory, L2 and the steps of warps counts in full, the others in part; the
+    load of the rows comes before them, the partial sums after them."""
     blocks, groups, chunks = (
         parts(problem, config, gpu),
         groups_here(problem, config, gpu),
@@ -221,7 +224,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 @lru_cache(maxsize=256)
 def unfit(problem: Problem, gpu: GpuFacts) -> str | None:
-    """Why no configuration runs the problem, or None.
+    """Why no configuration can run the problem, or None.
 
     The result is cached: layers of a network are often alike, and a problem that no configuration fits is checked against all.
     """

@@ -1,5 +1,5 @@
-"""Products of a few rows with packed weights, the norm in front of them and the product beside them, in one launch: what
-:mod:`optdnn.kernels.gemm.row_product` does with 16-bit weights."""
+"""Products of a few rows with packed weights in one launch with the norm before them and a second product of the same rows. With 16-bit
+weights: :mod:`optdnn.kernels.gemm.row_product`."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from optdnn.ops.fused import plain_stages
 
 @dataclass(frozen=True)
 class _Made:
-    """The launch's operands by name, and those of its meaning but for the rows."""
+    """The launch's operands by name, and the operands of its meaning after the rows."""
 
     operands: dict[str, TensorView]
     reads: list[TensorView | None]
 
 
 class _Surrounded(TakesAround, PackedProduct):
-    """A product with what stands around it, in one launch."""
+    """A product in one launch with its neighbours: the norm before it, and a second product."""
 
     def around(self, b: Builder, op: Op) -> Around:
-        """What the launch takes of it."""
+        """The neighbours that the launch computes."""
         return around_of(b, op)
 
     def region(self, b: Builder, op: Op) -> Region:
         return Region(op, before=self.around(b, op).before)
 
     def form_refusal(self, b: Builder, op: Op) -> str | None:
-        """Why the launch cannot run both products together, or with the norm; each by itself is no obstacle."""
+        """Why the launch cannot combine the product with the other product or the norm, or None; each alone must be supported."""
         around = self.around(b, op)
         if around.other is not None and described(b, op) != described(b, around.other):
             return f"the weights of the other product {around.other.name} have another form"
@@ -57,7 +57,7 @@ class _Surrounded(TakesAround, PackedProduct):
         return replace(super().problem(b, op), norm=around.norm is not None, beside=beside)
 
     def rows(self, b: Builder, op: Op) -> Rows:
-        """On rows that are not normalized yet."""
+        """The views of the product's operands: ``x`` is the norm's input if the launch computes the norm."""
         rows, around = super().rows(b, op), self.around(b, op)
         if around.other is not None:
             rows = replace(rows, residual=None)  # nothing stores the other product
@@ -92,7 +92,7 @@ class _Surrounded(TakesAround, PackedProduct):
         finish(b, op, rows.ep, between, b.target(op.value))
 
     def _made(self, b: Builder, op: Op, rows: Rows, problem: Problem, around: Around, pitch: int) -> _Made:
-        """The constants, and the residual."""
+        """The constant operands and the residual."""
         operands: dict[str, TensorView] = {}
         reads: list[TensorView | None] = [None]
         if around.norm is not None:
@@ -118,7 +118,7 @@ class _Surrounded(TakesAround, PackedProduct):
 
 
 class PackedRowProduct(_Surrounded, PackedDigits):
-    """PackedMatMul of one to eight rows with the norm in front of it, the product beside it, or both."""
+    """PackedMatMul of one to eight rows with the norm before it, a second product of the same rows, or both."""
 
     name = "packed_digits_rows"
 
@@ -127,21 +127,21 @@ class PackedRowProduct(_Surrounded, PackedDigits):
 
 
 class PackedResidentPair(_Surrounded, PackedResident):
-    """Two PackedMatMuls of 9 to 16 rows, one multiplied by the other."""
+    """Two PackedMatMuls of 9 to 16 rows; one result is multiplied by the other."""
 
     name = "packed_resident_pair"
 
     def around(self, b: Builder, op: Op) -> Around:
-        """The other product: rows are normalized by another launch."""
+        """The other product only: another launch normalizes the rows."""
         return replace(around_of(b, op), norm=None)
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if self.around(b, op).other is None:
-            return "no other product of the same rows is multiplied by it alone"
+            return "its result is not multiplied by another product of the same rows without other readers"
         return self.unfit(b, op, super().refuse) or self.form_refusal(b, op)
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """The cost model decides, unmeasured."""
+        """Without timings, the cost model decides."""
         other = self.around(b, op).other
         assert other is not None
         ways = PackedResident(), PackedWgmma()
@@ -153,5 +153,5 @@ class PackedResidentPair(_Surrounded, PackedResident):
 
 
 def best(offers: Sequence[Offer]) -> float:
-    """Seconds of the fastest one, as predicted."""
+    """Predicted seconds of the fastest offer."""
     return min(o.seconds or 0.0 for o in offers)

@@ -1,4 +1,4 @@
-"""Products of rows with packed weights in one launch: what a language model does for each token, and for its prompt."""
+"""Products of rows with packed weights in one launch: the products of a language model, for each token and for its prompt."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from optdnn.kernels.tactic import costlier
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 FIRST_ROWS = 32
-"""For up to so many, untuned builds prefer ``packed_mma`` to unpacked weights."""
+"""Up to this number of rows, untuned builds prefer ``packed_mma`` to unpacked weights."""
 LEAST_ROWS = 9
-"""Of wgmma: fewer are the columns of one mma.sync."""
+"""Fewest rows of wgmma: up to eight rows fit the columns of one mma.sync."""
 
 
 class PackedDigits(PackedProduct):
-    """PackedMatMul of one to eight rows of 16-bit floats, in integers."""
+    """PackedMatMul of one to eight rows of 16-bit floats, in integer arithmetic."""
 
     name = "packed_digits"
     kernel: ClassVar[ModuleType] = digits_kernel
     row_invariant: ClassVar[bool] = False
-    """More rows are another tactic's, which adds in another order. A column's sum has another order in each configuration."""
+    """Another tactic takes more rows and sums in another order. Each configuration sums a column in its own order."""
 
 
 class PackedGemv(PackedProduct):
-    """PackedMatMul of one to eight rows of 16-bit floats. A column's sum has one order in each configuration."""
+    """PackedMatMul of one to eight rows of 16-bit floats. A configuration sums a column in one order for any number of rows."""
 
     name = "packed_gemv"
     kernel: ClassVar[ModuleType] = gemv_kernel
     row_invariant: ClassVar[bool] = False
-    """More rows are another tactic's, which adds in another order."""
+    """Another tactic takes more rows and sums in another order."""
 
 
 class PackedMma(PackedProduct):
-    """PackedMatMul of up to 256 rows of 16-bit floats, which the weights become in registers."""
+    """PackedMatMul of up to 256 rows of 16-bit floats. The weights are unpacked to 16-bit floats in registers."""
 
     name = "packed_mma"
     kernel: ClassVar[ModuleType] = mma_kernel
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Kernels for more rows may be predicted to be faster; Hopper's was in each case that was measured."""
+        """Kernels for more rows may be predicted to be faster. Hopper's kernel was faster in every measured case."""
         if b.gpu.hopper:
             return None if PackedWgmma().refuse(b, op) else "packed_sm90 takes less time on Hopper"
         return None if row_count(op) <= FIRST_ROWS else costlier(b, op, self, PackedGemm())
 
     def one_order(self, config: Any) -> bool:
-        """It depends on how K is shared, which the best configuration for other rows may do otherwise."""
+        """No: the order depends on how K is shared, and the best configuration for other rows may share K otherwise."""
         return False
 
 
 class PackedResident(PackedProduct):
-    """PackedMatMul of 9 to 16 rows of 16-bit floats, which stay in shared memory. A column's sum has another order in each
-    configuration."""
+    """PackedMatMul of 9 to 16 rows of 16-bit floats. The rows stay in shared memory. Each configuration sums a column in its own
+    order."""
 
     name = "packed_resident"
     kernel: ClassVar[ModuleType] = resident_kernel
     row_invariant: ClassVar[bool] = False
-    """Other numbers of rows are another tactic's, which adds in another order."""
+    """Other tactics take other numbers of rows and sum in another order."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if not b.gpu.hopper:
@@ -74,13 +74,13 @@ class PackedResident(PackedProduct):
         return resident_kernel.workspace(problem, config, gpu)
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """The cost model decides, unmeasured."""
+        """Without timings, the cost model decides."""
         return costlier(b, op, self, PackedWgmma())
 
 
 class PackedWgmma(PackedProduct):
-    """PackedMatMul of nine and more rows of 16-bit floats, which the weights become in wgmma's registers. On an H200 it took less time
-    than unpacked weights up to 2,048 rows."""
+    """PackedMatMul of nine and more rows of 16-bit floats. The weights are unpacked to 16-bit floats in wgmma's registers. On an H200, it
+    took less time than unpacked weights up to 2,048 rows."""
 
     name = "packed_sm90"
     kernel: ClassVar[ModuleType] = wgmma_kernel
@@ -93,5 +93,5 @@ class PackedWgmma(PackedProduct):
         return f"it is for {LEAST_ROWS} rows and more, not {row_count(op)}" if row_count(op) < LEAST_ROWS else None
 
     def one_order(self, config: Any) -> bool:
-        """Where K is not shared."""
+        """Whether K is not shared."""
         return bool(config.split == 1)

@@ -1,6 +1,6 @@
-"""Packed weights as the kernels of this family read them: tiles of 16 channels, in the order of mma.sync's registers.
+"""The layout of packed weights for the kernels of this family: tiles of 16 channels, in the order of mma.sync's registers.
 
-A chunk is 1024 bytes: 16 channels times ``8192 / 16 / bits`` numbers of K. ``packed.cuh`` says which lane reads what. Kernels
+A chunk has 1024 bytes: 16 channels times ``8192 / 16 / bits`` codes along K. ``packed.cuh`` defines which lane reads which bytes. Kernels
 for every number of rows read the same tiles, so the plans of one engine share them.
 """
 
@@ -18,39 +18,39 @@ CHUNK_BYTES = 1024
 
 
 def chunk_depth(bits: int) -> int:
-    """Numbers of K in a chunk."""
+    """Codes along K in a chunk."""
     return CHUNK_BYTES * 8 // bits // CHANNELS
 
 
 def groups_of(bits: int, block_size: int) -> int:
-    """Scales of a channel in a chunk. A block that is no power of two is a whole row: one scale, also where a chunk is deeper."""
+    """Scales of a channel in a chunk. A block size that is not a power of two means a whole row: one scale, even if a chunk is deeper."""
     return max(1, chunk_depth(bits) // block_size) if is_block(block_size) else 1
 
 
 def row_bytes(chunks: int, bits: int, block_size: int) -> int:
-    """Shared memory of a row of so many chunks, as ``packed_few.cuh`` wants it: padded, and the sums of its groups."""
+    """Bytes of shared memory of a row of ``chunks`` chunks for ``packed_few.cuh``: the padded row, and the sums of its groups."""
     return chunks * (chunk_depth(bits) * 2 + groups_of(bits, block_size) * 4) + 64
 
 
 def chunks_of(depth: int, bits: int) -> int:
-    """Chunks of a tile of this depth."""
+    """Chunks in a tile of depth ``depth``."""
     return -(-depth // chunk_depth(bits))
 
 
 def sets_of(depth: int, bits: int, block_size: int) -> int:
-    """Sets of scales of a tile: one for each chunk, or for chunks that share them."""
+    """Sets of scales in a tile: one per chunk, or one for all chunks that share a set."""
     return -(-depth // max(block_size, chunk_depth(bits)))
 
 
 def set_shift(depth: int, bits: int, block_size: int) -> int:
-    """Chunk ``c`` has the scales of set ``c >> shift``."""
+    """The ``shift`` for which chunk ``c`` has the scales of set ``c >> shift``."""
     if block_size >= depth:
         return 31
     return max(block_size // chunk_depth(bits), 1).bit_length() - 1
 
 
 def tiled_weights(weights: Array, code: str, depth: int, block_size: int) -> Array:
-    """uint8 ``[N, bytes of a row]`` -> uint8 ``[tiles, chunks, 1024]``; channels and K are filled up with zeros."""
+    """uint8 ``[N, bytes of a row]`` -> uint8 ``[tiles, chunks, 1024]``; channels and K are padded with zeros."""
     bits = bits_of(DTYPES[code])
     numbers = numbers_of(weights, code, depth, block_size).view(np.uint8)
     tiles, chunks = -(-len(numbers) // CHANNELS), chunks_of(depth, bits)
@@ -69,7 +69,7 @@ def tiled_weights(weights: Array, code: str, depth: int, block_size: int) -> Arr
 
 
 def tiled_scales(values: Array, columns: int, depth: int, bits: int, block_size: int, block_rows: int = 1) -> Array:
-    """Scales or zero points ``[rows of blocks, blocks]`` -> ``[tiles, sets, 16, groups]``, filled up with zeros."""
+    """Scales or zero points ``[rows of blocks, blocks]`` -> ``[tiles, sets, 16, groups]``, padded with zeros."""
     rows = values if block_rows == 1 else np.repeat(values, block_rows, axis=0)[:columns]
     tiles, sets, groups = -(-columns // CHANNELS), sets_of(depth, bits, block_size), groups_of(bits, block_size)
     filled = np.zeros((tiles * CHANNELS, sets * groups), values.dtype)

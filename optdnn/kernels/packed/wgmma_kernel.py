@@ -1,4 +1,4 @@
-"""Plans of the product of many rows with packed weights on Hopper (``packed_sm90.cu``): weights are unpacked to wgmma's
+"""Plans of the product of many rows with packed weights on Hopper (``packed_sm90.cu``): weights are unpacked in wgmma's
 registers."""
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import TensorMap
 
 BOX_K, SPAN = 64, 128
-"""K of a box of rows, and the bytes of its rows."""
+"""Elements of K in a TMA box of rows, and their bytes."""
 BARRIER_BYTES = 1024
 MOST_BLOCKS = 65535
-"""Of a grid, along its second axis."""
+"""Most blocks along the grid's second axis."""
 SHARED = 232448
 """Bytes of shared memory that a block of any Hopper GPU may have."""
 
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """A block of ``columns`` columns and ``rows`` rows, with ``stages`` chunks of K in its ring; K shared by ``split`` blocks, which are a
-    cluster."""
+    """A block computes ``columns`` columns and ``rows`` rows, with ``stages`` chunks of K in its ring. A cluster of ``split`` blocks shares
+    K."""
 
     rows: int
     stages: int
@@ -37,12 +37,12 @@ class Config:
 
     @property
     def warps(self) -> int:
-        """Warps that multiply: a tile of columns each."""
+        """Multiplying warps: one per tile of columns."""
         return self.columns // tiles.CHANNELS
 
     @property
     def threads(self) -> int:
-        """Threads of a block: one warpgroup or two, and a warp that loads (of a warpgroup, where registers are moved)."""
+        """Threads of a block: one or two multiplying warpgroups, and a loading warp (a whole warpgroup if registers are reallocated)."""
         return self.warps * 32 + (128 if self.rows > 128 and self.warps > 4 else 32)
 
     def __str__(self) -> str:
@@ -60,25 +60,25 @@ def row_blocks(problem: Problem, config: Config) -> int:
 
 
 def stage_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory of a stage: a chunk of the rows, of the weights, of their scales and zero points, in multiples of 1024."""
+    """Bytes of shared memory of a stage, a multiple of 1024: a chunk of rows, weights, scales and zero points."""
     groups = tiles.groups_of(problem.bits, problem.block)
     parameters = config.columns * groups * (problem.scale_bytes + problem.zero_bytes)
     return -(-(config.rows * problem.chunk * 2 + config.warps * tiles.CHUNK_BYTES + parameters) // 1024) * 1024
 
 
 def own_rows(config: Config) -> int:
-    """Rows that a block finishes, where K is shared."""
+    """Rows that a block finishes if K is shared."""
     return -(-config.rows // 8 // config.split) * 8
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: its ring, and the sums that the blocks of a cluster send it."""
+    """Bytes of dynamic shared memory of a block: the ring, and the partial sums that the blocks of its cluster send."""
     sums = own_rows(config) * config.split * config.columns * 4 if config.split > 1 else 0
     return BARRIER_BYTES + config.stages * stage_bytes(problem, config) + sums
 
 
 def _pass(config: Config) -> int:
-    """Rows of sums in shared memory at a time, where K is not shared."""
+    """Rows of accumulators that are in shared memory at a time if K is not shared."""
     return next((n for n in (64, 48) if config.rows % n == 0), config.rows)
 
 
@@ -87,30 +87,30 @@ def refuse(problem: Problem, config: Config) -> str | None:
     if config not in _KNOWN:
         return "not a tile of this kernel"
     if row_blocks(problem, config) > MOST_BLOCKS:
-        return f"its {problem.rows} rows are more than {MOST_BLOCKS} blocks"
+        return f"its {problem.rows} rows need more than {MOST_BLOCKS} blocks"
     if shared_bytes(problem, config) > SHARED:
-        return "its ring and sums do not fit shared memory"
+        return "its ring and accumulators do not fit shared memory"
     if config.split == 1 and config.stages * stage_bytes(problem, config) < _pass(config) * (config.columns + 4) * 4:
-        return "its sums do not fit the place of its ring"
+        return "its accumulators do not fit the memory of its ring"
     if config.split > 1 and (problem.chunks < 2 * config.split or config.rows < 8 * config.split):
-        return f"{problem.chunks} chunks and {config.rows} rows are not shared {config.split} ways"
+        return f"{problem.chunks} chunks and {config.rows} rows are too few for {config.split} blocks"
     return None
 
 
 def resident(problem: Problem, config: Config) -> int:
-    """Blocks that a multiprocessor is to have registers for: where they are few, those of the next kernel begin beside this one's."""
+    """Blocks per multiprocessor that registers must allow. With room for two, blocks of the next kernel start beside this kernel's."""
     narrow = config.warps <= 4 or config.rows <= (32 if problem.residual else 64)
     few = narrow and tiles.groups_of(problem.bits, problem.block) == 1
     return 2 if few and 2 * (shared_bytes(problem, config) + 1024) <= SHARED + 1024 else 1
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """Blocks: tiles of columns in whole clusters, blocks of rows."""
+    """The grid: blocks of columns in whole clusters, blocks of rows."""
     return -(-problem.columns // config.columns) * config.split, row_blocks(problem, config), 1
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
-    """What to compile. ``checked``: waits that never end trap."""
+    """The kernel's recipe. ``checked``: a wait that never ends traps."""
     found = {
         "WARPS": config.warps, "BN": config.rows, "STAGES": config.stages, "SPLIT": config.split,
         "RESIDENT": resident(problem, config), "HAS_RESIDUAL": int(problem.residual), **defines(problem),
@@ -121,7 +121,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
 
 
 def _weight_maps(problem: Problem, config: Config) -> list[TensorMap[str]]:
-    """The maps of ``PackedWeights``, in numbers of 16 bits: a box is a chunk of a block's tiles, or its set of scales or zero points."""
+    """The tensor maps of ``PackedWeights``, in 16-bit elements: a box is a chunk of a block's tiles, or its set of scales or zero points."""
     sets = tiles.sets_of(problem.depth, problem.bits, problem.block)
     channels = tiles.CHANNELS * tiles.groups_of(problem.bits, problem.block)
     half = tiles.CHUNK_BYTES // 4
@@ -141,8 +141,8 @@ def _weight_maps(problem: Problem, config: Config) -> list[TensorMap[str]]:
 def launch(
     problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int, *, checked: bool = False
 ) -> Launch:
-    """The launch. Operands: ``x``, ``tiles``, ``scales``, ``zeros`` (where there are any), ``bias`` (fp32, columns in fours), ``residual``,
-    ``output``. Raises InternalError."""
+    """The launch. Operands: ``x``, ``tiles``, ``scales``, ``zeros`` (with zero points), ``bias`` (fp32, padded to a multiple of four
+    columns), ``residual``, ``output``. Raises InternalError."""
     if reason := refuse(problem, config):
         raise InternalError(f"packed_sm90: {reason}")
     box = (BOX_K, config.rows)
@@ -160,29 +160,29 @@ def launch(
 START = 0.5e-6
 """Seconds until products begin."""
 ROW = {64: 15.7e-9, 128: 24.7e-9}
-"""Seconds for each row of a block, by its columns, to begin and to end: its first rows arrive, its results leave."""
+"""Prologue and epilogue in seconds per row of a block, by the block's columns: the first rows arrive, the results leave."""
 KILOBYTE = 4e-9
-"""Seconds for each KB of shared memory, in which the next launch's blocks have no room."""
+"""Seconds per KB of shared memory of a block: that memory keeps blocks of the next launch from starting."""
 SUMS = 0.15e-6
-"""Seconds of exchanging sums."""
+"""Seconds to exchange partial sums."""
 UNPACK = {(4, 64): 251, (4, 128): 370, (8, 64): 290, (8, 128): 429}
-"""Cycles in which a block unpacks 64 of K, by bits (2 as 4) and columns."""
+"""Cycles in which a block unpacks 64 elements of K, by bits (2 counts as 4) and columns."""
 BESIDE = {64: 0.46, 128: 0.33}
-"""Share of the shorter of unpacking and products that the longer does not hide: a warpgroup that is alone hides little."""
+"""Share of the shorter of unpacking and products that the longer one does not hide: a single warpgroup hides little."""
 FETCH = 0.62e-6
-"""Seconds from the request for a chunk until it is there."""
+"""Latency of a chunk's load in seconds."""
 NORM = 7
-"""Of the norm that joins a chunk's way from memory and its products."""
+"""Exponent of the norm that combines the times of a chunk's load and its products."""
 CROWDED = 1.56
-"""Two blocks that share a multiprocessor, while others are empty, take so many times as long."""
+"""Slowdown of two blocks that share a multiprocessor while other multiprocessors are empty."""
 LEVEL_2 = 17.5e12
-"""Bytes per second from L2 to the multiprocessors, when many read the same lines."""
+"""Bytes per second from L2 to the multiprocessors if many of them read the same lines."""
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch, fitted to 4,300 timings of 200 products on an H200 (9 to 2,048 rows; the first choices are
-    1.4 % behind the best on average): for each chunk its products with its unpacking, its way from memory, and its way from L2; in waves of
-    blocks."""
+    """Predicted seconds of one dependent launch, fitted to 4,300 timings of 200 products on an H200 (9 to 2,048 rows; the first choices
+    are 1.4 % behind the best on average). The terms of a chunk are products with unpacking, the load from memory, and the load from L2;
+    blocks run in waves."""
     columns, rows, _ = grid(problem, config)
     blocks, many = columns * rows, gpu.clusters_at_once(config.split) * config.split
     room = min(resident(problem, config), gpu.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024))
@@ -203,6 +203,6 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:
-    """The configurations to time, best predicted first; of equal ones, those with fewest stages."""
+    """The configurations to time, best predicted first; among equal ones, fewer stages first."""
     fitting = ((estimate(problem, c, gpu), c) for c in CONFIGS if refuse(problem, c) is None)
     return varied(fitting, lambda c: (c.rows, c.split, c.columns), limit)

@@ -1,4 +1,4 @@
-"""Custom operators on a GPU: the kernel that the user wrote, launched as its author defined; without one, the CPU runs it."""
+"""Custom operators on a GPU: the user's kernel with the user's launch. Without a kernel, the CPU runs the operator."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _types(b: Builder, op: Op) -> tuple[list[TensorType], list[TensorType]]:
 
 
 def _launch(kernel: CudaKernel, op: Op, inputs: list[TensorType], outputs: list[TensorType]) -> CudaLaunch:
-    """Raises UnsupportedError for a launch that fails or is none."""
+    """The user's launch. Raises UnsupportedError if the user's function fails, or does not return a CudaLaunch."""
     try:
         found = kernel.launch(inputs, outputs, dict(op.attrs.values))
     except OptdnnError:
@@ -66,7 +66,9 @@ def _launch(kernel: CudaKernel, op: Op, inputs: list[TensorType], outputs: list[
     except Exception as error:  # the user's own code
         raise UnsupportedError(f"launch of the custom operator {op.attrs.name} failed: {error}") from error
     if not isinstance(found, CudaLaunch) or any(k not in ("i32", "u32", "i64", "f32") for k, _ in found.scalars):
-        raise UnsupportedError(f"launch of the custom operator {op.attrs.name} gives {found!r}, which is no CudaLaunch")
+        raise UnsupportedError(
+            f"launch of the custom operator {op.attrs.name} returned {found!r}, which is not a CudaLaunch"
+        )
     return found
 
 

@@ -12,7 +12,7 @@ from optdnn.kernels.tactic import Tactic
 
 
 class Elementwise(Tactic):
-    """Any pointwise operator or DAG of them, of any shapes that broadcast and any strides."""
+    """Any pointwise operator or DAG of pointwise operators, with any strides and any shapes that broadcast."""
 
     name = "pointwise"
 
@@ -26,7 +26,7 @@ class Elementwise(Tactic):
         return f"there is no arithmetic on {', '.join(unknown)}" if unknown else None
 
     def place(self, b: Builder, op: Op) -> None:
-        """A cast to the operand's own type is a view of it."""
+        """Place the result; a cast to the operand's own type is a view of the operand."""
         if self._nothing(b, op):
             settle(b, op, 0, b.operand(op.inputs[0]))
         else:
@@ -44,6 +44,6 @@ class Elementwise(Tactic):
 
     @staticmethod
     def _nothing(b: Builder, op: Op) -> bool:
-        """Whether it casts to the type that its operand has."""
+        """Whether the operator is a cast to its operand's own type."""
         t, x = op.outputs[0].type, op.inputs[0]
         return op.kind == "Cast" and x is not None and b.graph.type(x).dtype == t.dtype and not t.layout

@@ -1,4 +1,4 @@
-"""Generated kernels for pointwise DAGs: any stages, broadcasting and strides; vectorized where memory allows it. Copies, too."""
+"""Generated kernels for pointwise DAGs and copies: any stages, broadcasting and strides; vectorized if the strides allow it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from optdnn.types import (
 
 THREADS = 256
 LARGEST = {d: float(ml_dtypes.finfo(d).max) for d in NARROW_FLOATS}  # type: ignore[no-untyped-call]
-"""Largest value of the floats of 8 and fewer bits."""
+"""Largest value of each float type of 8 or fewer bits."""
 CPP = {
     FP16: "f16", BF16: "bf16", FP32: "f32", FP64: "f64", BOOL: "boolean",
     **{d: n.partition("_")[2] for n, d in DTYPES.items() if d in NARROW_FLOATS},
@@ -45,11 +45,11 @@ CPP = {
 """Element type -> its name in general.cuh."""
 _ARITHMETIC = {FP32: "float", FP64: "double", BOOL: "bool"} | dict.fromkeys((FP16, BF16, *NARROW_FLOATS), "float")
 STRIDES_LIMIT = 16
-"""Most axes that are left after merging: sizes and strides are parameters of a launch."""
+"""Most axes after merging: sizes and strides are parameters of a launch."""
 
 
 def arithmetic(dtype: DType) -> str:
-    """The C++ type that an element type is computed in."""
+    """The C++ type of the arithmetic on an element type."""
     return _ARITHMETIC.get(dtype) or ("int" if dtype in NARROW_INTEGERS else CPP[dtype])
 
 
@@ -193,8 +193,8 @@ BYTES = (DTYPES["int8"], DTYPES["uint8"])
 
 
 def quantizing_tail(stages: Sequence[Stage], types: Sequence[TensorType], numbers: Sequence[float | None]) -> int:
-    """How many stages at the end are a quantization of fp32 numbers to 8-bit integers: a division by one number, a rounding, perhaps
-    a zero point, bounds, a cast. 0 where they are not. ``numbers``: of each operand, the constant that it is."""
+    """Number of stages at the end that quantize fp32 values to 8-bit integers: a division by a scalar, a rounding, optionally a zero
+    point, a clip, a cast; 0 if there are none. ``numbers``: for each operand, its value if it is a constant scalar."""
     for kinds in (["Div", "Round", "Clip", "Cast"], ["Div", "Round", "Add", "Clip", "Cast"]):
         first = len(stages) - len(kinds)
         last = stages[max(first, 0) :]
@@ -216,8 +216,8 @@ def body(
 ) -> tuple[list[str], str, DType]:
     """C++ statements that compute the stages from operands ``v0``, ``v1``, … (already widened).
 
-    Returns (statements, name of the result, element type of the result). Register 0 is operand ``start``. ``numbers`` as for
-    :func:`quantizing_tail`, where they are known.
+    Returns (statements, name of the result, element type of the result). Register 0 is operand ``start``. ``numbers``: as for
+    :func:`quantizing_tail` (empty: not known).
     """
     registers, kinds = [f"v{start}"], [types[start].dtype]
     lines = []
@@ -247,7 +247,7 @@ def body(
         elif stage.kind == "Cast" and dtype != first:
             if dtype not in CPP or dtype == DTYPES["fp8_e8m0"]:
                 raise UnsupportedError(f"the cuda target has no kernel that makes elements of {dtype_name(dtype)}")
-            # By way of the stored type: a cast rounds, or wraps, exactly once.
+            # Conversion through the stored type: a cast rounds, or wraps, exactly once.
             if dtype in LARGEST and stage.attrs.saturate:  # type: ignore[attr-defined]
                 t = arithmetic(first) if is_float(first) else "double"
                 top = literal(LARGEST[dtype], t)
@@ -260,7 +260,7 @@ def body(
 
 
 def _number(b: Builder, placed: TensorView | None) -> float | None:
-    """The one finite number that a tensor is, where it is a constant."""
+    """The value of a tensor that is a constant, finite scalar; else None."""
     blob = None if placed is None or math.prod(placed.shape) != 1 else b.buffers[placed.buffer].blob
     if placed is None or blob is None or b.blobs[blob].size != 1 or b.blobs[blob].dtype.kind != "f":
         return None
@@ -278,9 +278,9 @@ def emit_pointwise(
     kind: str = "Pointwise",
     widened: bool = False,
 ) -> None:
-    """One kernel: ``out = stages(operands)``, register 0 being operand 0. Operands broadcast to ``out``'s shape.
+    """Emits one launch of ``out = stages(operands)``. Register 0 is operand 0. Operands broadcast to ``out``'s shape.
 
-    ``widened``: floating operands may be of other widths than operand 0 (all are computed in fp32 at least).
+    ``widened``: floating operands may have other widths than operand 0 (the arithmetic is at least fp32).
     """
     if 0 in out.shape:
         return
@@ -307,7 +307,7 @@ def emit_pointwise(
         attrs: dict[str, Any] = {"prologue": (), "epilogue": plain_stages(stages), "arity": 1}
     else:
         attrs = {}
-    # 8-bit integers are exact to the bit: products are rounded before they are added to.
+    # Results in 8-bit integers have to be exact: products are rounded before an addition.
     options = (*GENERAL, "--fmad=false") if out.dtype in BYTES else GENERAL
     blocks = min(-(-count // THREADS), 65535 * 8)
     launch = parameters.generated(b.arch, text, "pointwise", blocks, THREADS, options=options)
@@ -324,7 +324,7 @@ def _source(
     strides: Sequence[Sequence[int]],
 ) -> str:
     names = [str(i) for i, _ in present]
-    moving = [n for n, s in zip(names, strides[1:], strict=True) if any(s)]  # the others are one number
+    moving = [n for n, s in zip(names, strides[1:], strict=True) if any(s)]  # the other operands are scalars
     fields = ["void* out;", *(f"const void* in{n};" for n in names), f"u32 count; u32 dims[{rank}];",
               f"i64 so[{rank}];", *(f"i64 s{n}[{rank}];" for n in names)]  # fmt: skip
     t_out = CPP[out.dtype]
@@ -371,7 +371,7 @@ def copy(b: Builder, op: Op, source: TensorView, target: TensorView) -> None:
     """Copy (and convert) a tensor to another place of the same shape."""
     if source.shape != target.shape:
         raise InternalError(f"cannot copy {source.shape} to {target.shape}")
-    if source.dtype == target.dtype and source.dtype not in CPP:  # elements that are only moved
+    if source.dtype == target.dtype and source.dtype not in CPP:  # elements are only moved
         plain = DTYPES[{1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}[source.dtype.itemsize]]
         source, target = replace(source, dtype=plain), replace(target, dtype=plain)
     if (turn := turned.turn_of(source, target, STRIDES_LIMIT)) is not None:
@@ -384,8 +384,8 @@ def copy(b: Builder, op: Op, source: TensorView, target: TensorView) -> None:
 def copied(
     b: Builder, op: Op, x: TensorView, name: str, strides: Sequence[int] | None = None, dtype: DType | None = None
 ) -> TensorView:
-    """A copy of a tensor with these strides (None: without gaps), in this element type (None: its own). That of a constant is a
-    constant, made now."""
+    """A copy of a tensor with these strides (None: without gaps) and this element type (None: its own). The copy of a constant is a
+    constant, made at build time."""
     if b.buffers[x.buffer].blob is not None and dtype in (None, x.dtype):
         return b.rearranged(x, name, strides)
     made = b.new(f"{op.outputs[0].name}.{name}", dtype or x.dtype, x.shape, strides)
@@ -399,7 +399,7 @@ def copied_later(b: Builder, op: Op, x: TensorView, name: str, strides: Sequence
 
 
 def shared_copy(b: Builder, op: Op, x: TensorView, name: str, strides: tuple[int, ...]) -> TensorView:
-    """A copy of a tensor with these strides, still to be made: one for all who ask."""
+    """A copy of a tensor with these strides, still to be made. All calls with equal arguments share one copy."""
 
     def make() -> int:
         key = (b.made(x), strides)
@@ -411,6 +411,6 @@ def shared_copy(b: Builder, op: Op, x: TensorView, name: str, strides: tuple[int
 
 
 def single(op: Op) -> list[Stage]:
-    """A pointwise op of its own kind as one stage."""
+    """A pointwise op (not a Pointwise) as one stage."""
     args = [-1 if i == 0 else (None if v is None else i) for i, v in enumerate(op.inputs)]
     return [Stage(op.kind, tuple(args), op.attrs if op.attrs is not None else Attrs())]

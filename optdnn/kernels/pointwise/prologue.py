@@ -1,4 +1,4 @@
-"""What the Hopper convolution can do to its pixels before it multiplies them: the prologue of an operator as data of a launch."""
+"""The prologue of Hopper's convolution as data of a launch: stages on the pixels before the product."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optdnn.types import Array
 
 @dataclass
 class Prologue:
-    """``stages`` mean what the kernel does (:func:`rendered_prologue`), and read ``operands`` at the slots from 1 on.
+    """``stages`` are the meaning of the kernel's prologue (:func:`rendered_prologue`). They read ``operands`` at the slots from 1 on.
 
     ``packed``: the channels' scale and shift, fp32 [channels, 2]. ``gate``: a factor per image and channel.
     """
@@ -28,24 +28,24 @@ class Prologue:
 
     @property
     def named(self) -> dict[str, TensorView]:
-        """What the launch reads, by name."""
+        """The launch's operands by name."""
         return {"before": self.packed, **({"gate": self.gate} if self.gate is not None else {})}
 
     def add(self, kind: str, operand: TensorView) -> None:
-        """A stage of two operands: the value so far, and this one."""
+        """Append a stage of two operands: the value so far, and ``operand``."""
         self.operands.append(operand)
         self.stages.append(Stage(kind, (~len(self.stages), len(self.operands))))
 
     def moved(self, by: int) -> list[Stage]:
-        """The stages where so many operands come before those that they read."""
+        """The stages with ``by`` further operands before their own."""
         return [replace(s, args=tuple(a if a is None or a < 0 else a + by for a in s.args)) for s in self.stages]
 
 
 def rendered_prologue(b: Builder, op: Op, x: TensorView) -> list[render.Stage] | None:
-    """What the kernel does to ``x`` (logical NCHW), operand 0 of a convolution; None where it cannot do the prologue.
+    """The kernel's stages for the prologue on ``x`` (logical NCHW), operand 0 of a convolution; None if it does not support the prologue.
 
-    It can multiply and add per channel (once, before any activation), multiply by a gate of one factor per image and channel,
-    and apply activations; each stage must read the one before.
+    It supports a scale and shift per channel (once, before any activation), a gate with one factor per image and channel, and
+    activations. Each stage must read the one before.
     """
     parts = _parts(b, op, x)
     if parts is None:
@@ -60,7 +60,7 @@ def rendered_prologue(b: Builder, op: Op, x: TensorView) -> list[render.Stage] |
 
 
 def plan_prologue(b: Builder, op: Op, x: TensorView) -> Prologue | None:
-    """The operands of :func:`rendered_prologue` in their places; None where the kernel cannot do it."""
+    """The prologue of :func:`rendered_prologue` with its operands; None if the kernel does not support it."""
     channels, parts = x.shape[1], _parts(b, op, x)
     if parts is None:
         return None
@@ -83,7 +83,7 @@ def plan_prologue(b: Builder, op: Op, x: TensorView) -> Prologue | None:
             found.operands += [b.constant(c, "scalar") for c in part.constants]
             slots = [None if a is None else first + a - RESIDUAL - 1 for a in part.stages[0].args[1:]]
             found.stages.append(replace(part.stages[0], args=(~len(found.stages), *slots)))
-    if not affines:  # the kernel reads it all the same
+    if not affines:  # the kernel reads the scales and shifts anyway
         found.operands.append(found.packed)
     return found
 
@@ -97,8 +97,8 @@ class _Affine:
 
 
 def _parts(b: Builder, op: Op, x: TensorView) -> list[_Affine | TensorView | Epilogue] | None:
-    """The stages in order: neighbouring factors and addends per channel as one, gates, and activations (each as an epilogue of its
-    own); None where one is none of these."""
+    """The stages in order: neighbouring factors and addends per channel merged into one, gates, and activations (each as a separate
+    epilogue); None if any stage is of another form."""
     graph, channels = b.graph, x.shape[1]
     found: list[_Affine | TensorView | Epilogue] = []
     for k, stage in enumerate(op.attrs.prologue):
@@ -135,7 +135,7 @@ def _parts(b: Builder, op: Op, x: TensorView) -> list[_Affine | TensorView | Epi
 
 
 def _gate(b: Builder, value: Value, x: TensorView) -> TensorView | None:
-    """Where a factor per image and channel lies, if the kernel can read eight of them at once."""
+    """The view of a factor per image and channel, if the kernel can read eight factors at once; else None."""
     shape = b.graph.type(value).static_shape
     n, c = x.shape[:2]
     if shape != (n, c) + (1,) * (len(shape) - 2) or b.graph.type(value).dtype != x.dtype or c % CHANNEL_ALIGN:

@@ -1,4 +1,4 @@
-"""The iteration space of generated kernels: axes merged, strides of broadcasts, elements that a thread takes at once."""
+"""The iteration space of generated kernels: merged axes, strides of broadcasts, and the elements that a thread takes at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from optdnn.kernels.builder import TensorView
 
 
 def merge(shape: Sequence[int], all_strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
-    """The iteration space with axes of one element dropped and neighbours merged where every tensor allows it.
+    """The iteration space without axes of one element, and with neighbouring axes merged if every tensor allows it.
 
     Axes are ordered by the strides of the first tensor (the output), largest first.
     """
@@ -39,8 +39,8 @@ def broadcast(placed: TensorView, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def vector(tensors: Sequence[TensorView], dims: Sequence[int], strides: Sequence[Sequence[int]]) -> int:
-    """How many consecutive elements a thread takes: up to 16 bytes of the widest type that it reads or writes in a row, aligned in
-    every tensor."""
+    """Number of consecutive elements per thread: up to 16 bytes of the widest type that it reads or writes contiguously, aligned in every
+    tensor."""
     best = 1
     widest = max(t.dtype.itemsize for t, s in zip(tensors, strides, strict=True) if s[-1] or t is tensors[0])
     for count in (2, 4, 8, 16):

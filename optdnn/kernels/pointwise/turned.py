@@ -1,7 +1,7 @@
-"""Copies between tensors that are contiguous along different axes: a thread turns a small tile in its registers.
+"""Copies between tensors that are contiguous along different axes: a thread transposes a small tile in its registers.
 
-A thread that moved one element at a time would read (or write) two bytes of each 32 that memory moves. Here it reads ``wide``
-elements in a row along the axis of the source, at ``high`` places along the axis of the target, and writes ``wide`` rows of ``high``.
+A thread that moved one element at a time would use two bytes of each 32-byte sector that it reads (or writes). Here a thread reads
+``high`` rows of ``wide`` elements, contiguous in the source, and writes ``wide`` rows of ``high`` elements, contiguous in the target.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from optdnn.kernels.pointwise.strides import merge
 
 THREADS = 256
 ENOUGH_THREADS = 1 << 16
-"""Threads that keep a GPU's memory busy: a tile is no larger than leaves so many."""
+"""Number of threads that keep a GPU's memory busy: tiles are small enough to leave this many threads."""
 LEAST_ELEMENTS = 1 << 18
-"""Smaller copies take as long as a launch does, whatever their order."""
+"""Least elements of such a copy: smaller copies take the time of a launch in any order."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A copy's space: ``dims`` in the order of threads, the last one fastest, with the steps of each in both tensors; ``down``:
-    from row to row of a tile in the source, ``across``: from row to row of it in the target."""
+    """The space of a copy: ``dims`` in the order of threads, the last one fastest, with their strides in ``source`` and ``target``. A tile
+    has ``high`` rows of ``wide`` elements in the source. ``down``: from row to row of a tile in the source. ``across``: from row to row
+    of it in the target."""
 
     dims: tuple[int, ...]
     source: tuple[int, ...]
@@ -36,7 +37,7 @@ class Turn:
 
 
 def turn_of(source: TensorView, target: TensorView, axes_limit: int) -> Turn | None:
-    """How to copy, where the tensors are of one type, large, and contiguous along different axes; else None."""
+    """The transposing copy of two tensors, if they have one type, are large, and are contiguous along different axes; else None."""
     count = math.prod(target.shape)
     if source.dtype != target.dtype or count < LEAST_ELEMENTS:
         return None
@@ -63,7 +64,7 @@ def turn_of(source: TensorView, target: TensorView, axes_limit: int) -> Turn | N
 
 
 def _vector(size: int, offset: int, others: Sequence[int], most: int) -> int:
-    """Consecutive elements that one access moves: a power of two that divides the axis, and all that leads to it."""
+    """Consecutive elements of an access: a power of two up to ``most`` that divides the axis, the offset and the other strides."""
     count = most
     while count > 1 and (size % count or offset % count or any(s % count for s in others)):
         count //= 2
@@ -71,7 +72,7 @@ def _vector(size: int, offset: int, others: Sequence[int], most: int) -> int:
 
 
 def launch(arch: str, turn: Turn, element: str) -> Launch:
-    """The launch, of elements of a C++ type."""
+    """The launch. ``element``: C++ type of the elements."""
     rank, count = len(turn.dims), math.prod(turn.dims)
     parameters = Parameters().pointer("out", "in0").u32(count, *turn.dims)
     parameters.i64(*turn.target, *turn.source, turn.down, turn.across)

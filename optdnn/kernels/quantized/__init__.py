@@ -1,1 +1,1 @@
-"""Products, convolutions and pools of 8-bit numbers."""
+"""Products, convolutions and pools of 8-bit values."""

@@ -1,5 +1,5 @@
-"""Two 1x1 convolutions of 8-bit integers in one launch, as :mod:`optdnn.kernels.conv.chained` has them of 16-bit floats: the last one of a
-bottleneck, which adds the residual, and the first one of the next."""
+"""Two 1x1 convolutions of 8-bit integers in one launch: the last convolution of a bottleneck with its residual, and the first
+convolution of the next one. Of 16-bit floats: :mod:`optdnn.kernels.conv.chained`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_pointwise(graph: Graph, op: Op) -> bool:
 
 @dataclass(frozen=True)
 class _BytePair(Pair):
-    """With what they read and add, perhaps still to be made."""
+    """A pair with views of its image and residuals (placed, or still to be made)."""
 
     image: TensorView
     added: TensorView | None
@@ -43,7 +43,7 @@ class _BytePair(Pair):
 
 
 class ChainedQuantized(ChainedPair[_BytePair]):
-    """On Hopper, of int8 and uint8. The launch is emitted at the first of them."""
+    """Pairs of int8 or uint8 on Hopper. The launch is emitted at the first convolution."""
 
     name = "chained_sm90_8bit"
 
@@ -52,7 +52,7 @@ class ChainedQuantized(ChainedPair[_BytePair]):
             return f"it needs Hopper's wgmma and TMA (sm_90a), not {b.arch}"
         second = self.behind(b.graph, op)
         if second is None:
-            return "it is no 1x1 convolution whose result exactly one other such operator multiplies"
+            return "it is not a 1x1 convolution followed by exactly one other 1x1 convolution of 8-bit integers"
         for one in (op, second):
             if (why := hopper.refusal(b, one)) is not None:
                 return f"{one.name}: {why}"
@@ -61,16 +61,16 @@ class ChainedQuantized(ChainedPair[_BytePair]):
                 return "it is for 8-bit integers"
         added = second.input(3)
         if added is not None and (added == op.value or added not in b.place):
-            return f"what {second.name} adds is computed later"
+            return f"the residual of {second.name} is computed later"
         pair = self.pair(b, op, second)
         for value in (op.value, second.value):
             if conv_maps.pitch_of(b.result(value)) is None:
-                return f"{b.graph.output(value).name} does not lie in channels-last order"
+                return f"{b.graph.output(value).name} is not in channels-last order"
         return self.refuse_problem(b, pair)
 
     @staticmethod
     def behind(graph: Graph, op: Op) -> Op | None:
-        """The convolution of the result, which others may read as well; None where there is not exactly one."""
+        """The 1x1 convolution that reads the result (other readers are allowed); None unless there is exactly one."""
         if not is_pointwise(graph, op):
             return None
         found = [u for u in graph.users(op.value) if is_pointwise(graph, u) and u.inputs[0] == op.value]
@@ -121,7 +121,7 @@ class ChainedQuantized(ChainedPair[_BytePair]):
 
 
 def _constants(b: Builder, op: Op) -> tuple[TensorView, TensorView, list[TensorView]]:
-    """Permuted weights and the pairs of scale and bias, of whole chunks; and both as the meaning reads them."""
+    """Permuted weights, pairs of scale and bias padded to whole chunks, and the views of both in the launch's meaning."""
     matrix: Array = b.weights(op)[:, :, 0, 0]
     channels, depth = matrix.shape
     weights = b.constant(permuted_rows(matrix), f"{op.outputs[0].name}.weights")

@@ -1,7 +1,7 @@
-"""The range of a tensor that is quantized in the same run, and the scale and zero point that it gives: one launch.
+"""The range of a tensor that is quantized in the same run, and its scale and zero point, in one launch.
 
-Blocks find the least and the greatest number of their parts. The last one to finish takes those of all parts, and computes scale and
-zero point as ONNX's DynamicQuantizeLinear does.
+Each block finds the minimum and maximum of its part. The last block to finish merges the parts and computes scale and zero point like
+ONNX's DynamicQuantizeLinear.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from optdnn.types import FP32, INT32
 
 THREADS = 1024
 AHEAD = 4
-"""Loads of a thread that are under way at once."""
+"""Loads of a thread that are in flight at once."""
 WARP = 32
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``accesses`` of ``bytes`` each."""
+    """A tensor as ``accesses`` accesses of ``bytes`` bytes each."""
 
     accesses: int
     bytes: int
@@ -41,7 +41,7 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``parts``: blocks that share the tensor."""
+    """``parts``: number of blocks that share the tensor."""
 
     parts: int
 
@@ -58,7 +58,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 
 def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
-    """The configurations to time, the best predicted first. No part is empty."""
+    """The configurations to time, best predicted first. No part is empty."""
     most = math.ceil(problem.accesses / THREADS)
     asked = {1, *(min(most, turns * gpu.multiprocessors) for turns in (1, 2, 4)), min(most, 32)}
     found = {Config(-(-problem.accesses // -(-problem.accesses // parts))) for parts in asked}
@@ -66,20 +66,20 @@ def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
 
 
 def _space(x: TensorView) -> tuple[list[int], list[int], int]:
-    """The axes of a tensor, merged, in accesses of some elements; the strides; the elements of an access."""
+    """The merged axes of a tensor in accesses, their strides, and the elements of an access."""
     dims, (strides,) = merge(x.shape, [x.strides])
     lanes = vector([x], dims, [strides])
     return [*dims[:-1], dims[-1] // lanes], [*strides[:-1], strides[-1] * lanes], lanes
 
 
 def _problem(x: TensorView) -> Problem:
-    """How the kernel reads ``x``."""
+    """The kernel's problem for ``x``."""
     dims, _, lanes = _space(x)
     return Problem(math.prod(dims), lanes * x.dtype.itemsize)
 
 
 class DynamicRange(ProblemTactic):
-    """Tensors of floats, of any strides. Least and greatest numbers are the same in any order."""
+    """Float tensors with any strides. Minimum and maximum do not depend on the order."""
 
     name = "dynamic_range"
 
@@ -107,7 +107,7 @@ def best(x: TensorView, gpu: GpuFacts) -> Config:
 def emit_range(b: Builder, op: Op, x: TensorView, scale: TensorView, zero: TensorView, config: Config) -> None:
     """Add the launch that computes scale (fp32) and zero point (uint8) of ``x``."""
     dims, strides, lanes = _space(x)
-    parts = -(-math.prod(dims) // -(-math.prod(dims) // config.parts))  # a recorded choice may be of narrower accesses
+    parts = -(-math.prod(dims) // -(-math.prod(dims) // config.parts))  # a recorded choice may assume narrower accesses
     operands, scratch, kept = {"x": x, "scale": scale, "zero": zero}, [], []
     if parts > 1:
         name = op.outputs[0].name

@@ -31,7 +31,7 @@ from optdnn.kernels.tactic import costlier
 
 
 class GeneralProduct(general.GeneralTactic, QuantizedProduct):
-    """On the general kernel."""
+    """An 8-bit product on the general kernel."""
 
     def problem_of(self, op: Op, p: Product) -> Problem:
         return replace(problem_of(op, p), sources=(general.source_of(p.feed),))
@@ -47,8 +47,8 @@ class GeneralProduct(general.GeneralTactic, QuantizedProduct):
 
 
 class GeneralQuantizedConv(GeneralProduct, QuantizedConv):
-    """Convolutions of int8, uint8 or fp8 over one or two spatial axes, grouped or not; on Hopper, those that its own kernel
-    refuses, and small groups that its own kernel would have to take together."""
+    """Convolutions of int8, uint8 or fp8 over one or two spatial axes, grouped or not. On Hopper, it runs the convolutions that Hopper's
+    own kernel refuses, and small groups that Hopper's kernel would have to multiply together."""
 
     name = "conv_sm80_8bit"
     together = 4  # the 64 bytes of a K step
@@ -84,8 +84,8 @@ class GeneralQuantizedMatMul(GeneralProduct, QuantizedMatMul):
 
 
 class BandedQuantizedConv(HopperProduct, QuantizedConv):
-    """Convolutions of several groups over one or two spatial axes. Zeros add nothing to sums of integers; of fp8, a NaN of one group
-    reaches the others of its band."""
+    """Convolutions of several groups over one or two spatial axes. Groups of a band are multiplied together, with zeros between them.
+    The zeros add nothing to integer sums; in fp8, a NaN of one group reaches the other groups of its band."""
 
     name = "conv_bands_sm90_8bit"
 

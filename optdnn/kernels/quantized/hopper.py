@@ -30,26 +30,26 @@ from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType
 
 
 def _pixels(shape: tuple[int, ...], dtype: DType) -> tuple[int, ...]:
-    """Strides of a channels-last tensor whose pixels begin at multiples of 16 bytes."""
+    """Strides of a channels-last tensor with pixels at multiples of 16 bytes."""
     return channels_last(shape, up(shape[1], 16 // dtype.itemsize))
 
 
 def _pitch(x: TensorView) -> int | None:
-    """Elements between pixels of ``x`` (NCHW); those of one pixel have the pitch that is requested: that of its channels."""
+    """Elements from a pixel of ``x`` (NCHW) to the next, or None. An image of one pixel has the pitch of its padded channels."""
     n, c, h, w = x.shape
     pitch = conv_maps.pitch_of(x)
     return up(c, conv_maps.aligned(x)) if pitch is not None and n * h * w == 1 else pitch
 
 
 def _stored_at(out: TensorView) -> bool:
-    """Whether the kernel stores at an image's pitch: what it stores from registers (fp32) is at that of its own channels, and so not
-    in a wider image's part."""
+    """Whether the kernel can store with the image's pitch. fp32 results are stored from registers with the pitch of their own channels,
+    and can therefore not be a part of a wider image."""
     pitch = _pitch(out)
     return pitch is not None and (out.dtype.itemsize < 4 or pitch == up(out.shape[1], 16 // out.dtype.itemsize))
 
 
 def _padded_image(b: Builder, op: Op, x: TensorView, pads: tuple[int, ...], zero: int) -> TensorView:
-    """A copy of an image with the zero point around it, still to be made: TMA pads with zeros (shared by all readers)."""
+    """A copy of an image padded with its zero point, still to be made: TMA can only pad with zeros. All readers share the copy."""
     (n, c, h, w), (top, left, bottom, right) = x.shape, pads
     shape = (n, c, h + top + bottom, w + left + right)
 
@@ -75,7 +75,7 @@ def _padded_image(b: Builder, op: Op, x: TensorView, pads: tuple[int, ...], zero
 
 
 def refusal(b: Builder, op: Op) -> str | None:
-    """Why no kernel has the types, stages or constants of an 8-bit product."""
+    """Why no kernel supports the types, stages or constants of an 8-bit product, or None."""
     x = b.graph.type(op.inputs[0]).dtype.name  # type: ignore[arg-type]
     if (needed := "fp8" if "float8" in x else "int8") not in GPU_PRECISIONS.get(b.arch, ()):
         return f"the tensor cores of {b.arch} do not multiply {needed}"
@@ -83,7 +83,7 @@ def refusal(b: Builder, op: Op) -> str | None:
         return "its weights and scales are not constant"
     out = op.outputs[0].type
     if out.dtype.name not in EIGHT_BITS and out.dtype not in (FP16, BF16, FP32):
-        return f"its results are not {out.dtype.name}"
+        return f"no kernel gives results of {out.dtype.name}"
     if 0 in out.static_shape:
         return "it is empty"
     if x not in EIGHT_BITS or (out.dtype.name in EIGHT_BITS and ("float8" in x) != ("float8" in out.dtype.name)):
@@ -91,16 +91,16 @@ def refusal(b: Builder, op: Op) -> str | None:
     names = [str(s[0]) for s in op.attrs.stages]
     missing = sorted(set(names) - render.STAGES.keys())
     if missing or len(render.constants_of(op.attrs.stages)) > conv_params.MAX_CONSTANTS:
-        return f"it has stages that the kernel has not: {', '.join(missing) or 'too many constants'}"
+        return f"the kernel does not support its stages: {', '.join(missing) or 'too many constants'}"
     if op.input(3) is not None:
         residual = b.graph.type(op.inputs[3])  # type: ignore[arg-type]
         if residual.dtype.itemsize != out.dtype.itemsize:
-            return f"its residual is of {residual.dtype.name}, its result of {out.dtype.name}"
+            return f"its residual is {residual.dtype.name}, its result {out.dtype.name}"
     return None
 
 
 def _quantized_image(b: Builder, value: Value) -> tuple[Value, float, str] | None:
-    """The float image, scale and 8-bit type of a value that is an image quantized with zero point 0."""
+    """The float image, scale and 8-bit type of a value that is an image quantized with zero point 0; None for any other value."""
     op = b.graph.op(value)
     while op.kind == "Layout" and op.inputs[0] is not None:
         op = b.graph.op(op.inputs[0])
@@ -115,9 +115,10 @@ def _stem(
     b: Builder, op: Op, weight: Array, strides: tuple[int, int], pads: tuple[int, int, int, int], dilations: tuple[int, int],
     together: int,
 ) -> conv_maps.Feed | None:  # fmt: skip
-    """A strided convolution of a quantized few-channel image: blocks of pixels as channels, so many neighbouring blocks read
-    ``together`` (see :func:`optdnn.kernels.quantized.stem.overlapped`), the quantization folded in; None for other convolutions. A
-    launch of its own makes the blocks."""
+    """The feed of a strided convolution of a quantized few-channel image; None for other convolutions.
+
+    A separate launch quantizes the image and packs blocks of pixels as channels. ``together``: number of neighbouring blocks that are
+    read as one pixel (see :func:`optdnn.kernels.quantized.stem.overlapped`)."""
     channels, stride = weight.shape[1], strides[0]
     few = channels * stride * stride <= quantized.LANES and strides == (stride, stride) and stride > 1
     found = _quantized_image(b, op.inputs[0]) if few and set(dilations) == {1} else None  # type: ignore[arg-type]
@@ -149,7 +150,7 @@ def _stem(
 
 
 def problem_of(op: Op, p: Product) -> conv_problem.Problem:
-    """Description of what a launch computes."""
+    """The launch's problem as plain data."""
     out, feed = p.out, p.feed
     second = map_dtype(p.residual.dtype) if p.residual is not None else ""
     return conv_problem.Problem(
@@ -160,7 +161,7 @@ def problem_of(op: Op, p: Product) -> conv_problem.Problem:
 
 
 def numbers_of(op: Op, residual: TensorView | None) -> Requantize:
-    """The numbers of its epilogue that are the whole tensor's."""
+    """The per-tensor constants of the epilogue."""
     a, second = op.attrs, map_dtype(residual.dtype) if residual is not None else ""
     return Requantize(a.residual_scale, requantize.byte_bias(second) + a.residual_zero, a.low, a.high, a.zero)
 
@@ -177,7 +178,7 @@ DATA_SCALE, DATA_ZERO = 5, 6
 
 
 def data_parameters(b: Builder, op: Op) -> list[TensorView]:
-    """Scale and zero point of data that were quantized in the same run; nothing where they are constants."""
+    """Scale and zero point of data that were quantized in the same run; empty if they are constants."""
     return [b.operand(v) for v in op.inputs[DATA_SCALE:] if v is not None]
 
 
@@ -187,17 +188,17 @@ def as_read(residual: TensorView | None, data: Sequence[TensorView]) -> list[Ten
 
 
 def channel_pairs(b: Builder, op: Op) -> TensorView:
-    """Scale and bias of each channel (and the sum of its weights): what the epilogue reads of it."""
+    """Per-channel operand of the epilogue: scale and bias (and the sum of the weights)."""
     channel = b.graph.constant_value(op.inputs[2])
     assert channel is not None
     return b.constant(requantize.pad_channels(channel), f"{op.outputs[0].name}.scales")
 
 
 def _has_room(b: Builder, x: TensorView, *, alone: bool) -> bool:
-    """Whether there is room after the last channel of ``x`` (NCHW) for all that a kernel reads or writes: whole 16 bytes.
+    """Whether a kernel may read or write ``x`` (NCHW) in whole accesses of 16 bytes, beyond its last channel.
 
-    Between pixels, their pitch leaves this room. For a single pixel the buffer must have it, which another tensor shares where
-    ``x`` is not ``alone``.
+    Between pixels, the pitch leaves room for this. For a single pixel, the buffer must have the room, and no other tensor may share the
+    buffer (``alone``).
     """
     n, c, h, w = x.shape
     channels = up(c, conv_maps.aligned(x))
@@ -207,22 +208,22 @@ def _has_room(b: Builder, x: TensorView, *, alone: bool) -> bool:
 
 
 def geometry_refusal(b: Builder, op: Op) -> str | None:
-    """Why Hopper's kernels cannot follow the convolution's strides and pads."""
+    """Why Hopper's kernels cannot run the convolution's kernel size, strides, pads and dilations, or None."""
     a, weight = op.attrs, b.weights(op)
     geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
     return hopper_launch.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [geometry])  # type: ignore[arg-type]
 
 
 def axes_of(b: Builder, op: Op) -> int:
-    """Spatial axes of a convolution."""
+    """Number of spatial axes of a convolution."""
     weight = b.weights(op)
     return weight.ndim - 2
 
 
 @dataclass(frozen=True)
 class Product:
-    """An 8-bit product before its launch, on NCHW tensors where they lie, or that are still to be made. Where the launch does not write
-    to ``target``, a copy takes ``between``, which is ``out`` in the shape of ``target``, there."""
+    """An 8-bit product before its launch, on NCHW views of tensors that are placed, or still to be made. ``between`` is ``out`` in the
+    shape of ``target``. If the launch cannot write ``target``, a copy follows from ``between`` to ``target``."""
 
     feed: conv_maps.Feed
     residual: TensorView | None
@@ -235,7 +236,7 @@ class QuantizedProduct(ProblemTactic):
     """An 8-bit convolution or matrix product in one launch."""
 
     def product(self, b: Builder, op: Op) -> Product:
-        """What the launch computes."""
+        """The operands and results of the launch."""
         raise NotImplementedError
 
     def problem_of(self, op: Op, p: Product) -> conv_problem.Problem:
@@ -243,15 +244,15 @@ class QuantizedProduct(ProblemTactic):
         raise NotImplementedError
 
     def launch(self, b: Builder, op: Op, p: Product, problem: conv_problem.Problem, config: Any) -> None:
-        """Add the launch, whose tensors are made."""
+        """Add the launch. The tensors of ``p`` have buffers."""
         raise NotImplementedError
 
     def stored(self, b: Builder, op: Op, out: TensorView) -> bool:
-        """Whether the launch can write there."""
+        """Whether the launch can write ``out``."""
         raise NotImplementedError
 
     def added(self, b: Builder, op: Op, x: TensorView) -> TensorView:
-        """The residual as the launch reads it: itself, or a copy that is still to be made."""
+        """The launch's view of the residual ``x``: itself, or a copy that is still to be made."""
         return x
 
     def problem(self, b: Builder, op: Op) -> conv_problem.Problem:
@@ -268,15 +269,15 @@ class QuantizedProduct(ProblemTactic):
 
 
 class HopperProduct(hopper_launch.HopperTactic, QuantizedProduct):
-    """On Hopper's kernels."""
+    """An 8-bit product on Hopper's kernels."""
 
     def problem_of(self, op: Op, p: Product) -> conv_problem.Problem:
         found = problem_of(op, p)
         return replace(found, dense=all(_pitch(x) == found.channels for x in (p.out, p.residual) if x is not None))
 
     def added(self, b: Builder, op: Op, x: TensorView) -> TensorView:
-        """With room for the bytes that are read after its last channel. What is added to results of fp32 lies as these do, see
-        :func:`_stored_at`."""
+        """The residual with room for the bytes that are read after its last channel. A residual of an fp32 result has the pitch of that
+        result, see :func:`_stored_at`."""
         item = op.outputs[0].type.dtype.itemsize
         if item == FP32.itemsize and _pitch(x) != (pitch := up(x.shape[1], 16 // item)):
             return copied_later(b, op, x, "residual", channels_last(x.shape, pitch))
@@ -307,14 +308,14 @@ class QuantizedConv(QuantizedProduct):
     """Convolutions of int8, uint8 or fp8 over one or two spatial axes."""
 
     together: ClassVar[int] = 2
-    """Blocks of pixels of a stem's image that are read as one pixel: two fill the 32 bytes of one product's depth."""
+    """Blocks of pixels of a stem's image that are read as one pixel: two blocks fill the 32 bytes of a K step."""
 
     def groups(self, b: Builder, op: Op) -> int:
-        """Neighbouring groups that are multiplied as one, with zeros between them."""
+        """Number of neighbouring groups that are multiplied as one, with zeros between them."""
         return 1
 
     def product(self, b: Builder, op: Op) -> Product:
-        """The product of a stem's blocks, if there is a kernel for it."""
+        """The operands and results of the launch: over a stem's blocks, if a kernel supports that."""
         weight = b.weights(op)
         residual, target = None, image(b.result(op.value))
         if op.input(3) is not None:
@@ -331,7 +332,7 @@ class QuantizedConv(QuantizedProduct):
         return Product(self._feed(b, op, weight), residual, out, out, target)
 
     def _feed(self, b: Builder, op: Op, weight: Array) -> conv_maps.Feed:
-        """The image, a zero point around it where there is one."""
+        """The feed of the image, padded with its zero point if that is not 0."""
         x, n = image(b.source(op.inputs[0])), self.groups(b, op)
         x = with_pitch(b, op, x, unit=conv_maps.aligned(x))
         weight, strides, pads, dilations = planar(weight, op.attrs)
@@ -358,13 +359,13 @@ class QuantizedMatMul(QuantizedProduct):
 
     @staticmethod
     def _strides(op: Op) -> tuple[int, ...] | None:
-        """Strides of a result that has no place yet: rows begin at multiples of 16 bytes."""
+        """Strides of a result without a place: rows begin at multiples of 16 bytes. None: without gaps."""
         t = op.outputs[0].type
         unit = 16 // t.dtype.itemsize
         return padded_rows(t.static_shape, unit=unit) if t.static_shape[-1] % unit else None
 
     def place(self, b: Builder, op: Op) -> None:
-        """Rows that begin at multiples of 16 bytes, unless the place is reserved."""
+        """Place the result in rows at multiples of 16 bytes, unless its place is reserved."""
         b.target(op.value, self._strides(op))
 
     def product(self, b: Builder, op: Op) -> Product:
@@ -383,7 +384,7 @@ class QuantizedMatMul(QuantizedProduct):
 
 
 def _rows(b: Builder, op: Op, x: TensorView) -> TensorView:
-    """Rows as 1 x 1 images that TMA can read: those of ``x``, or of a copy that is still to be made."""
+    """The rows of ``x``, or of a copy that is still to be made, as 1 x 1 images that TMA can read."""
     unit = conv_maps.aligned(x)
     found = rows_of(x, unit=unit)
     if found is None:
@@ -393,7 +394,7 @@ def _rows(b: Builder, op: Op, x: TensorView) -> TensorView:
 
 
 class HopperQuantizedMatMul(HopperProduct, QuantizedMatMul):
-    """On Hopper's kernels."""
+    """Products of rows on Hopper's kernels."""
 
     name = "gemm_sm90_8bit"
 

@@ -1,6 +1,6 @@
 """Quantization over coordinates (see :mod:`optdnn.kernels.index.index_kernel`): QuantizeLinear and its relatives, products of integers.
 
-The general ways, exact in every type; what runs on tensor cores is in :mod:`optdnn.kernels.quantized.hopper`.
+These kernels are general and exact in every type. Tensor-core kernels are in :mod:`optdnn.kernels.quantized.hopper`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from optdnn.types import FP32, UINT8, DType, is_float, normalize_axis
 
 
 def _parameter(name: str, placed: TensorView | None, axis: int, rank: int, block: int) -> str:
-    """The element of a scale or zero point that meets a point: one in all, one per entry of ``axis``, or one per block."""
+    """C++ of the scale or zero point of an element: one for the tensor, one per entry of ``axis``, or one per block."""
     if placed is None:
         return ""
     if len(placed.shape) <= 1 and math.prod(placed.shape) == 1:
@@ -37,7 +37,7 @@ def _axis(op: Op, rank: int) -> int:
 
 
 def rounded(value: str, zero: str, out: DType) -> str:
-    """C++ statements that round ``value`` (floating-point) half to even, shift and saturate it into the double ``q``."""
+    """C++ statements that round ``value`` (floating-point) half to even, add the zero point and saturate, into the double ``q``."""
     info = ml_dtypes.iinfo(out)  # type: ignore[no-untyped-call]
     low, high = info.min, info.max
     return (
@@ -51,7 +51,7 @@ def _quantize(b: Builder, op: Op) -> None:
     a, r = op.attrs, len(out.shape)
     axis, at, t = _axis(op, r), coordinates("o", r), CPP[a.precision or scale.dtype]
     s, z = (_parameter(n, p, axis, r, a.block_size) for n, p in (("s", scale), ("z", zero)))
-    # The quotient has the scale's type, and its roundings.
+    # The quotient has the scale's type, and is rounded to it.
     lines = f"""const auto v = widen(narrow<{t}>(widen(narrow<{t}>(widen(p.x[at_x({at})]))) / widen(narrow<{t}>(widen({s})))));"""
     if is_float(out.dtype):
         top = LARGEST.get(out.dtype, math.inf) if a.saturate else math.inf
@@ -65,7 +65,7 @@ def _quantize(b: Builder, op: Op) -> None:
 
 
 def _dynamic_quantize(b: Builder, op: Op) -> None:
-    """The range of all elements, the scale and zero point that it gives, and the elements in them."""
+    """Emits the range of all elements with its scale and zero point, then the quantized elements."""
     x = needed(b, op, 0)
     name, rank = op.outputs[0].name, len(x.shape)
     scale, zero = (
@@ -95,7 +95,7 @@ def _dequantize(b: Builder, op: Op) -> None:
 
 
 def _integer_product(b: Builder, op: Op) -> None:
-    """MatMulInteger and QLinearMatMul: exact sums, then scales."""
+    """MatMulInteger and QLinearMatMul: exact integer sums, then scales."""
     linear = op.kind == "QLinearMatMul"
     slots = (
         {"a": 0, "s": 1, "z": 2, "c": 3, "u": 4, "v": 5, "w": 6, "q": 7} if linear else {"a": 0, "c": 1, "z": 2, "v": 3}
@@ -115,7 +115,7 @@ def _integer_product(b: Builder, op: Op) -> None:
     at_c = ", ".join([*lead(right), "k", *([column] if column else [])])
 
     def entry(name: str, of_row: bool) -> str:
-        """A scalar, or the entry of a row of A or of a column of B."""
+        """C++ of a scalar, or of the entry for a row of A or a column of B."""
         p = placed.get(name)
         if p is None:
             return ""
@@ -143,7 +143,7 @@ def _integer_product(b: Builder, op: Op) -> None:
 
 
 def _integer_convolution(b: Builder, op: Op) -> None:
-    """ConvInteger and QLinearConv, of any groups and axes: exact sums over the taps inside of the image, then scales."""
+    """ConvInteger and QLinearConv with any groups and axes: exact integer sums over the taps inside the image, then scales."""
     linear, a = op.kind == "QLinearConv", op.attrs
     slots = (
         {"x": 0, "s": 1, "z": 2, "w": 3, "u": 4, "v": 5, "t": 6, "q": 7, "b": 8}
@@ -157,7 +157,7 @@ def _integer_convolution(b: Builder, op: Op) -> None:
     assert pads is not None
 
     def entry(name: str) -> str:
-        """A scalar, or the entry of an output channel."""
+        """C++ of a scalar, or of the entry for an output channel."""
         p = placed.get(name)
         return "" if p is None else f"p.{name}[0]" if math.prod(p.shape) == 1 else f"p.{name}[at_{name}(o1)]"
 
@@ -193,4 +193,4 @@ QUANTIZED: dict[str, Callable[[Builder, Op], None]] = {
     "MatMulInteger": _integer_product, "QLinearMatMul": _integer_product,
     "ConvInteger": _integer_convolution, "QLinearConv": _integer_convolution,
 }  # fmt: skip
-"""Kind -> what emits it."""
+"""Kind -> the function that emits it."""

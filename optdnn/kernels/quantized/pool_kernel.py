@@ -21,7 +21,8 @@ def recipe(
     block: int = 2,
     image: str = "float32",
 ) -> Recipe:
-    """The module of all kernels of this file. ``kernel`` of max_pool; ``channels``, ``block`` and element type of pack_image."""
+    """The recipe of all kernels of this file. ``kernel``: window of max_pool. ``channels``, ``block`` and ``image`` (element type): of
+    pack_image."""
     if dtype not in ("int8", "uint8") or image not in ("float32", "float16") or channels * block * block > 16:
         raise InternalError(f"no 8-bit pooling of {dtype} and {channels} channels of {image} in blocks of {block}")
     defines = {
@@ -35,7 +36,7 @@ def max_pool(
     dtype: str, arch: str, nhwc: tuple[int, int, int, int], kernel: tuple[int, int], stride: tuple[int, int],
     padding: tuple[int, int, int, int],
 ) -> Launch:  # fmt: skip
-    """Max pooling of a dense NHWC tensor "input" to "output"; padding (top, left, bottom, right) never wins. Channels are a
+    """Max pooling of a dense NHWC tensor "input" to "output". Padding (top, left, bottom, right) never wins. The number of channels is a
     multiple of 16."""
     n, h, w, c = nhwc
     if c % 16:
@@ -53,8 +54,8 @@ def max_pool(
 def pad_image(
     dtype: str, arch: str, nhwc: tuple[int, int, int, int], pitch: int, padding: tuple[int, int, int, int], zero: int
 ) -> Launch:
-    """NHWC "input" with pixels ``pitch`` bytes apart -> "output", with ``padding`` (top, left, bottom, right) pixels of ``zero``
-    around each image and pixels of a multiple of 16 channels, without gaps. ``pitch`` is a multiple of 16, too."""
+    """NHWC "input" with a pitch of ``pitch`` bytes per pixel -> "output" with ``padding`` (top, left, bottom, right) pixels of ``zero``
+    around each image. Output pixels have a multiple of 16 channels and no gaps. ``pitch`` is a multiple of 16, too."""
     n, h, w, c = nhwc
     if pitch % 16 or pitch < c:
         raise InternalError(f"pad_image: pixels {pitch} bytes apart")
@@ -68,9 +69,9 @@ def global_average_pool(
     dtype: str, arch: str, nhwc: tuple[int, int, int, int], input_zero: int, factor: float, bounds: tuple[float, float], zero: int,
     pitches: tuple[int, int] | None = None,
 ) -> Launch:  # fmt: skip
-    """Mean over height and width: NHWC "input" -> ``[n, c]`` "output": sums less zero points, times ``factor``, bounded,
-    rounded, shifted by ``zero``. Channels are a multiple of 4. ``pitches``: bytes from a pixel of
-    the input to the next, and from a row of the output (None: ``c``)."""
+    """Mean over height and width: NHWC "input" -> ``[n, c]`` "output". Zero points are subtracted from the sums; the sums are multiplied by
+    ``factor``, clipped to ``bounds``, rounded, and ``zero`` is added. The number of channels is a multiple of 4. ``pitches``: bytes from
+    a pixel of the input to the next, and from a row of the output to the next (None: ``c``)."""
     n, h, w, c = nhwc
     read, written = pitches or (c, c)
     if c % 4 or read % 4 or written % 4 or min(read, written) < c:
@@ -85,8 +86,8 @@ def global_average_pool(
 
 
 def pack_image(batch: int, source: Source, together: int, image: str, target: QuantParams, arch: str) -> Launch:
-    """NCHW "input" of the strided few-channel ``source``, of the element type ``image`` -> the image that
-    ``overlapped(source, together)`` reads, quantized."""
+    """NCHW "input" of element type ``image``, for the strided few-channel ``source`` -> the quantized image that
+    ``overlapped(source, together)`` reads."""
     if target.zero:
         raise InternalError("padding is stored as zeros: images have zero point 0")
     made, (before, _, width) = overlapped(source, together), row_padding(source, together)

@@ -18,7 +18,7 @@ from optdnn.ops.base import attrs_dict
 
 
 class Int8MaxPool(Tactic):
-    """Max pooling of int8 or uint8 images that lie channels-last without gaps: sixteen channels a thread."""
+    """Max pooling of int8 or uint8 channels-last images without gaps: 16 channels per thread."""
 
     name = "max_pool_8bit"
 
@@ -57,20 +57,20 @@ class Int8MaxPool(Tactic):
 
 
 class Int8Mean(Tactic):
-    """Global average pooling of int8 or uint8 images; those that do not lie channels-last, at most filled up to sixteens of channels,
-    are copied."""
+    """Global average pooling of int8 or uint8 images. The kernel reads channels-last images, without gaps or padded to a multiple of 16
+    channels; other images are copied."""
 
     name = "mean_8bit"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         x = b.graph.type(op.inputs[0])  # type: ignore[arg-type]
         if x.dtype.name not in ("int8", "uint8") or op.outputs[0].type.dtype != x.dtype:
-            return "it is for int8 or uint8, in and out"
+            return "it is for int8 or uint8 operands and results"
         return "its number of channels is not a multiple of 4" if x.static_shape[1] % 4 else None
 
     @staticmethod
     def _pitch(x: TensorView) -> int | None:
-        """Channels from a pixel to the next, where the kernel can read or write them so."""
+        """Channels from a pixel to the next; None if the kernel cannot read or write ``x``."""
         c = x.shape[1]
         found = (p for p in (c, up(c, 16)) if x.is_like(channels_last(x.shape, p)) and x.offset % 4 == 0)
         return next(found, None)

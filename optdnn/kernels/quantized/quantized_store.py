@@ -1,4 +1,4 @@
-"""A float result that goes out in 8 bits as well, or instead: ``Narrow`` of ``narrow.cuh``."""
+"""A float result that is also, or only, stored in 8 bits: ``Narrow`` of ``narrow.cuh``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optdnn.runtime.cuda.gpu_facts import capability_of
 
 @dataclass(frozen=True)
 class QuantizedStore:
-    """Stored = saturate(round(x * ``factor``) + ``zero``); ``low`` and ``high`` are the bounds before rounding."""
+    """Stored = saturate(round(x * ``factor``) + ``zero``). ``low`` and ``high`` are the bounds before rounding."""
 
     factor: float = 1.0
     low: float = 0.0
@@ -27,17 +27,17 @@ class QuantizedStore:
         return cls(float(np.float32(1.0 / to.scale)), low, high, to.zero)
 
     def put(self, parameters: Parameters) -> None:
-        """Append the kernel's structure."""
+        """Append the fields of the kernel's ``Narrow`` structure."""
         parameters.f32(self.factor, self.low, self.high).i32(self.zero)
 
 
 def narrow_kind(dtype: str) -> int:
-    """NARROW of the kernels: 0 for no 8-bit result, 1 for integers, 2 for fp8."""
+    """The kernels' constant NARROW: 0 for no 8-bit result, 1 for integers, 2 for fp8."""
     return 0 if not dtype else 2 if dtype.startswith("float8") else 1
 
 
 def no_conversion(dtype: str, arch: str) -> str | None:
-    """Why there is no instruction that rounds to an 8-bit type on an architecture, or None."""
+    """Why an architecture has no instruction that rounds to an 8-bit type, or None."""
     if dtype.startswith("float8") and capability_of(arch) < (8, 9):
         return f"instructions that round to fp8 begin with sm_89: {arch} has none"
     return None

@@ -1,7 +1,7 @@
-"""The quantization after an operator's float result, which the operator's own kernel can take along.
+"""The quantization after an operator's float result: the operator's own kernel can compute it.
 
-A QuantizeLinear that nothing else took is a Pointwise of a division, a rounding, bounds and a cast
-(:mod:`optdnn.passes.rules.quantized_stages`): here it is recognized.
+A QuantizeLinear that no other operator absorbed is a Pointwise of a division, a rounding, a clip and a cast
+(:mod:`optdnn.passes.rules.quantized_stages`). This module recognizes it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from optdnn.types import FP32, is_float
 
 @dataclass(frozen=True)
 class Quantizer:
-    """``op`` quantizes a value to 8 bits as ``to`` does, and does nothing else."""
+    """``op`` quantizes a value to 8 bits with the parameters ``to``, and does nothing else."""
 
     op: Op
     to: QuantParams
 
 
 def quantization(graph: Graph, op: Op) -> tuple[Value, QuantParams] | None:
-    """What a Pointwise that only quantizes reads, and how; None for any other op, and for scales per channel."""
+    """The operand and the parameters of a Pointwise that only quantizes; None for any other op, and for scales per channel."""
     if op.kind != "Pointwise" or op.inputs[0] is None or op.attrs.prologue or op.outputs[0].type.dtype.itemsize != 1:
         return None
     source, dtype, stages = graph.type(op.inputs[0]).dtype, op.outputs[0].type.dtype, list(op.attrs.epilogue)
@@ -53,7 +53,7 @@ def quantization(graph: Graph, op: Op) -> tuple[Value, QuantParams] | None:
 
 
 def quantizer_of(b: Builder, value: Value) -> Quantizer | None:
-    """The one op that quantizes a value; None where there is none, or several, or it must be written to a place of its own."""
+    """The op that quantizes a value; None unless there is exactly one, or if the place of its result is reserved."""
     found = [(u, q) for u in b.graph.users(value) if (q := quantization(b.graph, u)) is not None]
     if len(found) != 1 or found[0][0].value in b.reserved:
         return None
@@ -61,8 +61,8 @@ def quantizer_of(b: Builder, value: Value) -> Quantizer | None:
 
 
 def meaning(op: Op, to: Quantizer, kept: bool, attrs: dict[str, Any] | None = None, kind: str = "") -> dict[str, Any]:
-    """The attributes of a "Quantized" step (:class:`optdnn.ops.regions.QuantizedAttrs`): ``op``'s (or those given), its kind, and how its
-    result is narrowed; ``kept``: the float result is written, too."""
+    """The attributes of a "Quantized" step (:class:`optdnn.ops.regions.QuantizedAttrs`): attributes and kind of ``op`` (or ``attrs`` and
+    ``kind``), and the quantization of its result. ``kept``: the float result is stored, too."""
     own = attrs_dict(op.attrs) if attrs is None else attrs
     low, high = BOUNDS[to.to.dtype]
     return {

@@ -1,4 +1,4 @@
-"""The stem of 8-bit networks: a strided convolution of few channels as one over blocks of neighbouring pixels."""
+"""The stem of 8-bit networks: a strided convolution of few channels becomes a convolution over blocks of neighbouring pixels."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from optdnn.kernels.conv.problem import Source, space_to_depth, space_to_depth_w
 from optdnn.types import Array
 
 LANES = 16
-"""Channels per pixel of an image whose neighbouring pixels are read together."""
+"""Channels per pixel of an image with neighbouring pixels that are read together."""
 
 
 def overlapped(source: Source, together: int) -> Source:
-    """A strided few-channel source as one over blocks of pixels: ``together`` neighbours in a row are one pixel's channels.
+    """A strided few-channel source as a source over blocks of pixels: ``together`` neighbours in a row are the channels of one pixel.
 
-    The blocks of :func:`.conv_problem.space_to_depth` have 16 channels, half of what 8-bit wgmma takes in one step. As
-    neighbouring pixels are neighbours in memory, a pixel ``together`` x 16 channels wide that begins every 16 bytes makes one tap
-    of ``together``. Padding to the left and right is then part of the image: :func:`row_padding`.
+    The blocks of :func:`.conv_problem.space_to_depth` have 16 channels, half of the K step of 8-bit wgmma. Neighbouring pixels are
+    neighbours in memory. A pixel of ``together`` x 16 channels that begins every 16 bytes therefore turns ``together`` taps into one.
+    Padding to the left and right then has to be part of the image: :func:`row_padding`.
     """
     made = space_to_depth(source)
     if made.channels != LANES:
-        raise InternalError(f"pixels of {made.channels} channels are not read together")
+        raise InternalError(f"neighbouring pixels of {made.channels} channels cannot be read together")
     taps = -(-made.kernel[1] // together)
     top, left, bottom, right = made.padding
     width = left + made.width + right + taps * together - made.kernel[1] - (together - 1)
@@ -31,8 +31,7 @@ def overlapped(source: Source, together: int) -> Source:
 
 
 def row_padding(source: Source, together: int) -> tuple[int, int, int]:
-    """The rows of the image that :func:`overlapped` reads: pixels of zeros before a row, pixels that hold the image, pixels of
-    a row."""
+    """Rows of the image that :func:`overlapped` reads: number of zero pixels before a row, of image pixels, and of all pixels of a row."""
     made, wide = space_to_depth(source), overlapped(source, together)
     return made.padding[1], made.width, wide.width + together - 1
 

@@ -10,14 +10,14 @@ from optdnn.ops.rnn import RNNAttrs
 
 
 def per_direction(op: Op) -> int:
-    """Activations of a direction."""
+    """Number of activations of a direction."""
     return len(op.attrs.activations) // int(op.outputs[0].type.static_shape[1])
 
 
 def activation(a: RNNAttrs, index: int, gate: bool, x: str, t: str, texts: Mapping[str, str]) -> str:
-    """C++ of the activation function ``index`` of ``x``, in arithmetic of type ``t``.
+    """C++ of activation function number ``index`` of ``x``, in arithmetic of type ``t``.
 
-    ``gate``: its argument is clipped. ``texts``: function -> C++ with ``{x}``, in place of the exact one.
+    ``gate``: clip its argument if the layer clips. ``texts``: function -> C++ with ``{x}`` that replaces the exact function.
     """
     name, alpha, beta = a.activations[index], a.alphas[index], a.betas[index]
     if a.clip is not None and gate:

@@ -24,7 +24,7 @@ THREADS = 512
 
 
 class GeneralRNN(Tactic):
-    """RNN, GRU and LSTM with everything that ONNX lets them have; a product of all inputs, then a block per entry of the batch."""
+    """RNN, GRU and LSTM with all options of ONNX: a product of all inputs, then a block per entry of the batch."""
 
     name = "rnn"
 
@@ -105,15 +105,15 @@ class GeneralRNN(Tactic):
 
 
 def _direction(x: TensorView, d: int) -> TensorView:
-    """One direction of a tensor that has them first."""
+    """Direction ``d`` of a tensor with the directions as its first axis."""
     return x.view(x.shape[1:], x.strides[1:], d * x.strides[0])
 
 
 @dataclass(frozen=True)
 class _Recurrence:
-    """The generated kernel of one direction ``d`` of a layer: a warp takes a hidden unit, its lanes the units of the state before.
+    """The generated kernel of direction ``d`` of a layer. A warp computes a hidden unit; its lanes share the units of the previous state.
 
-    ``t``: the type that is computed in; ``stored``: that of the results; ``names``: the parameters that are present.
+    ``t``: type of the arithmetic. ``stored``: type of the results. ``names``: the parameters that are present.
     """
 
     op: Op
@@ -128,7 +128,7 @@ class _Recurrence:
         return int(self.op.attrs.hidden_size)
 
     def activation(self, index: int, x: str, gate: bool = True) -> str:
-        """C++ of the direction's activation function of this number."""
+        """C++ of the direction's activation function number ``index``."""
         return activation(self.op.attrs, self.d * per_direction(self.op) + index, gate, x, self.t, {})
 
     def _bias(self, gate: int) -> str:
@@ -140,7 +140,7 @@ class _Recurrence:
         return f"p.g[at + {gate} * {self.hidden} + u] + a{gate}{f' + {bias}' if bias else ''}"
 
     def dot(self, first: int, last: int, source: str) -> str:
-        """C++ of the products of the gates ``first`` to ``last`` with a state."""
+        """C++ of the products of a state with the weights of the gates from ``first`` up to, not including, ``last``."""
         own, t = range(first, last), self.t
         zero = " ".join(f"{t} a{g} = 0;" for g in own)
         add = " ".join(f"a{g} += {t}(widen(p.r[({g} * {self.hidden} + u) * p.sr[0] + k * p.sr[1]])) * x;" for g in own)
@@ -149,7 +149,7 @@ class _Recurrence:
                 f"for (int m = 16; m; m /= 2) {{ {fold} }}")  # fmt: skip
 
     def peephole(self, gate: int, cell: str) -> str:
-        """C++ that adds what a gate sees of the cell."""
+        """C++ that adds a gate's peephole of the cell."""
         return f" + {self.t}(widen(p.q[({gate} * {self.hidden} + u) * p.sq[0]])) * {cell}" if "q" in self.names else ""
 
     def lstm(self) -> str:
@@ -161,7 +161,7 @@ class _Recurrence:
                 f"next[u] = {f(0, before(1) + peep(1, 'cell'))} * {f(2, 'cell', False)}; }}")  # fmt: skip
 
     def gru(self) -> tuple[str, str]:
-        """C++ that gates the state first ("" where the reset gate comes after the product), and of a unit's step, of a GRU."""
+        """C++ of a GRU: the code that gates the state first ("" if the reset gate comes after the product), and a unit's step."""
         t, f, before = self.t, self.activation, self.before
         if self.op.attrs.linear_before_reset:
             bias = f" + {t}({self._bias(2)})" if "b" in self.names else ""
@@ -176,7 +176,7 @@ class _Recurrence:
             f"next[u] = ({t}(1) - z) * {f(1, before(2))} + z * h[u]; }}")  # fmt: skip
 
     def step(self) -> tuple[str, str]:
-        """C++ of all units before a step, and of a unit's step."""
+        """C++ that runs for all units before a step, and C++ of a unit's step."""
         if self.op.kind == "LSTM":
             return "", self.lstm()
         if self.op.kind == "GRU":
@@ -190,7 +190,7 @@ class _Recurrence:
         return f"{self.t}(widen(p.{state}[n * p.s{state}[0] + u * p.s{state}[1]]))"
 
     def text(self, fields: Sequence[str]) -> str:
-        """The kernel; ``fields``: of its parameters."""
+        """The kernel's text. ``fields``: the fields of its parameters."""
         steps, _, batch, hidden = self.op.outputs[0].type.static_shape
         t, ty, width = self.t, self.stored, GATES[self.op.kind] * hidden
         first, step = self.step()

@@ -33,7 +33,7 @@ ACTIVATIONS: dict[str, list[tuple[str, ...]]] = {
     "GRU": [("Sigmoid", "Tanh")],
     "RNN": [("Relu",), ("Tanh",)],
 }
-"""The attributes of a direction that the kernel supports."""
+"""Cell -> the activations of a direction that the kernel supports."""
 
 
 @lru_cache(maxsize=256)
@@ -45,20 +45,20 @@ def _offers(problem: grid_kernel.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
 
 def state_strides(op: Op) -> tuple[int, ...]:
-    """Strides of the states of all steps, as the kernel writes them: [steps, batch, directions, hidden]."""
+    """Strides of the states of all steps in the kernel's order: [steps, batch, directions, hidden]."""
     _, count, batch, hidden = op.outputs[0].type.static_shape
     return (batch * count * hidden, hidden, count * hidden, 1)
 
 
 def place_states(b: Builder, op: Op) -> None:
-    """The states of both directions lie side by side for each entry of the batch, as their readers want them."""
+    """Place the results. For each batch entry, the states of both directions are contiguous, the order that readers want."""
     b.target(op.value, state_strides(op))
     for port in range(1, len(op.outputs)):
         b.target(Value(op.id, port))
 
 
 def written_states(b: Builder, op: Op) -> tuple[list[TensorView], list[TensorView]]:
-    """The places of the results, and where the launch writes them: there, or where :func:`copy_states` copies from."""
+    """The results, and the views that the launch writes: the results themselves, or the sources of :func:`copy_states`."""
     results = [b.target(Value(op.id, port)) for port in range(len(op.outputs))]
     strides = [state_strides(op), *(row_major(y.shape) for y in results[1:])]
     written = [
@@ -69,14 +69,14 @@ def written_states(b: Builder, op: Op) -> tuple[list[TensorView], list[TensorVie
 
 
 def copy_states(b: Builder, op: Op, results: Sequence[TensorView], written: Sequence[TensorView]) -> None:
-    """Copy what the launch wrote elsewhere to the places of the results."""
+    """Copy results that the launch wrote elsewhere to their places."""
     for source, target in zip(written, results, strict=True):
         if source is not target:
             copy(b, op, source, target)
 
 
 def constant_operand(b: Builder, op: Op, index: int) -> Array:
-    """A constant operand, which the tactic requires."""
+    """A constant operand. Raises InternalError if it is not constant."""
     found = b.graph.constant_value(op.inputs[index])
     if found is None:
         raise InternalError(f"{op.kind} {op.name}: its weights are not constant")
@@ -84,11 +84,11 @@ def constant_operand(b: Builder, op: Op, index: int) -> Array:
 
 
 class GridRNN(ProblemTactic):
-    """RNN, GRU and LSTM of 16-bit floats with constant weights, whose blocks fill the grid: each holds rows of the recurrent matrix."""
+    """RNN, GRU and LSTM of 16-bit floats with constant weights: each block of the grid holds rows of the recurrent matrix."""
 
     name = "rnn_grid"
     row_invariant: ClassVar[bool] = False
-    """Batches beyond its tiles are another tactic's."""
+    """Other tactics run batches beyond its tiles."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         a: RNNAttrs = op.attrs
@@ -98,7 +98,9 @@ class GridRNN(ProblemTactic):
             return "it is for 16-bit floats"
         count = op.outputs[0].type.static_shape[1]
         if a.activations not in [own * count for own in ACTIVATIONS[op.kind]]:
-            return f"its activations are the usual ones in both directions, not {', '.join(a.activations)}"
+            return (
+                f"it supports the default activations only, the same in both directions, not {', '.join(a.activations)}"
+            )
         if (why := unplain(op)) is not None:
             return why
         operands = [op.inputs[1], op.inputs[2], *([] if op.input(3) is None else [op.inputs[3]])]
@@ -156,7 +158,7 @@ class GridRNN(ProblemTactic):
 
     @staticmethod
     def state(b: Builder, op: Op, value: Value | None, shape: tuple[int, ...]) -> TensorView:
-        """An initial state, dense; zeros where only the other one is given."""
+        """An initial state without gaps; zeros if ``value`` is None."""
         if value is None:
             return b.constant(np.zeros(shape, op.outputs[0].type.dtype), "zeros")
         x = b.operand(value)
@@ -164,7 +166,7 @@ class GridRNN(ProblemTactic):
 
     @staticmethod
     def products(b: Builder, op: Op, rows: int, columns: int) -> TensorView:
-        """The products of all inputs with the weights of all directions, plus the biases of the inputs: [rows, columns]."""
+        """Emits the products of all inputs with the weights of all directions, plus the input biases: [rows, columns]."""
         w = constant_operand(b, op, 1)
         depth = w.shape[2]
         flat = np.ascontiguousarray(w.reshape(columns, depth))

@@ -1,7 +1,7 @@
 """Plans of the persistent recurrent layer over the whole grid (``rnn_grid.cu``): one layer, all directions and steps.
 
-Weights of the recurrence stay in registers, and blocks exchange the state through global memory. So a layer's matrix may be as
-large as the registers of the GPU: 2048 units of a plain RNN in both directions, 1024 of an LSTM.
+The recurrent weights stay in registers, and blocks exchange the state through global memory. A layer's matrix may therefore be as
+large as the registers of the GPU: 2048 units of a plain RNN in both directions, 1024 units of an LSTM.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ ROW_TILES = (1, 2, 4)
 MAX_CHUNKS = 16
 """Most tiles of 16 x 32 weights in the registers of a warp."""
 MAX_COLUMN_TILES = 8
-"""Most tiles of eight entries of the batch: a thread keeps the states of its units in registers."""
+"""Most tiles of eight batch entries: a thread keeps the states of its units in registers."""
 L2_BANDWIDTH = 6e12
 EXCHANGE_S = 0.4e-6
-"""From a store to the load that finds it in another block."""
+"""Seconds from a store to the load in another block that sees it."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A layer of ``hidden`` units over ``steps`` x ``batch`` products of inputs, in ``directions``.
+    """A layer of ``hidden`` units over ``steps`` x ``batch`` products of inputs, in ``directions`` directions.
 
     ``relu``: the activation of an RNN (else tanh). ``reverse``: the first direction runs from the last step to the first.
-    ``bias``: there is one of the recurrence. ``initial``: initial states are given (zeros otherwise).
+    ``bias``: the recurrence has a bias. ``initial``: initial states are given (zeros otherwise).
     """
 
     cell: str
@@ -49,12 +49,12 @@ class Problem:
 
     @property
     def gates(self) -> int:
-        """Rows of the matrix for each unit, as the kernel multiplies them."""
+        """Rows of the matrix per unit in the kernel."""
         return 1 if self.cell == "RNN" else 4
 
     @property
     def column_tiles(self) -> int:
-        """Tiles of eight entries of the batch."""
+        """Tiles of eight batch entries."""
         return -(-self.batch // 8)
 
 
@@ -79,10 +79,10 @@ def blocks(problem: Problem, config: Config) -> int:
 
 
 def refuse(problem: Problem, config: Config, *, at_once: int) -> str | None:
-    """Why the configuration cannot run the problem, or None. ``at_once``: blocks that the device runs at once, one on each
+    """Why the configuration cannot run the problem, or None. ``at_once``: blocks that the device runs at once, one per
     multiprocessor."""
     if problem.hidden % 256 or problem.hidden < 256:
-        return f"{problem.hidden} hidden units: it takes multiples of 256"
+        return f"{problem.hidden} hidden units (a multiple of 256 is needed)"
     if problem.steps < 1 or problem.batch < 1:
         return "nothing to compute"
     if problem.column_tiles > MAX_COLUMN_TILES:
@@ -90,21 +90,22 @@ def refuse(problem: Problem, config: Config, *, at_once: int) -> str | None:
     if problem.hidden // 256 * config.row_tiles > MAX_CHUNKS or problem.hidden % units(problem, config):
         return "the block's part of the matrix does not fit its registers"
     if blocks(problem, config) > at_once:
-        return f"its {blocks(problem, config)} blocks would not run at once"
+        return f"its {blocks(problem, config)} blocks cannot run at once"
     if problem.steps * problem.batch * problem.directions * problem.hidden * problem.gates >= 1 << 31:
-        return "more elements than the kernel addresses"
+        return "it has more elements than the kernel can address"
     return None
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: eight columns of the state, and partial sums twice."""
+    """Bytes of dynamic shared memory of a block: eight columns of the state, and two buffers of partial sums."""
     share = problem.hidden // WARPS * 2
     pitch = share if share % 128 else share + 64
     return WARPS * 8 * pitch + 2 * WARPS * 8 * (16 * config.row_tiles + 4) * 4
 
 
 def recipe(problem: Problem, config: Config, arch: str, *, checked: bool = False) -> Recipe:
-    """What to compile. Steps and the batch are parameters, but for the batch's tiles. ``checked``: a wait that never ends traps."""
+    """The kernel's recipe. Steps and the batch are parameters, except the number of the batch's tiles. ``checked``: a wait that never
+    ends traps."""
     defines = {
         "CELL": CELLS.index(problem.cell), "RELU": int(problem.relu), "HIDDEN": problem.hidden, "ROW_TILES": config.row_tiles,
         "DIRECTIONS": problem.directions, "REVERSE": int(problem.reverse), "COLUMN_TILES": problem.column_tiles,
@@ -116,14 +117,14 @@ def recipe(problem: Problem, config: Config, arch: str, *, checked: bool = False
 
 
 def exchange_words(problem: Problem) -> int:
-    """32-bit words of the two slots in which blocks exchange the state: as many tags as pairs of units."""
+    """32-bit words of the two slots in which blocks exchange the state: each pair of units has a tag."""
     return 2 * problem.directions * problem.batch * problem.hidden
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
-    """The launch. Operands: ``gates`` [steps, batch, directions, gates, hidden], ``weights`` and ``bias`` as ONNX has R and B,
+    """The launch. Operands: ``gates`` [steps, batch, directions, gates, hidden], ``weights`` and ``bias`` in the layout of ONNX's R and B,
     ``initial_h`` and ``initial_c`` [directions, batch, hidden], ``output`` [steps, batch, directions, hidden], ``final_h`` and
-    ``final_c``; ``exchange`` and ``epoch``, which are zeros at first and kept from run to run."""
+    ``final_c``; ``exchange`` and ``epoch``, zeros at first and kept from run to run."""
     lstm = problem.cell == "LSTM"
     parameters = Parameters().pointer("gates", "weights", "bias" if problem.bias else None)
     parameters.pointer("initial_h" if problem.initial else None, "initial_c" if problem.initial and lstm else None)
@@ -136,8 +137,8 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Predicted seconds: each step waits for what the step before wrote, then multiplies its rows. Fitted to 2 x 2048 units
-    of an RNN: 1.0 us for each step, 2.3 with a batch of eight."""
+    """Predicted seconds: each step waits for the state of the step before, then multiplies its rows. Fitted to 2 x 2048 units of an RNN:
+    1.0 us per step, 2.3 us with a batch of eight."""
     live = min(problem.batch, 8)
     multiply = 2 * config.row_tiles * problem.hidden // 128 * 8 + 300
     read = blocks(problem, config) * live * problem.hidden * 4 / L2_BANDWIDTH

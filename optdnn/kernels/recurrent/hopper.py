@@ -18,7 +18,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, FP32, Array
 
 BETWEEN = frozenset({"Squeeze", "Reshape"})
-"""The operators between stacked layers: the axis of directions goes."""
+"""Operators between stacked layers: they remove the axis of directions."""
 
 
 @lru_cache(maxsize=256)
@@ -27,7 +27,7 @@ def _offers(problem: rnn.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
 
 def _constants(b: Builder, op: Op) -> list[Array] | None:
-    """W, R and B (zeros where it is absent) of a layer; None where they are not constant."""
+    """W, R and B (zeros if absent) of a layer; None if they are not constant."""
     w, r = (b.graph.constant_value(v) for v in op.inputs[1:3])
     if w is None or r is None:
         return None
@@ -38,21 +38,22 @@ def _constants(b: Builder, op: Op) -> list[Array] | None:
 
 
 def unplain(op: Op) -> str | None:
-    """Why the cells of a layer are not those of the kernels whose blocks exchange states, or None; activations are judged apart."""
+    """Why the kernels with blocks that exchange states do not support the cells of a layer, or None. Activations are checked
+    separately."""
     a: RNNAttrs = op.attrs
     if op.kind == "GRU" and not a.linear_before_reset:  # type: ignore[attr-defined]
-        return "its GRU is linear before the reset gate"
+        return "it needs a GRU with linear_before_reset"
     if a.clip is not None or (op.kind == "LSTM" and a.input_forget):  # type: ignore[attr-defined]
-        return "it neither clips nor couples gates"
+        return "it does not support clipped or coupled gates"
     if op.input(4) is not None:
-        return "all its sequences have one length"
+        return "it does not support sequences of several lengths"
     if op.kind == "LSTM" and op.input(7) is not None:
-        return "it has no peepholes"
+        return "it does not support peepholes"
     return None
 
 
 def initial_states(op: Op) -> list[Value | None]:
-    """The initial states that the cell has."""
+    """The initial states of the cell: h, and c of an LSTM (None: zeros)."""
     return [op.input(5), op.input(6)][: 2 if op.kind == "LSTM" else 1]
 
 
@@ -62,14 +63,14 @@ def _zero(b: Builder, value: Value | None) -> bool:
 
 
 class HopperRNN(ProblemTactic):
-    """LSTM and GRU of 16-bit floats with constant weights: all steps, and all layers that follow one another, in one launch.
+    """LSTM and GRU of 16-bit floats with constant weights: all steps of all stacked layers in one launch.
 
-    The launch is emitted at the first layer; later ones find their results placed.
+    The launch is emitted at the first layer.
     """
 
     name = "rnn_sm90"
     row_invariant: ClassVar[bool] = False
-    """How many columns a multiplication takes at once decides how a sum is split; and batches beyond its tile are another tactic's."""
+    """The number of columns of a product sets how a sum is split, and other tactics run batches beyond the tile."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         a: RNNAttrs = op.attrs
@@ -82,7 +83,7 @@ class HopperRNN(ProblemTactic):
             a.activations[: len(usual)] * (len(a.activations) // len(usual)) != a.activations
             or a.activations[: len(usual)] != usual
         ):
-            return f"its activations are the usual ones, not {', '.join(a.activations)}"
+            return f"it supports the default activations only, not {', '.join(a.activations)}"
         if (why := unplain(op)) is not None:
             return why
         if _constants(b, op) is None:
@@ -90,7 +91,7 @@ class HopperRNN(ProblemTactic):
         problem = self._problem(b, [op], False)
         reason = rnn.refuse(problem, rnn.Config(8), most_clusters=1 << 30)
         if reason is None and not _offers(problem, b.gpu):
-            reason = "its clusters would not run at once"
+            reason = "its clusters cannot run at once"
         return reason
 
     @staticmethod
@@ -103,13 +104,13 @@ class HopperRNN(ProblemTactic):
         )
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The layer and those that follow it directly, with the operators between them."""
+        """The layer and the layers stacked on it, with the operators between them."""
         layers = self._stack(b, op)
         between = [b.graph.op(layer.inputs[0]) for layer in layers[1:]]  # type: ignore[arg-type]
         return Region(op, after=tuple(x for pair in zip(between, layers[1:], strict=True) for x in pair))
 
     def place(self, b: Builder, op: Op) -> None:
-        """All results of a kind lie together: those of the last layer, the last states, and the outputs of the layers before."""
+        """Place the results in one buffer per kind: outputs of the last layer, final states, and outputs of the layers before."""
         layers = self._stack(b, op)
         steps, count, batch, hidden = op.outputs[0].type.static_shape
         kinds = 2 if op.kind == "LSTM" else 1
@@ -126,20 +127,20 @@ class HopperRNN(ProblemTactic):
                 b.place[value] = found
 
     def problem(self, b: Builder, op: Op) -> rnn.Problem:
-        """All layers, in the first direction."""
+        """The problem of all layers in the first direction."""
         layers = self._stack(b, op)
         return self._problem(b, layers, self._initialized(b, layers), op.attrs.direction == "reverse")
 
     @staticmethod
     def _initialized(b: Builder, layers: Sequence[Op]) -> bool:
-        """Whether a layer's states are not zero at first."""
+        """Whether any layer has initial states that are not zeros."""
         return not all(_zero(b, v) for layer in layers for v in initial_states(layer))
 
     def offers(self, problem: rnn.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return _offers(problem, gpu)
 
     def named(self, b: Builder, op: Op, name: str) -> Offer | None:
-        """The best one, where the name was chosen only for such a layer, without those after it."""
+        """The configuration of this name, or the best one: the name may have been chosen for the layer without the layers after it."""
         return super().named(b, op, name) or self.configs(b, op)[0]
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
@@ -195,7 +196,7 @@ class HopperRNN(ProblemTactic):
 
     @staticmethod
     def _initial(b: Builder, op: Op, layers: Sequence[Op], d: int, kind: int) -> TensorView:
-        """The initial states of all layers, one after the other."""
+        """The initial states of all layers in one tensor [layers, batch, hidden]."""
         batch, hidden = op.outputs[0].type.static_shape[2:]
         dtype = op.outputs[0].type.dtype
         values = [initial_states(layer)[kind] for layer in layers]
@@ -226,7 +227,7 @@ class HopperRNN(ProblemTactic):
     def _results(
         layers: Sequence[Op], last: TensorView, finals: Sequence[TensorView], inner: TensorView
     ) -> Iterator[tuple[Value, TensorView]]:
-        """The results of all layers, and where the launch writes them."""
+        """The results of all layers, and the views that the launch writes."""
         count = last.shape[1]
         for i, layer in enumerate(layers):
             whole = last if layer is layers[-1] else inner.view(
@@ -236,22 +237,22 @@ class HopperRNN(ProblemTactic):
                 yield Value(layer.id, port), found
 
     def _stack(self, b: Builder, op: Op) -> list[Op]:
-        """The layer and those that follow it directly, as far as one launch can run them."""
+        """The layer and the layers stacked on it, as far as one launch can run them."""
         layers = [op]
         if op.attrs.direction == "bidirectional":
             return layers
         while True:
-            behind = b.graph.sole_user(layers[-1].value)
-            if behind is None or behind.kind not in BETWEEN:
+            between = b.graph.sole_user(layers[-1].value)
+            if between is None or between.kind not in BETWEEN:
                 return layers
-            t, steps = behind.outputs[0].type, op.outputs[0].type.static_shape
-            following = b.graph.sole_user(behind.value)
+            t, steps = between.outputs[0].type, op.outputs[0].type.static_shape
+            following = b.graph.sole_user(between.value)
             same = following is not None and following.kind == op.kind and following.attrs == op.attrs
             if (
                 not same
                 or following is None
                 or t.static_shape != (steps[0], *steps[2:])
-                or following.inputs[0] != behind.value
+                or following.inputs[0] != between.value
             ):
                 return layers
             ready = all(

@@ -1,7 +1,7 @@
 """Plans of the persistent LSTM and GRU (``rnn_sm90.cu``): all layers and time steps in one launch.
 
-Clusters have ``hidden / 32`` blocks. In each layer one multiplies the inputs, and one per part of the batch carries the
-recurrence; weights stay in registers. Gates are in ONNX's order (LSTM: input, output, forget, cell; GRU: update, reset, hidden,
+A cluster has ``hidden / 32`` blocks. In each layer, one cluster multiplies the inputs, and one cluster per part of the batch computes
+the recurrence. Weights stay in registers. Gates are in ONNX's order (LSTM: input, output, forget, cell; GRU: update, reset, hidden,
 with ``linear_before_reset``).
 """
 
@@ -51,14 +51,14 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Multiply-adds counted as two."""
+        """Operations of all products: a multiply-add counts as two."""
         rows = _GATES[self.cell] * self.hidden
         return 2 * self.steps * self.batch * rows * (self.inputs + self.hidden * (2 * self.layers - 1))
 
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """A recurrence's cluster takes ``columns`` (a multiple of 8) entries of the batch."""
+    """A cluster of the recurrence takes ``columns`` (a multiple of 8) entries of the batch."""
 
     columns: int
 
@@ -67,7 +67,7 @@ class Config:
 
 
 def groups(problem: Problem, config: Config) -> int:
-    """Parts of the batch."""
+    """Number of parts of the batch."""
     return -(-problem.batch // config.columns)
 
 
@@ -77,35 +77,36 @@ def clusters(problem: Problem, config: Config) -> int:
 
 
 def refuse(problem: Problem, config: Config, *, most_clusters: int = 7) -> str | None:
-    """Why the configuration cannot run the problem, or None. ``most_clusters``: of 16 blocks that run at once on the device."""
+    """Why the configuration cannot run the problem, or None. ``most_clusters``: clusters of 16 blocks that run at once on the device."""
     if problem.cell not in CELLS:
         return f"no cell {problem.cell!r}"
     if problem.hidden % 32 or not 32 <= problem.hidden <= 512:
-        return f"{problem.hidden} hidden units: a multiple of 32 up to 512 fits the registers of a cluster"
+        return f"{problem.hidden} hidden units do not fit a cluster (a multiple of 32 up to 512 is needed)"
     if problem.inputs % 8 or not 8 <= problem.inputs <= 512:
-        return f"{problem.inputs} inputs: a multiple of 8 up to 512 fits the registers of a cluster"
+        return f"{problem.inputs} inputs do not fit a cluster (a multiple of 8 up to 512 is needed)"
     if problem.steps < 1 or problem.batch < 1 or problem.layers < 1:
         return "nothing to compute"
     if problem.batch > MAX_BATCH:
-        return f"a batch of {problem.batch} exceeds {MAX_BATCH}, a projection's tile"
+        return f"a batch of {problem.batch} exceeds {MAX_BATCH}, the tile of the input projection"
     if config.columns % 8 or not 8 <= config.columns <= 32:
         return "not a tile of this kernel"
     if clusters(problem, config) > most_clusters:
-        return f"{clusters(problem, config)} clusters would not run at once"
+        return f"{clusters(problem, config)} clusters cannot run at once"
     if problem.steps * problem.batch * problem.hidden * problem.layers >= 1 << 31:
-        return "more elements than the kernel addresses"
+        return "it has more elements than the kernel can address"
     return None
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: the recurrence's h twice and its own part twice, or the projection's ring of inputs."""
+    """Bytes of dynamic shared memory of a block: in the recurrence, two buffers of h and two of the block's own part; in the projection,
+    the ring of inputs."""
     chunks = max(-(-problem.inputs // 32), problem.ranks)
     project = INPUT_STAGES * -(-problem.batch // 8) * 8 * (chunks * 64 + 64)
     return 128 + max(project, (2 * problem.ranks + 2) * config.columns * 64)
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
-    """What to compile. Steps and layers are parameters. ``checked``: a wait that never ends traps."""
+    """The kernel's recipe. Steps and layers are parameters. ``checked``: a wait that never ends traps."""
     defines = {
         "CELL": CELLS.index(problem.cell), "RANKS": problem.ranks, "INPUT_CHUNKS": -(-problem.inputs // 32),
         "TILES": config.columns // 8, "INPUT_TILES": -(-problem.batch // 8), "INPUT_STAGES": INPUT_STAGES,
@@ -120,7 +121,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
 
 
 def pack_weights(problem: Problem, w: Sequence[Array], r: Sequence[Array]) -> Array:
-    """Each layer's W [gates * hidden, inputs] and R [gates * hidden, hidden] -> the kernel's one array, flat."""
+    """Each layer's W [gates * hidden, inputs] and R [gates * hidden, hidden] -> one flat array for the kernel."""
     parts = []
     for own_w, own_r in zip(w, r, strict=True):
         parts += [pack_matrix(own_w, problem.hidden).ravel(), pack_matrix(own_r, problem.hidden).ravel()]
@@ -130,7 +131,7 @@ def pack_weights(problem: Problem, w: Sequence[Array], r: Sequence[Array]) -> Ar
 def pack_bias(problem: Problem, w: Sequence[Array], r: Sequence[Array]) -> Array:
     """Each layer's biases Wb and Rb [gates * hidden] -> fp32 [layers, hidden, 4].
 
-    A GRU's recurrent bias of the hidden gate is multiplied by the reset gate, so it stays apart, in the fourth place.
+    The reset gate multiplies a GRU's recurrent bias of the hidden gate. This bias is therefore separate, in the fourth place.
     """
     packed = np.zeros((problem.layers, problem.hidden, 4), np.float32)
     for layer, (own_w, own_r) in enumerate(zip(w, r, strict=True)):
@@ -154,7 +155,7 @@ def workspace(problem: Problem, config: Config) -> dict[str, int]:
 
 
 def launch_reset(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
-    """The launch that goes before: it clears ``progress``."""
+    """The launch that clears ``progress``, before the main launch."""
     count = workspace(problem, config)["progress"] // 4
     return Parameters().pointer("progress").i32(count).launch(recipe(problem, config, gpu.arch), "rnn_reset", 1, 256)
 
@@ -174,14 +175,14 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Predicted seconds of the launch: dependent steps of the slowest cluster, and the layers' offsets."""
+    """Predicted seconds of the launch: the dependent steps of the slowest cluster, and the delay of each further layer."""
     columns = min(config.columns, problem.batch)
     tiles = -(-columns // 8)
     reads = 8 * problem.ranks * tiles * max(1.0, min(columns, 8) / 2)  # shared memory cycles for h
     multiply = max(reads, 64 * problem.ranks * tiles / 4, 8 * tiles * 33)
-    exchange = problem.ranks * columns * 64 / 12  # bytes that come in, at what the network gives
+    exchange = problem.ranks * columns * 64 / 12  # received bytes over the bytes per cycle between multiprocessors
     step = multiply + exchange + tiles * 60 + 900
-    project = 80 * problem.ranks * -(-problem.batch // 8) + 200  # as measured: 0.75 us for eight columns and K = 512
+    project = 80 * problem.ranks * -(-problem.batch // 8) + 200  # measured: 0.75 us for eight columns and K = 512
     span = max(1, 8 // problem.batch)  # time steps that a projection handles at once
     offset = span * step * 1.5 + 3000
     return 12e-6 + (problem.steps * max(step, project / span) + (problem.layers - 1) * offset) / CLOCK
@@ -191,7 +192,9 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 4) -> list[Confi
     """The configurations to time, best predicted first. Empty when the kernel cannot run the problem."""
     if refuse(problem, Config(8), most_clusters=1 << 30) is not None:
         return []
-    most = (device.multiprocessors // 16 - 1) * (16 // problem.ranks)  # seven of 16 blocks run at once on an H200
+    most = (device.multiprocessors // 16 - 1) * (
+        16 // problem.ranks
+    )  # an H200 runs seven clusters of 16 blocks at once
     found = [
         (estimate(problem, Config(columns), device), Config(columns))
         for columns in (8, 16, 24, 32)

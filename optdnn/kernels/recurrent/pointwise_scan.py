@@ -1,7 +1,7 @@
 """PointwiseScan on one generated kernel: a thread per element loops over the steps, with the states in registers.
 
-Steps depend on each other only through registers. So operands are loaded :data:`AHEAD` steps at a time, and the next ones while
-these are computed: a step takes the latency of its arithmetic, not that of memory.
+Steps depend on each other only through registers. Operands are therefore loaded :data:`AHEAD` steps at a time, while the steps before are
+computed. A step takes the latency of its arithmetic, not the latency of memory.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from optdnn.ops.pointwise_scan import PointwiseScanAttrs
 from optdnn.types import TensorType
 
 THREADS = 64
-"""Threads of a block: few, so that a few hundred channels are on several multiprocessors."""
+"""Threads of a block: few, so that a few hundred channels occupy several multiprocessors."""
 AHEAD = 8
-"""Steps whose operands are loaded together."""
+"""Number of steps for which operands are loaded together."""
 POINTS_LIMIT = 1 << 31
-"""Most elements of a step: coordinates are taken from a 32-bit index."""
+"""Bound of the elements of a step: coordinates are computed from a 32-bit index."""
 RESIDENT = 1024
-"""Threads that a multiprocessor runs at once without being slowed down by their number."""
+"""Threads per multiprocessor up to which more threads do not slow a step down."""
 LAUNCH, STEP, STAGE = 1.5e-6, 2e-8, 8e-9
-"""Predicted seconds of a launch, of a step besides its stages, and of a stage: the latency of its arithmetic."""
+"""Predicted seconds of a launch, of a step without its stages, and of a stage (the latency of its arithmetic)."""
 
 
 class PointwiseScanKernel(Tactic):
-    """Any recurrence of pointwise steps, of any strides."""
+    """Any recurrence of pointwise steps, with any strides."""
 
     name = "pointwise_scan"
 
@@ -78,19 +78,19 @@ class PointwiseScanKernel(Tactic):
 
 
 def _shape(op: Op) -> tuple[int, ...]:
-    """The shape of what a step computes: that of a result at one step."""
+    """The shape of a result at one step."""
     shape, axis = op.outputs[0].type.static_shape, op.attrs.result_axes[0]
     return (*shape[:axis], *((1,) if op.attrs.result_kept[0] else ()), *shape[axis + 1 :])
 
 
 def _at_start(x: TensorView, axis: int, start: int, view: Sequence[int]) -> TensorView:
-    """A sequence's position at the first step."""
+    """The view of a sequence at the first step."""
     shape = tuple(1 if i < 0 else x.shape[i] for i in view)
     return x.view(shape, tuple(0 if i < 0 else x.strides[i] for i in view), start * x.strides[axis])
 
 
 def _first_row(x: TensorView, attrs: PointwiseScanAttrs, port: int) -> TensorView:
-    """Where the first step of a result is: the last row, where the scan goes backward."""
+    """The view of a result at the first step: its last row if the scan goes backward."""
     axis, kept = attrs.result_axes[port], attrs.result_kept[port]
     shape = (*x.shape[:axis], *((1,) if kept else ()), *x.shape[axis + 1 :])
     strides = (*x.strides[:axis], *((0,) if kept else ()), *x.strides[axis + 1 :])
@@ -100,7 +100,8 @@ def _first_row(x: TensorView, attrs: PointwiseScanAttrs, port: int) -> TensorVie
 def _source(
     attrs: PointwiseScanAttrs, rows: Sequence[TensorView], parts: Sequence[TensorView], rank: int, strides: Sequence[Sequence[int]]
 ) -> str:  # fmt: skip
-    """The kernel's text. Tensors are ``out0``, …, ``in0``, …; ``o_in0`` is an offset, ``s_in0`` strides, ``w_in0`` the way of a step."""
+    """The kernel's text. Tensors are ``out0``, …, ``in0``, …; ``o_in0`` is an offset, ``s_in0`` are strides, ``w_in0`` is the stride of a
+    step."""
     sequences = range(attrs.states, attrs.states + len(attrs.axes))
     named = [f"out{k}" for k in range(len(rows))] + [f"in{k}" for k in range(len(parts))]
     fields = [f"{'const ' if k >= len(rows) else ''}{CPP[x.dtype]}* {named[k]};" for k, x in enumerate((*rows, *parts))]
@@ -143,7 +144,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) pointwise_scan(const __g
 
 
 def _each(first: str, ahead: int, statements: Sequence[str]) -> str:
-    """Statements for each of ``ahead`` steps from ``first`` on that exist."""
+    """C++ of a loop that runs the statements for ``ahead`` steps from ``first`` on, as far as these steps exist."""
     inner = " ".join(statements)
     return (
         f"""#pragma unroll

@@ -1,4 +1,5 @@
-"""The tactic of recurrent layers whose weights stay in registers: a product of all inputs, then all steps and directions in one launch."""
+"""The tactic of recurrent layers with weights that stay in registers: a product of all inputs, then all steps and directions in one
+launch."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ FAST = {
     "Sigmoid": "__fdividef(1.0f, 1.0f + __expf(-({x})))",
     "Tanh": "(1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * ({x}))))",
 }
-"""Activations of 16-bit floats, within 3e-7 for any x."""
+"""C++ of fast activations for 16-bit floats, within 3e-7 for any x."""
 GRID, HOPPER = GridRNN(), HopperRNN()
 
 
@@ -42,7 +43,7 @@ def _offers(problem: resident_kernel.Problem, gpu: GpuFacts) -> tuple[Offer, ...
 
 
 def _functions(op: Op) -> str:
-    """C++ of the activations: ``x`` of direction ``d``; those that the cell lacks return ``x``."""
+    """C++ of the activation functions of ``x`` in direction ``d``; functions that the cell does not use return ``x``."""
     a: RNNAttrs = op.attrs
     each, fast = per_direction(op), op.outputs[0].type.dtype in (FP16, BF16)
     lines = []
@@ -57,7 +58,7 @@ def _functions(op: Op) -> str:
 
 
 class ResidentRNN(ProblemTactic):
-    """RNN, GRU and LSTM of any size with everything that ONNX lets them have, and constant weights, which fit registers."""
+    """RNN, GRU and LSTM with all options of ONNX and with constant weights that fit the registers."""
 
     name = "rnn_resident"
     row_invariant: ClassVar[bool] = False
@@ -134,18 +135,18 @@ class ResidentRNN(ProblemTactic):
 
 
 def op_inputs(b: Builder, op: Op) -> int:
-    """Numbers of an input vector."""
+    """Elements of an input vector."""
     return int(constant_operand(b, op, 1).shape[2])
 
 
 def _dense(b: Builder, op: Op, value: Value, name: str) -> TensorView:
-    """An operand without gaps."""
+    """An operand without gaps: a copy if necessary."""
     x = b.operand(value)
     return x if x.dense else copied(b, op, x, name)
 
 
 def _wide_products(b: Builder, op: Op) -> TensorView:
-    """The products of all inputs with the weights of all directions, plus the biases of the inputs, in fp32: [rows, columns]."""
+    """Emits the products of all inputs with the weights of all directions, plus the input biases, in fp32: [rows, columns]."""
     steps, count, batch, _ = op.outputs[0].type.static_shape
     x, w = (b.operand(v) for v in op.inputs[:2])
     rows, (_, size, depth) = steps * batch, w.shape

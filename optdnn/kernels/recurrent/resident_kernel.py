@@ -1,7 +1,7 @@
-"""Plans of recurrent layers whose weights stay in registers (``rnn_resident.cu``): one layer, all directions and steps.
+"""Plans of recurrent layers with weights that stay in registers (``rnn_resident.cu``): one layer, all directions and steps.
 
-One block holds the recurrent matrix of a small layer; blocks that share a larger one exchange the state through L2. Any number of hidden
-units, any activations, fp32 and 16-bit floats.
+One block holds the recurrent matrix of a small layer. Several blocks share a larger matrix and exchange the state through L2. Any number
+of hidden units, any activations, fp32 and 16-bit floats.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 LANES = (1, 2, 4, 8, 16, 32)
 COLUMNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 REGISTERS = 65536
-"""Of a multiprocessor."""
+"""Registers of a multiprocessor."""
 MOST_ROUNDS = 4
 L2_BANDWIDTH = 6e12
 EXCHANGE_S = 0.5e-6
-"""From a store to the load that finds it in another block."""
+"""Seconds from a store to the load in another block that sees it."""
 FETCH_CYCLES = 650
-"""A step takes at least as long as the products of its inputs are on their way."""
+"""Latency of loading the products of a step's inputs: the least time of a step."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A layer of ``hidden`` units over ``steps`` x ``batch`` vectors of ``inputs`` numbers, in ``directions``.
+    """A layer of ``hidden`` units over ``steps`` x ``batch`` vectors of ``inputs`` elements, in ``directions`` directions.
 
-    ``dtype``: of weights and results. ``wide_gates``: the products of the inputs are fp32. ``functions``: the C++ functions of the
-    activations. ``reverse``: the first direction runs from the last step to the first. ``bias``: there is one of the recurrence.
+    ``dtype``: type of weights and results. ``wide_gates``: the products of the inputs are fp32. ``functions``: C++ functions of the
+    activations. ``reverse``: the first direction runs from the last step to the first. ``bias``: the recurrence has a bias.
     ``reset_first``: a GRU's reset gate comes before the product. ``coupled``: an LSTM's forget gate is one minus its input gate.
     """
 
@@ -57,13 +57,13 @@ class Problem:
 
     @property
     def gates(self) -> int:
-        """Rows of the matrix for each unit."""
+        """Rows of the matrix per unit."""
         return GATES[self.cell]
 
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``parts`` blocks share the units, ``lanes`` threads a unit; a block takes ``columns`` entries of the batch."""
+    """``parts`` blocks share the units, and ``lanes`` threads share a unit. A block takes ``columns`` entries of the batch."""
 
     parts: int
     columns: int
@@ -84,39 +84,40 @@ def threads(problem: Problem, config: Config) -> int:
 
 
 def groups(problem: Problem, config: Config) -> int:
-    """Parts of the batch."""
+    """Number of parts of the batch."""
     return -(-problem.batch // config.columns)
 
 
 def items(problem: Problem, config: Config) -> int:
-    """Directions times parts of the batch."""
+    """Number of items: directions times parts of the batch."""
     return problem.directions * groups(problem, config)
 
 
 def blocks(problem: Problem, config: Config, gpu: GpuFacts) -> int:
-    """Blocks of the launch: where they wait for one another, no more than run at once."""
+    """Blocks of the launch. If they wait for one another, no more than can run at once."""
     count = items(problem, config)
     return count if config.parts == 1 else config.parts * min(count, gpu.multiprocessors // config.parts)
 
 
 def slices(problem: Problem, config: Config) -> int:
-    """Groups of four weights that a lane holds of each gate."""
+    """Groups of four weights per gate that a lane holds."""
     return -(-problem.hidden // (4 * config.lanes))
 
 
 def rounds(config: Config) -> int:
-    """Entries of the batch whose cells a lane computes."""
+    """Number of batch entries for which a lane computes cells."""
     return -(-config.columns // config.lanes)
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """Registers that a thread needs: its weights, its entries, and what a step computes."""
+    """Registers that a thread needs for its weights, its batch entries, and the values of a step."""
     weights = 4 * problem.gates * slices(problem, config)
     return weights + (rounds(config) - 1) * (problem.gates + 20) + 5 * problem.gates + 48
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: the states, twice where no exchange keeps them, and a GRU's states times its reset gates."""
+    """Bytes of dynamic shared memory of a block: the states (two buffers if blocks do not exchange them), and a GRU's states times its
+    reset gates."""
     pitch = 4 * config.lanes * slices(problem, config)
     buffers = (2 if config.parts == 1 else 1) + problem.reset_first
     return buffers * config.columns * pitch * 4
@@ -129,30 +130,30 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     block = threads(problem, config)
     most = min(
         255, REGISTERS // (-(-block // 128) * 128) // 8 * 8
-    )  # each quarter of a multiprocessor has a quarter of them
+    )  # each of a multiprocessor's four partitions has a quarter of the registers
     if block > 1024 or registers(problem, config) > most:
         return f"the weights of {problem.hidden} hidden units do not fit the registers of {config.parts} blocks"
     if rounds(config) > MOST_ROUNDS or (config.columns > 1 and config.columns >= 2 * problem.batch):
-        return f"its batch of {problem.batch} is no use for {config.columns} entries in a block"
+        return f"its batch of {problem.batch} does not suit {config.columns} entries per block"
     if shared_bytes(problem, config) > gpu.shared_per_block:
         return f"the states of {config.columns} entries do not fit the shared memory of a block"
     if (config.parts - 1) * units(
         problem, config
-    ) >= problem.hidden:  # nobody waits for it: the tags would go on before it begins
+    ) >= problem.hidden:  # no block waits for an empty one: tags would advance before it starts
         return f"one of {config.parts} blocks would have none of {problem.hidden} hidden units"
     if config.parts > gpu.multiprocessors:
-        return f"its {config.parts} blocks would not run at once"
+        return f"its {config.parts} blocks cannot run at once"
     return None
 
 
 def exchange_pairs(problem: Problem, config: Config) -> int:
-    """Pairs of a number and a tag through which blocks exchange states, in two slots; 0 where one block holds all units."""
+    """Number of (value, tag) pairs in the two slots through which blocks exchange states; 0 if one block holds all units."""
     kinds = 2 if problem.reset_first else 1
     return 2 * kinds * problem.directions * problem.batch * problem.hidden if config.parts > 1 else 0
 
 
 def recipe(problem: Problem, config: Config, arch: str) -> Recipe:
-    """What to compile. Steps and the batch are parameters."""
+    """The kernel's recipe. Steps and the batch are parameters."""
     defines = {
         "CELL": CELLS.index(problem.cell), "HIDDEN": problem.hidden, "DIRECTIONS": problem.directions,
         "REVERSE": int(problem.reverse), "UNITS": units(problem, config), "PARTS": config.parts, "LANES": config.lanes,
@@ -166,10 +167,10 @@ def recipe(problem: Problem, config: Config, arch: str) -> Recipe:
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
-    """The launch. Operands: ``gates`` [steps, batch, directions, gates, hidden], ``weights``, ``bias`` and ``peepholes`` as ONNX has R,
-    B and P, ``lengths`` [batch], ``initial_h`` and ``initial_c`` [directions, batch, hidden], ``output`` [steps, batch, directions,
-    hidden], ``final_h`` and ``final_c``; ``exchange`` and ``epoch``, which are zeros at first and kept from run to run, where several
-    blocks share the units."""
+    """The launch. Operands: ``gates`` [steps, batch, directions, gates, hidden]; ``weights``, ``bias`` and ``peepholes`` in the layout of
+    ONNX's R, B and P; ``lengths`` [batch]; ``initial_h`` and ``initial_c`` [directions, batch, hidden]; ``output`` [steps, batch,
+    directions, hidden], ``final_h`` and ``final_c``. If several blocks share the units: ``exchange`` and ``epoch``, zeros at first and kept
+    from run to run."""
     lstm, shared = problem.cell == "LSTM", config.parts > 1
     parameters = Parameters().pointer("gates", "weights", "bias" if problem.bias else None)
     parameters.pointer("peepholes" if problem.peepholes else None, "lengths" if problem.lengths else None)
@@ -192,10 +193,10 @@ def _product_seconds(problem: Problem, device: GpuFacts) -> float:
 
 
 def _step_cycles(problem: Problem, config: Config, resident: int) -> float:
-    """Predicted cycles of a step in which ``resident`` blocks share a multiprocessor."""
+    """Predicted cycles of a step with ``resident`` blocks per multiprocessor."""
     columns = min(config.columns, problem.batch)
     folds = config.lanes.bit_length() - 1
-    warps = -(-threads(problem, config) * resident // 128)  # of a quarter of the multiprocessor
+    warps = -(-threads(problem, config) * resident // 128)  # per partition of the multiprocessor
     one = slices(problem, config) * (4 * problem.gates + 4) + 2 * problem.gates * folds
     product = max(columns * warps * one, columns * 16 * slices(problem, config)) + 40 + 30 * folds
     cells = min(rounds(config), columns) * warps * 40 + (220 if problem.dtype != "float32" else 400)
@@ -225,7 +226,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
     """The configurations to time, best predicted first. Empty when the kernel cannot run the problem."""
     shares = {
         -(-problem.hidden // n): n for n in range(device.multiprocessors, 0, -1)
-    }  # fewest parts for each number of units
+    }  # fewest parts for each number of units per block
     found = [
         config
         for config in itertools.starmap(Config, itertools.product(shares.values(), COLUMNS, LANES))

@@ -1,4 +1,4 @@
-"""ArgMax and ArgMin, generated: a thread walks the axis of one output element, or a block of threads does."""
+"""Generated kernels of ArgMax and ArgMin: a thread, or a block of threads, walks the axis of one output element."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ BLOCK = 1024
 LOADS = 8
 """Elements that a thread of a block loads before it compares them."""
 LONG = 512
-"""Elements of an axis from which on a block walks it."""
+"""From this number of elements on, a block walks an axis."""
 FEW = 4096
-"""Outputs up to which a block walks an axis whose elements are not adjacent."""
+"""Up to this number of outputs, a block also walks an axis with elements that are not adjacent."""
 
 
 class ArgExtreme(Tactic):
-    """The position of the extreme element; the first NaN is one, as in NumPy. One thread for each output element."""
+    """The position of the extreme element, with one thread per output element. The first NaN counts as extreme, like in NumPy."""
 
     name = "arg"
 
@@ -40,7 +40,7 @@ class ArgExtreme(Tactic):
 
 
 class ArgBlock(ArgExtreme):
-    """The same, for long axes: one block of threads for each output element."""
+    """The same for long axes, with one block per output element."""
 
     name = "arg_block"
 
@@ -54,7 +54,7 @@ class ArgBlock(ArgExtreme):
         if shape[axis] < LONG:
             return f"an axis of {shape[axis]} elements is too short for a block"
         if math.prod(shape[axis + 1 :]) > 1 and math.prod(shape) // shape[axis] > FEW:
-            return "threads side by side read elements side by side: one for each output is enough"
+            return "one thread per output is enough: loads of neighbouring threads coalesce"
         return None
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
@@ -63,7 +63,7 @@ class ArgBlock(ArgExtreme):
 
 
 def _emit(b: Builder, op: Op, threads: int) -> None:
-    """The launch with so many threads for an output element."""
+    """Emits the launch with ``threads`` threads per output element."""
     x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs
     axis = normalize_axis(a.axis, len(x.shape))
     kept = [i for i in range(len(x.shape)) if i != axis]
@@ -75,7 +75,7 @@ def _emit(b: Builder, op: Op, threads: int) -> None:
     better, sooner = ">" if op.kind == "ArgMax" else "<", ">" if a.select_last_index else "<"
 
     def beats(v: str, i: str, best: str, found: str) -> str:
-        """Whether element i, of value v, is rather the result than element ``found``; the first NaN is one."""
+        """C++: whether element ``i`` of value ``v`` beats element ``found`` of value ``best``. The first NaN beats all others."""
         less = f"{v} != {v} || {v} {better} {best} || ({v} == {best} && {i} {sooner} {found})"
         return f"{best} == {best} ? {less} : {v} != {v} && {i} {sooner} {found}"
 

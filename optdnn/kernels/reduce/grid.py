@@ -1,4 +1,4 @@
-"""How a reduction is spread over blocks and threads, and the time that it is predicted to take."""
+"""The distribution of a reduction over blocks and threads, and its predicted time."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from optdnn.kernels.pointwise.strides import merge
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 THREADS = 256
-"""Threads of a block where an output has few terms (then several outputs share it); with many it has four times as many."""
+"""Threads of a block if an output has few terms (several outputs then share the block). With many terms, a block has four times as many."""
 FEW = 256
-"""Terms up to which a block of that many threads loads those of neighbouring outputs in one batch."""
+"""Up to this number of terms, a block of THREADS threads loads the terms of neighbouring outputs in one batch."""
 BATCH = 4
-"""Terms that a thread loads before it adds up the first of them."""
+"""Terms that a thread loads before it adds the first of them."""
 WIDTH = 32
 """Neighbouring outputs of a block."""
 LAUNCH_S, BATCH_S = 2.5e-6, 0.9e-6
-"""Seconds of a launch after another one, and of a batch of loads."""
+"""Seconds of a dependent launch, and of a batch of loads."""
 RATE = 32e9
-"""Bytes in a second that a multiprocessor reads."""
+"""Bytes per second that a multiprocessor reads."""
 
 
 def _together(x: TensorView, width: int, strides: Sequence[int]) -> int:
-    """Neighbouring elements that are one access, where the others lie ``strides`` apart."""
+    """Number of neighbouring elements of an access to ``x``. ``width``: elements along the axis. ``strides``: those of the other axes."""
     fits = (n for n in (8, 4, 2) if n * x.dtype.itemsize <= 16 and not any(k % n for k in (width, x.offset, *strides)))
     return next(fits, 1)
 
 
 def _neighbours(xs: Sequence[TensorView], width: int, sx: Sequence[Sequence[int]], rx: Sequence[Sequence[int]]) -> int:
-    """Neighbouring terms of an output that are one access in all tensors that have more than one of them."""
+    """Number of neighbouring terms of an output that are one access in each tensor, except tensors with one element for all terms."""
     if not width or any(r[-1] not in (0, 1) for r in rx):
         return 1
     moving = [(x, [*s, *r[:-1]]) for x, s, r in zip(xs, sx, rx, strict=True) if r[-1]]
@@ -40,9 +40,9 @@ def _neighbours(xs: Sequence[TensorView], width: int, sx: Sequence[Sequence[int]
 
 @dataclass(frozen=True)
 class Grid:
-    """How a reduction is spread: ``outputs`` of ``count`` terms each; a block of ``threads`` has ``lanes`` accesses of ``vec`` neighbouring
-    outputs, each with ``runs`` threads. ``across``: neighbouring outputs are neighbouring threads'. An access has ``wide`` neighbouring
-    terms of an output. A thread may have ``ahead`` accesses under way together."""
+    """The distribution of a reduction: ``outputs`` outputs of ``count`` terms each. A block of ``threads`` threads has ``lanes`` groups of
+    ``vec`` neighbouring outputs; ``runs`` threads share a group. ``across``: neighbouring threads have neighbouring outputs. An access has
+    ``wide`` neighbouring terms of an output. A thread may have ``ahead`` accesses in flight."""
 
     outputs: int
     count: int
@@ -53,7 +53,7 @@ class Grid:
     ahead: int = BATCH
     wide: int = 1
     bytes: int = 0
-    """Of all terms."""
+    """Bytes of all terms."""
 
     @property
     def lanes(self) -> int:
@@ -61,12 +61,12 @@ class Grid:
 
     @property
     def accesses(self) -> int:
-        """Groups of ``vec`` outputs."""
+        """Number of groups of ``vec`` outputs."""
         return self.outputs // self.vec
 
     @property
     def blocks(self) -> int:
-        """Blocks for all outputs, one for each part of their terms."""
+        """Blocks for all outputs (for each part of their terms)."""
         return -(-self.accesses // self.lanes)
 
     @property
@@ -81,11 +81,11 @@ class Grid:
 
     @property
     def batch(self) -> int:
-        """Accesses of a thread that are under way together."""
+        """Accesses of a thread that are in flight together."""
         return max(1, min(self.ahead, -(-self.reads // self.runs)))
 
     def seconds(self, parts: int, gpu: GpuFacts) -> float:
-        """Predicted seconds of a dependent launch with ``parts`` blocks for an output."""
+        """Predicted seconds of a dependent launch with ``parts`` blocks per output."""
         waves = math.ceil(self.blocks * parts / (gpu.multiprocessors * (2048 // self.threads)))
         batches = waves * math.ceil(self.reads / parts / (self.runs * BATCH)) * BATCH_S
         return LAUNCH_S + max(batches, self.bytes / min(self.blocks * parts, gpu.multiprocessors) / RATE)
@@ -93,8 +93,8 @@ class Grid:
 
 @dataclass(frozen=True)
 class Space:
-    """The axes of a reduction, merged: those of the outputs (``dims``, with strides of the result and of each input), and those of the
-    terms."""
+    """The merged axes of a reduction: axes of the outputs (``dims``, with strides ``so`` of the result and ``sx`` of each input), and axes
+    of the terms (``inner``, with strides ``rx`` of each input)."""
 
     dims: list[int]
     so: list[int]
@@ -105,7 +105,7 @@ class Space:
 
 
 def space_of(xs: Sequence[TensorView], axes: Sequence[int], out: TensorView) -> Space:
-    """How what ``xs`` hold is reduced over ``axes``. They have one shape; the first one is the largest in memory."""
+    """The space of a reduction of ``xs`` over ``axes``. The tensors have one shape; the first one is the largest in memory."""
     x = xs[0]
     kept = [i for i in range(len(x.shape)) if i not in axes]
     out_strides = out.strides if len(out.shape) == len(kept) else [out.strides[i] for i in kept]
@@ -120,7 +120,7 @@ def space_of(xs: Sequence[TensorView], axes: Sequence[int], out: TensorView) -> 
         dims, (so, *sx) = merge(shape, [out_strides, *own])
     inner, rx = merge([x.shape[i] for i in axes], [[x.strides[i] for i in axes] for x in xs])
     count = math.prod(inner)
-    # Neighbouring outputs that are neighbours in memory share a block, so that loads coalesce; a thread takes 16 bytes of them.
+    # Outputs that are neighbours in memory share a block, so that loads coalesce; a thread takes up to 16 bytes of them.
     across = sx[0][-1] == 1 and dims[-1] >= 8 and rx[0][-1] != 1
     wide = 1 if across else _neighbours(xs, inner[-1], sx, rx)
     reads = count // wide
@@ -131,7 +131,7 @@ def space_of(xs: Sequence[TensorView], axes: Sequence[int], out: TensorView) -> 
         if across and all(s[-1] in (0, 1) for s in sx)
         else 1
     )
-    # Else neighbouring terms are neighbouring threads', and outputs of few terms share a block.
+    # Otherwise neighbouring threads have neighbouring terms, and outputs of few terms share a block.
     most = threads * vec // WIDTH if across else threads
     runs = min(most, 1 << max((reads - 1).bit_length() - (0 if across else 2), 0)) if vec > 1 or not across else most
     ahead = max(1, min(BATCH, (2 if wide > 1 else 1) * BATCH // len(xs)))

@@ -1,4 +1,4 @@
-"""Sums, means and norms over the pixels of 16-bit images that lie channels-last, by clusters of blocks (``means.cu``), on Hopper."""
+"""Sums, means and norms over the pixels of channels-last 16-bit images, by clusters of blocks (``means.cu``) on Hopper."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16
 
 CHANNELS, VECTORS, AHEAD, FEW = 32, 4, 8, 3
-"""Channels of a block, vectors of them, loads of a thread that are under way at once, and so few that one less gains nothing."""
+"""Channels of a block; vectors of these channels; loads of a thread that are in flight at once; a thread with fewer loads than FEW is not
+faster."""
 CLUSTERS, THREADS = (1, 2, 4, 8), (256, 512, 1024)
 LAUNCH_S, START_S, MEET_S, BATCH_S, LOAD_S = 0.6e-6, 0.1e-6, 0.57e-6, 0.52e-6, 0.28e-6
-"""Seconds of a launch after another one, of the start of each of :data:`TOGETHER` blocks of a multiprocessor, of a cluster's meeting, of a
-batch of loads, and of each load of a thread."""
+"""Seconds of a dependent launch, of the start of each of :data:`TOGETHER` blocks of a multiprocessor, of a cluster barrier, of a batch of
+loads, and of each load of a thread."""
 BYTES_S, LARGE_BYTES_S = 5.5e12, 3.4e12
-"""Bytes in a second, and in images that fill more than half of L2."""
+"""Bytes per second, and the same for images that fill more than half of L2."""
 WIDER_S = {256: 0.0, 512: 0.15e-6, 1024: 1.4e-6}
-"""Seconds that larger blocks take longer. These are fitted to 49 timings of ConvNeXt V2's norms at batch 1 and 16 in the network, on an H200."""
+"""Threads of a block -> additional seconds of larger blocks. Fitted to 49 timings of ConvNeXt V2's norms at batch 1 and 16 in the network,
+on an H200."""
 TOGETHER = 8
-"""Later blocks start while others work."""
+"""Blocks of a multiprocessor that start before any of them works; later blocks start while others work."""
 GENERAL_S, GENERAL_BYTES_S, GENERAL_THREAD_S = 1e-6, 3.2e12, 8.2e-12
-"""Of the general kernel at least: seconds of a launch, bytes in a second, and seconds of a thread. These and LARGE_BYTES_S are fitted to 17
-images of 10 to 200 MB on an H200."""
+"""Lower bounds for the general kernel: seconds of a launch, bytes per second, and seconds per thread. They and LARGE_BYTES_S are fitted to
+17 images of 10 to 200 MB on an H200."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``images`` of ``pixels``, ``pitch`` elements from one to the next, whose ``channels`` are summed: their ``squares``, and of
-    the result the ``root``, where that is asked for."""
+    """Sums of ``channels`` channels over the ``pixels`` pixels of ``images`` images. ``pitch``: elements from a pixel to the next.
+    ``squares``: the squares are summed. ``root``: the result is the square root."""
 
     images: int
     pixels: int
@@ -62,7 +64,7 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``cluster`` blocks of ``threads`` share the pixels of an image."""
+    """A cluster of ``cluster`` blocks of ``threads`` threads shares the pixels of an image."""
 
     cluster: int
     threads: int = 256
@@ -86,9 +88,9 @@ class Config:
 def refuse(problem: Problem, config: Config) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if config.cluster not in CLUSTERS:
-        return f"{config.cluster} blocks are no cluster of this kernel"
+        return f"{config.cluster} blocks are not a cluster of this kernel"
     if config.threads not in THREADS:
-        return f"{config.threads} threads are no block of this kernel"
+        return f"{config.threads} threads are not a block of this kernel"
     if problem.channels % 8 or problem.pitch % 8:
         return "its number of channels is not a multiple of 8"
     if not (0 < problem.images < 1 << 16 and 0 < problem.pixels < 1 << 24):
@@ -111,14 +113,14 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 
 def general_seconds(problem: Problem, grid: Grid, gpu: GpuFacts) -> float:
-    """Predicted seconds of the general kernels. Their own predictions leave out memory, and that blocks of few terms take their start."""
+    """Predicted seconds of the general kernels. Their own predictions leave out memory, and the start of blocks with few terms."""
     others = [parts.estimate(grid, n, gpu) for n in (1, *(c.parts for c in parts.candidates(grid, gpu)))]
     busy = max(problem.bytes / GENERAL_BYTES_S, grid.blocks * grid.threads * GENERAL_THREAD_S)
     return max(GENERAL_LAUNCH_S + problem.bytes / BYTES_S, GENERAL_S + busy, min(others))
 
 
 def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
-    """The configurations to time, the best predicted first."""
+    """The configurations to time, best predicted first."""
     found = [c for c in starmap(Config, product(CLUSTERS, THREADS)) if refuse(problem, c) is None]
     return sorted(found, key=lambda c: (estimate(problem, c, gpu), c))
 
@@ -160,7 +162,7 @@ class ImageMeans(Reduction):
             return "it is not over the pixels of images"
         problem, out = self._problem(made), b.result(op.value)
         if problem is None or out.offset % 8 or not out.is_like(_dense(out, problem.channels)):
-            return "the image or its means do not lie channels-last, at multiples of 16 bytes"
+            return "the image or its means are not channels-last at multiples of 16 bytes"
         found = candidates(problem, b.gpu)
         if not found:
             return refuse(problem, Config(1))
@@ -172,7 +174,7 @@ class ImageMeans(Reduction):
     @staticmethod
     def _problem(made: Reduced) -> Problem | None:
         x, (b, h, w, c) = made.x, made.x.strides
-        if made.axes == (1, 2):  # an image that is rows of channels
+        if made.axes == (1, 2):  # an image in the logical order (N, H, W, C)
             x = x.view((x.shape[0], x.shape[3], *x.shape[1:3]), (b, c, h, w))
         pitch = pitch_of(x)
         if pitch is None or x.offset % 8:
@@ -199,5 +201,5 @@ class ImageMeans(Reduction):
 
 
 def _dense(out: TensorView, channels: int) -> tuple[int, ...]:
-    """Strides of results that follow one another."""
+    """Strides of contiguous results."""
     return tuple(channels if k == 0 else 1 for k in range(len(out.shape)))

@@ -1,4 +1,4 @@
-"""Reductions with few outputs of many terms each: several blocks share the terms of an output, the last one adds up what they found."""
+"""Reductions with few outputs of many terms each: several blocks share the terms of an output, and the last one merges their results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 MERGE_S = 2.0e-6
-"""Seconds of adding up what the blocks of an output found."""
+"""Seconds to merge the partial results of an output's blocks."""
 WORTH_S = 1e-6
-"""What parts must gain."""
+"""Least predicted gain of several parts, in seconds."""
 
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``parts`` of the terms of an output."""
+    """The terms of an output have ``parts`` parts."""
 
     parts: int
 
@@ -30,12 +30,12 @@ class Config:
 
 
 def estimate(grid: Grid, parts: int, gpu: GpuFacts) -> float:
-    """Predicted seconds of a dependent launch with ``parts`` blocks for an output (1: nothing is to be added up)."""
+    """Predicted seconds of a dependent launch with ``parts`` blocks per output (1: there is no merge)."""
     return grid.seconds(parts, gpu) + (MERGE_S if parts > 1 else 0.0)
 
 
 def candidates(grid: Grid, gpu: GpuFacts) -> list[Config]:
-    """The configurations to time, the best predicted first. No part is empty."""
+    """The configurations to time, best predicted first. No part is empty."""
     asked = (waves * gpu.multiprocessors // grid.blocks for waves in (1, 2, 4))
     most = [min(parts, -(-grid.reads // grid.runs)) for parts in asked]
     found = {Config(-(-grid.reads // -(-grid.reads // parts))) for parts in most if parts > 1}
@@ -43,7 +43,7 @@ def candidates(grid: Grid, gpu: GpuFacts) -> list[Config]:
 
 
 def best_parts(grid: Grid, gpu: GpuFacts) -> int:
-    """The parts that are predicted to be fastest: 1 unless more gain something."""
+    """The number of parts that is predicted to be fastest: 1 unless more parts gain at least :data:`WORTH_S`."""
     found = candidates(grid, gpu) if grid.count else []
     if not found or estimate(grid, found[0].parts, gpu) > estimate(grid, 1, gpu) - WORTH_S:
         return 1
@@ -51,7 +51,7 @@ def best_parts(grid: Grid, gpu: GpuFacts) -> int:
 
 
 class ReductionParts(Reduction):
-    """Every ONNX reduction, and pools over all positions."""
+    """Every ONNX reduction, and pools over all positions, with several blocks per output."""
 
     name = "reduce_parts"
     row_invariant: ClassVar[bool] = False
@@ -62,7 +62,7 @@ class ReductionParts(Reduction):
         if 0 in op.outputs[0].type.static_shape or reduction_of(b, op) is None:
             return "it reduces nothing"
         if best_parts(self._grid(b, op), b.gpu) == 1:
-            return "a block for each output is predicted to be as fast"
+            return "one block per output is predicted to be as fast"
         return None
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:

@@ -1,4 +1,4 @@
-"""Reductions over any axes, generated: a block sums in a fixed order, so results repeat bit for bit."""
+"""Generated kernels of reductions over any axes: a block sums in a fixed order, so results repeat bit for bit."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from optdnn.ops.reduce import reduced_axes
 from optdnn.types import INT32, DType, is_float
 
 MOST_ELEMENTS = 1 << 31
-"""Elements from which on 32 bits might not count them together with the step of the last thread."""
+"""Bound of the elements: a 32-bit index plus the step of the last thread must not overflow."""
 WARP = 32
 LONG = 16
-"""Batches of a thread from which on they, and not the work of all blocks, set the time."""
+"""From this number of batches per thread on, the batches of a thread set the time, and not the work of all blocks."""
 
 # kind -> (start, element v -> term, how terms combine, total s -> result); {T} is the arithmetic type, {N} the count.
 RULES: dict[str, tuple[str, str, str, str]] = {
@@ -43,7 +43,7 @@ RULES: dict[str, tuple[str, str, str, str]] = {
 }
 
 OF_ELEMENTS = frozenset({"ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum"})
-"""Kinds that do something to an element that is reduced with no other."""
+"""Kinds that change an element even if it is reduced alone."""
 REDUCTIONS = tuple(RULES)
 """Kinds of :class:`Reduction`."""
 
@@ -61,8 +61,8 @@ def limits(t: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Terms:
-    """The accesses to terms that a thread goes through: from ``first`` to ``last``, before ``stop``, in steps of ``runs``, ``batch`` at a
-    time."""
+    """The terms of a thread: from ``first`` on, before ``stop``, in steps of ``runs``, ``batch`` at a time. ``last`` is the last term of
+    all (the fields are C++)."""
 
     first: str
     stop: str
@@ -72,14 +72,15 @@ class Terms:
 
     @property
     def places(self) -> list[str]:
-        """The numbers of the terms of a batch. Beyond the last one, that is read again."""
+        """C++ of the numbers of a batch's terms. Beyond the last term, the last one is read again."""
         if self.batch == 1:
             return ["i + 0u"]
         near = [f"i + {k * self.runs}u" for k in range(self.batch)]
         return [f"({at} < {self.stop} ? {at} : {self.last})" for at in near]
 
     def loop(self, loads: Sequence[tuple[str, str]], step: str) -> str:
-        """All terms of a thread. ``loads``: for each term of a batch, the way to it and its loads; ``step``: for the one of number #."""
+        """C++ of the loop over a thread's terms. ``loads``: for each term of a batch, the code of its offsets and of its loads. ``step``:
+        the code for term number #."""
         before = "".join(f"{way}\n        {load}\n        " for way, load in loads)
         after = ""
         for k in range(self.batch):
@@ -91,20 +92,20 @@ class Terms:
 
 @dataclass(frozen=True)
 class Source:
-    """What is reduced. ``value``: C++ that computes an element ``v``, of the arithmetic type ``t``, from the elements ``x0``, ``x1``, …
-    of ``tensors``. These have one shape (perhaps by strides of 0); the first one is the largest in memory."""
+    """The elements that are reduced. ``value``: C++ that computes an element ``v`` of the arithmetic type ``t`` from the elements ``x0``,
+    ``x1``, … of ``tensors``. The tensors have one shape (by strides of 0, if necessary); the first one is the largest in memory."""
 
     tensors: Sequence[TensorView]
     t: str
     value: str
 
     def names(self, stem: str) -> list[str]:
-        """What belongs to each tensor, by name."""
+        """A name with this stem for each tensor."""
         return [stem] if len(self.tensors) == 1 else [f"{stem}_{k}" for k in range(len(self.tensors))]
 
 
 def plain_source(x: TensorView) -> Source:
-    """The elements of a tensor, as they are."""
+    """The elements of a tensor without a computation before the reduction."""
     return Source([x], arithmetic(x.dtype), "")
 
 
@@ -112,8 +113,8 @@ def emit_reduce(
     b: Builder, op: Op, how: str, source: Source, axes: Sequence[int], out: TensorView, *, kind: str,
     attrs: dict[str, Any], reads: Sequence[TensorView | None], parts: int = 1,
 ) -> None:  # fmt: skip
-    """``out = how(source over axes)``; ``out`` has the source's shape with the axes reduced to 1, or dropped. ``parts`` blocks share an
-    output's terms; the last of them adds up what they found."""
+    """Emits ``out = how(source over axes)``. ``out`` has the source's shape with the axes reduced to 1, or dropped. ``parts`` blocks share
+    the terms of an output; the last one merges their results."""
     if 0 in out.shape:
         return
     space, t = space_of(source.tensors, axes, out), source.t
@@ -145,14 +146,14 @@ def _of_arithmetic(t: str) -> DType:
 
 
 def _shared(grid: Grid, t: str) -> str:
-    """The declaration of the sums in shared memory."""
+    """C++ that declares the accumulators in shared memory."""
     if grid.across:
         return f"__shared__ {t} partial[{grid.vec}][{grid.runs}][{grid.lanes}];"
     return f"__shared__ {t} partial[{grid.lanes}][{grid.runs // WARP}];" if grid.runs > WARP else ""
 
 
 def _tree(grid: Grid, t: str, combine: str) -> str:
-    """C++ that combines the sums ``s`` of the threads of a run in pairs."""
+    """C++ that combines the accumulators ``s`` of the threads of a run in pairs."""
     if not grid.across:
         return _warp_tree(grid, t, combine)
     each, own, other = _each(grid.vec), "partial[j][run][lane]", "partial[j][run + half][lane]"
@@ -166,7 +167,7 @@ def _tree(grid: Grid, t: str, combine: str) -> str:
 
 
 def _warp_tree(grid: Grid, t: str, combine: str) -> str:
-    """:func:`_tree` where the threads of a run are neighbours: by shuffles, and the results of several warps through shared memory."""
+    """:func:`_tree` for runs of neighbouring threads: shuffles within a warp, and shared memory between warps."""
 
     def over(count: int) -> str:
         found = f"const {t} a = s[0], b = __shfl_xor_sync(~0u, a, half); s[0] = {combine};"
@@ -183,7 +184,7 @@ def _warp_tree(grid: Grid, t: str, combine: str) -> str:
 
 
 def _folded(grid: Grid, t: str, combine: str) -> str:
-    """C++ that combines a thread's own sums of one output; nothing where it has one."""
+    """C++ that combines a thread's own accumulators of one output; empty if it has only one."""
     if grid.wide == 1:
         return ""
     return f"for (int j = 1; j < {grid.wide}; j++) {{ const {t} a = s[0], b = s[j]; s[0] = {combine}; }}\n    "
@@ -194,10 +195,10 @@ def _each(count: int) -> str:
 
 
 def _loop(space: Space, parts: int, source: Source, step: str) -> str:
-    """C++ that does ``step`` with each element ``v`` of a thread's run."""
+    """C++ that runs ``step`` for each element ``v`` of a thread."""
     grid, count, t = space.grid, space.grid.reads, source.t
     moves = (s[-1] for s in (space.sx if grid.across else space.rx))
-    widths = [grid.sums if m else 1 for m in moves]  # the others have one element for the whole access
+    widths = [grid.sums if m else 1 for m in moves]  # a broadcast tensor has one element for the whole access
     terms = Terms("run", f"{count}u", f"{count - 1}u", grid.runs, grid.batch)
     if parts > 1:
         terms = Terms("begin + run", "end", "end - 1u", grid.runs, grid.batch)
@@ -285,11 +286,11 @@ extern "C" __global__ void __launch_bounds__({grid.threads}) reduce(const __grid
 def _merged(
     how: str, t: str, grid: Grid, parts: int, start: str, combine: str, low: str, top: str, tree: str, each: str
 ) -> str:
-    """What a block does with the sum of its part: all but the last one of an output leave it."""
+    """C++ that stores the result of a block's part. Only the last block of an output continues, and merges all parts."""
     tops = how == "ReduceLogSumExp"
     place, also = f"at * {grid.vec}u + j", f"{parts * grid.outputs}u"
     store = f"p.parts[{place}] = s[j];" + (f" p.parts[{also} + {place}] = tops[j];" if tops else "")
-    told = f"p.parts[{place}]"
+    stored = f"p.parts[{place}]"
 
     def over(step: str) -> str:
         head = f"for (u32 k = run; k < {parts}u; k += {grid.runs})"
@@ -299,7 +300,7 @@ def _merged(
         f"if (run == 0 && live) {{ const u32 at = part * p.count + index; {each} {{ {store} }} }}",
         f"if (!arrives_last(p.arrived + blockIdx.x / {parts}, {parts}u)) return;",
     ]
-    value = told
+    value = stored
     if tops:
         lines += [
             f"{each} s[j] = {low};",
@@ -308,7 +309,7 @@ def _merged(
             "__syncthreads();",
         ]
         lines += [f"{each} tops[j] = s[j];"]
-        value = f"(p.parts[{also} + {place}] == {low} ? {t}(0) : {told} * exp(p.parts[{also} + {place}] - tops[j]))"
+        value = f"(p.parts[{also} + {place}] == {low} ? {t}(0) : {stored} * exp(p.parts[{also} + {place}] - tops[j]))"
     lines += [f"{each} s[j] = {start};", over(f"const {t} a = s[j], b = {value}; s[j] = {combine};"), tree]
     return "".join("\n    " + line for line in lines)
 
@@ -323,9 +324,9 @@ class Reduction(Tactic):
         if math.prod(b.graph.type(op.inputs[0]).static_shape) >= MOST_ELEMENTS:  # type: ignore[arg-type]
             return "it reads more elements than a kernel counts"
         if op.kind == "ReduceLogSumExp" and not is_float(dtype):
-            return f"it takes no exponentials of {dtype.name}"
+            return f"it does not compute exponentials of {dtype.name}"
         if op.kind == "ReduceL2" and not is_float(dtype):
-            return f"it adds no squares of {dtype.name}, which overflow"
+            return f"it does not add squares of {dtype.name}: they overflow"
         return None
 
     def seconds(self, b: Builder, op: Op) -> float | None:
@@ -363,7 +364,7 @@ POOLS = {"GlobalAveragePool": "ReduceMean", "GlobalMaxPool": "ReduceMax"}
 
 
 def reduction_of(b: Builder, op: Op) -> Reduced | None:
-    """The reduction of an operator; None where it only copies."""
+    """The reduction of an operator; None if it only copies."""
     x = b.operand(op.inputs[0])
     if op.kind in POOLS:
         return Reduced(POOLS[op.kind], x, tuple(range(2, len(x.shape))), {})
@@ -371,6 +372,6 @@ def reduction_of(b: Builder, op: Op) -> Reduced | None:
     if not axes and op.kind not in OF_ELEMENTS:
         return None
     attrs = {"keepdims": op.attrs.keepdims, "noop_with_empty_axes": not axes}
-    if not axes:  # over an axis of one element, then
+    if not axes:  # a reduction over an additional axis of one element
         return Reduced(op.kind, x.view((*x.shape, 1), (*x.strides, 1)), (len(x.shape),), attrs)
     return Reduced(op.kind, x, axes, attrs, axes)

@@ -1,7 +1,7 @@
-"""SegmentSum on one generated kernel: some lanes share the rows of a segment, and each takes consecutive elements of a row.
+"""SegmentSum on one generated kernel: some lanes share the rows of a segment, and a thread takes consecutive elements of a row.
 
-A row is gathered, computed in registers and added in the type of arithmetic, in an order that is always the same. Rows are loaded
-:data:`AHEAD` at a time, since an index and what it points to are two reads that depend on each other.
+A row is gathered, computed in registers and added in the type of arithmetic, always in the same order. Rows are loaded
+:data:`AHEAD` at a time, since the load of a row depends on the load of its index.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ AHEAD = 4
 """Rows that a lane loads together."""
 WARP = 32
 MOST_THREADS = 1 << 19
-"""Threads from which on more lanes for a segment gain nothing."""
+"""With more threads than this, more lanes per segment gain nothing."""
 POINTS_LIMIT = 1 << 31
-"""Most threads: coordinates are taken from a 32-bit index."""
+"""Bound of the threads: coordinates are computed from a 32-bit index."""
 LAUNCH, ROUND, CACHE = 1.2e-6, 9e-7, 4e12
-"""Predicted seconds of a launch and of :data:`AHEAD` rows of a lane (two reads that depend on each other), and bytes per second of L2."""
+"""Predicted seconds of a launch and of :data:`AHEAD` rows of a lane (two dependent loads), and bytes per second of L2."""
 
 
 class SegmentSumKernel(Tactic):
-    """Any sums of segments, of any strides."""
+    """Any sums of segments, with any strides."""
 
     name = "segments"
 
@@ -89,7 +89,7 @@ class SegmentSumKernel(Tactic):
 
 
 def _longest(b: Builder, op: Op) -> int:
-    """The most rows of a segment; their mean, where they are not known."""
+    """Number of rows of the longest segment; the mean number if the segments are not known."""
     first = b.graph.constant_value(op.inputs[len(op.attrs.indices) + op.attrs.arrays])
     return (
         -(-_rows(b, op) // op.outputs[0].type.static_shape[0]) if first is None else int(np.diff(first).max(initial=0))
@@ -97,13 +97,13 @@ def _longest(b: Builder, op: Op) -> int:
 
 
 def _rows(b: Builder, op: Op) -> int:
-    """The rows of all segments."""
+    """Number of rows of all segments."""
     index = op.inputs[len(op.attrs.indices)]
     return 0 if index is None else b.graph.type(index).static_shape[0]
 
 
 def _lanes(longest: int, threads: int) -> int:
-    """How many lanes share a segment."""
+    """Number of lanes that share a segment."""
     lanes = 1
     while lanes < WARP and longest > lanes * AHEAD and 2 * lanes * threads <= MOST_THREADS:
         lanes *= 2
@@ -112,7 +112,8 @@ def _lanes(longest: int, threads: int) -> int:
 
 @dataclass(frozen=True)
 class _Text:
-    """The kernel's text. ``tensors``: the result, the tables, factors and operands of the epilogue; ``strides``: theirs along ``dims``."""
+    """The kernel's text. ``tensors``: the result, the tables, the factors and the operands of the epilogue. ``strides``: strides of the
+    tensors along ``dims``."""
 
     attrs: SegmentSumAttrs
     tensors: Sequence[TensorView]
@@ -127,7 +128,7 @@ class _Text:
 
     @property
     def _others(self) -> int:
-        """The number of factors and operands of the epilogue."""
+        """Number of factors and operands of the epilogue."""
         return len(self.tensors) - 1 - self._tables
 
     @property
@@ -136,11 +137,11 @@ class _Text:
         return ["out", *(f"t{k}" for k in range(self._tables)), *(f"g{k}" for k in range(self._others))]
 
     def _wide(self, k: int) -> bool:
-        """Whether tensor ``k`` has an element of its own for each lane of a Pack."""
+        """Whether tensor ``k`` has a separate element for each lane of a Pack."""
         return self.vec > 1 and self.strides[k][-1] == 1
 
     def _load(self, k: int, name: str, at: str) -> str:
-        """Declare what a thread reads of tensor ``k`` at an offset."""
+        """C++ that loads a thread's elements of tensor ``k`` at an offset into ``name``."""
         t, place = CPP[self.tensors[k].dtype], f"p.{self.names[k]} + {at}"
         return (
             f"const Pack<{t}, {self.vec}> {name}({place});"
@@ -152,7 +153,7 @@ class _Text:
         return f"widen({name}.lane[j])" if self._wide(k) else f"widen({name})"
 
     def _rows(self) -> tuple[str, str]:
-        """The loads of AHEAD rows, and their sums. A row beyond the end is the first one again, and is not added."""
+        """C++ of the loads of AHEAD rows, and of their sums. Beyond the end, the first row is loaded again, and not added."""
         a, loads, sums = self.attrs, [], []
         types = [TensorType(x.dtype, x.shape) for x in self.tensors[1 : 1 + self._tables]]
         lines, result, dtype = body(a.stages, types)
@@ -173,19 +174,19 @@ class _Text:
         return "\n        ".join(loads), "\n        ".join(sums)
 
     def _added(self, value: str) -> str:
-        """The statement that takes a value into the result of a segment."""
+        """The statement that adds a value to the result of a segment."""
         if self.attrs.reduction == "add":
             return f"sum[j] += {value};"
         return f"sum[j] = {self.attrs.reduction}_nan(sum[j], {value});"
 
     @property
     def _none(self) -> str:
-        """What a segment of no rows gives."""
+        """C++ of the result of an empty segment."""
         number = arithmetic(self.tensors[0].dtype)
         return f"{number}(0)" if self.attrs.reduction == "add" else literal(NEUTRAL[self.attrs.reduction], number)
 
     def _store(self) -> str:
-        """The factors, the epilogue and the store of a thread's results."""
+        """C++ of the factors, the epilogue and the store of a thread's results."""
         out, after = self.tensors[0], 1 + self._tables
         t, number = CPP[out.dtype], arithmetic(out.dtype)
         begin = self._tables + self.attrs.arrays + 1
@@ -211,7 +212,7 @@ class _Text:
         y.store(p.out + (o_out + n * p.r_out));"""
 
     def source(self) -> str:
-        """All of it."""
+        """The whole text."""
         names, rank = self.names, len(self.dims)
         fields = [f"{'const ' if k else ''}{CPP[x.dtype]}* {names[k]};" for k, x in enumerate(self.tensors)]
         fields += [

@@ -62,14 +62,14 @@ def test_what_it_refuses() -> None:
         "it is for 16-bit floats, not float32": case([1], dtype="float32"),
         "heads of 72 features": case([1], features=72, turned=0),
         "17 queries of 1 key heads": case([1], heads=17, key_heads=1),
-        "6 features turn": case([1], turned=6),
+        "6 features have rotary embeddings": case([1], turned=6),
         "a softcap of -1": case([1], softcap=-1.0),
         "exceed the registers": case([1], heads=16, key_heads=1, features=256),
         "the grid is too large": case([1] * 65536),
     }.items():
         assert because in str(cached.refuse(changed.problem, ALONE))
     assert cached.refuse(p, cached.Config(3, 1)) == "not a tile of this kernel"
-    assert cached.refuse(p, cached.Config(8, 16, True)) == "16 blocks are no cluster"
+    assert cached.refuse(p, cached.Config(8, 16, True)) == "16 blocks do not form a cluster"
     assert "bytes of shared memory exceed" in str(cached.refuse(p, ALONE, shared=4000))
 
 

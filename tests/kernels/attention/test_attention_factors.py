@@ -47,8 +47,8 @@ def test_the_bias_is_not_stored() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"size": (14, 7)}, "rows of 7 keys"),
-        ({"readers": 2}, "not a sum that only it reads"),
+        ({"size": (14, 7)}, "whole rows of 7"),
+        ({"readers": 2}, "its mask is not a sum, or has other readers"),
     ],
 )
 def test_other_biases_are_stored(options: dict[str, Any], reason: str) -> None:
@@ -59,8 +59,8 @@ def test_other_biases_are_stored(options: dict[str, Any], reason: str) -> None:
     ("mask", "reason"),
     [
         ("", "it has no mask"),
-        ("row", "its mask is not a sum that only it reads"),
-        ("full", "its mask is not a sum that only it reads"),
+        ("row", "its mask is not a sum, or has other readers"),
+        ("full", "its mask is not a sum, or has other readers"),
     ],
 )
 def test_other_masks_are_none_of_its_own(mask: str, reason: str) -> None:
@@ -89,12 +89,12 @@ def of_given_factors(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"of_image": False}, "its mask is no sum over rows and columns of queries and keys"),
-        ({"key_columns": 4}, "its mask is no sum of a factor of rows and one of columns"),
-        ({"lengths": True}, "its keys have a past or lengths, or are a result"),
-        ({"outputs": 3}, "its keys have a past or lengths, or are a result"),
+        ({"of_image": False}, "its mask is not a sum over rows and columns of queries and keys"),
+        ({"key_columns": 4}, "its mask is not the sum of a factor of rows and a factor of columns"),
+        ({"lengths": True}, "its keys have a past or lengths, or its keys or values are results"),
+        ({"outputs": 3}, "its keys have a past or lengths, or its keys or values are results"),
         ({"narrow": True}, "its result is stored in 8 bits"),
-        ({"turned": True}, "the factors do not lie in rows of pairs"),
+        ({"turned": True}, "the factors' last axes are not contiguous, or begin at odd elements"),
     ],
 )
 def test_what_else_is_refused(options: dict[str, Any], reason: str) -> None:
@@ -107,8 +107,8 @@ def test_what_else_is_refused(options: dict[str, Any], reason: str) -> None:
     ("problem", "reason"),
     [
         (replace(WINDOWS, mask=(0, 0, 196)), "a mask in addition to factors"),
-        (replace(WINDOWS, factors=replace(FACTORS, key_width=12)), "rows of 12 keys"),
-        (replace(WINDOWS, factors=replace(FACTORS, query_width=12)), "12 queries"),
+        (replace(WINDOWS, factors=replace(FACTORS, key_width=12)), "whole rows of 12"),
+        (replace(WINDOWS, factors=replace(FACTORS, query_width=12)), "and 12"),
         (replace(WINDOWS, factors=replace(FACTORS, columns=(1, 2, 2, 2))), "odd elements"),
     ],
 )

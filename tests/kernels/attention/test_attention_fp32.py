@@ -164,7 +164,7 @@ A, AC = merged(2, 4, 300, 64, dtype="float32"), Config(4, 1, 32, 2)
     [
         (merged(2, 4, 300, 38, dtype="float32"), AC, "38 features (a multiple of 4 up to 192 is needed)"),
         (merged(2, 4, 300, 196, dtype="float32"), AC, "196 features"),
-        (replace(A, k=HeadView(8, 8, 2)), AC, "k: chunks of 4"),
+        (replace(A, k=HeadView(8, 8, 2)), AC, "k: strides and offsets must be multiples of 4"),
         (A, replace(AC, keys=80), "not a tile"),
         (A, replace(AC, warps=3), "not a tile"),
         (A, replace(AC, split=2), "not a tile"),

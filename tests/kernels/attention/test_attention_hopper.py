@@ -106,9 +106,9 @@ def test_a_loading_warpgroup_gives_registers_to_the_others() -> None:
     assert hopper_config.register_limit(problem, Config(1, 64, 2, 2, True)) == 232
     assert hopper.refuse(problem, Config(3, 176, 2, 1, True)) == "scores and results of a thread exceed 160 registers"
     refused = hopper.refuse(merged(16, 12, 257, 32), Config(1, 112, 3, 3, True))
-    assert refused == "the compiler takes no product of 112 columns for threads that start with 80 registers"
+    assert refused == "a product of 112 columns does not compile for threads that start with 80 registers"
     wide = hopper.refuse(merged(4, 8, 700, 128, reach=130), Config(1, 32, 2, 3, True))
-    assert wide == "the compiler takes no product of 128 columns for threads that start with 80 registers"
+    assert wide == "a product of 128 columns does not compile for threads that start with 80 registers"
 
 
 def test_turns_are_of_several_warpgroups_and_tiles() -> None:
@@ -116,7 +116,7 @@ def test_turns_are_of_several_warpgroups_and_tiles() -> None:
     assert any(c.turns for c in found)
     assert all(c.warpgroups > 1 for c in found if c.turns)
     assert str(Config(3, 128, 2, 1, True, True)) == "attn3n128s2b1pt"
-    one = "turns of one warpgroup or of one tile"
+    one = "turns need several warpgroups and several tiles"
     assert hopper.refuse(merged(16, 12, 512, 64), Config(1, 64, 2, turns=True)) == one
     assert hopper.refuse(merged(16, 12, 64, 64), Config(2, 64, 1, turns=True)) == one
 
@@ -194,15 +194,15 @@ def test_first_choices_of_few_items() -> None:
     [
         (
             Config(1, 64, 2, split=True),
-            "one warpgroup, several items of a block or turns, and keys that warpgroups share",
+            "warpgroups that share keys need several warpgroups, one item per block and no turns",
         ),
         (
             Config(2, 64, 2, 1, True, split=True),
-            "one warpgroup, several items of a block or turns, and keys that warpgroups share",
+            "warpgroups that share keys need several warpgroups, one item per block and no turns",
         ),
         (
             Config(2, 64, 2, turns=True, split=True),
-            "one warpgroup, several items of a block or turns, and keys that warpgroups share",
+            "warpgroups that share keys need several warpgroups, one item per block and no turns",
         ),
         (Config(4, 192, 3, split=True), "3 tiles of keys for 4 warpgroups"),
         (Config(2, 64, 3, split=True), "3 stages, which 2 warpgroups do not share evenly"),

@@ -220,7 +220,7 @@ def test_a_constant_stack_is_rearranged_when_built_and_odd_rows_get_a_pitch() ->
 def test_only_constants_are_rearranged() -> None:
     n = Net()
     b = Builder(n.done(n.op("Relu", n.input(3, 4))), of_arch("sm_90a"))
-    with pytest.raises(InternalError, match="only constants are rearranged"):
+    with pytest.raises(InternalError, match="only constants can be rearranged"):
         b.rearranged(b.new("x", np.dtype(np.float16), (3, 4)), "copy")
 
 

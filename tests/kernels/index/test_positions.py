@@ -42,11 +42,11 @@ def test_long_searches_of_scatters(kind: str, attrs: Any, index: Any, monkeypatc
     others = ((index, INT64), ((5,), np.float32))
     fits = lowered(net(kind, 7, *others, attrs=attrs), no_cubins=True)
     assert "host" not in [s.executor for s in fits.steps]
-    check_too_many(net(kind, 9, *others, attrs=attrs), "would look at 45 updates in all")
+    check_too_many(net(kind, 9, *others, attrs=attrs), "would compare 45 updates in all")
 
 
 def test_long_lines_of_orders_and_of_sums_along_an_axis_that_is_given_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(positions, "VISITS_LIMIT", 8 * 8)
-    check_too_many(net("TopK", 64, 2, outputs=2), "would look at 256 candidates in all")
+    check_too_many(net("TopK", 64, 2, outputs=2), "would compare 256 candidates in all")
     axis = ((), INT64)
-    check_too_many(net("CumSum", 9, axis, attrs=CumulativeAttrs()), "would look at 81 candidates in all")
+    check_too_many(net("CumSum", 9, axis, attrs=CumulativeAttrs()), "would compare 81 candidates in all")

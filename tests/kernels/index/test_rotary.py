@@ -96,9 +96,9 @@ def test_vectors_are_as_wide_as_sizes_and_places_allow() -> None:
 
 def test_what_it_refuses() -> None:
     assert turn().refuse() is None
-    assert "16 and of 32 bits" in (turn(dtype=FP64).refuse() or "")
+    assert "it is for 16-bit floats and fp32" in (turn(dtype=FP64).refuse() or "")
     mixed = replace(turn(), x=turn(dtype=FP32).x)
-    assert "another type than its result" in (mixed.refuse() or "")
+    assert "its operand and its result have different types" in (mixed.refuse() or "")
     assert "aligned vectors" in (turn((2, 3, 5, 6), 6).refuse() or "")
     assert "more vectors" in (turn((1 << 20, 1 << 6, 1 << 4, 64)).refuse() or "")
 
@@ -142,8 +142,8 @@ def refused(program: Program) -> set[str]:
 @pytest.mark.parametrize(
     ("angles", "read_twice", "because"),
     [
-        ("other", False, "no other heads of the next attention are rotated by the same angles"),
-        ("same", True, "no other heads of the next attention are rotated by the same angles"),
+        ("other", False, "the next attention has no other heads that are rotated by the same angles"),
+        ("same", True, "the next attention has no other heads that are rotated by the same angles"),
         ("same", False, "the other heads are rotated after it"),
     ],
 )

@@ -77,8 +77,8 @@ def reasons(program: Program) -> set[str]:
 @pytest.mark.parametrize(
     ("graph", "because"),
     [
-        (lambda: pair(used=True), "or no norms are before both"),
-        (lambda: normed(own=True), "each feature of its heads has an angle of its own"),
+        (lambda: pair(used=True), "or not both have a norm before them"),
+        (lambda: normed(own=True), "each feature of its heads has its own angle"),
         (lambda: pair(epsilon=1e-3), "the norms of queries and keys differ"),
         (lambda: pair(second="LayerNormalization"), "the norms of queries and keys differ"),
         (lambda: pair(axis=-2, scale=1), "its norms are neither of heads nor of tokens"),
@@ -86,7 +86,7 @@ def reasons(program: Program) -> set[str]:
         (lambda: pair(computed=True), "the scale and bias of its norms are not constant"),
         (lambda: pair(scale=1), "the scale of its norms is not a single row"),
         (lambda: pair(size=1024), "a head has more vectors than a warp has lanes"),
-        (lambda: normed(tokens=True, heads=3, groups=3), "12 threads for a token are no block"),
+        (lambda: normed(tokens=True, heads=3, groups=3), "12 threads for a token are not a valid block"),
         (lambda: pair(size=6), "its features are not aligned vectors"),
     ],
 )

@@ -75,8 +75,8 @@ def test_rows_are_read_in_aligned_vectors() -> None:
 def test_what_it_refuses() -> None:
     assert sample.refuse(view(1 << 18)) is None
     assert "at most 262144 tokens" in (sample.refuse(view((1 << 18) + 1)) or "")
-    assert "16 and of 32 bits" in (sample.refuse(view(100, FP64)) or "")
-    assert "side by side" in (sample.refuse(view(100, strides=(1, 4))) or "")
+    assert "16-bit and 32-bit logits" in (sample.refuse(view(100, FP64)) or "")
+    assert "are not contiguous" in (sample.refuse(view(100, strides=(1, 4))) or "")
 
 
 @pytest.mark.nvrtc

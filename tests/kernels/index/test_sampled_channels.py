@@ -71,14 +71,14 @@ def test_what_channels_lie_apart() -> None:
     places = n.op("Tanh", n.input(1, 4, 3, 2, name="places"))
     program = check_simulated(n.done(n.op("GridSample", n.input(1, 8, 6, 5), places)))
     assert tactics(program, "GridSample") == ["each"]
-    assert "its channels do not lie side by side" in refusals(program, "sampled_channels")[0]
+    assert "its channels are not contiguous and aligned" in refusals(program, "sampled_channels")[0]
 
 
 def test_volumes_are_for_the_general_kernel() -> None:
     n = Net()
     places = n.op("Tanh", n.input(1, 2, 2, 2, 3, name="places"))
     program = check_simulated(n.done(n.op("GridSample", n.input(1, 8, 3, 4, 5), places, attrs=GridSampleAttrs())))
-    assert "it is for images of two axes" in refusals(program, "sampled_channels")[0]
+    assert "it is for images with two spatial axes" in refusals(program, "sampled_channels")[0]
 
 
 def test_it_refuses_more_elements_than_it_can_count(monkeypatch: pytest.MonkeyPatch) -> None:

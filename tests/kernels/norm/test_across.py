@@ -66,7 +66,7 @@ def test_a_norm_reads_what_lies_across(kind: str) -> None:
 def test_a_norm_of_rows_reads_them_as_rows() -> None:
     n = Net()
     program = lowered(n.done(n.matmul(normalized(n, n.matmul(n.input(3, 20, 16), 48)), 24)))
-    assert "its operand is no stack of transposed matrices" in refused(program, "norm_of_across")
+    assert "its operand is not a stack of transposed matrices" in refused(program, "norm_of_across")
     n = Net()
     program = lowered(n.done(normalized(n, turned(n, n.matmul(turned(n, n.input(3, 20, 48)), 20)))), "fp32")
     assert "norm_of_across" not in tactics(program)
@@ -84,7 +84,7 @@ def test_a_norm_that_rows_read_is_not_turned() -> None:
     n = Net()
     x = n.matmul(n.input(3, 20, 16), 48)
     program = lowered(n.done(n.op("Softmax", turned(n, normalized(n, x)))))
-    assert "what reads its transposed result is not a product of rows" in refused(program, "norm_across")
+    assert "a reader of its transposed result is not a product of rows" in refused(program, "norm_across")
 
 
 def test_sums_of_rows_are_not_turned() -> None:

@@ -46,7 +46,7 @@ def test_the_sum_is_not_stored_and_parts_of_a_product_are_not_copied() -> None:
 def test_the_tactic_refuses() -> None:
     program = lowered(sum_net(images=12, vectors=(2, 12, 1, 1)))
     reasons = refusals(program, "add_group_norm")
-    assert any("are not made of aligned vectors of channels" in reason for reason in reasons)
+    assert any("do not consist of aligned vectors of channels" in reason for reason in reasons)
 
 
 @pytest.mark.parametrize(

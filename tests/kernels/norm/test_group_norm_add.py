@@ -110,8 +110,8 @@ def repeated(n: Net, x: Value) -> list[Value]:
 
 
 REFUSED: dict[str, tuple[Callable[[Net, Value], list[Value]], str]] = {
-    "another reader": (two_readers, "not the sum of a group normalization"),
-    "another norm": (of_rows, "not the sum of a group normalization"),
+    "another reader": (two_readers, "it is not the sum of an image and a group normalization"),
+    "another norm": (of_rows, "it is not the sum of an image and a group normalization"),
     "repeated": (repeated, "normalized images are repeated"),
     "odd channels": (odd, "aligned vectors of channels"),
 }

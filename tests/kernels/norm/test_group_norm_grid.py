@@ -30,14 +30,14 @@ CONFIG = gridded.Config(128, 114, 512, 8, 20)
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
-        (replace(LARGE, groups=7), CONFIG, "not 7 equal groups"),
+        (replace(LARGE, groups=7), CONFIG, "do not form 7 equal groups"),
         (replace(LARGE, epilogue=(("add",),)), CONFIG, "no operands"),
         (LARGE, replace(CONFIG, slab=44), "vectors of 8"),
         (replace(LARGE, dtype="float32"), CONFIG, "exceed an access"),
         (replace(LARGE, groups=4), replace(CONFIG, slab=16), "whole groups"),
-        (LARGE, replace(CONFIG, threads=1024), "no block"),
-        (LARGE, replace(CONFIG, tiles=115), "115 blocks of a multiprocessor each do not run at once on 114"),
-        (replace(LARGE, batch=2), CONFIG, "228 blocks of a multiprocessor each do not run at once"),
+        (LARGE, replace(CONFIG, threads=1024), "not a valid block"),
+        (LARGE, replace(CONFIG, tiles=115), "115 blocks cannot run at once on 114 multiprocessors"),
+        (replace(LARGE, batch=2), CONFIG, "228 blocks cannot run at once"),
         (LARGE, replace(CONFIG, held=40), "bytes of shared memory exceed"),
         (replace(LARGE, pixels=1 << 24), CONFIG, "an image is too large"),
     ],

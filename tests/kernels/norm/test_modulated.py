@@ -59,11 +59,11 @@ def test_one_launch_normalizes_and_modulates(name: str, precision: str) -> None:
 @pytest.mark.parametrize(
     ("graph", "because"),
     [
-        (lambda: adaptive(used=True), "it is no factor and shift of a norm's result, which only it reads"),
-        (lambda: adaptive(shift=False), "it is no factor and shift of a norm's result, which only it reads"),
-        (lambda: adaptive(batch=1, images=2), "it is no factor and shift of a norm's result, which only it reads"),
-        (lambda: adaptive(each=True), "it is no factor and shift of a norm's result, which only it reads"),
-        (lambda: adaptive(width=44), "its factor and shift are not rows of each image, at multiples of 16 bytes"),
+        (lambda: adaptive(used=True), "it is not a factor and shift of a norm without other readers"),
+        (lambda: adaptive(shift=False), "it is not a factor and shift of a norm without other readers"),
+        (lambda: adaptive(batch=1, images=2), "it is not a factor and shift of a norm without other readers"),
+        (lambda: adaptive(each=True), "it is not a factor and shift of a norm without other readers"),
+        (lambda: adaptive(width=44), "its factor and shift are not one row per image, at multiples of 16 bytes"),
         (lambda: adaptive(added=True), "the normalization belongs to the launch of Add"),
         (lambda: adaptive(width=40000), "do not fit the registers of a block"),
     ],
@@ -85,7 +85,7 @@ def test_the_kernel_refuses() -> None:
     config = rows.candidates(MODULATED, GPU)[0]
     assert rows.refuse(MODULATED, config) is None
     other = rows.Problem("softmax", 512, 384, modulated=MODULATED.modulated)
-    assert rows.refuse(other, config) == "factors follow a norm that adds nothing, and whose result is not quantized"
+    assert rows.refuse(other, config) == "factors after the norm allow no addend, no stages and no quantization"
     odd = rows.Problem("layer_norm", 512, 384, modulated=rows.Modulated(256, 2308, None, 0.0))
     assert rows.refuse(odd, config) == "rows do not begin at multiples of 8 elements"
 

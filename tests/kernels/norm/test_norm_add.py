@@ -49,9 +49,9 @@ def test_a_broadcast_addend_is_refused() -> None:
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
-        (replace(PROBLEM, sum=True), rows.Config(4, 3, 8, 128), "the sum is the one result"),
-        (replace(PROBLEM, add=False), rows.Config(4, 3, 8, 128), "the sum is the one result"),
-        (replace(PROBLEM, length=24000), rows.Config(1024, 3, 8, 1024), "the addend exceeds"),
+        (replace(PROBLEM, sum=True), rows.Config(4, 3, 8, 128), "its sum must be the only result"),
+        (replace(PROBLEM, add=False), rows.Config(4, 3, 8, 128), "its sum must be the only result"),
+        (replace(PROBLEM, length=24000), rows.Config(1024, 3, 8, 1024), "row and addend exceed"),
     ],
 )
 def test_the_kernel_refuses(problem: rows.Problem, config: rows.Config, reason: str) -> None:

@@ -63,7 +63,7 @@ def test_the_kernel_gives_the_first_result() -> None:
     config = rows.Config(16, 1, 8, 64)
     assert rows.refuse(PROBLEM, config) is None
     assert "a norm before the addition" in (rows.refuse(replace(PROBLEM, sum=False), config) or "")
-    assert "no sum without an addend" in (rows.refuse(replace(PROBLEM, first=None), config) or "")
+    assert "a sum needs an addend" in (rows.refuse(replace(PROBLEM, first=None), config) or "")
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")

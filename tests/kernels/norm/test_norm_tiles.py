@@ -33,7 +33,7 @@ ROWS_CONFIG = rows.Config(4, 256, 8)
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
-        (replace(LARGE, groups=7), LARGE_CONFIG, "not 7 equal groups"),
+        (replace(LARGE, groups=7), LARGE_CONFIG, "do not form 7 equal groups"),
         (replace(LARGE, epilogue=(("add",),)), LARGE_CONFIG, "no operands"),
         (LARGE, replace(LARGE_CONFIG, slab=44), "vectors of 8"),
         (replace(LARGE, dtype="float32"), LARGE_CONFIG, "exceed an access"),
@@ -57,11 +57,11 @@ def test_tiles_of_images_need_shared_memory() -> None:
     ("problem", "config", "reason"),
     [
         (replace(ROWS, epilogue=(("bias",),)), ROWS_CONFIG, "no operands"),
-        (replace(ROWS, run=3000), ROWS_CONFIG, "do not repeat"),
-        (replace(ROWS, period=7), ROWS_CONFIG, "do not repeat"),
+        (replace(ROWS, run=3000), ROWS_CONFIG, "not whole runs and periods"),
+        (replace(ROWS, period=7), ROWS_CONFIG, "not whole runs and periods"),
         (replace(ROWS, length=12 << 10, run=12), ROWS_CONFIG, "vectors of 8"),
         (replace(ROWS, dtype="float32"), ROWS_CONFIG, "exceed an access"),
-        (ROWS, replace(ROWS_CONFIG, threads=100), "no block"),
+        (ROWS, replace(ROWS_CONFIG, threads=100), "not a valid block"),
         (replace(ROWS, length=16, run=16), ROWS_CONFIG, "16 elements in 4 tiles"),
         (replace(ROWS, rows=1 << 30), ROWS_CONFIG, "grid"),
     ],

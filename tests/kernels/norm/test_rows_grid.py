@@ -69,7 +69,7 @@ def test_no_part_is_empty(length: int) -> None:
 def test_what_it_refuses() -> None:
     (short,) = taken(lambda n: n.op("Softmax", n.input(4, 600, 3), attrs=softmax.SoftmaxAttrs(1)), precision="fp32")
     reasons = {r["tactic"]: r["reason"] for r in short["refused"]}
-    assert reasons["rows_grid"] == "a block for each row is predicted to be as fast"
+    assert reasons["rows_grid"] == "one block per row is predicted to be as fast"
     assert short["tactic"] == "rows"
 
 

@@ -69,13 +69,15 @@ def test_norms_without_an_activation_have_none() -> None:
     y = n.op("RMSNormalization", n.matmul(n.input(12, 32), 48), n.positive(48))
     program = check_simulated(n.done(n.matmul(y, 16), n.op("Gelu", y)))
     assert chosen(program, "RMSNormalization") == ["rows_once"]
-    assert "no activation and no conversion to fp32 is the only reader" in reasons(program, "RMSNormalization")
+    assert "the only reader of its result is not an activation or a conversion to fp32" in reasons(
+        program, "RMSNormalization"
+    )
 
 
 def test_stages_that_are_refused() -> None:
     stages = (("gelu",),)
     config = rows_kernel.candidates(rows_kernel.Problem("layer_norm", 40, 48, epilogue=stages), of_arch("sm_90a"))[0]
-    alone = "stages follow a norm that adds nothing, and whose result is not quantized"
+    alone = "stages after the norm allow no addend and no quantization"
     for problem in (
         rows_kernel.Problem("softmax", 40, 48, epilogue=stages),
         rows_kernel.Problem("layer_norm", 40, 48, add=True, epilogue=stages),
@@ -231,4 +233,4 @@ def test_addends_that_repeat_are_read_once() -> None:
     config = rows_kernel.candidates(repeated, of_arch("sm_90a"))[0]
     assert whole.bytes - repeated.bytes == 300 * 64 * 2
     assert "#define PERIODIC 1" in rows_kernel.recipe(repeated, config).generated["generated.cuh"]
-    assert "no addend" in str(rows_kernel.refuse(replace(repeated, add=False, sum=False), config))
+    assert "a period needs an addend" in str(rows_kernel.refuse(replace(repeated, add=False, sum=False), config))

@@ -82,7 +82,7 @@ def test_accesses_have_sixteen_bytes_at_most() -> None:
     assert {c.lanes for c in rows.candidates(PLAIN, GPU)} == {4}
     assert (
         rows.refuse(replace(PLAIN, narrow="int8"), rows.Config(8, 3, 4, 64))
-        == "what is quantized was rounded to 16 bits"
+        == "only results of 16-bit rows are quantized"
     )
 
 
@@ -96,7 +96,7 @@ def test_a_row_has_twice_the_bytes() -> None:
 def test_only_one_result_of_16_bit_rows_is_fp32(given: dict[str, Any]) -> None:
     config = rows.Config(32, 2, 4, 64)
     assert rows.refuse(WIDENED, config) is None
-    assert "the one result of 16-bit rows" in str(rows.refuse(replace(WIDENED, **given), config))
+    assert "the only result, of 16-bit rows" in str(rows.refuse(replace(WIDENED, **given), config))
 
 
 @pytest.mark.nvrtc

@@ -125,11 +125,11 @@ def test_what_it_refuses() -> None:
         digits.refuse(CASES["8-bit floats"].problem, config, GPU)
         == "its weights are fp8_e4m3, not integers of 4 or 8 bits"
     )
-    assert "not at least 32" in str(digits.refuse(CASES["blocks of 16"].problem, config, GPU))
+    assert "at least 32 are needed" in str(digits.refuse(CASES["blocks of 16"].problem, config, GPU))
     assert "its weights are uint2" in str(digits.refuse(CASES["2 bits"].problem, config, GPU))
     assert "multiple of 8 elements" in str(digits.refuse(replace(p, depth=4100, norm=True), config, GPU))
     assert digits.refuse(p, digits.Config(3, 4), GPU) == "not a tile of this kernel"
-    assert digits.refuse(Case().problem, config, GPU) == "4 chunks are not shared by 8 warps"
+    assert digits.refuse(Case().problem, config, GPU) == "4 chunks are too few for 8 warps"
     assert (
         digits.refuse(replace(p, block=32, zeros="float16"), digits.Config(16, 8), GPU)
         == "its chunks in flight do not fit the registers"

@@ -96,8 +96,8 @@ REFUSED: dict[str, tuple[Graph, str]] = {
     "its rows must not be rounded to 8 bits (w4a8 lets them)": (network(Case(64)), "simulate"),
     "it needs Hopper's wgmma and TMA (sm_90a), not sm_80": (network(Case(64), rounded=True), "cuda:sm_80"),
     "it is for 9 rows and more, not 8": (network(Case(8), rounded=True), "simulate"),
-    "its rows have 65552 numbers; 65536 are the most": (network(Case(9, 16, 65552), rounded=True), "simulate"),
-    "its zero points are floats, whose differences from numbers are rounded": (
+    "its rows have 65552 elements; 65536 are the most": (network(Case(9, 16, 65552), rounded=True), "simulate"),
+    "its zero points are floats: their differences from codes would be rounded": (
         network(replace(CASES["zero points that are no integers"], rows=64), rounded=True),
         "simulate",
     ),

@@ -137,10 +137,10 @@ def test_what_it_refuses() -> None:
     p = Case().problem
     assert refuse(p, "sm_80") is None
     assert "compiled for" in str(refuse(p, "sm_75"))
-    assert "no conversion of 8-bit floats" in str(refuse(CASES["8-bit floats"].problem, "sm_86"))
+    assert "no instruction that converts 8-bit floats" in str(refuse(CASES["8-bit floats"].problem, "sm_86"))
     assert "its weights are fp4_e2m1" in str(refuse(Problem(1, 8, 64, "fp4_e2m1", 4, 32), "sm_90a"))
     assert "16-bit floats, not float32" in str(refuse(Problem(1, 8, 64, "uint4", 4, 32, dtype="float32"), "sm_90a"))
-    assert "not at least 16" in str(refuse(Problem(1, 8, 8, "uint4", 4, 8), "sm_90a"))
+    assert "at least 16 are needed" in str(refuse(Problem(1, 8, 8, "uint4", 4, 8), "sm_90a"))
     config = gemv.Config(1, 8, 4)
     assert gemv.refuse(Case(9).problem, config) == "it is for up to 8 rows, not 9"
     assert gemv.refuse(p, gemv.Config(3, 8, 4)) == "not a tile of this kernel"
@@ -148,7 +148,7 @@ def test_what_it_refuses() -> None:
     assert "do not fit the registers" in str(
         gemv.refuse(Case(block=16, zeros="float16").problem, gemv.Config(4, 16, 2))
     )
-    assert "sums do not fit" in str(gemv.refuse(Case(code="uint8").problem, gemv.Config(4, 8, 1)))
+    assert "accumulators do not fit" in str(gemv.refuse(Case(code="uint8").problem, gemv.Config(4, 8, 1)))
 
 
 def test_estimates_follow_the_bytes() -> None:

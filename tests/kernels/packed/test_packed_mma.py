@@ -51,7 +51,7 @@ def test_what_it_refuses() -> None:
     assert mma.refuse(p, mma.Config(3, 2, 2, 2, 3)) == "not a tile of this kernel"
     assert "bytes of shared memory exceed" in str(mma.refuse(Case(64).problem, mma.Config(1, 2, 4, 2, 4)))
     assert "do not fit the registers" in str(mma.refuse(Case(64, block=16).problem, mma.Config(2, 2, 2, 4, 3)))
-    assert mma.refuse(p, SHARED) == "4 chunks are not shared 3 ways"
+    assert mma.refuse(p, SHARED) == "4 chunks are too few for 3 blocks"
 
 
 def test_estimates_share_k_where_tiles_are_few() -> None:

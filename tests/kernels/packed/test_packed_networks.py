@@ -91,7 +91,7 @@ def test_what_is_refused() -> None:
         "packed_digits": "it is for up to 8 rows, not 257",
         "packed_gemv": "it is for up to 8 rows, not 257",
         "packed_mma": "it is for up to 256 rows, not 257",
-        "packed_resident_pair": "no other product of the same rows is multiplied by it alone",
+        "packed_resident_pair": "its result is not multiplied by another product of the same rows without other readers",
         "packed_resident": "it needs Hopper's bulk copies (sm_90a), not sm_80",
         "packed_8bit": "its rows must not be rounded to 8 bits (w4a8 lets them)",
         "packed_sm90": "it needs Hopper's wgmma and TMA (sm_90a), not sm_80",
@@ -101,7 +101,9 @@ def test_what_is_refused() -> None:
     n = Net()
     assert why(n, 1, weights, n.random(64, 2), np.full((64, 2), 15, np.uint8)) is None
     n = Net()
-    assert "no numbers of type uint4" in str(why(n, 1, weights, n.random(64, 2), np.full((64, 2), 16, np.uint8)))
+    assert "its zero points exceed the range of uint4" in str(
+        why(n, 1, weights, n.random(64, 2), np.full((64, 2), 16, np.uint8))
+    )
 
 
 def test_weights_are_unpacked_when_they_are_needed() -> None:

@@ -134,16 +134,16 @@ def test_what_it_refuses() -> None:
     assert why(C(2, 4, 4, 2)) is None
     assert why(C(2, 4, 4, 2), LARGE.of_rows(17)) == "it is for up to 16 rows, not 17"
     assert why(C(5, 4, 4, 2)) == "not a tile of this kernel"
-    assert resident.refuse(PAIR, C(3, 4, 4, 2), H200) == "tiles of two matrices come in pairs"
+    assert resident.refuse(PAIR, C(3, 4, 4, 2), H200) == "two matrices need an even number of tiles"
     assert "bytes of shared memory exceed" in str(why(C(2, 4, 4, 2), Case(16, 4096, 14336)))
-    assert why(C(4, 2, 12, 1), Case(16, 14336, 2048)) == "its sums do not fit the registers"
+    assert why(C(4, 2, 12, 1), Case(16, 14336, 2048)) == "its accumulators do not fit the registers"
     assert why(C(2, 5, 4, 1)) == "its blocks have fewer than 5 groups of tiles"
-    assert why(C(1, 1, 17, 1), Case(16, 2048, 2048)) == "16 chunks are not shared by 17 warps"
+    assert why(C(1, 1, 17, 1), Case(16, 2048, 2048)) == "16 chunks are too few for 17 warps"
     assert why(C(2, 7, 2, 1, 2, cluster=True)) is None
-    assert why(C(2, 6, 2, 1, 2, cluster=True)) == "the blocks of a cluster add the sums of one group for each team"
+    assert why(C(2, 6, 2, 1, 2, cluster=True)) == "in a cluster, each team can have only one group"
     assert why(C(2, 8, 2, 1, 3, cluster=True)) == "not a tile of this kernel"
     assert resident.unfit(LARGE.problem, H200) is None
-    assert resident.unfit(Case(16, 64, 256).problem, H200) == "2 chunks are not shared by 6 warps"
+    assert resident.unfit(Case(16, 64, 256).problem, H200) == "2 chunks are too few for 6 warps"
 
 
 def test_blocks() -> None:

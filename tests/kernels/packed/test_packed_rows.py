@@ -76,7 +76,7 @@ def test_two_products_of_another_form() -> None:
     )
     said = refusals(program, "packed_resident_pair")
     assert any("have another form" in reason for reason in said)
-    assert "no other product of the same rows is multiplied by it alone" in said
+    assert "its result is not multiplied by another product of the same rows without other readers" in said
 
 
 @pytest.mark.parametrize("name", SMALL_NETWORKS)

@@ -102,10 +102,10 @@ def test_blocks_that_share_k_are_a_cluster() -> None:
 def test_what_it_refuses() -> None:
     p = Case(300, depth=2048).problem
     assert wgmma.refuse(p, wgmma.Config(100, 4)) == "not a tile of this kernel"
-    assert wgmma.refuse(Case(16 << 16).problem, wgmma.Config(16, 4)) == "its 1048576 rows are more than 65535 blocks"
+    assert wgmma.refuse(Case(16 << 16).problem, wgmma.Config(16, 4)) == "its 1048576 rows need more than 65535 blocks"
     assert "do not fit shared memory" in str(wgmma.refuse(p, wgmma.Config(256, 4)))
-    assert wgmma.refuse(Case(300).problem, wgmma.Config(64, 4, 3)) == "4 chunks and 64 rows are not shared 3 ways"
-    assert wgmma.refuse(p, wgmma.Config(48, 4, 8)) == "16 chunks and 48 rows are not shared 8 ways"
+    assert wgmma.refuse(Case(300).problem, wgmma.Config(64, 4, 3)) == "4 chunks and 64 rows are too few for 3 blocks"
+    assert wgmma.refuse(p, wgmma.Config(48, 4, 8)) == "16 chunks and 48 rows are too few for 8 blocks"
 
 
 @pytest.mark.parametrize("rows", [64, 256, 2048])

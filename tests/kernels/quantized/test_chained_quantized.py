@@ -105,10 +105,10 @@ def of_fp8(n: QNet) -> tuple[Value, ...]:
 
 
 REFUSED: dict[str, tuple[Build, str]] = {
-    "no 1x1 behind": (lambda n: (n.qconv(mixed(n, inside(n, 32), 64), 16),), "exactly one other such operator"),
-    "a stride behind": (strided, "exactly one other such operator"),
+    "no 1x1 behind": (lambda n: (n.qconv(mixed(n, inside(n, 32), 64), 16),), "exactly one other 1x1 convolution"),
+    "a stride behind": (strided, "exactly one other 1x1 convolution"),
     "widening": (widening, "little is saved"),
-    "added later": (later, "adds is computed later"),
+    "added later": (later, "is computed later"),
     "odd channels": (odd, "multiple of 16"),
     "a float result": (to_float, "it is for 8-bit integers"),
     "fp8": (of_fp8, "it is for 8-bit integers"),

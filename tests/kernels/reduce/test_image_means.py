@@ -80,7 +80,7 @@ def test_images_are_summed_by_clusters(name: str, precision: str) -> None:
             lambda: gate(channels=20),
             "fp16",
             "cuda:sm_90a",
-            "the image or its means do not lie channels-last, at multiples of 16 bytes",
+            "the image or its means are not channels-last at multiples of 16 bytes",
         ),
         (
             lambda: gate(size=512, batch=1, channels=8),
@@ -112,8 +112,8 @@ P = means.Problem(2, 784, 72, 80)
 
 def test_the_kernel_refuses() -> None:
     assert means.refuse(P, means.Config(8)) is None
-    assert means.refuse(P, means.Config(3)) == "3 blocks are no cluster of this kernel"
-    assert means.refuse(P, means.Config(1, 96)) == "96 threads are no block of this kernel"
+    assert means.refuse(P, means.Config(3)) == "3 blocks are not a cluster of this kernel"
+    assert means.refuse(P, means.Config(1, 96)) == "96 threads are not a block of this kernel"
     assert means.refuse(means.Problem(2, 5, 20, 24), means.Config(1)) == "its number of channels is not a multiple of 8"
     assert means.refuse(means.Problem(2, 5, 72, 72), means.Config(4)) == "a block would have no pixels"
     assert (

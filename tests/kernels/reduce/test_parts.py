@@ -45,8 +45,8 @@ def test_no_part_is_empty(count: int) -> None:
 @pytest.mark.parametrize(
     ("inputs", "axes", "reason"),
     [
-        ((4, 700), (1,), "a block for each output is predicted to be as fast"),
-        ((4000, 7000), (1,), "a block for each output is predicted to be as fast"),
+        ((4, 700), (1,), "one block per output is predicted to be as fast"),
+        ((4000, 7000), (1,), "one block per output is predicted to be as fast"),
         ((4, 70), (), "it reduces nothing"),
     ],
 )

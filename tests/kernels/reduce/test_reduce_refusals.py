@@ -13,8 +13,8 @@ from optdnn.ops.table import OPDEFS
 @pytest.mark.parametrize(
     ("kind", "because"),
     [
-        ("ReduceL2", "it adds no squares of int32, which overflow"),
-        ("ReduceLogSumExp", "it takes no exponentials of int32"),
+        ("ReduceL2", "it does not add squares of int32: they overflow"),
+        ("ReduceLogSumExp", "it does not compute exponentials of int32"),
     ],
 )
 def test_sums_of_integers_that_the_kernel_does_not_compute(kind: str, because: str) -> None:
@@ -27,7 +27,7 @@ def test_sums_of_integers_that_the_kernel_does_not_compute(kind: str, because: s
 def test_many_threads_side_by_side_need_no_blocks() -> None:
     n = Net()
     graph = n.done(n.op("ArgMax", n.input(64, 600, 128), attrs=OPDEFS["ArgMax"].attrs(1)))
-    check_not_taken(graph, "arg_block", "one for each output is enough", no_cubins=True)
+    check_not_taken(graph, "arg_block", "one thread per output is enough", no_cubins=True)
 
 
 def test_more_elements_than_32_bits_count() -> None:

@@ -169,7 +169,7 @@ def test_odd_channels_are_refused_and_run_on_our_own() -> None:
     program = lowered(n.done(n.conv(n.input(1, 8, 6, 6), 13, 3)), tactics=LIBRARIES)
     assert not called(program)
     (row,) = [t for t in program.meta["tactics"] if t["kind"] == "Conv"]
-    assert {"tactic": "conv_cudnn", "reason": "its channels are no multiple of 8"} in row["refused"]
+    assert {"tactic": "conv_cudnn", "reason": "its number of channels is not a multiple of 8"} in row["refused"]
 
 
 @pytest.mark.parametrize("turned", [False, True])

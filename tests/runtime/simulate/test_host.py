@@ -219,8 +219,8 @@ def test_reports_tell_what_runs_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("kind", "because"),
     [
-        ("ReduceL2", "it adds no squares of int32, which overflow"),
-        ("ReduceLogSumExp", "it takes no exponentials of int32"),
+        ("ReduceL2", "it does not add squares of int32: they overflow"),
+        ("ReduceLogSumExp", "it does not compute exponentials of int32"),
     ],
 )
 def test_reductions_of_integers_that_would_overflow(kind: str, because: str) -> None:
