@@ -9,9 +9,10 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, channels_last, products, unmade, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv.fused import Convolution
-from optdnn.kernels.conv.hopper import bias_of, entering, on_images
+from optdnn.kernels.conv.fused import Convolution, copy_seconds
+from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering, on_images
 from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.tactic import costlier
 
 
 class BlockConv(hopper_launch.HopperKernel):
@@ -34,6 +35,18 @@ class BlockConv(hopper_launch.HopperKernel):
         if x[2] % weight.shape[2] or x[3] % weight.shape[3]:
             return "its windows do not cover the image"
         return hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """Implicit GEMM reads channels-last images in place; here a launch copies them. Without such images both need a copy."""
+        other = HopperConv()
+        if other.refuse(b, op) is not None:
+            return None
+        own, theirs = self.convolution(b, op), other.convolution(b, op)
+        if any(feed.x.make is not None for feed in theirs.feeds):
+            return None
+        return costlier(
+            b, op, self, other, more=sum(map(copy_seconds, own.copied)) - sum(map(copy_seconds, theirs.copied))
+        )
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         """The 1x1 convolution of the blocks, which a copy makes."""

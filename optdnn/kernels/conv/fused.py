@@ -21,6 +21,9 @@ from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import Array
 
+COPY_S, COPY_RATE = 1.2e-6, 3e12
+"""Seconds of a copy's launch, and bytes per second that it reads and writes."""
+
 
 @dataclass(frozen=True)
 class Convolution:
@@ -55,6 +58,11 @@ class Convolution:
         """Channels of the sum."""
         return len(self.feeds[0].weight)
 
+    @property
+    def copied(self) -> list[TensorView]:
+        """Operands that separate launches still have to make."""
+        return [x for x in (self.residual, *(f.x for f in self.feeds)) if x is not None and x.make is not None]
+
     def made(self, b: Builder) -> Convolution:
         """The convolution with all its tensors made."""
         feeds = tuple(feed.made(b) for feed in self.feeds)
@@ -62,6 +70,11 @@ class Convolution:
         out = b.made(self.out)
         between = self.between if self.between.buffer != NOWHERE else replace(self.between, buffer=out.buffer)
         return replace(self, feeds=feeds, residual=residual, out=out, between=between)
+
+
+def copy_seconds(x: TensorView) -> float:
+    """Predicted seconds of the launch that makes a copied operand."""
+    return COPY_S + 2 * x.size * x.dtype.itemsize / COPY_RATE
 
 
 class ConvolutionKernel(ProblemTactic):

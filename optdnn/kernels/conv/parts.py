@@ -7,13 +7,11 @@ from __future__ import annotations
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.fp32 import TiledConv, TiledGemm
-from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel
+from optdnn.kernels.conv.fused import ConvolutionKernel, copy_seconds
 from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.tactic import costlier
 
-COPY, MEMORY = 2e-6, 3e12
-"""Seconds of a copy's launch, and bytes per second that it reads and writes."""
 WORTH = 0.7
 """Most predicted time, as a fraction of the time on scalar units, that is worth a copy. ResNet-50's first convolution
 (batch 32) takes 240.6 us although 177 are predicted, and 217.8 on scalar units."""
@@ -25,17 +23,10 @@ def _later(b: Builder, op: Op, own: ConvolutionKernel, other: ConvolutionKernel,
     if other.refuse(b, op) is not None:
         return None
     c = own.convolution(b, op)
-    copied = _made(c)[len(_made(other.convolution(b, op))) :]
+    copied = c.copied[len(other.convolution(b, op).copied) :]
     if not c.ep.rest and c.between.strides != result.strides:
         copied.append(result)
-    return costlier(
-        b, op, own, other, WORTH if copied else 1.0, sum(COPY + 2 * x.size * x.dtype.itemsize / MEMORY for x in copied)
-    )
-
-
-def _made(c: Convolution) -> list[TensorView]:
-    """Operands that separate launches make."""
-    return [x for x in (c.residual, *(f.x for f in c.feeds)) if x is not None and x.make is not None]
+    return costlier(b, op, own, other, WORTH if copied else 1.0, sum(map(copy_seconds, copied)))
 
 
 class PartsConv(HopperConv):

@@ -307,10 +307,14 @@ def test_patch_embeddings_are_products() -> None:
     x = n.conv(n.input(2, 3, 32, 48), 24, 16, pads=0, strides=16, bias=True)
     program = check_simulated(n.done(n.op("Relu", x)))
     assert tactics_of(program, "Conv") == {"blocks_sm90"}
+
+
+def test_blocks_of_channels_last_images_are_read_in_place() -> None:
     n = Net()
     x = n.op("Relu", n.conv(n.input(1, 16, 8, 8), 16))
     program = check_simulated(n.done(n.conv(x, 20, 2, pads=0, strides=2)))
-    assert tactics_of(program, "Conv") == {"conv_sm90", "blocks_sm90"}
+    assert tactics_of(program, "Conv") == {"conv_sm90"}
+    assert "Copy" not in [s.params["op"]["kind"] for s in program.steps[2:-1]], "between the convolutions"
 
 
 def test_upsampling_convolutions_are_products() -> None:
