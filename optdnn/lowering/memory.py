@@ -46,7 +46,7 @@ class Use:
 @dataclass(frozen=True)
 class Plan:
     """The byte offset of each planned buffer. ``live_bytes`` is the largest sum of sizes that live at once. Without sharing in
-    place, it is a lower bound of ``arena_bytes``."""
+    place, ``live_bytes`` is a lower bound of ``arena_bytes``."""
 
     offsets: Mapping[int, int]
     arena_bytes: int
@@ -248,7 +248,7 @@ def pack(
 ) -> tuple[list[int], int]:
     """Offsets (multiples of ``alignment``) and arena size for these intervals, by the best of several greedy orders.
 
-    ``together``: for each interval, the numbers of those whose memory it must not share (None: those that overlap with it)."""
+    ``together``: for each interval, the numbers of the intervals that must not share its memory (None: the overlapping ones)."""
     if any(v.size < 0 or v.start > v.end for v in intervals):
         raise InternalError("an interval has a negative size or ends before it starts")
     bound = live_bytes(intervals, alignment, together)

@@ -1,6 +1,6 @@
-"""Operators that ONNX Runtime's optimizers would make less exact, written so that they are left as they are.
+"""Rewrites that keep ONNX Runtime's optimizers from making operators less exact.
 
-DequantizeLinear, Softmax, QuantizeLinear become QLinearSoftmax, which rounds down: up to an eighth of the integers is one too
+DequantizeLinear, Softmax, QuantizeLinear become QLinearSoftmax, which rounds down: up to an eighth of the integers are one too
 small (seen with ONNX Runtime 1.31; an output scale of 1/256 is exact). A Clip without an effect before the Softmax prevents that.
 Optimizers that a session can do without are disabled in :mod:`optdnn.runtime.cpu.onnxruntime`.
 """
@@ -14,7 +14,7 @@ from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 _MOVING = frozenset(
     {"Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
 )
-"""Operators that ONNX Runtime moves a DequantizeLinear behind."""
+"""Operators that ONNX Runtime moves a DequantizeLinear past."""
 
 
 def keep_softmax(model: onnx.ModelProto) -> None:
