@@ -146,7 +146,7 @@ class CalibrationCache:
             plain = None
         if not isinstance(plain, dict) or plain.get("format") != FORMAT:
             raise UsageError(f"{self.path} is not a calibration cache", hint="name another file, or delete it")
-        json.dumps(plain["entries"], allow_nan=False)  # raises ValueError for NaN; other entries are written back unchanged
+        json.dumps(plain["entries"], allow_nan=False)  # raises ValueError: other entries are written back
         return list(plain["entries"])
 
     def save(self, progress: UnfinishedCalibration) -> None:

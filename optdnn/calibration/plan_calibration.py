@@ -18,7 +18,7 @@ from optdnn.types import Array
 
 @dataclass
 class SharedCalibration:
-    """The ranges of the first plan, in the order in which its passes asked for them. Other plans take them in the same order."""
+    """The ranges of the first plan, in the order in which its passes requested them. Other plans take them in the same order."""
 
     data: Any = None
     """The calibration data; None if ``found`` was read from an engine."""

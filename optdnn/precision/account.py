@@ -26,7 +26,7 @@ class Candidate:
     ``assignment``: op key -> precision, as requested. ``drop`` is the metric's drop on the calibration part of the data,
     ``verified`` the drop of the built engine on the other part. ``margins`` and ``margins_unseen`` are the margins on these
     parts, for a metric that counts predictions. ``ms`` is measured in turns; ``predicted_us`` is the search's estimate.
-    ``library``: its times led to a mixture.
+    ``library``: the library whose times led to a mixture.
     """
 
     name: str

@@ -20,7 +20,7 @@ from optdnn.temporary import temporary_file
 from optdnn.types import Array, TensorSpec
 
 LABELS = ("labels", "label", "y")
-"""Names under which an .npz holds labels, unless an input has the name."""
+"""Names under which an .npz holds labels, unless an input has the same name."""
 MIN_SAMPLES = 2
 HELD_BYTES = 256 << 20
 """Data of up to this size is held in memory."""
