@@ -35,8 +35,7 @@ def side_of(path: Path, model: Path, options: BuildOptions, say: Progress = lamb
     """The exact part of the graph that an engine file was built from, and how to build an engine of it in the same way (target,
     library, threads, precision of each op). Engines for a GPU that is not present are built to run in NumPy.
 
-    Raises UsageError where the model is not the one that the engine was built from, or calibration data is missing that an int8
-    engine was built with.
+    Raises UsageError if the engine was built from another model, or if the calibration data of an int8 engine is missing.
     """
     program = read(path, verify=False)
     exact = import_model(asked_model(model, options), shapes=options.shapes)

@@ -138,7 +138,7 @@ def verify(
 
 
 def cases(engine: Engine, given: Mapping[str, Array], sizes: Mapping[str, int] | None, seed: int) -> Iterator[Case]:
-    """The sets of inputs that an engine is checked on. Raises InputError for a given one that it does not have."""
+    """The sets of inputs that an engine is checked on. Raises InputError for a given input that the engine does not have."""
     names = [s.name for s in engine.inputs]
     if unknown := sorted(given.keys() - set(names)):
         raise InputError(f"there is no input {unknown[0]!r}", hint=f"the inputs are {', '.join(names)}")

@@ -22,8 +22,8 @@ from optdnn.types import Array
 class ExternalData:
     """Reader of one model's external files; each file is opened and mapped once.
 
-    ``folder`` is the model's folder, or None for a model that did not come from a file (any external tensor is then
-    refused). ``model`` names the model in messages.
+    ``folder`` is the model's folder, or None for a model that did not come from a file; any external tensor is then
+    refused. ``model`` names the model in messages.
     """
 
     def __init__(self, folder: Path | None, model: str):
@@ -84,7 +84,7 @@ class ExternalData:
 
 
 def _map_file(real: str, location: str, where: str) -> Array:
-    """The whole file as a read-only uint8 array. The path holds no link any more: none is followed here."""
+    """The whole file as a read-only uint8 array. The path contains no more links, so none is followed here."""
     try:
         descriptor = os.open(real, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:

@@ -1,6 +1,6 @@
 """Classical machine learning (ONNX domain ai.onnx.ml), as scikit-learn pipelines export it: compositions of other kinds.
 
-Numbers only: operators on text and on maps are refused with what to do instead. ZipMap gives the matrix that it takes.
+Numbers only: operators on text and on maps are refused, with a hint. ZipMap returns its operand, the matrix.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _one_hot_encoder(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _kernel(node: NodeSpec, e: Emit, x: Ref, vectors: Array) -> Ref:
-    """[n, m]: the kernel function of each row and each support vector."""
+    """[n, m]: the kernel function of each row with each support vector."""
     gamma, coef0, degree = (float(v) for v in (*(node.get("kernel_params") or (0.0, 0.0, 0.0)), 0.0, 0.0, 0.0)[:3])
     name = str(node.get("kernel_type", "LINEAR"))
     dot = emit(e, "MatMul", x, np.ascontiguousarray(vectors.T))
@@ -211,7 +211,7 @@ def _svm_regressor(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 @dataclass(frozen=True)
 class SVMDecisionAttrs(Attrs):
-    """How many support vectors each class has."""
+    """The number of support vectors of each class."""
 
     vectors_per_class: tuple[int, ...]
 
@@ -229,7 +229,7 @@ def _no_onnx(attrs: Any, inputs: Sequence[str], outputs: int, e: Export) -> Sequ
 
 
 def _svm_classifier(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """Label and, with ``prob_a``, probabilities; else the pairs' decision values (both signs, for two classes)."""
+    """Label and, with ``prob_a``, probabilities; otherwise the pairs' decision values (both signs, for two classes)."""
     labels = class_labels(node)
     x = _to_fp32(e, _features(node, e))
     per_class = tuple(int(n) for n in node.get("vectors_per_class") or [])
@@ -261,7 +261,7 @@ def _svm_classifier(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _zip_map(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """The rows of a matrix as maps by class: the matrix itself. The importer tells the user."""
+    """The rows of a matrix as maps by class: returns the matrix itself. The importer warns the user."""
     x = _features(node, e)
     names = node.get("classlabels_int64s") or node.get("classlabels_strings") or []
     columns = e.type(x).dims[1]
@@ -300,6 +300,6 @@ REFUSED: dict[str, str] = {
     "ai.onnx.ml.DictVectorizer": "maps are no tensors: give the features as a matrix",
     "ai.onnx.ml.CategoryMapper": _TEXT,
 }
-"""Operators that are not done on purpose -> what to do instead."""
+"""Operators that are deliberately not supported -> what to do instead."""
 REFUSALS: dict[str, FromOnnx] = {name: _refused(why) for name, why in REFUSED.items()}
 DEFS = (OpDef("SVMDecision", _infer_decision, SVMDecisionAttrs, {}, _no_onnx),)

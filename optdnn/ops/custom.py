@@ -1,4 +1,4 @@
-"""The kind "Custom": an operator that the user brought (:func:`optdnn.custom_op`)."""
+"""The kind "Custom": a user's own operator (:func:`optdnn.custom_op`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optdnn.types import TensorType
 
 @dataclass(frozen=True)
 class CustomAttrs(Attrs):
-    """Which operator, and the values of its attributes as pairs."""
+    """The name of the operator, and the values of its attributes as pairs."""
 
     name: str
     digest: str
