@@ -125,7 +125,7 @@ class GroupMomentsAttrs(Attrs):
 
 @dataclass(frozen=True)
 class GroupApplyAttrs(Attrs):
-    """Operand 3 holds the moments of tiles, which have ``items`` elements together. Stages read operands from slot 4 on."""
+    """Operand 3 holds the moments of tiles, which divide ``items`` elements among them. Stages read operands from slot 4 on."""
 
     items: int
     epsilon: float = 1e-5
