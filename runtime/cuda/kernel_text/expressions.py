@@ -12,7 +12,7 @@ from optdnn.runtime.cuda.compile.nvrtc import template_files
 
 VALUE, POINTER, SHARED, MATRIX = 0, -1, -2, -3
 """Kinds of an expression: a number, or a small struct of numbers; a pointer; untyped shared memory; a ``Matrix`` of
-matmul_fp32.cuh. A positive kind is an array of that many axes."""
+matmul_fp32.cuh. A positive kind is an array with this number of axes."""
 
 
 def words(text: str) -> frozenset[str]:
@@ -32,7 +32,8 @@ FUNCTIONS = words("""
 """)
 """Functions of numbers, barriers, and the two calls of dependent launch."""
 MEETINGS = words("meet arrives_last add_to")
-"""Meetings of blocks, whose first argument is a pointer to counts, and of threads that add to one number, at a pointer."""
+"""Calls with a pointer as first argument: synchronization of blocks, with a pointer to counters, and additions of threads to one
+number, at a pointer."""
 BUILT_IN = words("threadIdx blockIdx gridDim")
 MEMBERS = words("x y z w from to")
 """Numbers within a small struct; ``lane`` is an array of them."""
@@ -58,12 +59,12 @@ _TOKEN = re.compile(
 
 
 class TextRefused(Exception):
-    """A text is not of the language; the message gives the place and the reason."""
+    """A text is not in the language; the message gives the position and the reason."""
 
 
 @cache
 def macros() -> frozenset[str]:
-    """The macros that the templates leave open: names in capitals, but for those that a template defines as something else than an
+    """The macros that the templates leave open: names in capitals, except those that a template defines as anything but an
     integer."""
     texts = [re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8")) for path in template_files().values()]
     used = {name for text in texts for name in re.findall(r"\b[A-Z][A-Z0-9_]+\b", text)}
@@ -72,7 +73,7 @@ def macros() -> frozenset[str]:
 
 
 class Expressions:
-    """A parser by recursive descent. It keeps no tree, only the kind of each expression and the names in scope."""
+    """A recursive-descent parser. It builds no tree; it tracks only the kind of each expression and the names in scope."""
 
     def __init__(self, text: str):
         self.text = text
@@ -108,7 +109,7 @@ class Expressions:
         return token
 
     def accept(self, *tokens: str) -> bool:
-        """Step over these tokens, where they come next."""
+        """Skip these tokens if they come next."""
         if tuple(self.tokens[self.at : self.at + len(tokens)]) != tokens:
             return False
         self.at += len(tokens)
@@ -121,7 +122,7 @@ class Expressions:
             self.at += 1
 
     def separated(self) -> Iterator[None]:
-        """Once, and again after each comma that follows."""
+        """Yields once, and again after each following comma."""
         yield
         while self.accept(","):
             yield
@@ -150,7 +151,7 @@ class Expressions:
         return next((scope[name] for scope in reversed(self.scopes) if name in scope), None)
 
     def is_type(self, token: str) -> bool:
-        """Whether a token names a type of numbers, hidden by no variable (``i2`` may be either)."""
+        """Whether a token names a number type and is not hidden by a variable (``i2`` may be either)."""
         return token in self.types and self.lookup(token) is None
 
     def number(self) -> int:
@@ -160,7 +161,7 @@ class Expressions:
         return int(token)
 
     def value_type(self) -> None:
-        """A type of numbers, or of several of them together."""
+        """Parse a number type, or a type of several numbers together."""
         if self.accept("Pack", "<"):
             self.value_type()
             self.expect(",")
@@ -186,14 +187,14 @@ class Expressions:
             self.refuse(f"a pointer is expected, not {name_of(kind)}")
 
     def values(self, end: str) -> None:
-        """Numbers up to a closing bracket."""
+        """Parse numbers up to a closing bracket."""
         while not self.accept(end):
             self.value()
             if self.token != end:
                 self.expect(",")
 
     def expression(self) -> int:
-        """An expression, with assignments and choices; returns its kind."""
+        """Parse an expression, with assignments and conditional operators; returns its kind."""
         self.nest()
         kind = self.operand_or_sum()
         if self.token in _ASSIGN:
@@ -212,7 +213,7 @@ class Expressions:
         return kind
 
     def operand_or_sum(self) -> int:
-        """Operands between binary operators. A pointer comes first, and numbers are added to it."""
+        """Parse operands between binary operators. A pointer comes first, and numbers are added to it."""
         kind = self.operand()
         while self.token in _BINARY:
             operator = self.take()
@@ -243,7 +244,7 @@ class Expressions:
         return self.behind(self.named())
 
     def named(self) -> int:
-        """An operand that begins with a name."""
+        """Parse an operand that begins with a name."""
         token = self.token
         if self.is_type(token) or token == "Pack":
             self.value_type()
@@ -275,7 +276,7 @@ class Expressions:
         return VALUE
 
     def cast(self, how: str) -> int:
-        """``static_cast<const f16*>(pointer)``, ``reinterpret_cast<float*>(memory)``."""
+        """Parse ``static_cast<const f16*>(pointer)``, ``reinterpret_cast<float*>(memory)``."""
         self.expect("<")
         self.accept("const")
         self.value_type()
@@ -286,7 +287,7 @@ class Expressions:
         return POINTER
 
     def call(self, name: str) -> None:
-        """The arguments of a call, after the opening bracket."""
+        """Parse the arguments of a call, after the opening bracket."""
         if name == "product_tile" and self.lookup("product_tile") is None:
             for wanted in (2, 1, MATRIX, MATRIX):
                 if self.expression() != wanted:
@@ -303,7 +304,7 @@ class Expressions:
         self.values(")")
 
     def behind(self, kind: int) -> int:
-        """Indices, members and steps after an operand."""
+        """Parse indices, members and increments after an operand."""
         while True:
             if self.accept("["):
                 self.value()

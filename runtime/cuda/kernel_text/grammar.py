@@ -129,7 +129,7 @@ class Source(Expressions):
         self.depth -= 1
 
     def body(self) -> None:
-        """One statement, with a scope of its own."""
+        """One statement, with its own scope."""
         with self.scope():
             self.statement()
 
@@ -154,7 +154,7 @@ class Source(Expressions):
             self.body()
 
     def declaration(self) -> bool:
-        """A declaration with its semicolon; False where the statement is none."""
+        """A declaration with its semicolon; False if the statement is not a declaration."""
         begin = self.at
         if self.accept("extern", "__shared__", "__align__", "("):
             self.number()
