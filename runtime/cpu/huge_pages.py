@@ -1,8 +1,8 @@
-"""Huge pages for the memory of a CPU library. Packed weights and activations are read whole in every run, and with pages of 4 KiB
-the processor spends some hundredths of that time on address translation.
+"""Huge pages for the memory of a CPU library. Every run reads all packed weights and activations; with pages of 4 KiB,
+the processor spends a few percent of this time on address translation.
 
-Linux gives huge pages to everyone, on request (``madvise``), or to no one; on request is the common setting, and the
-libraries do not ask. Their memory is not ours to allocate, so it is moved afterwards: once per model, after its first run, a thread
+Linux gives huge pages to every process, on request (``madvise``), or to none. On request is the common setting, and the
+libraries do not ask. We do not allocate their memory, so it is moved afterwards: once per model, after its first run, a thread
 collapses the mappings that are new since the model's compilation began.
 Measured on a 2-core AVX-512 machine: 2 to 3 % less time for ResNet-50 and VGG-16 in OpenVINO, about 1 % in ONNX Runtime.
 Source: madvise(2), MADV_HUGEPAGE and MADV_COLLAPSE (Linux 6.1; older kernels collapse in their own time).
@@ -27,7 +27,7 @@ _working: set[threading.Thread] = set()
 
 
 def on_request() -> bool:
-    """True where this machine gives huge pages to those who ask, and only to them."""
+    """Whether this machine gives huge pages on request, and only then."""
     try:
         return sys.platform == "linux" and "[madvise]" in _SETTING.read_text()
     except OSError:
@@ -35,14 +35,14 @@ def on_request() -> bool:
 
 
 class NewMemory:
-    """Made before a model is compiled; :meth:`after_run`, called after its first run, moves the new memory."""
+    """Created before a model is compiled. :meth:`after_run`, called after its first run, moves the new memory."""
 
     def __init__(self, wanted: bool = True):
         self.wanted = wanted
         self._before = list(_private(_MAPS.read_text())) if wanted and on_request() else None
 
     def after_run(self) -> None:
-        """Start the move (at the first call; later ones do nothing) and return at once."""
+        """Start the move (in the first call; later calls do nothing) and return immediately."""
         if self._before is None:
             return
         before, self._before = self._before, None
@@ -59,15 +59,15 @@ class NewMemory:
 
 
 def settle() -> None:
-    """Wait until all moves under way are done: for measurements."""
+    """Wait until all moves in flight are done: for measurements."""
     for thread in list(_working):
         thread.join()
 
 
 def huge_parts(smaps: str, before: list[Range]) -> list[Range]:
-    """Of private anonymous mappings that mostly are in memory, the parts that ``before`` lacks, cut to whole huge pages.
+    """The parts of mostly resident private anonymous mappings that ``before`` lacks, cut to whole huge pages.
 
-    ``smaps`` is the text of /proc/PID/smaps. A mapping that was touched in less than half is a reserve: to fill it
+    ``smaps`` is the text of /proc/PID/smaps. A mapping of which less than half was touched is a reserve: filling it
     with huge pages would waste memory.
     """
     parts: list[Range] = []
@@ -117,10 +117,10 @@ def _without(whole: Range, others: list[Range]) -> Iterator[Range]:
 
 
 def _collapse(ranges: list[Range]) -> None:
-    """Ask for huge pages. Memory stays as it is where the kernel refuses (no free huge page, memory given back meanwhile)."""
+    """Ask for huge pages. Memory stays unchanged if the kernel refuses (no free huge page, memory freed meanwhile)."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for start, end in ranges:
         if madvise(start, end - start, _MADV_HUGEPAGE) == 0:
-            for page in range(start, end, 16 * HUGE):  # in pieces: the address space is locked during each
+            for page in range(start, end, 16 * HUGE):  # in pieces: each piece locks the address space
                 madvise(page, min(16 * HUGE, end - page), _MADV_COLLAPSE)
