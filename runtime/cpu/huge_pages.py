@@ -67,8 +67,8 @@ def settle() -> None:
 def huge_parts(smaps: str, before: list[Range]) -> list[Range]:
     """The parts of mostly resident private anonymous mappings that ``before`` lacks, cut to whole huge pages.
 
-    ``smaps`` is the text of /proc/PID/smaps. A mapping of which less than half was touched is a reserve: filling it
-    with huge pages would waste memory.
+    ``smaps`` is the text of /proc/PID/smaps. A mapping is a reserve if less than half of it was touched: filling it with huge pages
+    would waste memory.
     """
     parts: list[Range] = []
     for start, end, resident in _with_residency(smaps):
