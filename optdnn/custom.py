@@ -145,7 +145,7 @@ def run_custom(*arrays: Array | None, name: str, digest: str, values: Sequence[S
 def custom_list(given: Any) -> tuple[CustomOp, ...]:
     """The value of the option ``custom_ops``. Raises UsageError for anything but a list of different custom operators."""
     if isinstance(given, CustomOp) or not isinstance(given, Iterable):
-        raise UsageError("custom_ops must be a list of what optdnn.custom_op makes")
+        raise UsageError("custom_ops must be a list of operators from optdnn.custom_op")
     ops = tuple(given)
     check_custom((), ops)
     return ops
@@ -156,7 +156,7 @@ def check_custom(requires: Iterable[str], given: Iterable[CustomOp]) -> tuple[Cu
     by_name: dict[str, CustomOp] = {}
     for op in given:
         if not isinstance(op, CustomOp):
-            raise UsageError(f"custom_ops holds a {type(op).__name__}, not what optdnn.custom_op makes")
+            raise UsageError(f"custom_ops holds a {type(op).__name__}, not an operator from optdnn.custom_op")
         if by_name.setdefault(op.name, op).digest != op.digest:
             raise UsageError(f"custom_ops holds two operators called {op.name}")
     found, faults = [], []

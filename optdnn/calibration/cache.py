@@ -87,7 +87,7 @@ def _counts(plain: Any) -> Array:
     """The counts of a histogram, int64 [bins]. Raises TypeError, ValueError or OverflowError for anything else."""
     found = finite(plain, 1)
     if found.size and not 0 <= found.min() <= found.max() < 1 << 53:
-        raise ValueError("these are no counts")
+        raise ValueError("these are not counts")
     return found.astype(np.int64)
 
 

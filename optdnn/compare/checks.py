@@ -230,7 +230,10 @@ def poisoned_outputs(engine: Engine, feeds: Mapping[str, Array], want: Mapping[s
         out = {name: np.frombuffer(bytearray([byte]) * a.nbytes, a.dtype).reshape(a.shape) for name, a in want.items()}
         runs.append({name: a.copy() for name, a in context.run(feeds, out=out).items()})
     return same_bits(
-        runs, want, "results do not depend on what output memory held", "depend on what output memory held"
+        runs,
+        want,
+        "results do not depend on the earlier contents of output memory",
+        "depend on the earlier contents of output memory",
     )
 
 
@@ -264,7 +267,7 @@ def simulated_poisoned(program: Program, feeds: Mapping[str, Array], want: Mappi
     found = [SimulateContext(runner, poison=True, seed=seed).run(feeds) for seed in seeds]
     orders = f", in {len(found)} orders" if len(found) > 1 else ""
     ok = f"nothing is read before it is written, nor written outside of the arena{orders}"
-    return same_bits(found, want, ok, "depend on what the arena held, or on the order of lanes")
+    return same_bits(found, want, ok, "depend on the arena's earlier contents, or on the order of lanes")
 
 
 # ---------------------------------------------------------------- on a GPU
@@ -304,7 +307,7 @@ def arena(context: Any, feeds: Mapping[str, Array]) -> Found:
     from optdnn.runtime.cuda.trials.check import check_arena
 
     faults = [*check_arena(context.runner, feeds), *overwritten(context.runner.program)]
-    ok = "results do not depend on what the memory held, and nothing is written outside of the arena"
+    ok = "results do not depend on the earlier contents of memory, and nothing is written outside of the arena"
     return failed("; ".join(faults)) if faults else passed(ok)
 
 
@@ -366,9 +369,9 @@ def rows(
     if exact is not None:
         one, two = exact(feeds), exact(picked(orders[0]))
         if any(errors_between([two[n]], [one[n][::-1]])[1] > 1e-9 for n in one):
-            return not_checked("axis 0 of the model's inputs is no batch of rows")
+            return not_checked("axis 0 of the model's inputs is not a batch of rows")
     elif far > tolerance:
-        return not_checked(f"rows differ by {far:.2g}: axis 0 may be no batch of rows (--model shows it)")
+        return not_checked(f"rows differ by {far:.2g}: axis 0 may not be a batch of rows (--model shows it)")
     return failed(f"{wrong} rows of {sum(map(len, orders))} change with their place or the size of the batch")
 
 

@@ -130,7 +130,7 @@ def ports_of(
     if left:
         shown = ", ".join(str(ins[n]) for n in left)
         raise UsageError(
-            f"the engine takes {shown}, which a generator does not know",
+            f"the engine takes {shown}, whose role is unknown",
             hint="name what they are (tokens=, mask=, positions=, held=, state=), or give them values when it is built: --value",
         )
     if TOKEN in outs and f"{PREFIX}{SETTINGS[0]}" in ins:
@@ -186,7 +186,7 @@ def _formed(
     """The caches with their axes, and their form."""
     if not pairs:
         raise UsageError(
-            "the engine has no key-value cache: each token would compute all before it again",
+            "the engine has no key-value cache: each token would recompute all earlier ones",
             hint="export the model with past_key_values, or name the caches: Generator(engine, state={OUTPUT: INPUT})",
         )
     width = capacity if mask is None or isinstance(mask.shape[1], str) else mask.shape[1]

@@ -26,7 +26,7 @@ def norm_addition(graph: Graph, op: Op) -> NormAddition | str:
         return "no group normalization is the only reader of the sum"
     shape = op.outputs[0].type.shape
     if shape is None or len(shape) < 3 or len(op.inputs) != 2:
-        return "the sum is no image"
+        return "the sum is not an image"
     per_image = ((shape[0], 1), (shape[1],), *((1,) for _ in shape[2:]))
     for images, vectors in (op.inputs, op.inputs[::-1]):
         if images is None or vectors is None or graph.constant_value(vectors) is not None:

@@ -296,8 +296,8 @@ _OWN: dict[str, Callable[[NodeSpec, Emit], Sequence[Ref]]] = {
 IMPORTERS: dict[str, FromOnnx] = {f"ai.onnx.ml.{name}": fn for name, fn in _OWN.items()}
 """Operator -> import function."""
 REFUSED: dict[str, str] = {
-    "ai.onnx.ml.CastMap": "maps are no tensors: give the features as a matrix",
-    "ai.onnx.ml.DictVectorizer": "maps are no tensors: give the features as a matrix",
+    "ai.onnx.ml.CastMap": "maps are not tensors: give the features as a matrix",
+    "ai.onnx.ml.DictVectorizer": "maps are not tensors: give the features as a matrix",
     "ai.onnx.ml.CategoryMapper": _TEXT,
 }
 """Operators that are deliberately not supported -> what to do instead."""

@@ -133,7 +133,7 @@ def _expand_dims(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     x, axis = needs(node, 0, 1)
     known = e.value(axis)
     if known is None:
-        raise Unsupported("an axis that is no constant")
+        raise Unsupported("an axis that is not constant")
     return (emit(e, "Unsqueeze", x, np.asarray(known, np.int64).reshape(1)),)
 
 

@@ -51,7 +51,7 @@ def importer_of(op: CustomOp) -> FromOnnx:
         values = {**op.attributes, **node.attrs}
         for key, value in values.items():
             if not plain(value):
-                raise Unsupported(f"attribute {key!r} of the custom operator is no number, text or list of them")
+                raise Unsupported(f"attribute {key!r} of the custom operator is not a number, text or list of them")
         pairs = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(values.items()))
         attrs = CustomAttrs(op.name, op.digest, pairs)
         return e.op("Custom", node.inputs, attrs, outputs=max(1, len(node.outputs)))

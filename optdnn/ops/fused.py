@@ -43,7 +43,7 @@ STAGE_KINDS: Mapping[str, OpDef] = {d.kind: d for d in (*binary.DEFS, *unary.DEF
 def stage_definition(kind: str) -> OpDef:
     """The definition of a stage's kind. Raises ShapeError for a kind that is not pointwise."""
     if kind not in STAGE_KINDS:
-        raise ShapeError(f"{kind} cannot be a fused stage: it is no pointwise operator")
+        raise ShapeError(f"{kind} cannot be a fused stage: it is not a pointwise operator")
     return STAGE_KINDS[kind]
 
 

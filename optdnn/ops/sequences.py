@@ -33,7 +33,7 @@ class Stack(TensorList):
 def _sequence(node: NodeSpec) -> TensorList:
     found = node.input(0)
     if not isinstance(found, TensorList):
-        raise ShapeError("its first operand is no sequence")
+        raise ShapeError("its first operand is not a sequence")
     return found
 
 
@@ -161,7 +161,7 @@ def _sizes(node: NodeSpec, e: Emit, size: object) -> list[int]:
 def _optional(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     found = node.input(0)
     if found is None:
-        raise Unsupported("an optional value without an element is no tensor")
+        raise Unsupported("an optional value without an element is not a tensor")
     return [found]
 
 

@@ -264,7 +264,7 @@ class Reasons:
         tried = next((c for c in self.candidates if c.assignment == changed and c.searched > self.bound), None)
         if tried is None:
             return None
-        what = "the drop is" if tried.drop > self.bound else "margins let expect a drop of"
+        what = "the drop is" if tried.drop > self.bound else "margins predict a drop of"
         return f"with it {what} {tried.searched:.3g} {self.unit}, beyond {self.bound:g}"
 
 

@@ -57,7 +57,7 @@ def checked_values(initial: Mapping[str, Any], values: Mapping[str, Any] | None)
     """``values``, the new initial state. Raises InputError for a name that is not in ``initial``."""
     values = dict(values or {})
     if unknown := sorted(values.keys() - initial.keys()):
-        raise InputError(f"{unknown[0]!r} is no state; there are {', '.join(initial)}")
+        raise InputError(f"{unknown[0]!r} is not state; there are {', '.join(initial)}")
     return values
 
 

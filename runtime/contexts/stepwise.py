@@ -343,7 +343,7 @@ class Context(HostContext):
             a = values[i]
             if a is None or a.dtype != spec.dtype or a.ndim != len(spec.shape):
                 got = "nothing" if a is None else f"{a.dtype}{list(a.shape)}"
-                why = "a model may declare a shape that it does not compute, where that depends on data"
+                why = "a model may declare a shape that it does not compute if the shape depends on data"
                 raise RunError(f"output {spec} was computed as {got}", hint=why)
             buffer = given[k]
             if buffer is a:

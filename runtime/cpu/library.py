@@ -88,7 +88,7 @@ def prepare_step(make: MakeModel, step: Step, program: Program, options: LoadOpt
     if program.foreign:
         if options.examine is None:
             raise EngineError(
-                f"the engine has a network for {step.executor}, and nothing is here to examine it",
+                f"the engine has a network for {step.executor}, and nothing can examine it here",
                 hint="load it by optdnn.load",
             )
         read, given = _ports(program, step.inputs, inputs), _ports(program, step.outputs, outputs)

@@ -162,7 +162,7 @@ class OpenVinoModel:
                     self._other = OnnxRuntimeModel(self._model, {}, [*names, *self._weights], results, settings)
                 except (RunError, MissingDependency) as error:
                     raise RunError(
-                        "openvino takes no tensor without elements and no such integers here, and onnxruntime cannot be "
+                        "openvino accepts neither empty tensors nor such integers here, and onnxruntime cannot be "
                         f"asked: {error.message}"
                     ) from None
         return self._other.session().run([*inputs, *self._weights.values()], outs)

@@ -264,7 +264,7 @@ def _blobs(entries: Sequence[BlobEntry], data: memoryview, header_end: int, veri
     offsets, total = place([e.length for e in entries])
     data_at = _data_at(header_end - HEADER_AT, len(entries))
     if offsets != [e.offset for e in entries] or data_at + total != len(data):
-        raise EngineError("the blobs do not fill the file as they should")
+        raise EngineError("the blobs are not where the writer places them")
     pieces = [data[data_at + e.offset : data_at + e.offset + e.length] for e in entries]
     if verify:
         for i, (e, digest) in enumerate(zip(entries, digests(pieces), strict=True)):

@@ -176,14 +176,14 @@ def _bundle(engine: str, signer: Signer) -> dict[str, Any]:
         kind = next(k for k in KINDS if k in material)
         hint = material[kind].get("hint")
     except FileNotFoundError as error:
-        said = f"{engine}: there is no signature ({path}), and one by {signer.text} is asked for"
+        said = f"{engine}: there is no signature ({path}), and a signature by {signer.text} is required"
         raise EngineError(said, hint=f"optdnn sign {engine} --key private.pem") from error
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, LookupError, StopIteration, AttributeError, RecursionError) as error:
         raise EngineError(f"{path} is not a signature in the OpenSSF model-signing format") from error
     if kind != signer.kind:
-        raise EngineError(f"{engine} is signed by {KINDS[kind]}; asked for is {KINDS[signer.kind]}, {signer.text}")
+        raise EngineError(f"{engine} is signed by {KINDS[kind]}; required is {KINDS[signer.kind]}, {signer.text}")
     if kind == "publicKey" and hint is None:
         raise EngineError(f"{path} names no key: it has the form from before model-signing 1.0", hint="sign it again")
     if kind == "publicKey" and hint != signer.parts[0]:

@@ -48,7 +48,7 @@ def validate(program: Program) -> None:
     symbols = {d for spec in specs for d in spec.shape if isinstance(d, str)}
     for profile in program.profiles:
         strange = sorted(profile.keys() - symbols)
-        _require(not strange, f"a profile gives a range to {strange[:1]}, which is no dimension of an input")
+        _require(not strange, f"a profile gives a range to {strange[:1]}, which is not a dimension of an input")
     if program.dynamic is not None:
         _check_plans(program, program.dynamic)
     if program.ranks is not None:
@@ -175,7 +175,7 @@ def _check_plans(program: Program, dynamic: Dynamic) -> None:
             _require(names == [(s.name, s.dtype) for s, _ in ports], f"plan {k} has other {what}s than the engine")
             for spec, (own, _) in zip(specs, ports, strict=True):
                 fits = what == "output" or all(isinstance(d, int) for d in own.shape)  # an output's may depend on data
-                _require(fits and agree(own.shape, spec.shape), f"plan {k}: {what} {own} is no case of {spec}")
+                _require(fits and agree(own.shape, spec.shape), f"plan {k}: {what} {own} does not fit {spec}")
     for k, plan in enumerate(dynamic.plans, 1):
         nested = (
             plan.dynamic is not None
@@ -267,17 +267,17 @@ def _require(condition: bool, message: str) -> None:
 def check_names(kernel: Kernel) -> Kernel:
     """The kernel, after a check that builds could have written its names and options. Raises EngineError."""
     if not _TEMPLATE.fullmatch(kernel.template):
-        raise EngineError(f"a kernel's template is {kernel.template[:80]!r}, which is no name of one of optdnn's")
+        raise EngineError(f"a kernel's template is {kernel.template[:80]!r}, which names no optdnn template")
     if not _FUNCTION.fullmatch(kernel.function):
-        raise EngineError(f"a kernel's function is {kernel.function[:80]!r}, which is no name of a function")
+        raise EngineError(f"a kernel's function is {kernel.function[:80]!r}, which is not a function name")
     where = f"the kernel {kernel.function}"
     if not _ARCH.fullmatch(kernel.arch):
-        raise EngineError(f"{where} is for {kernel.arch[:80]!r}, which is no architecture")
+        raise EngineError(f"{where} is for {kernel.arch[:80]!r}, which is not an architecture")
     if strange := sorted(kernel.generated.keys() - {GENERATED}):
         raise EngineError(f"{where} brings a source called {strange[0][:80]!r}; kernels have none but {GENERATED}")
     if strange := [o for o in kernel.options if o not in OPTIONS]:
         raise EngineError(
-            f"{where} is to be compiled with {strange[0][:80]!r}, which is no option of optdnn's kernels",
+            f"{where} is to be compiled with {strange[0][:80]!r}, which is not an option of optdnn's kernels",
             hint="rebuild the engine with this version of optdnn",
         )
     if len(set(kernel.options)) != len(kernel.options):

@@ -188,7 +188,7 @@ class Hub:
                 check()
                 if time.monotonic() > end:
                     missing = sorted(set(range(1, self.world)) - {r for name, r in found if name == "alive"})
-                    raise RankError(f"ranks {', '.join(map(str, missing))} did not come within {limit:g} s")
+                    raise RankError(f"ranks {', '.join(map(str, missing))} did not connect within {limit:g} s")
                 with contextlib.suppress(TimeoutError):
                     self._admit(self._socket.accept()[0], found)
         except BaseException:

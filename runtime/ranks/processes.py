@@ -150,7 +150,7 @@ class ProcessTeam:
         if before is not None and before.types == types and before.results == results.keys():
             return before
         if open_ones := [str(s) for s in results.values() if not all(isinstance(n, int) for n in s.shape)]:
-            raise UsageError(f"outputs that are split between processes have fixed sizes: {open_ones[0]}")
+            raise UsageError(f"outputs that are split between processes must have fixed sizes: {open_ones[0]}")
         whole = {n: one for n, one in types[0].items() if n not in self._cut}
         board, sizes = self._board, {n: (s.dtype, known_sizes(s.shape)) for n, s in results.items()}
         given = board.place(whole, [{n: one for n, one in each.items() if n in self._cut} for each in types])

@@ -49,7 +49,7 @@ def receive(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Array]] | None:
         return None
     magic, header_length, payload_length = _FRAME.unpack(head)
     if magic != _MAGIC:
-        raise InternalError("a worker wrote something that is no frame")
+        raise InternalError("a worker wrote something that is not a frame")
     header = stream.read(header_length)
     if len(header) < header_length:
         return None

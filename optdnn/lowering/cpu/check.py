@@ -163,7 +163,7 @@ class _Judge:
         try:
             oracle = evaluate(self.graph, feeds)
         except RunError as error:
-            doubt = f"the reference does not take the made-up inputs ({error.message}): nothing shows that its result is right"
+            doubt = f"the reference does not take the made-up inputs ({error.message}): its result cannot be checked"
             return ({**lost, **failed}, dict.fromkeys(results, doubt)) if must else (lost, {})
         wrong, doubts = self._held_against(oracle, results, feeds)
         return {**lost, **failed, **wrong}, doubts
@@ -186,8 +186,8 @@ class _Judge:
                 continue
             if limit < own and d.size <= _MARGIN * own:
                 doubts[name] = (
-                    f"{d.what}, and the network's own differs by {own:.2g} of the largest output when its input, or what it "
-                    f"ranks, changes by {step:.1g}: no made-up input can judge it"
+                    f"{d.what}, and the reference's own result differs by {own:.2g} of the largest output if its inputs, or the "
+                    f"values that it ranks, change by {step:.1g}: no made-up input can judge it"
                 )
             else:
                 wrong[name] = d.what

@@ -151,7 +151,7 @@ def _check_names(graph: onnx.GraphProto) -> None:
         for taken, names in ((values, made), (nodes, [n.name for n in g.node])):
             for name in names:
                 if not name or name in taken:
-                    raise EngineError(f"the name {name!r:.60} is not given once")
+                    raise EngineError(f"the name {name!r:.60} is not defined exactly once")
                 taken.add(name)
         for node in g.node:
             attributes = [a.name for a in node.attribute]
@@ -179,7 +179,7 @@ def _check_tensor(t: TensorProto, may_be_weight: bool) -> None:
         return
     entries = {e.key: e.value for e in t.external_data}
     if not may_be_weight or entries.keys() != {"location", "offset", "length"} or entries["location"] != WEIGHTS:
-        raise EngineError(f"the tensor {t.name!r:.60} is said to lie in a file, {entries.get('location', '')!r:.80}")
+        raise EngineError(f"the tensor {t.name!r:.60} is declared to be in a file, {entries.get('location', '')!r:.80}")
     if t.data_location != TensorProto.EXTERNAL or t.HasField("raw_data"):
         raise EngineError(f"the tensor {t.name!r:.60} is in two places")
 

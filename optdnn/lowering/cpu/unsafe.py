@@ -78,12 +78,12 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
     out |= beyond_32_bits(graph, PARAMETERS)
     out |= dict.fromkeys(_without_elements(graph), "openvino may crash on a tensor without elements")
     out |= {
-        i: f"the size of {name!r} depends on data; where it is 0, openvino fails, crashes or gives what another call computed"
+        i: f"the size of {name!r} depends on data; if it is 0, openvino fails, crashes or returns an earlier call's result"
         for i, name in sized_by_data(graph).items()
     }
     out |= {op.id: "openvino does not end a loop that its condition does not end" for op in endless(graph)}
     out |= _nested(graph)
-    reason = "openvino reads packed numbers of fewer than 8 bits only from the file of a model"
+    reason = "openvino reads packed weights of fewer than 8 bits only from a model file"
     out |= {op.id: reason for op in graph.of_kind(*PACKED) if op.kind == "PackedGather" or not _is_bytes(op)}
     for op in graph.of_kind("Attention"):
         mask = op.input(3)

@@ -173,9 +173,9 @@ class _Walk:
     ) -> str | None:
         """Why OpenVINO cannot hold a result, or one of its intermediate values."""
         if op.kind == "Pointwise" and self._staged(op, operands)[1]:
-            return f"openvino keeps integers in 32 bits; what {name!r} is made of may be more"
+            return f"openvino keeps integers in 32 bits; intermediate values of {name!r} may be larger"
         if _has_stages(op) and any(v is not None and self.graph.type(v).dtype in WIDE for v in op.inputs):
-            return f"openvino keeps integers in 32 bits; what {name!r} is made of may be more"
+            return f"openvino keeps integers in 32 bits; intermediate values of {name!r} may be larger"
         if _fits(op.kind, dtype, [found, *operands]):
             return None
         if op.kind in _IN_FLOATS:

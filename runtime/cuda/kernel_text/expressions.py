@@ -85,7 +85,7 @@ class Expressions:
             self.starts.append(found.start("token"))
             if found["strange"] is not None:
                 self.at = len(self.tokens) - 1
-                self.refuse(f"{found['strange']!r} is no part of the language")
+                self.refuse(f"{found['strange']!r} is not part of the language")
         self.scopes: list[dict[str, int]] = []
         self.fields: dict[str, int] = {}
         self.types = TYPES
@@ -141,7 +141,7 @@ class Expressions:
     def new_name(self) -> str:
         name = self.take()
         if not re.fullmatch(r"[a-z][a-z0-9_]{0,40}", name) or name in RESERVED:
-            self.refuse(f"{name[:40]!r} is no name for a variable")
+            self.refuse(f"{name[:40]!r} is not a valid variable name")
         return name
 
     def declare(self, name: str, kind: int) -> None:
@@ -203,12 +203,12 @@ class Expressions:
                 self.refuse("the assigned expression is of another kind")
         while self.token == "?":
             if kind != VALUE:
-                self.refuse("a condition is no number")
+                self.refuse("a condition is not a number")
             self.at += 1
             self.value()
             self.expect(":")
             if self.operand_or_sum() != VALUE:
-                self.refuse("a choice is no number")
+                self.refuse("a choice is not a number")
         self.depth -= 1
         return kind
 
@@ -219,7 +219,7 @@ class Expressions:
             operator = self.take()
             allowed = kind == VALUE or (kind == POINTER and operator in "+-*/%")
             if not allowed or self.operand() != VALUE:
-                self.refuse(f"{operator!r} of something else than numbers")
+                self.refuse(f"{operator!r} of operands that are not numbers")
         return kind
 
     def operand(self) -> int:
@@ -227,13 +227,13 @@ class Expressions:
         if token in ("-", "!", "~", "++", "--", "*"):
             wanted = POINTER if token == "*" else VALUE
             if self.operand() != wanted:
-                self.refuse(f"{token!r} of something else than {name_of(wanted)}")
+                self.refuse(f"{token!r} of an operand that is not {name_of(wanted)}")
             return VALUE
         if token == "(":
             if self.is_type(self.token) and self.ahead() == ")":  # a conversion: (int)(-x)
                 self.at += 2
                 if self.operand() != VALUE:
-                    self.refuse("a conversion of something else than a number")
+                    self.refuse("a conversion of an operand that is not a number")
                 return VALUE
             kind = self.expression()
             self.expect(")")
@@ -282,7 +282,7 @@ class Expressions:
         self.value_type()
         self.expect("*", ">", "(")
         if self.expression() != (POINTER if how == "static_cast" else SHARED):
-            self.refuse(f"a {how} of something else than it is for")
+            self.refuse(f"a {how} of an operand of another kind")
         self.expect(")")
         return POINTER
 
@@ -291,7 +291,7 @@ class Expressions:
         if name == "product_tile" and self.lookup("product_tile") is None:
             for wanted in (2, 1, MATRIX, MATRIX):
                 if self.expression() != wanted:
-                    self.refuse("product_tile gets something else than it takes")
+                    self.refuse("product_tile gets operands of other kinds")
                 self.expect(",")
         elif name in MEETINGS and self.lookup(name) is None:
             self.pointer()
@@ -300,7 +300,7 @@ class Expressions:
             name in FUNCTIONS or name == "narrow" or name in self.functions or any(name in s for s in self.lambdas)
         ):
             self.at -= 2
-            self.refuse(f"{name[:40]!r} is no function that kernels call")
+            self.refuse(f"{name[:40]!r} is not a function that kernels may call")
         self.values(")")
 
     def behind(self, kind: int) -> int:

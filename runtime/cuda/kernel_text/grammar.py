@@ -78,7 +78,7 @@ class Source(Expressions):
         self.value_type()
         name = self.take()
         if name not in DEFINED or name in self.functions:
-            self.refuse(f"{name[:40]!r} is no name for a function")
+            self.refuse(f"{name[:40]!r} is not a valid function name")
         self.expect("(")
         self.scopes, self.lambdas = [{}], [set()]
         for _ in self.separated():
@@ -243,7 +243,7 @@ class Source(Expressions):
             if self.accept("->"):
                 self.value_type()
             if not _LAMBDA.fullmatch(name):
-                self.refuse(f"{name!r} is no name for a function")
+                self.refuse(f"{name!r} is not a valid function name")
             self.scopes.append(inside)
             self.block()
             self.scopes.pop()

@@ -222,9 +222,9 @@ def parse(step: Step, program: Program) -> CudaStep:
     try:
         p = step.params
         doing = "call" if "call" in p else "launch"
-        _need(set(p) - {"tactic"} == {doing, "op", "reads", "writes"}, "has other parts than it should")
+        _need(set(p) - {"tactic"} == {doing, "op", "reads", "writes"}, "has unexpected or missing parts")
         tactic = p.get("tactic", "")
-        _need(isinstance(tactic, str), "has a tactic that is no name")
+        _need(isinstance(tactic, str), "has a tactic that is not a name")
         kind, attrs = p["op"]["kind"], p["op"]["attrs"]
         _need(
             set(p["op"]) == {"kind", "attrs"} and isinstance(kind, str) and isinstance(attrs, dict),
@@ -241,7 +241,7 @@ def parse(step: Step, program: Program) -> CudaStep:
             launch = parse_call(p["call"], [n * item for n, item in sizes])
             written = {v.operand for v in writes if v is not None}
             results = {place[0] for name, place in launch.operands.items() if name in RESULTS}
-            _need(results == written, "has a call that writes something else than it says")
+            _need(results == written, "has a call that writes something else than declared")
         else:
             launch = _launch(p["launch"], program, operands)
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -324,11 +324,11 @@ def _relocation(p: Any, program: Program, operands: Sequence[int], size: int) ->
 
 
 def _ahead(ahead: Ahead, program: Program, size: int) -> Ahead:
-    _need(ahead.buffer < len(program.buffers), "brings a buffer into L2 that does not exist")
+    _need(ahead.buffer < len(program.buffers), "loads a buffer into L2 that does not exist")
     buffer = program.buffers[ahead.buffer]
     inside = buffer.blob is not None and ahead.offset + ahead.bytes <= (buffer.nbytes or 0)
     whole = ahead.offset % 16 == ahead.bytes % 16 == 0 and ahead.bytes < 1 << 32
-    _need(inside and whole, "brings something else than a part of a constant into L2")
+    _need(inside and whole, "loads something other than a part of a constant into L2")
     _need(ahead.at + 12 <= size, "has a relocation outside of its parameters")
     return ahead
 

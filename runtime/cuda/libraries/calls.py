@@ -270,7 +270,7 @@ def from_plain(plain: Any) -> Operation:
         given = dict(plain)
         kind = KINDS[given.pop("name")]
         known = {f.name: str(f.type) for f in fields(kind)}
-        _need(set(given) == set(known), "has other parts than it should")
+        _need(set(given) == set(known), "has unexpected or missing parts")
         operation = kind(**{k: _value(v, known[k]) for k, v in given.items()})
         operation.check()
     except (KeyError, TypeError, ValueError) as error:
@@ -282,7 +282,7 @@ def _value(value: Any, wanted: str) -> Any:
     if wanted.startswith("tuple"):
         _need(isinstance(value, (list, tuple)), "has no list where one is due")
         inner = str if "str" in wanted else int
-        _need(all(type(x) is inner for x in value), "has a list of something else")
+        _need(all(type(x) is inner for x in value), "has a list with entries of another type")
         return tuple(value)
     if wanted == "float":
         _need(type(value) in (int, float), "has no number where one is due")
@@ -324,7 +324,7 @@ def parse_call(plain: Any, sizes: Sequence[int]) -> LibraryCall:
         extents = operation.extents
         _need(
             set(plain) == {"operation", "operands"} and set(places) == set(extents),
-            "names other operands than it should",
+            "names unexpected or missing operands",
         )
         for name, (operand, offset) in places.items():
             _need(0 <= operand < len(sizes) and offset >= 0, f"has no operand {name}")

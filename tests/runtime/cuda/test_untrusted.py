@@ -42,7 +42,7 @@ OPTIONS = [
 @pytest.mark.parametrize("option", OPTIONS)
 def test_other_compiler_options(option: str, tmp_path: Path, nothing_runs: Path) -> None:
     made = changed(program(), options=("--std=c++17", option))
-    refused(made, tmp_path, "which is no option of optdnn's kernels")
+    refused(made, tmp_path, "which is not an option of optdnn's kernels")
 
 
 def test_an_option_given_twice(tmp_path: Path, nothing_runs: Path) -> None:
@@ -75,7 +75,7 @@ def test_other_names(changes: dict[str, Any], tmp_path: Path, nothing_runs: Path
 
 def test_names_are_looked_at_when_the_header_is_read() -> None:
     text = header.header_text(changed(program(), options=("--time=x",)), [])
-    with pytest.raises(EngineError, match="no option of optdnn's kernels"):
+    with pytest.raises(EngineError, match="not an option of optdnn's kernels"):
         header.parse_header(text, 1)
 
 
