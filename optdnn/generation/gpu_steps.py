@@ -56,7 +56,8 @@ class GpuSteps:
         )
 
     def _counter(self, shape: tuple[int, ...], dtype: DType) -> Any:
-        """Zeros that advance by one with each token. 64-bit counters are stored together: one launch advances them."""
+        """Counters, initially zero, that advance by one with each token. 64-bit counters are stored together: one launch advances
+        them."""
         size = math.prod(shape)
         if dtype != np.int64 or size > self.batch or self._used == ROWS:
             self._moving.append(self._cupy.zeros(shape, dtype))
@@ -203,7 +204,7 @@ class GpuSteps:
         return host, event
 
     def _advance(self) -> None:
-        """Move positions on by one, and hand the tokens on where the next step reads them in another type."""
+        """Advance positions by one, and convert the tokens if the next step reads them in another type."""
         cupy, ports, inputs = self._cupy, self.ports, self._inputs[1]
         with self.stream:
             for array in self._moving:

@@ -1,7 +1,7 @@
 """Tensors stored next to the model file (ONNX external data), read strictly and memory-mapped.
 
 A model is untrusted input: a tensor's ``location`` may only name a regular file inside the model's own folder. Absolute
-paths, ``..``, and links that lead out of the folder are refused, and offset and length must lie inside the file.
+paths, ``..``, and links that lead out of the folder are refused, and offset and length must be inside the file.
 Source: ONNX, "External Data" (keys location, offset, length; checksum is not verified).
 """
 
@@ -68,7 +68,7 @@ class ExternalData:
         return self._maps[location]
 
     def _resolve(self, location: str, where: str) -> str:
-        """The real path of ``location``, checked to lie inside of the folder."""
+        """The real path of ``location``, checked to be inside of the folder."""
         assert self._folder is not None
         hint = "external data is only read from the model's own folder; copy the file there"
         windows = PureWindowsPath(location)

@@ -101,7 +101,7 @@ class Graph:
         return op.outputs[value.port].known
 
     def constant_value(self, value: Value | None) -> Array | None:
-        """The array of a Constant op, else None."""
+        """The array of a Constant op, otherwise None."""
         if value is None:
             return None
         op = self.op(value)

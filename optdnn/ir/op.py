@@ -57,7 +57,7 @@ class ConstantAttrs(Attrs):
 class Op:
     """One operator.
 
-    ``src`` is the set of names of the ONNX nodes it came from; passes hand it on. ``attrs`` is the kind's dataclass.
+    ``src`` is the set of names of the ONNX nodes it came from; passes keep it. ``attrs`` is the kind's dataclass.
     """
 
     id: int

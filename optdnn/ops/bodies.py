@@ -14,7 +14,7 @@ from optdnn.types import TensorType
 
 @dataclass(frozen=True)
 class IfAttrs(Attrs):
-    """Operands: the condition, the ``then_captured`` outer values of the one branch, and those of the other."""
+    """Operands: the condition, the ``then_captured`` outer values of the then branch, and the outer values of the else branch."""
 
     then_branch: Body
     else_branch: Body

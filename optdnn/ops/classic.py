@@ -150,7 +150,7 @@ def _label_encoder(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if is_float(keys.dtype) and np.isnan(keys).any():  # a key NaN is the key of every NaN
         both = emit(e, "And", emit(e, "IsNaN", x), np.isnan(keys))
         same = emit(e, "Or", same, both)
-    # the first key that fits; one that always fits comes last
+    # the first matching key; a key that always matches comes last
     hits = emit(e, "Cast", same, to=INT64)
     found = emit(e, "ReduceMax", hits, np.array([-1], np.int64), keepdims=False)
     at = emit(e, "ArgMax", hits, axis=-1, keepdims=False)

@@ -103,7 +103,7 @@ def _scaled(call: Call, axes: Sequence[int]) -> list[DimLike]:
             out.append(scaled_size(d, scale))
             continue
         ratio = Fraction(scale)
-        # fp32 rounds the product of other scales, so its floor is no function of integers.
+        # fp32 rounds the product of other scales, so its floor is not a function of integers.
         out.append(
             floordiv(d * ratio.numerator, ratio.denominator) if ratio.denominator <= 256 else call.fresh("resized")
         )

@@ -55,7 +55,7 @@ class Metric:
 def metric_of(given: str | Score, labels: Any) -> Metric:
     """The metric that ``--metric`` names: "top1", "mse", "cosine", "PKG.MODULE:F", or a callable.
 
-    With ``labels``, top1 means accuracy; without (None), agreement with fp32. Raises UsageError for an unknown name, or one that
+    With ``labels``, top1 means accuracy; without (None), agreement with fp32. Raises UsageError for an unknown name, or a name that
     cannot be imported.
     """
     if callable(given):

@@ -133,8 +133,8 @@ def _parted(data: CalibrationData, index: Sequence[Array]) -> list[dict[str, Arr
 
 
 def room(shape: tuple[int, ...], dtype: Any, together: int) -> Array:
-    """An array to write: in memory if all arrays ``together`` take up to HELD_BYTES, else mapped from a temporary file that lives
-    as long as the array."""
+    """An array to write: in memory if all arrays ``together`` take up to HELD_BYTES, otherwise mapped from a temporary file that
+    lives as long as the array."""
     if together <= HELD_BYTES:
         return np.empty(shape, dtype)
     with temporary_file("optdnn-samples-") as file:

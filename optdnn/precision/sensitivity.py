@@ -50,7 +50,7 @@ SMALLEST: Mapping[str, float] = {"fp16": 2.0**-24, "bf16": 2.0**-133}
 class Sensitivity:
     """One op at one precision, with all other ops in fp32.
 
-    ``error`` is the op's own error: its root mean square over that of the op's output. ``noise`` is the error at the network's
+    ``error`` is the op's own error: its root mean square over the output's. ``noise`` is the error at the network's
     outputs (:func:`optdnn.precision.inject.noise`), ``drop`` the resulting loss in the metric on the same samples. ``hazard``
     describes an overflow or underflow.
     """

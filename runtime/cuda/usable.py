@@ -11,7 +11,7 @@ PACKAGES = {"cuda.bindings": "cuda-bindings", "cuda.bindings.nvrtc": "cuda-bindi
 
 
 def why_not() -> str | None:
-    """Why the GPU of this machine is not usable, and the remedy; None where it is usable."""
+    """Why the GPU of this machine is not usable, and the remedy; None if it is usable."""
     missing = sorted({package for module, package in PACKAGES.items() if not _there(module)})
     if missing:
         return f"{', '.join(missing)} not installed: pip install 'optdnn[cuda]'"

@@ -101,8 +101,8 @@ def _overlap(corners: tuple[Array, ...], i: Array, j: Array, threshold: np.gener
 
 
 def _overlapping(corners: tuple[Array, ...], threshold: np.generic, order: Array, count: Array) -> tuple[Array, Array]:
-    """The pairs of boxes that overlap by more than ``threshold``, the lower index first, among those that overlap along an axis:
-    each box and the next ``count`` ones in ``order``."""
+    """The pairs of boxes that overlap by more than ``threshold``, the lower index first, among the pairs that overlap along an
+    axis: each box and the next ``count`` ones in ``order``."""
     ends = np.cumsum(count)
     first, pairs = 0, [np.zeros((2, 0), np.int64)]
     while first < len(order):

@@ -14,7 +14,7 @@ _CUBIC = -0.75
 
 
 def _reflected(at: Array, low: float, high: float) -> Array:
-    """Coordinates mirrored at both ends until they lie between them."""
+    """Coordinates mirrored at both ends until they are between them."""
     span = high - low
     if span == 0:
         return np.full_like(at, low)

@@ -91,7 +91,7 @@ def some_order(waits: Sequence[Sequence[int]], random: Random) -> list[int]:
         for d in before:
             after[d].append(k)
     ready = [k for k, n in enumerate(missing) if not n]
-    far, found = random.random() < 0.5, []  # far: continue with what has just become possible
+    far, found = random.random() < 0.5, []  # far: continue with the steps that have just become ready
     while ready:
         k = ready.pop(-1 if far and random.random() < 0.9 else random.randrange(len(ready)))
         found.append(k)

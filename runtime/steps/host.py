@@ -1,6 +1,6 @@
 """Steps of a GPU's program on the CPU: operators without a GPU kernel, and the copies around them.
 
-A step of the executor "host" runs one operator with its NumPy kernel; its params are those of a "reference" step (``kind`` and
+A step of the executor "host" runs one operator with its NumPy kernel; its params are like a "reference" step's (``kind`` and
 ``attrs``). Its results are host buffers outside of the arena, with symbolic shapes if their sizes depend on data.
 A step of the executor "copy" moves a dense tensor between a host buffer and a device buffer; its params are
 

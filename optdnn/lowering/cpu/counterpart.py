@@ -1,4 +1,4 @@
-"""The cpu target in fp32 compared with an engine of another precision: a lower precision is no gain where this processor
+"""The cpu target in fp32 compared with an engine of another precision: a lower precision gains nothing if this processor
 emulates it."""
 
 from __future__ import annotations

@@ -59,5 +59,5 @@ def _empty(types: Iterable[TensorType], symbol: str) -> bool:
 
 
 def symbol_names(t: TensorType) -> set[str]:
-    """The names of the symbols in a shape; none where the rank is unknown."""
+    """The names of the symbols in a shape; none if the rank is unknown."""
     return {s.name for d in t.shape or () if isinstance(d, Dim) for s in d.symbols()}

@@ -272,7 +272,7 @@ def name_weights(graph: onnx.GraphProto, names: Collection[str]) -> None:
 
 
 def _follows(text: str, symbols: Mapping[str, DimRange | None]) -> bool:
-    """Whether a size follows from those of the network's inputs."""
+    """Whether a size follows from the sizes of the network's inputs."""
     expression = parse_dim(text)
     return text in symbols or (expression is not None and all(s.name in symbols for s in expression.symbols()))
 

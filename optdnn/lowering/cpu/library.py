@@ -246,7 +246,7 @@ class Contender:
             made, more = self._regions()
             if not more:
                 break
-            # A part contains less than the network: the proof that a position is in range may lie outside of the part.
+            # The proof that a position is in range may be outside of the part.
             for i, (library, reason) in more.items():
                 if library is self.library:
                     self._reasons.setdefault(i, reason)

@@ -363,7 +363,7 @@ def _is_elementwise(op: Op) -> bool:
 
 
 def _kinds(op: Op) -> set[str]:
-    """The op's kind and those of the stages that are fused into it."""
+    """The kinds of the op and of its fused stages."""
     stages = (*op.attrs.prologue, *op.attrs.epilogue) if isinstance(op.attrs, FusedAttrs) else ()
     return {op.kind, *(stage.kind for stage in stages)}
 

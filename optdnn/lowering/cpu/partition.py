@@ -322,7 +322,7 @@ class _Search:
 
         Integers and short float inputs may be axes, sizes, pads, positions or scales, for which many values are invalid: a
         library may then return an error or crash the process. So the reference checks them first, and such inputs are 1 if that
-        is valid, else 0.
+        is valid, otherwise 0.
         """
         feeds = random_feeds(self.graph, seed=1, sizes=typical_sizes(self.graph))
         if not any(is_int(a.dtype) or a.ndim < 2 for a in feeds.values()):

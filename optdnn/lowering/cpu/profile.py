@@ -116,7 +116,7 @@ class _Owners:
         return min(found, key=self._rank.__getitem__) if found else None
 
     def unowned_before(self, key: str, owned: Collection[str | None]) -> str:
-        """The nearest op before ``key`` that is not in ``owned``, if only ops that move elements lie between; else
+        """The nearest op before ``key`` that is not in ``owned``, if only ops that move elements are between them; otherwise
         ``key`` itself."""
         op = self._ops[key]
         while True:

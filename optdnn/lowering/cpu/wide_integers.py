@@ -45,7 +45,7 @@ _DATA: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 """Operand slots whose elements a result may contain, if not only the first slot."""
 _OF_FIRST = frozenset({"ReduceMax", "ReduceMean", "ReduceMin", "TopK", "Unique"})
-"""Kinds whose results lie between elements of their first operand."""
+"""Kinds with results between the smallest and the largest element of their first operand."""
 LONGEST = 1 << 20
 """The assumed maximum of a dimension without a bound. A profile bounds it."""
 _FEW = 64

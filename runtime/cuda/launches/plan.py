@@ -6,7 +6,7 @@ A step's params are a table with
     ``kernel`` (number in the program's table), ``grid`` and ``block`` (three and one numbers), ``shared`` (dynamic shared
     bytes), ``cluster`` (blocks per cluster along x), ``dependent`` (programmatic dependent launch), ``parameters`` (the kernel's
     only parameter block, in hexadecimal), ``relocations``: the addresses that the runner writes into the block, and
-    ``waits``: what its blocks wait for (:data:`WAITS`; files before version 1.6 leave it out), and ``part`` (may be absent):
+    ``waits``: the waits of its blocks (:data:`WAITS`; files before version 1.6 leave it out), and ``part`` (may be absent):
     :class:`RunPart`.
 ``call`` (in place of ``launch``)
     A call of a vendor's library: see :mod:`optdnn.runtime.cuda.libraries.calls`.
@@ -40,7 +40,7 @@ TF32 = "tf32"
 """Key of a meaning's attributes: numbers of the operands whose elements are rounded to tf32 before they are multiplied."""
 NOTHING, CLUSTER, LOWER, GRID = "nothing", "cluster", "lower", "grid"
 WAITS = (NOTHING, CLUSTER, LOWER, GRID)
-"""What the blocks of a launch wait for, besides earlier launches: :mod:`optdnn.runtime.cuda.launches.waits` defines them."""
+"""The waits of a launch's blocks, besides waits for earlier launches: :mod:`optdnn.runtime.cuda.launches.waits` defines them."""
 PARAMETERS_LIMIT = 32764
 """The most bytes of a kernel's parameters (CUDA C++ Programming Guide, from compute capability 7.0 on)."""
 MAP_ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "tfloat32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}

@@ -1,6 +1,6 @@
 """Proves that every launch of a program ends: no block waits for a block that may find no room on the GPU.
 
-Each launch declares what its blocks wait for while they hold their room (registers, shared memory, a place on a
+Each launch declares the waits of its blocks while they hold their room (registers, shared memory, a place on a
 multiprocessor):
 
 ``nothing``
