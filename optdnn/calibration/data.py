@@ -56,8 +56,7 @@ def open_data(source: Any, inputs: Sequence[TensorSpec], images: Pictures | None
     - a path to an .npz (an array per input, samples along the first axis; further arrays are ignored), to an .npy (for a network
       of one input), or to a folder of pictures (``images`` describes how they are prepared);
     - an array, or a mapping of arrays, with the same meaning. Arrays of exactly the inputs' shapes without a common number of
-    samples
-      are one feed;
+      samples are one feed;
     - an iterable of feeds, or a function that returns one. A feed maps input names to arrays of the network's shapes, or is an
       array for the only input. An iterator is copied to temporary files.
 

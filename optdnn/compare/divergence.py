@@ -4,8 +4,7 @@ Passes keep the names of the values that remain, so each of these can be compare
 
 - the model as imported, in NumPy and float64: the correct values;
 - the optimized network, in NumPy and float64: the effect of the passes. They are exact, but folded constants are rounded once to
-the
-  model's own precision;
+  the model's own precision;
 - the optimized network on its target, with all its values exposed as outputs: the effect of the target's arithmetic. A library does
   not fuse over an exposed value, so a fault within its own fusion shows only in the outputs.
 

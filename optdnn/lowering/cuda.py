@@ -219,7 +219,7 @@ def _refuse_host(host: HostSide, options: BuildOptions) -> None:
 
 
 def _finish_outputs(b: Builder, host: HostSide, outputs: list[tuple[TensorSpec, int]]) -> None:
-    """Copy the network's outputs that no kernel writes to their buffers."""
+    """Add a copy for each of the network's outputs that no kernel writes directly to its buffer."""
     for k, ((spec, i), op_id) in enumerate(zip(outputs, b.graph.outputs, strict=True)):
         op = b.graph.op(op_id)
         assert op.inputs[0] is not None

@@ -103,13 +103,13 @@ def _ends_by_count(body: Body) -> bool:
     """Whether the body's condition is constantly true or passed through: only the count ends the loop."""
     plain = body.plain
     constants = plain.inputs + len(plain.constants)
-    makers, register = {}, constants
+    producers, register = {}, constants
     for op in plain.ops:
-        makers[register] = op
+        producers[register] = op
         register += len(op.dtypes)
     register = plain.outputs[0]
-    while register in makers and makers[register].kind in ("Identity", "Cast"):
-        source = makers[register].inputs[0]
+    while register in producers and producers[register].kind in ("Identity", "Cast"):
+        source = producers[register].inputs[0]
         if source is None:
             return False
         register = source

@@ -49,9 +49,8 @@ def take_turns(
 
     A runner gets the seconds of its turn (None: :data:`TURN_SECONDS`) and returns the milliseconds of each run. An empty result
     means that the runner failed; it gets no time. A turn starts with a pause: the rivals' threads spin for a while after their
-    last run, which slows down a small network. After each
-    round, runners whose best time is ``give_up_ratio`` times the best of all are given up. ``budget_seconds`` bounds the
-    whole; each runner is measured at least once.
+    last run, which slows down a small network. After each round, runners with a best time above ``give_up_ratio`` times the
+    best of all are given up. ``budget_seconds`` bounds the whole; each runner is measured at least once.
     """
     times: dict[str, list[float]] = {name: [] for name in runners}
     active = list(runners)

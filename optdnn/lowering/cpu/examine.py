@@ -1,13 +1,12 @@
 """Every part of a network is examined before a CPU library gets it: by the build that writes it, and by the loader.
 
 A library trusts the ONNX that it is given. An engine file is untrusted input, and its ONNX may ask a library to read files, to
-address memory outside of its operands, or to run for ever. So a part is taken only where
+address memory outside of its operands, or to run forever. So a part is accepted only if
 
 * it has the form that :mod:`optdnn.ir.export_onnx` writes: these fields of the protobuf, this opset, operators of our table, names
-  that are defined once, no tensor in a file but the engine's own named weights, types of inputs and outputs as the program has
-  them;
+  that are defined once, no tensor in a file except the engine's own named weights, the program's types of inputs and outputs;
 * every Loop is bounded (:mod:`optdnn.lowering.cpu.loops`);
-* the importer takes it: operands, attributes and known values fit each operator, constant indices are inside;
+* the importer accepts it: operands, attributes and known values fit each operator, constant indices are in range;
 * the library's rules (:mod:`optdnn.lowering.cpu.unsafe`) allow each operator, also in the bodies of If, Loop and Scan.
 
 Only facts that follow from the part itself and from the sizes of the network's inputs count. Sizes that other steps compute are

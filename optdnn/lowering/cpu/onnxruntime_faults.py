@@ -23,14 +23,14 @@ def keep_softmax(model: onnx.ModelProto) -> None:
 
 
 def _keep(graph: GraphProto, outer: set[str]) -> None:
-    makers = {name: node for node in graph.node for name in node.output}
+    producers = {name: node for node in graph.node for name in node.output}
     floats = outer | {t.name for t in graph.initializer if t.data_type == TensorProto.FLOAT}
     nodes: list[NodeProto] = []
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:
                 _keep(attribute.g, floats)
-        if node.op_type == "Softmax" and _dequantized(node.input[0], makers, floats):
+        if node.op_type == "Softmax" and _dequantized(node.input[0], producers, floats):
             clipped, least = f"{node.output[0]}/unfused", f"{node.output[0]}/least"
             graph.initializer.append(numpy_helper.from_array(np.array(-np.inf, np.float32), least))
             nodes.append(helper.make_node("Clip", [node.input[0], least], [clipped], name=f"{node.name}/unfused"))
@@ -42,8 +42,8 @@ def _keep(graph: GraphProto, outer: set[str]) -> None:
         graph.node.extend(copies)
 
 
-def _dequantized(name: str, makers: dict[str, NodeProto], floats: set[str]) -> bool:
-    node = makers.get(name)
+def _dequantized(name: str, producers: dict[str, NodeProto], floats: set[str]) -> bool:
+    node = producers.get(name)
     while node is not None and node.op_type in _MOVING:
-        node = makers.get(node.input[0])
+        node = producers.get(node.input[0])
     return node is not None and node.op_type == "DequantizeLinear" and node.input[1] in floats
