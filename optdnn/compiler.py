@@ -346,7 +346,7 @@ def _not_met(account: SearchReport) -> NotMet:
     return NotMet(
         f"no engine loses less than {account.bound:g} {account.unit}; the closest is {c.name}: {c.drop:.3g} on the data that the "
         f"search saw{verified}{expected}",
-        hint=f"nothing was written; --max-drop {c.worst:.3g} would take it, and so might fewer --pin options",
+        hint=f"nothing was written; --max-drop {c.worst:.3g} would accept it, and so might fewer --pin options",
     )
 
 

@@ -59,7 +59,7 @@ class Extremes:
         low, high, number = (finite(plain[name], 0) for name in ("low", "high", "number"))
         largest, total = finite(plain["largest"], 1), finite(plain["sum"], 1)
         if largest.size != total.size:
-            raise ValueError("the channels of its sums are others than those of its magnitudes")
+            raise ValueError("its sums and magnitudes have different channels")
         return cls(float(low), float(high), largest, total, int(number))
 
 

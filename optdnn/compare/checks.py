@@ -298,7 +298,7 @@ def singly(context: Any, feeds: Mapping[str, Array]) -> Found:
     alone = run_singly(context, feeds)
     want = {name: graph[name] for name in alone}
     return same_bits(
-        [alone], want, "single launches give what the CUDA graph gives", "differ between single launches and the graph"
+        [alone], want, "single launches give the same as the CUDA graph", "differ between single launches and the graph"
     )
 
 

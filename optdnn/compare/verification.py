@@ -317,7 +317,7 @@ class _CaseChecks:
         exact, other, rounded = results
         got, exact, other = (_filled(r, undefined) for r in (self.want, exact, other))
         rest = checks.judge(got, exact, other, [_filled(r, undefined) for r in rounded], precision, self.tolerance)
-        told = f"the model gives NaN in {', '.join(undefined)} where the engine gives numbers"
+        told = f"the model gives NaN in {', '.join(undefined)} at positions where the engine gives numbers"
         if rest.status == FAILED or not self.case.made_up:
             return replace(found, text=f"{rest.text if rest.status == FAILED else found.text}; {told}")
         return not_checked(f"{told}, for these random inputs: give --input")

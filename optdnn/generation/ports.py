@@ -131,7 +131,7 @@ def ports_of(
         shown = ", ".join(str(ins[n]) for n in left)
         raise UsageError(
             f"the engine takes {shown}, whose role is unknown",
-            hint="name what they are (tokens=, mask=, positions=, held=, state=), or give them values when it is built: --value",
+            hint="name their roles (tokens=, mask=, positions=, held=, state=), or give them values when it is built: --value",
         )
     if TOKEN in outs and f"{PREFIX}{SETTINGS[0]}" in ins:
         told = engine.meta.get("sampling", {}).get("vocabulary")

@@ -108,7 +108,7 @@ def _check_derived(
             if free and size is not None:
                 raise ShapeError(
                     f"{where}, the shape given has {size} there, and none gives {', '.join(free)}",
-                    hint=f"give {', '.join(free)} where it is a dimension of its own; what follows needs no size",
+                    hint=f"give {', '.join(free)} where it is a separate dimension; dimensions that follow need no size",
                 )
             if free:
                 continue

@@ -107,7 +107,7 @@ class _Around:
             had = ", ".join(map(repr, preprocess)) or "none"
             raise UsageError(
                 f"output {name!r}: boxes need the picture that they are of; preprocessed inputs are {had}",
-                hint="--preprocess INPUT=SPEC, and boxes:xyxy,input=INPUT where there are several",
+                hint="--preprocess INPUT=SPEC, and boxes:xyxy,input=INPUT if there are several",
             )
         return image
 

@@ -106,7 +106,7 @@ def _check_example(torch: Any, args: tuple[Any, ...], keywords: Mapping[str, Any
     ):
         raise UsageError(
             f"the keyword argument {nested!r} holds tensors in a {type(keywords[nested]).__name__}",
-            hint="call the module by one of your own whose forward takes each of them",
+            hint="wrap the module in your own, with a forward that takes each of them",
         )
 
 

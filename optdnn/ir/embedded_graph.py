@@ -130,7 +130,7 @@ def view_of(blob: Array, offset: int, shape: Sequence[int], strides: Sequence[in
     flat = blob.reshape(-1)
     last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if not (offset >= 0 and 0 <= last < flat.size) or any(s < 0 for s in strides):
-        raise ValueError("a constant lies outside of its blob")
+        raise ValueError("a constant is outside of its blob")
     return as_strided(flat[offset:], shape, [s * flat.itemsize for s in strides], writeable=False)
 
 

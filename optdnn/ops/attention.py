@@ -88,7 +88,9 @@ def infer_attention(call: Call) -> Result:
     total = cols
     if call.has(4):
         if call.has(6):
-            raise ShapeError("Attention with past_key and nonpad_kv_seqlen; one of them says where the keys are")
+            raise ShapeError(
+                "Attention with past_key and nonpad_kv_seqlen; only one may give the positions of the keys"
+            )
         past = call.type(4).dims[2]
         for t, own, name in ((call.type(4), k, "past_key"), (call.type(5), v, "past_value")):
             wanted = (*own.dims[:2], past, own.dims[3])

@@ -44,7 +44,7 @@ def _linear(node: NodeSpec, e: Emit, outputs: int) -> Ref:
     x = _to_fp32(e, _features(node, e))
     coefficients = np.asarray(required(node, "coefficients"), np.float32)
     if outputs < 1 or coefficients.size % outputs:
-        raise ShapeError(f"{coefficients.size} coefficients are not those of {outputs} outputs")
+        raise ShapeError(f"{coefficients.size} coefficients do not fit {outputs} outputs")
     y = emit(e, "MatMul", x, np.ascontiguousarray(coefficients.reshape(outputs, -1).T))
     intercepts = np.asarray(node.get("intercepts") or [], np.float32)
     return emit(e, "Add", y, intercepts) if intercepts.size else y

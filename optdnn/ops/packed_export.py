@@ -135,13 +135,13 @@ def _product_of_bytes(
 def export_packed_gather(a: PackedGatherAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
     """GatherBlockQuantized of bytes, with zero points."""
     if is_float(DTYPES[a.code]):
-        raise Unsupported("rows of packed numbers that are floats")
+        raise Unsupported("packed rows of floats")
     stored = _stored(a, _constants(e, (inputs[0], *inputs[2:])))
     zeros = stored.zeros
     if zeros is None:
         zeros = np.full(stored.scales.shape, 1 << (bits_of(DTYPES[a.code]) - 1), UINT8)
     if not _fits(zeros, a.code):
-        raise Unsupported("rows of packed numbers whose zero points are floats")
+        raise Unsupported("packed rows with float zero points")
     rows, row = len(stored.weights), -(-a.K * bits_of(DTYPES[a.code]) // 8)
     if stored.weights.shape[1] == row:  # stored like a product's: a table shared with a head is stored once
         table = e.const(stored.weights.reshape(rows, stored.scales.shape[1], -1), "packed")

@@ -90,7 +90,7 @@ def _check_scale(call: Call, i: int, *, divides: bool) -> None:
     if odd.size:
         many = f" (and {odd.size - 1} more)" if odd.size > 1 else ""
         rule = "positive and finite" if divides else "finite"
-        zero = "an all-zero tensor takes any positive scale, 1 for instance"
+        zero = "an all-zero tensor can have any positive scale, for instance 1"
         masked = "leave out the nodes of masks (nodes_to_exclude in ONNX Runtime's tools): their numbers have no scale"
         raise ShapeError(
             f"{call.kind} scale {odd[0]:g}{many} must be {rule}",

@@ -289,8 +289,8 @@ def _infer_turned_heads(call: Call) -> Result:
     (y,) = infer_as(call, a.of, a.own, reads).types[:1]
     assert angles is not None
     require_rank(angles, 4, "TurnedHeads angles")
-    agree(angles.dims[1] * 16, a.turned, f"TurnedHeads angles {angles} are not those of {a.turned} features")
-    agree(y.dims[0] % angles.dims[0], 0, f"TurnedHeads of {y}: its rows are not those of all positions of {angles}")
+    agree(angles.dims[1] * 16, a.turned, f"TurnedHeads angles {angles} do not fit {a.turned} features")
+    agree(y.dims[0] % angles.dims[0], 0, f"TurnedHeads of {y}: its rows do not cover all positions of {angles}")
     return Result((y,))
 
 

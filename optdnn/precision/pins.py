@@ -28,7 +28,7 @@ def check_pins(pins: Iterable[str], graph: Graph, known: Iterable[str] = ()) -> 
             what = "is like " + ", ".join(map(repr, close[:SHOWN])) if close else "is not one of the model's node names"
             raise UsageError(
                 f"--pin {pattern!r} fits no node; it {what}",
-                hint="names of nodes are those of the ONNX model (* and ? stand for anything): optdnn inspect MODEL --nodes",
+                hint="use the node names of the ONNX model (* and ? stand for anything): optdnn inspect MODEL --nodes",
             )
 
 

@@ -88,7 +88,7 @@ def from_dlpack(value: Any) -> Array:
     """
     kind, _ = value.__dlpack_device__()
     if kind not in (CPU, CUDA_HOST):
-        raise ValueError(f"it lies on a device (DLPack's type {int(kind)}), not in host memory")
+        raise ValueError(f"it is on a device (DLPack's type {int(kind)}), not in host memory")
     capsule = value.__dlpack__()
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)

@@ -76,7 +76,7 @@ class Bound:
         # A contiguous copy would not follow the caller's changes.
         moved = [n for n, a in checked.items() if isinstance(given.inputs[n], np.ndarray) and a is not given.inputs[n]]
         if moved and moved[0] not in self._pairs.values():
-            raise InputError(f"input {moved[0]!r} is not C-contiguous and aligned, so it cannot be read where it is")
+            raise InputError(f"input {moved[0]!r} is not C-contiguous and aligned, so it cannot be read in place")
         self._inputs = checked
         self._initial = {target: checked[target] for target in self._pairs.values()}
         self._spare: dict[str, Array] = {}

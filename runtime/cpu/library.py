@@ -45,7 +45,9 @@ class Settings:
         if type(self.threads) is not int or not 0 <= self.threads <= THREADS_LIMIT:
             raise UsageError(f"threads must be 0 to {THREADS_LIMIT}, not {self.threads!r:.40}")
         if self.precision not in PRECISIONS:
-            raise UsageError(f"precision {self.precision!r:.40} is none of a CPU library ({', '.join(PRECISIONS)})")
+            raise UsageError(
+                f"precision {self.precision!r:.40} is not offered by a CPU library ({', '.join(PRECISIONS)})"
+            )
 
     def to_plain(self) -> dict[str, Any]:
         return {"threads": self.threads, "precision": self.precision}

@@ -211,7 +211,7 @@ def to_json(value: Plain, where: str) -> Plain:
         return [to_json(x, where) for x in value]
     if isinstance(value, Mapping):
         if any(type(k) is not str for k in value):
-            raise InternalError(f"{where} holds a table whose keys are not text")
+            raise InternalError(f"{where} holds a table with keys that are not text")
         return {f"${k}" if k.startswith("$") else k: to_json(x, f"{where}.{k}") for k, x in value.items()}
     raise InternalError(f"{where} holds a {kind.__name__}, which is not plain data")
 

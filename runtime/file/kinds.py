@@ -5,7 +5,7 @@ from __future__ import annotations
 BEGINNING = 64
 """Number of first bytes that determine a file's kind."""
 KINDS: tuple[tuple[bytes, int, str, str], ...] = (
-    (b"\x89OPTDNN\n", 0, "an optdnn engine", "optdnn run, inspect and serve take it"),
+    (b"\x89OPTDNN\n", 0, "an optdnn engine", "optdnn run, inspect and serve read it"),
     (
         b"version https://git-lfs", 0,
         "a Git LFS pointer, not the file itself",

@@ -74,7 +74,7 @@ def _check_meta(program: Program) -> None:
         found = program.meta.get(name)
         _require(found is None or isinstance(found, kind), f"the entry {name!r} of its account is no {kind.__name__}")
     sizes = program.meta.get("sizes") or {}
-    _require(all(type(n) is int and n >= 0 for n in sizes.values()), "its account has a size that is none")
+    _require(all(type(n) is int and n >= 0 for n in sizes.values()), "its record has an invalid size")
 
 
 def _check_buffers(program: Program) -> set[int]:
@@ -94,7 +94,7 @@ def _check_buffers(program: Program) -> set[int]:
             size = b.nbytes
             _require(size is not None, f"{where} is in the arena but its shape is not static")
             inside = size is not None and 0 <= b.offset <= program.arena_bytes - size
-            _require(inside, f"{where} at offset {b.offset} lies outside of the arena of {program.arena_bytes} bytes")
+            _require(inside, f"{where} at offset {b.offset} is outside of the arena of {program.arena_bytes} bytes")
     return constants
 
 

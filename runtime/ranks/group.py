@@ -215,7 +215,7 @@ class Hub:
                 if hello["world"] != self.world:
                     why = f"rank {key[1]} was started as one of {hello['world']} ranks, rank 0 as one of {self.world}"
                 elif key in found or not 1 <= key[1] < self.world or key[0] not in ("data", "alive"):
-                    why = f"two processes are rank {key[1]}, or it is none of {self.world} ranks"
+                    why = f"two processes are rank {key[1]}, or it is not one of {self.world} ranks"
                 send(stream, {"why": why})  # type: ignore[arg-type]
         except (OSError, ValueError, KeyError, InternalError):
             one.close()

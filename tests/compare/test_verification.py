@@ -75,7 +75,7 @@ def test_where_the_model_gives_nan_random_inputs_say_nothing(tmp_path: Path) -> 
     feeds["mask"] = np.array([[[[False, False], [True, False]]]])  # the first query sees no key
     found = optdnn.verify(engine, tmp_path / "m.onnx", feeds)
     assert statuses(found)["model"] == FAILED
-    told = "the model gives NaN in y where the engine gives numbers"
+    told = "the model gives NaN in y at positions where the engine gives numbers"
     assert told in text(found, "model")
     seed = next(s for s in range(99) if not verification.case_of(engine, {}, seed=s).feeds["mask"].any(-1).all())
     found = optdnn.verify(engine, tmp_path / "m.onnx", seed=seed)

@@ -263,7 +263,7 @@ _FAULTS: tuple[tuple[str, Callable[[Graph, Op], bool], str], ...] = (
     ("Conv", _strides_over_padding,
      "openvino gives a quantized 1x1 convolution with strides and pads another shape"),
     ("QuantizeLinear", _requantizes,
-     "openvino may crash, or give wrong integers, where a value quantized with a zero point is quantized once more"),
+     "openvino may crash, or give wrong integers, if a value quantized with a zero point is quantized once more"),
     ("QuantizeLinear", _truncates, "openvino truncates where int8 is quantized again with another scale"),
     ("", _rounds_bounds, "openvino rounds the bounds of a Clip of quantized values"),
     ("AveragePool", _rounds_averages, "openvino rounds the averages of quantized values to integers"),
@@ -275,7 +275,7 @@ _FAULTS: tuple[tuple[str, Callable[[Graph, Op], bool], str], ...] = (
      "openvino gives wrong integers where largest or smallest elements of floats are quantized"),
     ("Conv", _groups_between_zero_points,
      "openvino computes a grouped convolution wrongly from uint8 to int8, both with zero points"),
-    ("Conv", _one_column, "openvino computes a convolution with a stride wrongly where its result has one column"),
+    ("Conv", _one_column, "openvino computes a convolution with a stride wrongly if its result has one column"),
     ("LSTM", _without_peepholes, "openvino leaves out the peepholes of an LSTM"),
     ("Transpose", _as_many_heads_as_tokens,
      "openvino leaves out the transpose of an attention's heads and tokens if their numbers are equal"),
@@ -286,7 +286,7 @@ _FAULTS: tuple[tuple[str, Callable[[Graph, Op], bool], str], ...] = (
     ("LpNormalization", _divides_by_more, "openvino adds a constant to the norm of LpNormalization"),
     ("", _channels_of_reduced,
      "openvino reads constants per channel at wrong places after a reduction that leaves three axes"),
-    ("", _meets_its_norm, "openvino's compiler crashes where a GroupNormalization meets its own operand"),
+    ("", _meets_its_norm, "openvino's compiler crashes if a GroupNormalization meets its own operand"),
 )  # fmt: skip
 """Kinds of operators ("" for all), the test for a fault at one of them, and the fault in words."""
 

@@ -88,7 +88,7 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
     for op in graph.of_kind("Attention"):
         mask = op.input(3)
         if mask is not None and graph.type(mask).dtype == BOOL and graph.constant_value(mask) is None:
-            out[op.id] = "openvino gives NaN where a row of the mask forbids everything; it should give zeros"
+            out[op.id] = "openvino gives NaN if a row of the mask forbids everything; it should give zeros"
     for op in graph.of_kind("ConvTranspose"):
         made = [graph.op(v) for v in op.inputs[:2] if v is not None]
         zeros = [graph.constant_value(d.input(2)) for d in made if d.kind == "DequantizeLinear"]
@@ -100,7 +100,7 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
             and op.inputs[0] is not None
             and graph.op(op.inputs[0]).kind not in STRUCTURAL
         ):
-            out[op.id] = "openvino's compiler may crash where a Reshape makes a scalar of a computed value"
+            out[op.id] = "openvino's compiler may crash if a Reshape makes a scalar of a computed value"
     for op in graph.order():
         if (name := _unchecked(graph, op)) is not None:
             whence = "comes from an input" if name.op in data else "follows from sizes"

@@ -14,7 +14,7 @@ from optdnn.runtime.program import Kernel, Program, programs_of
 WHOLE = frozenset(("general.cu", "matmul_fp32.cu", "matmul_mma.cu"))
 """Templates that only include a generated text; the text contains the kernel."""
 REBUILD = (
-    "rebuild the engine with this version of optdnn; or, where its author may run any code on this machine, load it with "
+    "rebuild the engine with this version of optdnn; or, if its author may run any code on this machine, load it with "
     "trust_cubins=True (optdnn run --trust-cubins)"
 )
 _ALIASES = re.compile(r"(?:using [XY]\d+ = \w+;\n)*", re.ASCII)
@@ -43,7 +43,7 @@ def check_kernels(program: Program, custom_ops: Sequence[CustomOp] = ()) -> None
             check_text(text, kernel.template, kernel.function if whole else "")
         except TextRefused as error:
             raise EngineError(
-                f"the source of kernel {kernel.function} ({kernel.template}) is none that optdnn writes: {error}",
+                f"the source of kernel {kernel.function} ({kernel.template}) is not one that optdnn writes:  {error}",
                 hint=REBUILD,
             ) from error
 

@@ -280,12 +280,12 @@ def from_plain(plain: Any) -> Operation:
 
 def _value(value: Any, wanted: str) -> Any:
     if wanted.startswith("tuple"):
-        _need(isinstance(value, (list, tuple)), "has no list where one is due")
+        _need(isinstance(value, (list, tuple)), "lacks a list where one is required")
         inner = str if "str" in wanted else int
         _need(all(type(x) is inner for x in value), "has a list with entries of another type")
         return tuple(value)
     if wanted == "float":
-        _need(type(value) in (int, float), "has no number where one is due")
+        _need(type(value) in (int, float), "lacks a number where one is required")
         return float(value)
     _need(type(value).__name__ == wanted, f"has {value!r} for a {wanted}")
     return value

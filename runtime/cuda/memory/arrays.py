@@ -25,7 +25,7 @@ def pointer_of(array: Any, spec: TensorSpec, what: str, *, writable: bool = Fals
         table = _by_dlpack(array) if on_gpu(array) else None
     if table is None:
         raise InputError(
-            f"{what} lies in host memory; a device array is needed", hint="give all arrays on the GPU, or all as NumPy"
+            f"{what} is in host memory; a device array is needed", hint="give all arrays on the GPU, or all as NumPy"
         )
     shape, given = tuple(table["shape"]), _dtype_of(array, table["typestr"])
     if shape != spec.shape or given != _name(spec.dtype):
@@ -78,11 +78,11 @@ def check_pointer(pointer: int, device: Device, what: str) -> None:
     kinds = cu.CUpointer_attribute
     status, kind = cu.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, pointer)
     if status != cu.CUresult.CUDA_SUCCESS or int(kind) == int(cu.CUmemorytype.CU_MEMORYTYPE_HOST):
-        raise InputError(f"{what} says that it lies on a GPU; its address {pointer:#x} is not device memory")
+        raise InputError(f"{what} claims to be on a GPU; its address {pointer:#x} is not device memory")
     index = gpu_of(pointer)
     if index is not None and index != device.index:
         raise InputError(
-            f"{what} lies on GPU {index}; the engine runs on GPU {device.index} ({device.name})",
+            f"{what} is on GPU {index}; the engine runs on GPU {device.index} ({device.name})",
             hint="copy it there, or choose the GPU with CUDA_VISIBLE_DEVICES",
         )
 

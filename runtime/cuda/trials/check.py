@@ -178,7 +178,7 @@ def check_arena(runner: CudaRunner, feeds: Mapping[str, Any]) -> list[str]:
             faults.append("something is written outside of the arena")
     for name, first in results[0].items():
         if first.tobytes() != results[1][name].tobytes():
-            faults.append(f"{name!r} depends on what the memory held before the run")
+            faults.append(f"{name!r} depends on the earlier contents of memory")
     return sorted(set(faults))
 
 

@@ -136,7 +136,7 @@ class FirstRuns:
             wait(stream, limit_of(count * self.seconds))
             done += count
             if same and self._results() != self.wanted:
-                raise ResultsDiffer("its results are not those of its launches one by one")
+                raise ResultsDiffer("its results differ from those of its single launches")
         wait(self.timer.stream)
         need_intact(self.arena)
         return done

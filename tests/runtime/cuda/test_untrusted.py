@@ -193,7 +193,7 @@ def test_the_source_of_an_operator_that_is_given() -> None:
     ],
 )
 def test_other_sources_of_custom_operators(text: str, function: str, op: Any, nothing_runs: Path) -> None:
-    with pytest.raises(EngineError, match="is none that optdnn writes"):
+    with pytest.raises(EngineError, match="is not one that optdnn writes"):
         check_kernels(custom(text, function), [] if op is None else [op])
 
 

@@ -238,7 +238,7 @@ def _set(*path: Any) -> Callable[[Any], None]:
         (_set("blobs", 0, "sha256", None), r"blobs\[0\].sha256 is not a text"),
         (lambda h: h["blobs"].append(h["blobs"][0]) or None, "not where the writer places them"),
         (lambda h: h["blobs"].pop() and None, "not where the writer places them"),
-        (_set("blobs", []), "longer than it says|do not fill the file"),
+        (_set("blobs", []), "longer than it says|not where the writer places them"),
         (_set("buffers", 0, "shape", [-1, 5]), r"buffers\[0\].shape\[0\] is not an integer"),
         (_set("buffers", 0, "shape", 5), r"buffers\[0\].shape is not a list"),
         (_set("buffers", 1, "blob", 3), "points at blob 3"),

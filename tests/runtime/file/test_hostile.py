@@ -309,7 +309,7 @@ def test_a_loop_without_a_bound_is_refused(trips: str, tmp_path: Path) -> None:
         ({"threads": 20_000}, f"threads must be 0 to {THREADS_LIMIT}, not 20000"),
         ({"threads": -1}, "threads must be 0 to"),
         ({"threads": True}, "threads must be 0 to"),
-        ({"precision": "fp8"}, "precision 'fp8' is none of a CPU library"),
+        ({"precision": "fp8"}, "precision 'fp8' is not offered by a CPU library"),
         ({"counters": "/tmp/profile"}, "its parameters are"),
         ({"model": -1}, "there is no blob -1"),
         ({"model": 7}, "there is no blob 7"),
